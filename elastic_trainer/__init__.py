@@ -1,0 +1,38 @@
+"""Fault-tolerant, elastic training for PyTorch: keep training while nodes die, hang, leave and arrive.
+
+The names below load on first use, so that ``import elastic_trainer`` costs neither torch nor grpc.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_trainer.training.task import Task as Task
+    from elastic_trainer.training.trainer import Trainer as Trainer
+    from elastic_trainer.worker.session import Session as Session
+    from elastic_trainer.worker.steps import Step as Step
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Session": "elastic_trainer.worker.session",
+    "Step": "elastic_trainer.worker.steps",
+    "Task": "elastic_trainer.training.task",
+    "Trainer": "elastic_trainer.training.trainer",
+}
+
+__all__ = ["Session", "Step", "Task", "Trainer", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its home module on first use."""
+    home = _LAZY.get(name)
+    if home is None:
+        raise AttributeError(f"module 'elastic_trainer' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

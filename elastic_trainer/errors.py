@@ -1,0 +1,108 @@
+"""The error tree, ordered by what the caller must do.
+
+transient -> retry within the deadline; fenced -> stop acting; rejoin -> leave and rendezvous again;
+permanent -> report, with an exit code and a hint for the operator.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+EXIT_FAILURE = 1
+"""The job failed."""
+EXIT_UNAVAILABLE = 69
+"""A service that the job needs did not answer in time (``EX_UNAVAILABLE`` of sysexits.h)."""
+EXIT_CANNOT_WRITE = 73
+"""An output directory cannot be written or is full (``EX_CANTCREAT``)."""
+EXIT_CONFIG = 78
+"""The configuration is wrong; trying again cannot help (``EX_CONFIG``)."""
+EXIT_LEFT = 143
+"""The node left on request (128 + SIGTERM); never 0, which would complete a Kubernetes Job."""
+
+
+class ElasticTrainerError(Exception):
+    """Base of all errors of this package.
+
+    ``hint`` says in one sentence what the operator can do; ``exit_code`` is what a command that fails with
+    this error exits with.
+    """
+
+    exit_code: ClassVar[int] = EXIT_FAILURE
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class TransientError(ElasticTrainerError):
+    """Retry within the deadline."""
+
+    exit_code = EXIT_UNAVAILABLE
+
+
+class StoreUnavailableError(TransientError):
+    """The store did not answer; nothing is known to have happened."""
+
+
+class OutcomeUnknownError(TransientError):
+    """A write timed out: it may or may not have happened. Read again before deciding."""
+
+
+class FencedError(ElasticTrainerError):
+    """Another incarnation or a later round has taken over: stop acting."""
+
+
+class LeaseLostError(FencedError):
+    """The lease has expired; all keys under it are gone."""
+
+
+class RejoinError(ElasticTrainerError):
+    """Leave the present round and rendezvous again."""
+
+
+class RoundBrokenError(RejoinError):
+    """The round that this process works in has been broken."""
+
+
+class PermanentError(ElasticTrainerError):
+    """Report it and end; trying the same again cannot help."""
+
+
+class ConfigError(PermanentError):
+    """Something the user wrote (option, file, address) is wrong."""
+
+    exit_code = EXIT_CONFIG
+
+
+class SpecMismatchError(ConfigError):
+    """A node disagrees with the run about protocol version, node limits or recovery mode."""
+
+
+class RunClosedError(PermanentError):
+    """The run has ended; ``succeeded`` says how."""
+
+    def __init__(self, message: str, *, succeeded: bool, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.succeeded = succeeded
+
+
+class JoinTimeoutError(PermanentError):
+    """Too few nodes came within ``join_timeout``."""
+
+
+class CheckpointError(PermanentError):
+    """A checkpoint cannot be read or does not fit this job."""
+
+
+class StorageError(CheckpointError):
+    """The checkpoint directory cannot be written or is full."""
+
+    exit_code = EXIT_CANNOT_WRITE
+
+
+class DataError(ConfigError):
+    """Training data is missing or unreadable."""

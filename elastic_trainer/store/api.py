@@ -1,0 +1,235 @@
+"""The store port: what the rest of the package may ask of etcd, in the store's own words.
+
+Every call takes a :class:`~elastic_trainer.clock.Deadline` and ends by it. Calls raise
+:class:`StoreUnavailableError` when nothing happened, :class:`OutcomeUnknownError` when a write may have
+happened, :class:`LeaseLostError` for a dead lease and :class:`ConfigError` for refused credentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from elastic_trainer.clock import Deadline
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """One key as the store holds it. ``lease`` is 0 for a key that outlives its writer."""
+
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    lease: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All keys of one read, in key order, with the store revision at which they were read."""
+
+    items: tuple[KeyValue, ...]
+    revision: int
+
+    @property
+    def first(self) -> KeyValue | None:
+        """The only item of a single-key read, or None."""
+        return self.items[0] if self.items else None
+
+
+class Field(StrEnum):
+    """What a comparison looks at."""
+
+    VALUE = "value"
+    CREATE_REVISION = "create_revision"
+    MOD_REVISION = "mod_revision"
+    LEASE = "lease"
+
+
+class Relation(StrEnum):
+    """How a comparison compares."""
+
+    EQUAL = "equal"
+    NOT_EQUAL = "not_equal"
+    GREATER = "greater"
+    LESS = "less"
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """A guard of a transaction.
+
+    With ``range_end`` it must hold for every key in ``[key, range_end)`` (and holds for an empty range).
+    A missing single key has revisions 0 and never satisfies a VALUE comparison.
+    """
+
+    key: str
+    field: Field
+    relation: Relation
+    operand: int | bytes
+    range_end: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Write ``value`` under ``key``, bound to ``lease`` (0: to none)."""
+
+    key: str
+    value: bytes
+    lease: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove ``key``, or all keys of ``[key, range_end)``."""
+
+    key: str
+    range_end: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read ``key``, or all keys of ``[key, range_end)`` in key order."""
+
+    key: str
+    range_end: str | None = None
+
+
+Operation = Put | Delete | Read
+
+
+@dataclass(frozen=True, slots=True)
+class TransactionResult:
+    """Which branch ran, the snapshots of its reads in order, and the revision after it."""
+
+    succeeded: bool
+    reads: tuple[Snapshot, ...]
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A granted lease. ``ttl_s`` is what the store granted, which may be more than was asked."""
+
+    id: int
+    ttl_s: float
+
+
+class EventKind(StrEnum):
+    """What happened to a key."""
+
+    PUT = "put"
+    DELETE = "delete"
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """One change. For a DELETE the value is empty and ``mod_revision`` is the revision of the deletion."""
+
+    kind: EventKind
+    item: KeyValue
+
+
+class WatchListener(Protocol):
+    """Receives what a watch sees, in revision order, from the watch's own thread. Must not block or raise."""
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        """The complete state: once at the start, and again after a compaction made the history unknown."""
+        ...
+
+    def on_events(self, events: Sequence[WatchEvent]) -> None:
+        """Changes after the last snapshot or events, each exactly once."""
+        ...
+
+    def on_connected(self, connected: bool) -> None:
+        """The stream was lost, or works again (told once for each change)."""
+        ...
+
+
+class Watch(Protocol):
+    """A running watch."""
+
+    def close(self) -> None:
+        """End it and join its thread; no call reaches the listener afterwards."""
+        ...
+
+
+class Store(Protocol):
+    """The port. One instance is one connection; safe to use from several threads."""
+
+    def get(self, key: str, deadline: Deadline) -> Snapshot:
+        """Read one key (linearizable)."""
+        ...
+
+    def range(self, prefix: str, deadline: Deadline, *, limit: int = 0) -> Snapshot:
+        """Read all keys that begin with ``prefix`` (linearizable); ``limit`` 0 means all."""
+        ...
+
+    def transact(
+        self,
+        guards: Sequence[Compare],
+        success: Sequence[Operation],
+        failure: Sequence[Operation] = (),
+        *,
+        deadline: Deadline,
+    ) -> TransactionResult:
+        """Run ``success`` if all guards hold, else ``failure``, atomically."""
+        ...
+
+    def grant(self, ttl_s: float, deadline: Deadline) -> Lease:
+        """Grant a lease that ends ``ttl_s`` seconds after its last keep-alive."""
+        ...
+
+    def keep_alive(self, lease_id: int, deadline: Deadline) -> float:
+        """Refresh a lease once; seconds that it now lasts. Raises LeaseLostError when it is gone."""
+        ...
+
+    def revoke(self, lease_id: int, deadline: Deadline) -> None:
+        """End a lease and its keys; a lease that is gone already is no error."""
+        ...
+
+    def watch(self, prefix: str, listener: WatchListener, *, exact: bool = False) -> Watch:
+        """Follow all keys that begin with ``prefix`` (``exact``: that one key) until closed.
+
+        The listener first gets a snapshot, then each later change exactly once and in order; it survives
+        any outage of the store. Returns at once; the snapshot arrives from the watch's thread.
+        """
+        ...
+
+    def version(self, deadline: Deadline) -> str:
+        """The version that the server reports, such as ``3.5.1``."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection and end all watches."""
+        ...
+
+
+StoreFactory = Callable[[], Store]
+
+
+def prefix_end(prefix: str) -> str:
+    """The first key after all keys that begin with ``prefix`` (etcd's range end)."""
+    if not prefix:
+        raise ValueError("a prefix must not be empty")
+    last = ord(prefix[-1])
+    if last >= 0x7F:
+        raise ValueError("a prefix must end in an ASCII character")
+    return prefix[:-1] + chr(last + 1)
+
+
+def absent(key: str) -> Compare:
+    """Holds while ``key`` does not exist."""
+    return Compare(key, Field.CREATE_REVISION, Relation.EQUAL, 0)
+
+
+def unchanged(key: str, mod_revision: int) -> Compare:
+    """Holds while ``key`` is as last seen (``mod_revision`` 0: absent)."""
+    return Compare(key, Field.MOD_REVISION, Relation.EQUAL, mod_revision)
+
+
+def created_at(key: str, create_revision: int) -> Compare:
+    """Holds while ``key`` is still the one that was created at ``create_revision``."""
+    return Compare(key, Field.CREATE_REVISION, Relation.EQUAL, create_revision)

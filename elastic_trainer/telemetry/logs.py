@@ -1,0 +1,48 @@
+"""structlog set-up: JSON off a terminal, colour on one; one line for each transition.
+
+*Runs in* every process, once at its start. *Owns* structlog's process-wide configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, TextIO
+
+import structlog
+
+from elastic_trainer.settings import log_level
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def configure(stream: TextIO | None = None, *, level: str | None = None, json: bool | None = None) -> None:
+    """Send logs to ``stream`` (default: stderr) at ``level`` (default: from the environment).
+
+    ``json`` chooses the renderer; by default JSON lines are written unless the stream is a terminal.
+    """
+    target = stream if stream is not None else sys.stderr
+    as_json = not target.isatty() if json is None else json
+    renderer: Any = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS.get(level or log_level(), logging.INFO)),
+        logger_factory=structlog.PrintLoggerFactory(target),
+        cache_logger_on_first_use=False,
+    )
+
+
+def bind(**values: Any) -> None:
+    """Add ``values`` (run, node, role, round, rank) to every later line of this thread's context."""
+    structlog.contextvars.bind_contextvars(**values)
+
+
+def logger() -> Any:
+    """The logger of this package; call ``.info("noun.past_participle", key=value)`` on it."""
+    return structlog.get_logger("elastic_trainer")
