@@ -1,0 +1,76 @@
+"""Addresses and ports of a node: how others reach it, a liveness port, and ports kept free for rank 0's store.
+
+*Owns* sockets; each is closed by its owner's ``close``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+from elastic_trainer.settings import Endpoint
+
+
+def own_address(towards: Endpoint) -> str:
+    """The address that this host uses to reach ``towards``: one that others in that network can use too.
+
+    Falls back to the host name where no route is known.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(towards.host, towards.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+class LivenessPort:
+    """Listens as long as this process lives: a peer whose connection is refused knows that it does not."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(_family(address), socket.SOCK_STREAM)
+        self._socket.bind(("", 0))
+        self._socket.listen(16)
+        self._closing = False
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve, name="liveness", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._closing:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            connection.close()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class ReservedPort:
+    """A free port that nobody is given by chance while a worker of this node may want to listen on it.
+
+    The socket stays bound without listening. Both sides set SO_REUSEADDR, and Linux lets a second socket bind and
+    listen then, while its automatic choice of ports passes the port over.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(_family(address), socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("", 0))
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Give the port up."""
+        self._socket.close()

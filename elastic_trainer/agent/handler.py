@@ -1,0 +1,282 @@
+"""torchrun's rendezvous handler for restart mode: agreed ranks for each start of the workers.
+
+*Runs in* torchrun's main thread; its duties run in threads of the same process.
+*Owns* the member, the liveness port, the reserved store port, the supervisor; all end with :meth:`shutdown` or with the
+process (the lease does the rest).
+*Fails by* SystemExit with one sentence: 0 for a node that comes after a success, 78 for wrong configuration.
+*Invariant*: ``num_nodes_waiting`` does no I/O and never raises.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from elastic_trainer.agent.addresses import LivenessPort, ReservedPort, own_address
+from elastic_trainer.agent.launcher import LocalWorkers, local_workers
+from elastic_trainer.agent.plugin import BACKEND, end
+from elastic_trainer.agent.supervisor import Supervisor
+from elastic_trainer.agent.torchrun_store import RoundStore
+from elastic_trainer.clock import SYSTEM, Clock, Deadline
+from elastic_trainer.errors import ConfigError, ElasticTrainerError, RunClosedError
+from elastic_trainer.membership.admission import admit
+from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, Spec, split_address
+from elastic_trainer.membership.member import Member
+from elastic_trainer.membership.presence import Presence
+from elastic_trainer.membership.rules import Limits
+from elastic_trainer.model import RecoveryMode, checked_name
+from elastic_trainer.settings import (
+    ENV_NODE,
+    ENV_RECOVERY,
+    ENV_ROUND,
+    RendezvousOptions,
+    parse_endpoints,
+    rendezvous_options,
+)
+from elastic_trainer.store import connect_checked
+from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.session import LeaseSession
+from elastic_trainer.telemetry import logs
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store as TorchStore
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    from elastic_trainer.store.api import Store
+
+RESTART_REGROUP_S = 60.0
+
+
+class Etcd3RendezvousHandler(RendezvousHandler):
+    """One node's handler; see the module."""
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        options: RendezvousOptions,
+        *,
+        min_nodes: int,
+        max_nodes: int,
+        address: str,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._store, self._run_id, self._options, self._clock = store, run_id, options, clock
+        self._address = address
+        self._spec = Spec(min_nodes=min_nodes, max_nodes=max_nodes, recovery=options.recovery)
+        self._keys = RunKeys(options.prefix, run_id)
+        node = options.node_id or default_node_id()
+        self.node_id = checked_name(node, "node id")
+        self._member: Member | None = None
+        self._liveness: LivenessPort | None = None
+        self._port: ReservedPort | None = None
+        self._supervisor: Supervisor | None = None
+        self._current: RoundDocument | None = None
+        self._life = 0
+        self._finished = False
+        logs.bind(run=run_id, node=self.node_id, role="agent")
+
+    @classmethod
+    def from_parameters(cls, parameters: RendezvousParameters) -> Etcd3RendezvousHandler:
+        """Validate torchrun's parameters and reach the store. Raises ConfigError or StoreUnavailableError."""
+        logs.configure()
+        options = rendezvous_options(parameters.config)
+        checked_name(parameters.run_id, "run id (--rdzv-id)")
+        if not parameters.endpoint:
+            raise ConfigError("no store address was given", hint="add --rdzv-endpoint host:2379")
+        if parameters.min_nodes > parameters.max_nodes:
+            raise ConfigError(
+                f"--nnodes {parameters.min_nodes}:{parameters.max_nodes} has its minimum above its maximum"
+            )
+        settings = options.store(parameters.endpoint)
+        store = connect_checked(settings, Deadline.after(options.connect_timeout))
+        address = options.interface or parameters.local_addr or own_address(parse_endpoints(parameters.endpoint)[0])
+        return cls(
+            store,
+            parameters.run_id,
+            options,
+            min_nodes=parameters.min_nodes,
+            max_nodes=parameters.max_nodes,
+            address=address,
+        )
+
+    # ---- what torchrun calls
+
+    def get_backend(self) -> str:
+        """The name that torchrun knows this handler by."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """False: rank 0's worker hosts the workers' store, on a port of its own for each round.
+
+        torchrun would otherwise name the workers' store prefix after its own restart count, which differs between
+        nodes, and stale addresses of an earlier round would be read.
+        """
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round; blocks until it is formed."""
+        try:
+            return self._join()
+        except RunClosedError as error:
+            logs.logger().info("run.met_closed", succeeded=error.succeeded)
+            if error.succeeded:
+                raise SystemExit(0) from error
+            end(error)
+        except ElasticTrainerError as error:
+            end(error)
+
+    def is_closed(self) -> bool:
+        """Whether the run has ended."""
+        current = self._member.look().round if self._member else None
+        return current is not None and current.state is RoundState.CLOSED
+
+    def set_closed(self) -> None:
+        """torchrun never calls this for a plugin; rounds are closed by the members (DESIGN section 3, *End*)."""
+
+    def num_nodes_waiting(self) -> int:
+        """1 when the workers' round is over, which makes torchrun restart them; else 0."""
+        if self._member is None or self._current is None:
+            return 0
+        return 1 if round_is_over(self._current, self._member.look().round) else 0
+
+    def get_run_id(self) -> str:
+        """The run's id."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """End this node's part: its key goes away, everybody else's stays."""
+        if self._member is not None:
+            self._member.leave()
+            self._member = None
+        for owned in (self._supervisor, self._liveness, self._port):
+            if owned is not None:
+                owned.close()
+        self._supervisor = self._liveness = self._port = None
+        self._store.close()
+        return True
+
+    # ---- joining
+
+    def _join(self) -> RendezvousInfo:
+        waiting = Deadline.after(self._options.join_timeout, self._clock)
+        member = self._member if self._member is not None else self._arrive()
+        if self._supervisor is not None:
+            self._supervisor.round_begun()
+        planned, cause = self._leave_round(member, waiting)
+        self._life += 1
+        if self._port is not None:
+            self._port.close()
+        self._port = ReservedPort(self._address)
+        member.announce(self._new_record(local_workers(), planned=planned, cause=cause), waiting)
+        document = member.await_round(self._options.join_timeout)
+        self._current = document
+        return self._describe(document)
+
+    def _arrive(self) -> Member:
+        """First call: agree with the run, then become able to take part."""
+        deadline = Deadline.after(self._options.connect_timeout, self._clock)
+        admit(self._store, self._keys, self._spec, reopen=self._options.reopen, deadline=deadline)
+        session = LeaseSession(self._store, self._options.ttl, deadline=deadline, clock=self._clock)
+        presence = Presence(self._store, self._keys, self.node_id, session, self._clock)
+        member = Member(self._store, self._keys, presence, self._limits(), clock=self._clock)
+        self._liveness = LivenessPort(self._address)
+        self._supervisor = Supervisor(self._run_id, self._options.stop_grace, self._clock)
+        member.on_round(self._watch_round)
+        member.start(deadline)
+        self._member = member
+        atexit.register(self.shutdown)
+        return member
+
+    def _leave_round(self, member: Member, deadline: Deadline) -> tuple[bool, str]:
+        """Say that this node has left its round, if it was still on; whether by agreement, and why."""
+        if self._current is None:
+            return True, ""
+        seen = member.look().round
+        if seen is None or round_is_over(self._current, seen):
+            return True, ""
+        cause = "its workers failed"
+        member.break_round(self._current.number, f"node {self.node_id} left the round: {cause}", deadline)
+        return False, cause
+
+    def _new_record(self, workers: LocalWorkers, *, planned: bool, cause: str) -> NodeRecord:
+        if self._liveness is None or self._port is None:
+            raise RuntimeError("the node has not arrived yet")
+        return NodeRecord(
+            host=socket.gethostname(),
+            address=self._address,
+            local_world_size=workers.count,
+            role=workers.role,
+            store_port=self._port.port,
+            probe_port=self._liveness.port,
+            state=NodeState.READY,
+            life=self._life,
+            acknowledged=self._current.number + 1 if self._current else 0,
+            planned=planned,
+            cause=cause,
+        )
+
+    def _describe(self, document: RoundDocument) -> RendezvousInfo:
+        rank = next(i for i, member in enumerate(document.members) if member.node == self.node_id)
+        host, port = split_address(document.store)
+        os.environ[ENV_NODE] = self.node_id
+        os.environ[ENV_ROUND] = str(document.number)
+        os.environ[ENV_RECOVERY] = str(RecoveryMode.RESTART)
+        logs.bind(round=document.number)
+        store = cast("TorchStore", RoundStore(document, self._finish))
+        return RendezvousInfo(store, rank, len(document.members), RendezvousStoreInfo(host, port))
+
+    def _limits(self) -> Limits:
+        options = self._options
+        return Limits(
+            min_nodes=self._spec.min_nodes,
+            max_nodes=self._spec.max_nodes,
+            recovery=options.recovery,
+            last_call_s=options.last_call,
+            last_call_limit_s=options.last_call_limit,
+            regroup_grace_s=RESTART_REGROUP_S,
+            join_batch_s=options.join_batch,
+            join_interval_s=options.join_interval,
+        )
+
+    # ---- during and after a round
+
+    def _watch_round(self, document: RoundDocument) -> None:
+        """From the deciding thread: workers of a broken round get their grace."""
+        if self._current is None or self._supervisor is None or self._finished:
+            return
+        if round_is_over(self._current, document) and document.state is not RoundState.DRAINING:
+            self._supervisor.round_over()
+
+    def _finish(self, outage_limit_s: float) -> None:
+        """torchrun's exit barrier: say that this node is done, and stay until all members are."""
+        member, current = self._member, self._current
+        if member is None or current is None:
+            return
+        self._finished = True
+        done: dict[str, Any] = {"state": NodeState.DONE, "planned": True}
+        member.announce(member.record().model_copy(update=done), Deadline.after(outage_limit_s, self._clock))
+        ended = member.await_end(current.number, outage_limit_s)
+        if ended is not None:
+            logs.logger().info("run.ended", result=ended.result, reason=ended.reason)
+
+
+def round_is_over(mine: RoundDocument, seen: RoundDocument | None) -> bool:
+    """Whether ``seen`` shows that the round ``mine`` does not go on (an absent document proves nothing)."""
+    if seen is None:
+        return False
+    return seen.number > mine.number or (
+        seen.number == mine.number and seen.state in (RoundState.BROKEN, RoundState.DRAINING)
+    )
+
+
+def default_node_id() -> str:
+    """A name that is unique among all processes: host name, process id, a few random digits."""
+    host = "".join(c if c.isalnum() or c in "-." else "-" for c in socket.gethostname()) or "node"
+    return f"{host[:80]}-{os.getpid()}-{secrets.token_hex(2)}"

@@ -1,0 +1,43 @@
+"""torchrun's entry point for ``--rdzv-backend etcd3``.
+
+torchrun loads every plugin at its start, and only warns when loading fails: so nothing is imported here until this
+backend is asked for, and what can go wrong does so in :func:`create`.
+
+*Runs in* torchrun's main thread.
+*Fails by* one sentence on stderr and an exit code (SystemExit), never a traceback for what the user can mend.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+    from elastic_trainer.errors import ElasticTrainerError
+
+BACKEND = "etcd3"
+
+
+def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """What torchrun calls when it loads the plugin: the function that makes the handler."""
+    return create
+
+
+def create(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Make the handler for torchrun's ``parameters``, or end the process with a sentence."""
+    from elastic_trainer.agent.handler import Etcd3RendezvousHandler
+    from elastic_trainer.errors import ElasticTrainerError
+
+    try:
+        return Etcd3RendezvousHandler.from_parameters(parameters)
+    except ElasticTrainerError as error:
+        end(error)
+
+
+def end(error: ElasticTrainerError) -> NoReturn:
+    """Say ``error`` in one line and leave with its exit code."""
+    print(f"elastic-trainer: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(error.exit_code)

@@ -1,0 +1,129 @@
+"""A unix socket between a node's agent and its workers: lines both ways, peers of another user refused.
+
+*Runs in* the agent (one thread accepts, one reads each worker) and in each worker (its control thread reads).
+*Owns* the socket and its private directory.
+*Fails by* ChannelClosedError when the other end is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from elastic_trainer.errors import RejoinError
+from elastic_trainer.ipc.messages import LONGEST_LINE, Message
+from elastic_trainer.telemetry.logs import logger
+
+SEND_TIMEOUT_S = 5.0
+_UCRED = struct.Struct("3i")
+
+
+class ChannelClosedError(RejoinError):
+    """The other end of the channel is gone."""
+
+
+class Connection:
+    """One end of a connected channel. Sending is thread-safe and bounded; reading belongs to one thread."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_TIMEOUT_S), 0))
+        self._lock = threading.Lock()
+
+    def peer(self) -> tuple[int, int]:
+        """Process id and user id of the other end, as the kernel knows them."""
+        pid, uid, _ = _UCRED.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        return pid, uid
+
+    def send(self, message: Message) -> None:
+        """Send ``message``; raises ChannelClosedError when the other end is gone or does not read."""
+        try:
+            with self._lock:
+                self._socket.sendall(message.encode())
+        except OSError as error:
+            raise ChannelClosedError(f"the channel is closed: {error}") from error
+
+    def lines(self) -> Iterator[bytes]:
+        """Complete lines until the other end closes; ends quietly then."""
+        pending = b""
+        while True:
+            try:
+                received = self._socket.recv(65536)
+            except OSError:
+                return
+            if not received:
+                return
+            *complete, pending = (pending + received).split(b"\n")
+            if len(pending) > LONGEST_LINE:
+                return
+            yield from complete
+
+    def close(self) -> None:
+        """Close; a reader in another thread ends."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class Listener:
+    """The agent's end: a socket in a directory that only this user can enter.
+
+    ``serve(connection)`` is called in a thread of its own for each worker and returns when it is gone.
+    """
+
+    def __init__(self, serve: Callable[[Connection], None]) -> None:
+        self._serve = serve
+        self._directory = Path(tempfile.mkdtemp(prefix="elastic-trainer-"))
+        self.path = self._directory / "agent.sock"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(self.path))
+        self._socket.listen(64)
+        self._thread = threading.Thread(target=self._accept, name="channel", daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connected, _ = self._socket.accept()
+            except OSError:
+                return
+            connection = Connection(connected)
+            pid, uid = connection.peer()
+            if uid != os.geteuid():
+                logger().warning("channel.refused", pid=pid, uid=uid)
+                connection.close()
+                continue
+            threading.Thread(target=self._run, args=(connection,), name=f"worker-{pid}", daemon=True).start()
+
+    def _run(self, connection: Connection) -> None:
+        try:
+            self._serve(connection)
+        except Exception:  # noqa: BLE001 - the edge of a thread: the worker is treated as gone
+            logger().exception("channel.failed")
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        """Stop listening and remove the directory; connections stay until their ends close."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def connect(path: Path) -> Connection:
+    """The worker's end. Raises ChannelClosedError when the agent does not listen."""
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.connect(str(path))
+    except OSError as error:
+        connected.close()
+        raise ChannelClosedError(f"the node's agent does not listen at {path}: {error}") from error
+    return Connection(connected)

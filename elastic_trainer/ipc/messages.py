@@ -1,0 +1,182 @@
+"""The messages between a node's agent and its workers: typed, versioned, one JSON object a line.
+
+Every message that concerns a round carries its number: messages overtake each other, and none may undo a later one.
+*Fails by* MessageError for a line that is no message of this version.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from elastic_trainer.errors import PermanentError
+
+CHANNEL_VERSION = 1
+LONGEST_LINE = 1 << 20
+
+
+class MessageError(PermanentError):
+    """The other end speaks another language."""
+
+
+class Message(BaseModel):
+    """Base of all messages."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    def encode(self) -> bytes:
+        """The line to send, with its newline."""
+        return self.model_dump_json().encode() + b"\n"
+
+
+class StateReport(BaseModel):
+    """The training state that a worker holds: committed in ``round``, after ``step`` steps."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    round: int
+    step: int
+    digest: str = ""
+
+
+# ---- worker to agent
+
+
+class Hello(Message):
+    """First message of a worker. ``mutex`` is a file whose robust mutex it holds as long as it lives."""
+
+    kind: Literal["hello"] = "hello"
+    version: int = CHANNEL_VERSION
+    pid: int
+    local_rank: int
+    mutex: str | None = None
+
+
+class Ready(Message):
+    """The worker is free for round ``number`` or any later one, with the state that it names (None: a newcomer)."""
+
+    kind: Literal["ready"] = "ready"
+    number: int
+    planned: bool = False
+    state: StateReport | None = None
+    step_time_s: float = 0.0
+    unreachable: tuple[int, ...] = ()
+    """Ranks of the last round that could not be reached while it was formed."""
+
+
+class Failed(Message):
+    """A collective of round ``number`` failed here."""
+
+    kind: Literal["failed"] = "failed"
+    number: int
+    error: str
+
+
+class Progress(Message):
+    """How far the worker is; sent at a bounded rate."""
+
+    kind: Literal["progress"] = "progress"
+    round: int
+    step: int
+    epoch: int
+    samples: int
+    loss: float | None = None
+    checkpoint: str | None = None
+    step_time_s: float = 0.0
+
+
+class Leaving(Message):
+    """The worker ends: ``done`` (its work is finished), ``stopped`` (asked to leave) or ``failed``."""
+
+    kind: Literal["leaving"] = "leaving"
+    status: Literal["done", "stopped", "failed"]
+    step: int
+    reason: str = ""
+
+
+# ---- agent to worker
+
+
+class Welcome(Message):
+    """The answer to Hello."""
+
+    kind: Literal["welcome"] = "welcome"
+    version: int = CHANNEL_VERSION
+    run: str
+    node: str
+
+
+class Formation(Message):
+    """Round ``number`` with this worker's place in it."""
+
+    kind: Literal["formation"] = "formation"
+    number: int
+    nonce: str
+    store: str
+    rank: int
+    world_size: int
+    nodes: tuple[str, ...] = ()
+    reason: str = ""
+
+
+class Over(Message):
+    """All rounds up to ``number`` are broken."""
+
+    kind: Literal["over"] = "over"
+    number: int
+    reason: str
+
+
+class Drain(Message):
+    """Round ``number`` is to be left at the step boundary that all its ranks agree on.
+
+    ``next`` is this worker's place afterwards; None for a worker that leaves.
+    """
+
+    kind: Literal["drain"] = "drain"
+    number: int
+    reason: str
+    next: Formation | None = None
+
+
+class Leave(Message):
+    """Finish the step, then leave by a planned change: this node is being evicted."""
+
+    kind: Literal["leave"] = "leave"
+    reason: str
+
+
+class Exit(Message):
+    """End at once with ``code``: there is nothing left to do here."""
+
+    kind: Literal["exit"] = "exit"
+    code: int
+    reason: str
+
+
+FromWorker = Annotated[Hello | Ready | Failed | Progress | Leaving, Field(discriminator="kind")]
+FromAgent = Annotated[Welcome | Formation | Over | Drain | Leave | Exit, Field(discriminator="kind")]
+
+_FROM_WORKER: TypeAdapter[Hello | Ready | Failed | Progress | Leaving] = TypeAdapter(FromWorker)
+_FROM_AGENT: TypeAdapter[Welcome | Formation | Over | Drain | Leave | Exit] = TypeAdapter(FromAgent)
+
+
+def read_from_worker(line: bytes) -> Hello | Ready | Failed | Progress | Leaving:
+    """Parse a line that a worker sent."""
+    try:
+        return _FROM_WORKER.validate_json(line)
+    except ValidationError as error:
+        raise MessageError(
+            f"a worker sent what is no message of channel version {CHANNEL_VERSION}: {line[:80]!r}"
+        ) from error
+
+
+def read_from_agent(line: bytes) -> Welcome | Formation | Over | Drain | Leave | Exit:
+    """Parse a line that the agent sent."""
+    try:
+        return _FROM_AGENT.validate_json(line)
+    except ValidationError as error:
+        raise MessageError(
+            f"the agent sent what is no message of channel version {CHANNEL_VERSION}: {line[:80]!r}"
+        ) from error

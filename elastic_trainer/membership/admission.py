@@ -1,0 +1,80 @@
+"""Admission to a run: agree on its spec, meet a closed run, reopen it on request.
+
+*Runs in* the agent's main thread, once at the start.
+*Fails by* SpecMismatchError, RunClosedError.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import SpecMismatchError, StoreUnavailableError
+from elastic_trainer.membership.documents import RoundDocument, RoundState, Spec
+from elastic_trainer.membership.member import closed_error
+from elastic_trainer.store.api import Compare, Field, Put, Relation, Store, absent, prefix_end, unchanged
+from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.telemetry.logs import logger
+
+ATTEMPTS = 20
+
+
+def admit(store: Store, keys: RunKeys, spec: Spec, *, reopen: bool, deadline: Deadline) -> None:
+    """Agree with the run on ``spec``.
+
+    The first node writes it. A node that differs is refused, unless no node of the run is present: then the run takes
+    over the new limits. A closed run is refused, unless ``reopen``: then its next epoch begins.
+    """
+    for _ in range(ATTEMPTS):
+        if _settle_closed(store, keys, reopen=reopen, deadline=deadline) and _settle_spec(store, keys, spec, deadline):
+            return
+        if deadline.expired:
+            break
+    raise StoreUnavailableError("the run's spec changed too often to agree on it in time")
+
+
+def _settle_closed(store: Store, keys: RunKeys, *, reopen: bool, deadline: Deadline) -> bool:
+    """Whether the run is open (now)."""
+    found = store.get(keys.round, deadline).first
+    if found is None:
+        return True
+    current = RoundDocument.decode(found.value, keys.round)
+    if current.state is not RoundState.CLOSED:
+        return True
+    if not reopen:
+        raise closed_error(current)
+    opened = RoundDocument(
+        epoch=current.epoch + 1,
+        number=current.number,
+        nonce=secrets.token_hex(8),
+        state=RoundState.BROKEN,
+        members=(),
+        reason="the run was reopened",
+    )
+    guards = [unchanged(keys.round, found.mod_revision)]
+    done = store.transact(guards, [Put(keys.round, opened.encode())], deadline=deadline).succeeded
+    if done:
+        logger().info("run.reopened", epoch=opened.epoch)
+    return done
+
+
+def _settle_spec(store: Store, keys: RunKeys, spec: Spec, deadline: Deadline) -> bool:
+    """Whether the run's spec is ours."""
+    found = store.get(keys.spec, deadline).first
+    if found is None:
+        return store.transact([absent(keys.spec)], [Put(keys.spec, spec.encode())], deadline=deadline).succeeded
+    theirs = Spec.decode(found.value, keys.spec)
+    difference = theirs.disagreement(spec)
+    if difference is None:
+        return True
+    nobody = Compare(keys.nodes, Field.CREATE_REVISION, Relation.EQUAL, 0, range_end=prefix_end(keys.nodes))
+    guards = [unchanged(keys.spec, found.mod_revision), nobody]
+    if store.transact(guards, [Put(keys.spec, spec.encode())], deadline=deadline).succeeded:
+        logger().info("spec.replaced", difference=difference)
+        return True
+    if store.range(keys.nodes, deadline, limit=1).items:
+        raise SpecMismatchError(
+            f"this node disagrees with the run: {difference}",
+            hint="start all nodes with the same --nnodes and --rdzv-conf, or use another --rdzv-id",
+        )
+    return False

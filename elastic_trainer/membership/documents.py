@@ -1,0 +1,201 @@
+"""The documents that nodes share through the store: versioned JSON, checked when read.
+
+*Fails by* DocumentError for content that this version cannot read; everything in the store is untrusted.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from elastic_trainer.errors import PermanentError
+from elastic_trainer.model import Incarnation, RecoveryMode
+
+PROTOCOL_VERSION = 1
+"""Nodes of different versions refuse each other's documents (see Document.version)."""
+
+
+class DocumentError(PermanentError):
+    """A key of the run holds something that this version cannot read."""
+
+
+class Document(BaseModel):
+    """Base: frozen, JSON, read leniently about new fields so that a later version can add some."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: Literal[1] = 1
+
+    def encode(self) -> bytes:
+        """The JSON to store."""
+        return self.model_dump_json(exclude_defaults=False).encode()
+
+    @classmethod
+    def decode(cls, value: bytes, key: str) -> Self:
+        """Read the JSON found under ``key``; DocumentError names the key when it does not fit."""
+        try:
+            return cls.model_validate_json(value)
+        except ValidationError as error:
+            raise DocumentError(
+                f"key {key!r} holds no {cls.__name__} of protocol version {PROTOCOL_VERSION}",
+                hint="another program or another version of elastic_trainer writes under this run id",
+            ) from error
+
+
+class Spec(Document):
+    """What all nodes of a run must agree on."""
+
+    epoch: int = 1
+    min_nodes: int = Field(ge=1)
+    max_nodes: int = Field(ge=1)
+    recovery: RecoveryMode = RecoveryMode.RESTART
+
+    def disagreement(self, other: Spec) -> str | None:
+        """The first point in which ``other`` differs, in words, or None."""
+        for name, mine, theirs in (
+            ("min nodes", self.min_nodes, other.min_nodes),
+            ("max nodes", self.max_nodes, other.max_nodes),
+            ("recovery", str(self.recovery), str(other.recovery)),
+        ):
+            if mine != theirs:
+                return f"{name} {theirs} here, {mine} in the run"
+        return None
+
+
+class NodeState(StrEnum):
+    """How far a node is."""
+
+    WARMING = "warming"
+    READY = "ready"
+    DRAINING = "draining"
+    DONE = "done"
+
+
+class Identity(BaseModel):
+    """The training state that a node holds (see model.StateIdentity)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    round: int
+    step: int
+    digest: str = ""
+
+
+class NodeRecord(Document):
+    """One node's key. ``acknowledged`` is the lowest round number that it is free to take part in."""
+
+    host: str
+    address: str
+    local_world_size: int = Field(ge=1)
+    role: str = "default"
+    store_port: int = Field(ge=0, le=65535)
+    """Where rank 0's store is found if this node becomes the first: reserved anew for each life."""
+    probe_port: int = Field(ge=0, le=65535)
+    """A port that the agent listens on: a refused connection tells that the agent is dead."""
+    metrics_port: int = 0
+    state: NodeState = NodeState.WARMING
+    life: int = Field(default=0, ge=0)
+    acknowledged: int = Field(default=0, ge=0)
+    planned: bool = False
+    """Whether it left its last round by agreement rather than by a failure."""
+    identity: Identity | None = None
+    unreachable: tuple[str, ...] = ()
+    cause: str = ""
+    """Why it left its last round, for people."""
+
+
+class RoundState(StrEnum):
+    """What becomes of a round. Only CLOSED is final."""
+
+    ACTIVE = "active"
+    BROKEN = "broken"
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+
+class RoundMember(BaseModel):
+    """One node of a round; ``first_rank`` is the global rank of its local rank 0."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    node: str
+    create_revision: int
+    life: int
+    first_rank: int
+    local_world_size: int
+    role: str = "default"
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """The life of the node that this round means."""
+        return Incarnation(self.create_revision, self.life)
+
+
+class Ghost(BaseModel):
+    """A key left behind by an excluded node: it counts for nothing while its mod-revision is this one."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    node: str
+    mod_revision: int
+
+
+class RunResult(StrEnum):
+    """How a closed run ended."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+
+class RoundDocument(Document):
+    """The one round document of a run."""
+
+    epoch: int = 1
+    number: int = Field(ge=0)
+    nonce: str
+    state: RoundState
+    members: tuple[RoundMember, ...]
+    store: str = ""
+    """``host:port`` of the store that the workers of this round meet at."""
+    source: str | None = None
+    last_step: int | None = None
+    failures: dict[str, int] = Field(default_factory=dict)
+    stalled: int = 0
+    ghosts: tuple[Ghost, ...] = ()
+    reason: str = ""
+    result: RunResult | None = None
+    next: RoundDocument | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of worker processes."""
+        return sum(member.local_world_size for member in self.members)
+
+    def member(self, node: str) -> RoundMember | None:
+        """The entry of ``node``, or None."""
+        return next((member for member in self.members if member.node == node), None)
+
+
+class JournalEntry(Document):
+    """One transition, kept for people (bounded)."""
+
+    wall: float
+    by: str
+    round: int
+    state: RoundState
+    reason: str
+    nodes: tuple[str, ...]
+    world_size: int
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` (IPv6 host in brackets) as host and port."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Host and port as ``host:port``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,302 @@
+"""One node's membership: its presence in the store, the decisions it may carry out, the rounds it waits for.
+
+*Runs in* the node agent: one thread that decides (``membership``), calls from torchrun's main thread.
+*Owns* the node's lease and key, the watch on the run.
+*Fails by* RunClosedError, JoinTimeoutError, SpecMismatchError and StoreUnavailableError (at the start only: later an
+outage of the store is waited out).
+*Invariant*: the round document is written only against the revision last seen and while this node's own key stands,
+so a thawed or partitioned member cannot undo what others decided.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from elastic_trainer.clock import SYSTEM, Clock, Deadline
+from elastic_trainer.errors import (
+    ConfigError,
+    JoinTimeoutError,
+    OutcomeUnknownError,
+    RunClosedError,
+    StoreUnavailableError,
+    TransientError,
+)
+from elastic_trainer.membership.documents import (
+    JournalEntry,
+    NodeRecord,
+    RoundDocument,
+    RoundMember,
+    RoundState,
+    RunResult,
+)
+from elastic_trainer.membership.presence import Presence
+from elastic_trainer.membership.probe import Prober
+from elastic_trainer.membership.rules import Action, Decision, Limits, View, broken, decide, live_members
+from elastic_trainer.membership.sightings import Tracker
+from elastic_trainer.membership.view import Observation, RunView
+from elastic_trainer.store.api import Compare, Delete, Operation, Put, Store, created_at, unchanged
+from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.telemetry.logs import logger
+
+WRITE_TIMEOUT_S = 5.0
+JOURNAL_LENGTH = 1000
+LOOK_AGAIN_S = 1.0
+
+
+class Member:
+    """The node ``node_id`` in the run of ``keys``.
+
+    ``prober`` tells which silent nodes' agents are dead; it is asked only about members of a broken round.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: RunKeys,
+        presence: Presence,
+        limits: Limits,
+        *,
+        prober: Prober | None = None,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._store, self._keys, self._limits, self._clock = store, keys, limits, clock
+        self._presence = presence
+        self._prober = prober if prober is not None else Prober(clock)
+        self._view = RunView(keys)
+        self._tracker = Tracker()
+        self._stop = threading.Event()
+        self._watch: Any = None
+        self._thread: threading.Thread | None = None
+        self._listeners: list[Callable[[RoundDocument], None]] = []
+        self._told_revision = -1
+
+    @property
+    def node_id(self) -> str:
+        """This node's name."""
+        return self._presence.node_id
+
+    def on_round(self, listener: Callable[[RoundDocument], None]) -> None:
+        """Call ``listener`` from the deciding thread with each round document, in order."""
+        self._listeners.append(listener)
+
+    def start(self, deadline: Deadline) -> None:
+        """Follow the run and begin to decide. The node becomes visible with the first ``announce``."""
+        self._watch = self._store.watch(self._keys.root, self._view)
+        if not self._view.wait_loaded(deadline.remaining_s()):
+            raise StoreUnavailableError(
+                "the store did not send the run's state in time", hint="check its load and the network"
+            )
+        self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
+        self._thread.start()
+
+    def look(self) -> Observation:
+        """What is known of the run now (no I/O)."""
+        return self._view.look()
+
+    def announce(self, record: NodeRecord, deadline: Deadline) -> None:
+        """Show ``record`` under this node's key; waits out an outage of the store until ``deadline``."""
+        self._presence.show(record, deadline)
+        self._view.wake()
+
+    def record(self) -> NodeRecord:
+        """What this node shows of itself."""
+        return self._presence.record
+
+    def is_mine(self, member: RoundMember | None) -> bool:
+        """Whether ``member`` means the present life of this node."""
+        return member is not None and (member.create_revision, member.life) == (
+            self._presence.create_revision,
+            self._presence.record.life,
+        )
+
+    def break_round(self, number: int, reason: str, deadline: Deadline) -> None:
+        """Mark round ``number`` broken if it is still the active one; waits out an outage of the store."""
+        while not deadline.expired:
+            seen = self._view.look()
+            current = seen.round
+            if (
+                current is None
+                or current.number != number
+                or current.state not in (RoundState.ACTIVE, RoundState.DRAINING)
+            ):
+                return
+            decision = Decision(Action.BREAK, reason, broken(current, reason))
+            if self._commit(decision, seen, deadline):
+                return
+            self._view.wait_change(seen.serial, min(0.2, deadline.remaining_s()))
+
+    def await_round(self, join_timeout_s: float) -> RoundDocument:
+        """Wait for an active round that this life of the node is part of.
+
+        ``join_timeout_s`` bounds the wait while no round is active (a spare waits as long as others train).
+        Raises RunClosedError or JoinTimeoutError.
+        """
+        idle_since = self._clock.monotonic()
+        while True:
+            seen = self._view.look()
+            current = seen.round
+            if current is not None and current.state is RoundState.CLOSED:
+                raise closed_error(current)
+            active = current is not None and current.state is RoundState.ACTIVE
+            if current is not None and active and self.is_mine(current.member(self.node_id)):
+                return current
+            if active and live_members(self._as_view(seen)):
+                idle_since = self._clock.monotonic()
+            left = idle_since + join_timeout_s - self._clock.monotonic()
+            if left <= 0.0:
+                raise self._join_timeout(seen, join_timeout_s)
+            self._view.wait_change(seen.serial, min(left, LOOK_AGAIN_S))
+
+    def await_end(self, number: int, outage_limit_s: float) -> RoundDocument | None:
+        """After this node is done: wait until the run is closed or round ``number`` is over.
+
+        An unreachable store is waited for at most ``outage_limit_s``; None then.
+        """
+        lost_since: float | None = None
+        while True:
+            seen = self._view.look()
+            current = seen.round
+            if current is None or current.state is RoundState.CLOSED or current.number > number:
+                return current
+            lost_since = None if seen.connected else (lost_since or self._clock.monotonic())
+            if lost_since is not None and self._clock.monotonic() - lost_since > outage_limit_s:
+                return None
+            self._view.wait_change(seen.serial, LOOK_AGAIN_S)
+
+    def leave(self) -> None:
+        """Take this node's key away and end all threads. Never raises."""
+        self._stop.set()
+        self._view.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2 * WRITE_TIMEOUT_S)
+        self._presence.close()
+        if self._watch is not None:
+            self._watch.close()
+
+    # ---- the deciding thread
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            pause_s = LOOK_AGAIN_S
+            seen = self._view.look()
+            try:
+                pause_s = self._turn(seen)
+            except TransientError as error:
+                pause_s = 0.2
+                logger().debug("decision.postponed", error=str(error))
+            except ConfigError as error:
+                logger().error("decision.refused", error=str(error))
+            except Exception:  # noqa: BLE001 - the edge of a thread: a dead decider would be silence
+                logger().exception("decision.failed")
+            self._view.wait_change(seen.serial, pause_s)
+
+    def _turn(self, seen: Observation) -> float:
+        """One look and at most one act; seconds until the next look if nothing changes."""
+        self._tell(seen)
+        if self._presence.lost:
+            self._presence.return_from_loss(Deadline.after(WRITE_TIMEOUT_S, self._clock))
+            self._view.wake()
+            return 0.0
+        now = self._clock.monotonic()
+        view = self._as_view(seen)
+        self._tracker = self._tracker.advance(view, seen.round_revision, now)
+        view = self._as_view(seen)
+        decision = decide(view, now)
+        if decision.action is not Action.WAIT:
+            done = self._commit(decision, seen, Deadline.after(WRITE_TIMEOUT_S, self._clock))
+            return 0.0 if done else 0.1
+        probing_s = self._prober.look(view, self._view.wake)
+        return min(LOOK_AGAIN_S, probing_s, decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S)
+
+    def _tell(self, seen: Observation) -> None:
+        if seen.round is None or seen.round_revision <= self._told_revision:
+            return
+        self._told_revision = seen.round_revision
+        for listener in self._listeners:
+            listener(seen.round)
+
+    def _as_view(self, seen: Observation) -> View:
+        return View(
+            me=self.node_id,
+            nodes=seen.nodes,
+            round=seen.round,
+            limits=self._limits,
+            sightings=self._tracker.sightings,
+            nonce=secrets.token_hex(8),
+            suspects=self._prober.dead(seen.nodes),
+        )
+
+    def _commit(self, decision: Decision, seen: Observation, deadline: Deadline) -> bool:
+        """Write the decided round document; False if somebody was faster or this node's key is gone."""
+        document = decision.round
+        if document is None:
+            return True
+        guards: list[Compare] = [
+            unchanged(self._keys.round, seen.round_revision),
+            created_at(self._keys.node(self.node_id), self._presence.create_revision),
+        ]
+        try:
+            result = self._store.transact(guards, self._writes(document), deadline=deadline)
+        except OutcomeUnknownError:
+            return False  # the watch tells whether it happened
+        if result.succeeded:
+            logger().info(
+                f"round.{_PAST[document.state]}",
+                round=document.number,
+                world_size=document.world_size,
+                nodes=[member.node for member in document.members],
+                reason=decision.reason,
+            )
+            self._view.note_round(document, result.revision)
+        return result.succeeded
+
+    def _writes(self, document: RoundDocument) -> list[Operation]:
+        entry = JournalEntry(
+            wall=self._clock.wall(),
+            by=self.node_id,
+            round=document.number,
+            state=document.state,
+            reason=document.reason,
+            nodes=tuple(member.node for member in document.members),
+            world_size=document.world_size,
+        )
+        name = f"{document.number:08d}-{_ORDER[document.state]}-{document.state}"
+        expired = self._keys.event(f"{max(0, document.number - JOURNAL_LENGTH // 3):08d}")
+        oldest = self._keys.events
+        writes: list[Operation] = [
+            Put(self._keys.round, document.encode()),
+            Put(self._keys.event(name), entry.encode()),
+        ]
+        if document.number > JOURNAL_LENGTH // 3:
+            writes.append(Delete(oldest, range_end=expired))
+        return writes
+
+    def _join_timeout(self, seen: Observation, join_timeout_s: float) -> JoinTimeoutError:
+        present = ", ".join(sorted(seen.nodes)) or "none"
+        return JoinTimeoutError(
+            f"fewer than {self._limits.min_nodes} nodes were ready within {join_timeout_s:g} s (present: {present})",
+            hint="start more nodes, lower the minimum of --nnodes, or raise --rdzv-conf join_timeout",
+        )
+
+
+def closed_error(document: RoundDocument) -> RunClosedError:
+    """The error for a node that meets a closed run."""
+    succeeded = document.result is RunResult.SUCCEEDED
+    how = "has finished" if succeeded else f"has failed: {document.reason}"
+    return RunClosedError(
+        f"the run {how}",
+        succeeded=succeeded,
+        hint="use another --rdzv-id, or --rdzv-conf reopen=true to continue it",
+    )
+
+
+_ORDER = {RoundState.ACTIVE: 0, RoundState.DRAINING: 1, RoundState.BROKEN: 2, RoundState.CLOSED: 3}
+_PAST = {
+    RoundState.ACTIVE: "formed",
+    RoundState.DRAINING: "opened",
+    RoundState.BROKEN: "broken",
+    RoundState.CLOSED: "closed",
+}

@@ -1,0 +1,133 @@
+"""A node's key: shown under a lease, changed only by its owner, shown again under a new incarnation after a loss.
+
+*Runs in* torchrun's main thread (``show``) and the deciding thread (``return_from_loss``), one at a time.
+*Owns* the lease session.
+*Fails by* ConfigError when another live node uses the same id, TransientError past the deadline.
+*Invariant*: the key is written only while it is absent or still the one that this object created.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+from elastic_trainer.errors import ConfigError, LeaseLostError, StoreUnavailableError, TransientError
+from elastic_trainer.membership.documents import DocumentError, NodeRecord
+from elastic_trainer.membership.probe import refuses
+from elastic_trainer.store.api import Delete, KeyValue, Put, Read, Store, absent, created_at, unchanged
+from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.session import LeaseSession
+from elastic_trainer.telemetry.logs import logger
+
+ATTEMPT_S = 3.0
+
+
+class Presence:
+    """The key of ``node_id``; ``create_revision`` is 0 until it is shown."""
+
+    def __init__(self, store: Store, keys: RunKeys, node_id: str, session: LeaseSession, clock: Clock = SYSTEM) -> None:
+        self._store, self._key, self._session, self._clock = store, keys.node(node_id), session, clock
+        self.node_id = node_id
+        self.create_revision = 0
+        self._record: NodeRecord | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def record(self) -> NodeRecord:
+        """What is, or is to be, shown."""
+        if self._record is None:
+            raise RuntimeError("nothing has been announced yet")
+        return self._record
+
+    @property
+    def lost(self) -> bool:
+        """Whether the store has ended the lease, and with it the key."""
+        return self._session.lost.is_set()
+
+    def show(self, record: NodeRecord, deadline: Deadline) -> None:
+        """Write ``record``; repeats over an outage of the store until ``deadline``."""
+        while True:
+            with self._lock:
+                self._record = record
+                try:
+                    if self.lost:
+                        self._session.renew(deadline.at_most(ATTEMPT_S))
+                        self.create_revision = 0
+                    self._write(deadline)
+                    return
+                except LeaseLostError:
+                    self._session.lost.set()
+                except TransientError:
+                    if deadline.expired:
+                        raise
+            pause(0.1, clock=self._clock)
+
+    def return_from_loss(self, deadline: Deadline) -> None:
+        """After the lease was lost: show the same record as a new incarnation."""
+        with self._lock:
+            if not self.lost or self._record is None:
+                return
+            self._session.renew(deadline)
+            self.create_revision = 0
+            self._write(deadline)
+            logger().warning("node.returned", node=self.node_id, create_revision=self.create_revision)
+
+    def close(self) -> None:
+        """Take the key away; an unreachable store will do it when the lease ends."""
+        self._session.close(revoke=True)
+
+    def _write(self, deadline: Deadline) -> None:
+        put = Put(self._key, self.record.encode(), self._session.lease_id)
+        if self.create_revision:
+            result = self._store.transact(
+                [created_at(self._key, self.create_revision)],
+                [put],
+                [Read(self._key)],
+                deadline=deadline.at_most(ATTEMPT_S),
+            )
+            if result.succeeded:
+                return
+            self.create_revision = 0
+        self._create(put, deadline)
+
+    def _create(self, put: Put, deadline: Deadline) -> None:
+        waiting_until = Deadline.after(2 * self._session.ttl_s + 2.0, self._clock)
+        while True:
+            result = self._store.transact(
+                [absent(self._key)], [put], [Read(self._key)], deadline=deadline.at_most(ATTEMPT_S)
+            )
+            if result.succeeded:
+                self.create_revision = result.revision
+                return
+            left_behind = result.reads[0].first
+            if left_behind is None:
+                continue
+            if left_behind.lease == self._session.lease_id:
+                self._adopt(left_behind, put, deadline)
+                return
+            if _owner_is_dead(left_behind):
+                guard = unchanged(self._key, left_behind.mod_revision)
+                self._store.transact([guard], [Delete(self._key)], deadline=deadline.at_most(ATTEMPT_S))
+            elif waiting_until.expired:
+                raise ConfigError(
+                    f"another live node is called {self.node_id!r} in this run",
+                    hint="give each node its own --rdzv-conf node_id, or leave it out",
+                )
+            elif deadline.expired:
+                raise StoreUnavailableError(f"the key of an earlier node {self.node_id!r} did not go in time")
+            else:
+                pause(0.1, clock=self._clock)
+
+    def _adopt(self, mine: KeyValue, put: Put, deadline: Deadline) -> None:
+        """An earlier write of ours went through unnoticed (its answer was lost)."""
+        guard = created_at(self._key, mine.create_revision)
+        if self._store.transact([guard], [put], deadline=deadline.at_most(ATTEMPT_S)).succeeded:
+            self.create_revision = mine.create_revision
+
+
+def _owner_is_dead(item: KeyValue) -> bool:
+    try:
+        record = NodeRecord.decode(item.value, item.key)
+    except DocumentError:
+        return False
+    return record.probe_port > 0 and refuses(record.address, record.probe_port, timeout_s=0.2)

@@ -1,0 +1,84 @@
+"""Ask the kernels of silent nodes whether their agents still live: a refused connection means dead.
+
+*Runs in* the deciding thread; connections are made in short-lived threads. *Owns* nothing lasting.
+A time-out proves nothing (a partition, a loaded host) and changes nothing.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Mapping
+
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.membership.rules import NodeView, View, live_members
+from elastic_trainer.telemetry.logs import logger
+
+PROBE_TIMEOUT_S = 0.5
+PROBE_INTERVAL_S = 0.1
+
+
+def refuses(host: str, port: int, timeout_s: float) -> bool:
+    """Whether ``host`` answers that nobody listens on ``port``."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+
+
+class Prober:
+    """Remembers which nodes' agents were found dead, by the mod-revision of their keys."""
+
+    def __init__(self, clock: Clock = SYSTEM, probe: Callable[[str, int, float], bool] = refuses) -> None:
+        self._clock, self._probe = clock, probe
+        self._dead: set[tuple[str, int]] = set()
+        self._asked: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def dead(self, nodes: Mapping[str, NodeView]) -> frozenset[str]:
+        """The nodes whose keys are as they were when their agents were found dead."""
+        with self._lock:
+            return frozenset(
+                name for name, revision in self._dead if name in nodes and nodes[name].mod_revision == revision
+            )
+
+    def look(self, view: View, found: Callable[[], None]) -> float:
+        """Probe the silent members of a round that is over; ``found`` is called when one is dead.
+
+        Returns the seconds until the next look is due.
+        """
+        silent = silent_members(view)
+        now = self._clock.monotonic()
+        for node in silent:
+            if now - self._asked.get(node.id, -PROBE_INTERVAL_S) >= PROBE_INTERVAL_S:
+                self._asked[node.id] = now
+                threading.Thread(target=self._ask, args=(node, found), name=f"probe-{node.id}", daemon=True).start()
+        return PROBE_INTERVAL_S if silent else float("inf")
+
+    def _ask(self, node: NodeView, found: Callable[[], None]) -> None:
+        if self._probe(node.record.address, node.record.probe_port, PROBE_TIMEOUT_S):
+            with self._lock:
+                known = (node.id, node.mod_revision) in self._dead
+                self._dead.add((node.id, node.mod_revision))
+            if not known:
+                logger().warning("node.found_dead", node=node.id, address=node.record.address)
+                found()
+
+
+def silent_members(view: View) -> list[NodeView]:
+    """Members of a broken or draining round that have not said that they are free."""
+    current = view.round
+    if current is None or current.state not in (RoundState.BROKEN, RoundState.DRAINING):
+        return []
+    return [
+        node
+        for _, node in live_members(view)
+        if node.id != view.me
+        and node.id not in view.suspects
+        and node.record.acknowledged <= current.number
+        and node.record.probe_port > 0
+    ]

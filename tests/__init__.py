@@ -1,0 +1,1 @@
+"""The tests: unit, contract, integration, drills and benchmarks."""

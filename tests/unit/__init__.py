@@ -1,0 +1,1 @@
+"""Rules and values, without I/O beyond temporary files."""

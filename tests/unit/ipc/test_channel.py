@@ -1,0 +1,90 @@
+"""The channel and the life mutex, between real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Listener, connect
+from elastic_trainer.ipc.messages import Formation, Hello, MessageError, Over, read_from_agent, read_from_worker
+from elastic_trainer.ipc.mutex import await_death
+
+BOUND_S = 30.0
+
+
+def test_messages_cross_the_channel_in_order_and_typed() -> None:
+    """What one end sends the other reads, as the same values; the kernel tells who the peer is."""
+    received: list[object] = []
+    done = threading.Event()
+
+    def serve(connection: Connection) -> None:
+        assert connection.peer() == (os.getpid(), os.geteuid())
+        connection.send(Over(number=3, reason="node b is gone"))
+        for line in connection.lines():
+            received.append(read_from_worker(line))
+        done.set()
+
+    listener = Listener(serve)
+    worker = connect(listener.path)
+    worker.send(Hello(pid=1, local_rank=0))
+    worker.send(Hello(pid=2, local_rank=1))
+    assert read_from_agent(next(worker.lines())) == Over(number=3, reason="node b is gone")
+    worker.close()
+    assert done.wait(BOUND_S)
+    assert received == [Hello(pid=1, local_rank=0), Hello(pid=2, local_rank=1)]
+    listener.close()
+
+
+def test_unknown_messages_are_refused() -> None:
+    """A line of another program is an error that says so, not a surprise later."""
+    with pytest.raises(MessageError, match="channel version"):
+        read_from_agent(b'{"kind": "mystery"}')
+    with pytest.raises(MessageError):
+        read_from_worker(b"not json")
+    assert read_from_agent(Formation(number=1, nonce="n", store="h:1", rank=0, world_size=1).encode().strip())
+
+
+def test_connecting_to_no_agent_is_a_clear_error(tmp_path: Path) -> None:
+    """A worker whose agent is gone is told so."""
+    with pytest.raises(ChannelClosedError, match="does not listen"):
+        connect(tmp_path / "nobody.sock")
+
+
+HOLDER = """
+import sys, threading, time
+from pathlib import Path
+from elastic_trainer.ipc.mutex import LifeMutex
+mutex = LifeMutex(Path(sys.argv[1]))
+def hold():
+    mutex.hold(); print("held", flush=True); threading.Event().wait()
+threading.Thread(target=hold, daemon=True).start()
+threading.Event().wait()
+"""
+
+
+def test_life_mutex_tells_of_a_sigkill(tmp_path: Path) -> None:
+    """The waiter is told that the holder died, soon after SIGKILL and not before."""
+    path = tmp_path / "mutex"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline().strip() == "held"
+    told: list[tuple[bool, float]] = []
+    waiter = threading.Thread(target=lambda: told.append((await_death(path), time.monotonic())), daemon=True)
+    waiter.start()
+    waiter.join(0.3)
+    assert not told
+    killed_at = time.monotonic()
+    os.kill(holder.pid, signal.SIGKILL)
+    waiter.join(BOUND_S)
+    assert told
+    assert told[0][0] is True
+    assert told[0][1] - killed_at < BOUND_S
+    holder.wait()
+    holder.stdout.close()

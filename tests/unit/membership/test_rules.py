@@ -1,0 +1,276 @@
+"""The membership rules, clause by clause."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic_trainer.membership.documents import Ghost, NodeState, RoundState, RunResult
+from elastic_trainer.membership.rules import Action
+
+from .scenes import LIMITS, Scene, node, round_of
+
+
+def test_first_round_forms_at_once_when_all_of_max_are_there() -> None:
+    """Nothing is waited for when no further node could be taken in."""
+    scene = Scene().show(*(node(name, i + 1) for i, name in enumerate("abcd")))
+    decision = scene.decide()
+    assert decision.action is Action.FORM
+    assert decision.round is not None
+    assert [member.node for member in decision.round.members] == list("abcd")
+    assert decision.round.number == 1
+    assert decision.round.nonce == "fresh"
+
+
+def test_first_round_waits_for_min_nodes() -> None:
+    """One node of at least two forms nothing, however long it waits."""
+    scene = Scene().show(node("a", 1))
+    assert scene.decide(after_s=3600.0).action is Action.WAIT
+
+
+def test_first_round_gives_a_last_call_that_each_newcomer_renews() -> None:
+    """At min nodes the last call runs; a third node renews it; then the round forms with three."""
+    scene = Scene().show(node("a", 1), node("b", 2))
+    waiting = scene.decide(after_s=2.0)
+    assert waiting.action is Action.WAIT
+    assert waiting.again_in_s == 1.0
+    scene.show(node("c", 3))
+    assert scene.decide(after_s=2.9).action is Action.WAIT
+    decision = scene.decide(after_s=0.2)
+    assert decision.action is Action.FORM
+    assert decision.round is not None
+    assert len(decision.round.members) == 3
+
+
+def test_last_call_is_bounded_in_total() -> None:
+    """Newcomers that trickle in for ever cannot keep the job from starting."""
+    limits = replace(LIMITS, max_nodes=100, last_call_limit_s=10.0)
+    scene = Scene(limits=limits).show(node("a", 1), node("b", 2))
+    formed = False
+    for i in range(10):
+        scene.show(node(f"n{i}", 10 + i))
+        formed = scene.decide(after_s=2.0).action is Action.FORM
+        if formed:
+            break
+    assert formed
+    assert scene.now <= 100.0 + 12.0
+
+
+def test_warming_nodes_are_not_taken_in() -> None:
+    """A node whose workers are still starting does not count."""
+    scene = Scene().show(node("a", 1), node("b", 2, state=NodeState.WARMING))
+    assert scene.decide(after_s=60.0).action is Action.WAIT
+
+
+def test_deputies_act_only_after_their_delay() -> None:
+    """The most senior node decides; the second acts when nothing has happened for its delay."""
+    nodes = [node(name, i + 1) for i, name in enumerate("abcd")]
+    deputy = Scene(me="b").show(*nodes)
+    waiting = deputy.decide()
+    assert waiting.action is Action.WAIT
+    assert waiting.again_in_s == LIMITS.deputy_delay_s
+    assert deputy.decide(after_s=0.26).action is Action.FORM
+
+
+def test_node_without_a_key_decides_nothing() -> None:
+    """A fenced node keeps still."""
+    scene = Scene(me="z").show(*(node(name, i + 1) for i, name in enumerate("abcd")))
+    assert scene.decide(after_s=60.0).action is Action.WAIT
+
+
+def test_lost_lease_breaks_the_round_and_the_survivors_form_the_next() -> None:
+    """A member's key is gone: break; when the survivors are free: form, in their old order."""
+    nodes = [node(name, i + 1) for i, name in enumerate("abc")]
+    scene = Scene().show(*nodes).adopt(round_of(7, nodes))
+    scene.lose("b")
+    decision = scene.decide()
+    assert decision.action is Action.BREAK
+    assert "node b is gone" in decision.reason
+    scene.adopt(decision.round)
+    assert scene.decide().action is Action.WAIT
+    scene.show(node("c", 3, mod=11, life=2, acknowledged=8, planned=True))
+    assert scene.decide().action is Action.WAIT
+    scene.show(node("a", 1, mod=12, life=2, acknowledged=8, planned=True))
+    formed = scene.decide()
+    assert formed.action is Action.FORM
+    assert formed.round is not None
+    assert formed.round.number == 8
+    assert [member.node for member in formed.round.members] == ["a", "c"]
+
+
+def test_worker_failure_breaks_the_round_and_the_node_comes_back_with_its_rank() -> None:
+    """A node whose workers failed announces a new life unplanned; all come back, rank order unchanged."""
+    nodes = [node(name, i + 1) for i, name in enumerate("abc")]
+    scene = Scene().show(*nodes).adopt(round_of(3, nodes))
+    scene.show(node("b", 2, mod=9, life=2, acknowledged=4, cause="its workers failed"))
+    decision = scene.decide()
+    assert decision.action is Action.BREAK
+    assert decision.reason == "node b left the round: its workers failed"
+    scene.adopt(decision.round)
+    scene.show(
+        *(node(name, i + 1, mod=20 + i, life=2, acknowledged=4, planned=True) for i, name in ((0, "a"), (2, "c")))
+    )
+    formed = scene.decide()
+    assert formed.action is Action.FORM
+    assert formed.round is not None
+    assert [(m.node, m.life, m.first_rank) for m in formed.round.members] == [("a", 2, 0), ("b", 2, 1), ("c", 2, 2)]
+
+
+def test_silent_member_found_dead_is_left_out_as_a_ghost() -> None:
+    """A refused probe replaces the wait for the lease; the key left behind counts for nothing until it changes."""
+    nodes = [node(name, i + 1) for i, name in enumerate("abc")]
+    scene = Scene().show(*nodes).adopt(round_of(1, nodes, RoundState.BROKEN))
+    scene.show(
+        *(node(name, i + 1, mod=20 + i, life=2, acknowledged=2, planned=True) for i, name in ((0, "a"), (1, "b")))
+    )
+    assert scene.decide(after_s=5.0).action is Action.WAIT
+    scene.suspects = frozenset({"c"})
+    formed = scene.decide()
+    assert formed.action is Action.FORM
+    assert formed.round is not None
+    assert [member.node for member in formed.round.members] == ["a", "b"]
+    assert formed.round.ghosts == (Ghost(node="c", mod_revision=3),)
+    scene.suspects = frozenset()
+    scene.adopt(formed.round)
+    assert scene.decide(after_s=60.0).reason == "all is well"
+    scene.show(node("c", 3, mod=30, life=2, acknowledged=2))
+    assert scene.decide(after_s=6.0).action is Action.DRAIN
+
+
+def test_dead_most_senior_node_does_not_block_its_deputy() -> None:
+    """With its leader found dead the next node decides at once, without waiting for the lease."""
+    nodes = [node(name, i + 1) for i, name in enumerate("abc")]
+    scene = Scene(me="b", suspects=frozenset({"a"})).show(*nodes).adopt(round_of(1, nodes, RoundState.BROKEN))
+    scene.show(
+        *(node(name, i + 1, mod=20 + i, life=2, acknowledged=2, planned=True) for i, name in ((1, "b"), (2, "c")))
+    )
+    formed = scene.decide()
+    assert formed.action is Action.FORM
+    assert formed.round is not None
+    assert [(m.node, m.first_rank) for m in formed.round.members] == [("b", 0), ("c", 1)]
+
+
+def test_silent_member_is_waited_for_no_longer_than_the_grace() -> None:
+    """A live agent whose workers never end cannot hold the others for ever."""
+    nodes = [node(name, i + 1) for i, name in enumerate("abc")]
+    scene = Scene().show(*nodes).adopt(round_of(1, nodes, RoundState.BROKEN))
+    scene.show(
+        *(node(name, i + 1, mod=20 + i, life=2, acknowledged=2, planned=True) for i, name in ((0, "a"), (1, "b")))
+    )
+    assert scene.decide(after_s=LIMITS.regroup_grace_s - 1.0).action is Action.WAIT
+    assert scene.decide(after_s=1.1).action is Action.FORM
+
+
+def test_below_min_the_survivors_wait_and_a_newcomer_completes_them() -> None:
+    """One survivor of two is not enough; a newcomer makes the round form at once, behind the survivor."""
+    nodes = [node("a", 1), node("b", 2)]
+    scene = Scene().show(node("a", 1, mod=9, life=2, acknowledged=2, planned=True))
+    scene.adopt(round_of(1, nodes, RoundState.BROKEN))
+    assert scene.decide(after_s=3600.0).action is Action.WAIT
+    scene.show(node("x", 50))
+    formed = scene.decide()
+    assert formed.action is Action.FORM
+    assert formed.round is not None
+    assert [member.node for member in formed.round.members] == ["a", "x"]
+
+
+def test_newcomers_are_collected_before_a_planned_change() -> None:
+    """A newcomer below max opens the round after the batch time and the least interval; spares above max do not."""
+    nodes = [node("a", 1), node("b", 2)]
+    scene = Scene().show(*nodes).adopt(round_of(1, nodes))
+    assert scene.decide(after_s=1.0).action is Action.WAIT
+    scene.show(node("x", 50))
+    assert scene.decide(after_s=2.0).action is Action.WAIT
+    decision = scene.decide(after_s=3.0)
+    assert decision.action is Action.DRAIN
+    assert decision.round is not None
+    assert decision.round.state is RoundState.DRAINING
+    assert decision.reason == "node x joins"
+
+
+def test_nodes_above_max_wait_as_spares_and_replace_a_lost_node() -> None:
+    """A fifth node of at most four waits; when a member is lost it takes part in the next round."""
+    nodes = [node(name, i + 1) for i, name in enumerate("abcd")]
+    scene = Scene().show(*nodes, node("e", 5)).adopt(round_of(1, nodes))
+    assert scene.decide(after_s=3600.0).action is Action.WAIT
+    scene.lose("d")
+    broken = scene.decide()
+    assert broken.action is Action.BREAK
+    scene.adopt(broken.round)
+    scene.show(*(node(name, i + 1, mod=20 + i, life=2, acknowledged=2, planned=True) for i, name in enumerate("abc")))
+    formed = scene.decide()
+    assert formed.round is not None
+    assert [member.node for member in formed.round.members] == list("abce")
+
+
+def test_spare_that_waited_through_many_rounds_is_still_free() -> None:
+    """A spare's acknowledgement is old; it takes part all the same."""
+    nodes = [node("a", 1, acknowledged=6), node("b", 2, acknowledged=6)]
+    scene = Scene(limits=replace(LIMITS, max_nodes=3)).show(*nodes, node("e", 5)).adopt(round_of(6, nodes))
+    assert scene.decide(after_s=10.0).action is Action.DRAIN
+
+
+def test_run_closes_as_succeeded_when_all_members_are_done() -> None:
+    """Done members stay until the last one is done; then the run is closed with its result."""
+    nodes = [node("a", 1), node("b", 2)]
+    scene = Scene().show(*nodes).adopt(round_of(4, nodes))
+    scene.show(node("b", 2, mod=9, state=NodeState.DONE))
+    assert scene.decide(after_s=60.0).action is Action.WAIT
+    scene.show(node("a", 1, mod=10, state=NodeState.DONE))
+    decision = scene.decide()
+    assert decision.action is Action.CLOSE
+    assert decision.round is not None
+    assert decision.round.result is RunResult.SUCCEEDED
+    scene.adopt(decision.round)
+    assert scene.decide(after_s=60.0).action is Action.WAIT
+
+
+def test_loss_of_another_node_after_rank_0_is_done_does_not_undo_the_success() -> None:
+    """Results are committed by rank 0: its success decides."""
+    nodes = [node("a", 1), node("b", 2)]
+    scene = Scene().show(node("a", 1, mod=9, state=NodeState.DONE)).adopt(round_of(4, nodes))
+    decision = scene.decide()
+    assert decision.action is Action.CLOSE
+    assert decision.round is not None
+    assert decision.round.result is RunResult.SUCCEEDED
+    assert "b did not finish" in decision.reason
+
+
+def test_failure_of_rank_0_after_others_are_done_fails_the_run() -> None:
+    """A finished rank cannot train again, so no round without rank 0's result is formed: the run has failed."""
+    nodes = [node("a", 1), node("b", 2)]
+    scene = Scene(me="b").show(node("a", 1, mod=9, life=2, acknowledged=5), node("b", 2, mod=8, state=NodeState.DONE))
+    scene.adopt(round_of(4, nodes))
+    decision = scene.decide(after_s=1.0)
+    assert decision.action is Action.CLOSE
+    assert decision.round is not None
+    assert decision.round.result is RunResult.FAILED
+
+
+def test_closed_run_stays_closed() -> None:
+    """New nodes change nothing."""
+    nodes = [node("a", 1), node("b", 2)]
+    closed = round_of(4, nodes, RoundState.CLOSED, result=RunResult.SUCCEEDED)
+    scene = Scene().show(*nodes, node("c", 3), node("d", 4)).adopt(closed)
+    assert scene.decide(after_s=3600.0).action is Action.WAIT
+
+
+def test_round_without_any_live_member_is_followed_by_first_round_rules() -> None:
+    """All nodes died and came back under new keys: the number goes on."""
+    old = [node("a", 1), node("b", 2)]
+    scene = Scene().show(node("a", 21), node("b", 22)).adopt(round_of(9, old))
+    assert scene.decide(after_s=1.0).action is Action.WAIT
+    decision = scene.decide(after_s=3.0)
+    assert decision.action is Action.FORM
+    assert decision.round is not None
+    assert decision.round.number == 10
+
+
+def test_several_workers_per_node_get_contiguous_ranks() -> None:
+    """First ranks are cumulative over unequal nodes."""
+    scene = Scene(limits=replace(LIMITS, max_nodes=3)).show(
+        node("a", 1, size=2), node("b", 2, size=4), node("c", 3, size=1)
+    )
+    decision = scene.decide()
+    assert decision.round is not None
+    assert [member.first_rank for member in decision.round.members] == [0, 2, 6]
+    assert decision.round.world_size == 7
