@@ -106,3 +106,7 @@ class StorageError(CheckpointError):
 
 class DataError(ConfigError):
     """Training data is missing or unreadable."""
+
+
+class NonFiniteError(PermanentError):
+    """The loss or the parameters are no longer finite numbers."""

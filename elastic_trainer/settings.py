@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -176,6 +177,10 @@ class WorkerEnvironment(Frozen):
     local_world_size: int = Field(default=1, ge=1)
     launched: bool = False
     """Whether a launcher set RANK and WORLD_SIZE; False for a plain ``python script.py``."""
+    master_addr: str | None = None
+    """Where the ranks meet; ``use_agent_store``: the launcher hosts that store, else rank 0 does."""
+    master_port: int | None = Field(default=None, ge=1, le=65535)
+    use_agent_store: bool = False
     run_id: str = "local"
     restart_count: int = 0
     node: str = "local"
@@ -200,6 +205,9 @@ _WORKER_VARIABLES = {
     "local_rank": "LOCAL_RANK",
     "world_size": "WORLD_SIZE",
     "local_world_size": "LOCAL_WORLD_SIZE",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+    "use_agent_store": "TORCHELASTIC_USE_AGENT_STORE",
     "run_id": "TORCHELASTIC_RUN_ID",
     "restart_count": "TORCHELASTIC_RESTART_COUNT",
     "node": ENV_NODE,
@@ -224,3 +232,11 @@ def worker_environment(environ: Mapping[str, str] | None = None) -> WorkerEnviro
 def log_level(environ: Mapping[str, str] | None = None) -> str:
     """The log level asked for (``ELASTIC_TRAINER_LOG_LEVEL``), ``info`` by default."""
     return (os.environ if environ is None else environ).get(ENV_LOG_LEVEL, "info")
+
+
+def prefer_loopback() -> None:
+    """Let gloo use the loopback interface in this process, unless the user chose one.
+
+    Otherwise it resolves this host's name, which fails or hangs on machines whose name has no address.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -167,8 +167,6 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def _join(self) -> RendezvousInfo:
         waiting = Deadline.after(self._options.join_timeout, self._clock)
         member = self._member if self._member is not None else self._arrive()
-        if self._supervisor is not None:
-            self._supervisor.round_begun()
         planned, cause = self._leave_round(member, waiting)
         self._life += 1
         if self._port is not None:
@@ -177,6 +175,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         member.announce(self._new_record(local_workers(), planned=planned, cause=cause), waiting)
         document = member.await_round(self._options.join_timeout)
         self._current = document
+        if self._supervisor is not None:
+            self._supervisor.round_begun(document.number)
         return self._describe(document)
 
     def _arrive(self) -> Member:
@@ -208,6 +208,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def _new_record(self, workers: LocalWorkers, *, planned: bool, cause: str) -> NodeRecord:
         if self._liveness is None or self._port is None:
             raise RuntimeError("the node has not arrived yet")
+        free_for = self._current.number + 1 if self._current else 0
         return NodeRecord(
             host=socket.gethostname(),
             address=self._address,
@@ -217,7 +218,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             probe_port=self._liveness.port,
             state=NodeState.READY,
             life=self._life,
-            acknowledged=self._current.number + 1 if self._current else 0,
+            acknowledged=free_for,
+            reported=free_for,
             planned=planned,
             cause=cause,
         )
@@ -252,7 +254,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         if self._current is None or self._supervisor is None or self._finished:
             return
         if round_is_over(self._current, document) and document.state is not RoundState.DRAINING:
-            self._supervisor.round_over()
+            self._supervisor.round_over(self._current.number)
 
     def _finish(self, outage_limit_s: float) -> None:
         """torchrun's exit barrier: say that this node is done, and stay until all members are."""

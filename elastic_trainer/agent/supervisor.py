@@ -44,33 +44,45 @@ class Supervisor:
 
     def __init__(self, run_id: str, grace_s: float, clock: Clock = SYSTEM) -> None:
         self._run_id, self._grace_s, self._clock = run_id, grace_s, clock
-        self._over = threading.Event()
-        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._working_in = 0
+        self._over = 0
+        self._over_since = 0.0
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
 
-    def round_over(self) -> None:
-        """The round that the workers belong to is over: they have ``grace_s`` seconds from now."""
-        self._over.set()
+    def round_begun(self, number: int) -> None:
+        """Workers are about to start in round ``number``; those of earlier rounds are gone."""
+        with self._changed:
+            self._working_in = number
+            self._changed.notify()
 
-    def round_begun(self) -> None:
-        """New workers are about to start (the old ones are gone: torchrun has said so by asking for a round)."""
-        self._over.clear()
+    def round_over(self, number: int) -> None:
+        """Rounds up to ``number`` are over: workers in one of them have ``grace_s`` seconds from now."""
+        with self._changed:
+            if number > self._over:
+                self._over, self._over_since = number, self._clock.monotonic()
+                self._changed.notify()
 
     def close(self) -> None:
         """End the thread."""
-        self._stop.set()
-        self._over.set()
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
         self._thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        while not self._stop.is_set():
-            if not self._clock.wait(self._over, 3600.0) or self._stop.is_set():
-                continue
-            self._clock.wait(self._stop, self._grace_s)
-            while self._over.is_set() and not self._stop.is_set():
-                self._kill()
-                self._clock.wait(self._stop, 0.5)
+        with self._changed:
+            while not self._closed:
+                left_s = self._over_since + self._grace_s - self._clock.monotonic()
+                if not 0 < self._working_in <= self._over:
+                    self._changed.wait()
+                elif left_s > 0.0:
+                    self._changed.wait(left_s)
+                else:
+                    self._kill()
+                    self._changed.wait(0.5)
 
     def _kill(self) -> None:
         for pid in worker_pids(self._run_id):

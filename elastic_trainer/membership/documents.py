@@ -84,7 +84,11 @@ class Identity(BaseModel):
 
 
 class NodeRecord(Document):
-    """One node's key. ``acknowledged`` is the lowest round number that it is free to take part in."""
+    """One node's key.
+
+    ``acknowledged``: the agent knows that all rounds below this number are over. ``reported``: its workers are free
+    for this round number (in restart mode both are the same).
+    """
 
     host: str
     address: str
@@ -98,6 +102,8 @@ class NodeRecord(Document):
     state: NodeState = NodeState.WARMING
     life: int = Field(default=0, ge=0)
     acknowledged: int = Field(default=0, ge=0)
+    reported: int = Field(default=0, ge=0)
+    step_time_s: float = Field(default=0.0, ge=0.0)
     planned: bool = False
     """Whether it left its last round by agreement rather than by a failure."""
     identity: Identity | None = None
@@ -161,10 +167,14 @@ class RoundDocument(Document):
     """``host:port`` of the store that the workers of this round meet at."""
     source: str | None = None
     last_step: int | None = None
-    failures: dict[str, int] = Field(default_factory=dict)
+    failures: int = 0
+    """Failures of workers in a row after ``last_step`` steps: a poison batch would kill one node after another."""
     stalled: int = 0
+    """Rounds in a row that ended without a committed step."""
     ghosts: tuple[Ghost, ...] = ()
     reason: str = ""
+    worker_failed: bool = False
+    """Whether it was broken by a failure of workers, rather than by the loss of a node."""
     result: RunResult | None = None
     next: RoundDocument | None = None
 

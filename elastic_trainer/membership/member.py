@@ -263,15 +263,13 @@ class Member:
             nodes=tuple(member.node for member in document.members),
             world_size=document.world_size,
         )
-        name = f"{document.number:08d}-{_ORDER[document.state]}-{document.state}"
-        expired = self._keys.event(f"{max(0, document.number - JOURNAL_LENGTH // 3):08d}")
-        oldest = self._keys.events
+        number = len(RoundState) * document.number + _ORDER[document.state]
         writes: list[Operation] = [
             Put(self._keys.round, document.encode()),
-            Put(self._keys.event(name), entry.encode()),
+            Put(self._keys.event(number), entry.encode()),
         ]
-        if document.number > JOURNAL_LENGTH // 3:
-            writes.append(Delete(oldest, range_end=expired))
+        if number > JOURNAL_LENGTH:
+            writes.append(Delete(self._keys.event(0), range_end=self._keys.event(number - JOURNAL_LENGTH)))
         return writes
 
     def _join_timeout(self, seen: Observation, join_timeout_s: float) -> JoinTimeoutError:

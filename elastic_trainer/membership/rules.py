@@ -46,6 +46,9 @@ class Limits:
     join_batch_s: float = 1.0
     join_interval_s: float = 5.0
     deputy_delay_s: float = 0.25
+    report_floor_s: float = 10.0
+    failure_limit: int = 3
+    stalled_rounds: int = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +176,18 @@ def candidates(view: View) -> list[NodeView]:
 
 
 def _is_free(view: View, node: NodeView) -> bool:
-    """Whether this life of the node takes no part in the present round, or has left it."""
+    """Whether this life of the node takes no part in the present round, or its workers have left it."""
+    return not _same_life(view, node) or node.record.reported > _number(view)
+
+
+def _same_life(view: View, node: NodeView) -> bool:
+    """Whether the present round means this very life of the node."""
     member = view.round.member(node.id) if view.round else None
-    if view.round is None or member is None or member.incarnation != node.incarnation:
-        return True
-    return node.record.acknowledged > view.round.number
+    return member is not None and member.incarnation == node.incarnation
+
+
+def _number(view: View) -> int:
+    return 0 if view.round is None else view.round.number
 
 
 def newcomers(view: View) -> list[NodeView]:
@@ -188,7 +198,7 @@ def newcomers(view: View) -> list[NodeView]:
 
 def next_number(view: View) -> int:
     """The number of the round after the present one."""
-    return 1 if view.round is None else view.round.number + 1
+    return _number(view) + 1
 
 
 def _first_round(view: View, now: float) -> Decision:
@@ -215,23 +225,39 @@ def _next_round(view: View, current: RoundDocument, now: float) -> Decision:
         if lost:
             return Decision(Action.BREAK, lost, broken(current, lost))
         return _planned(view, current, now)
+    if current.state is RoundState.DRAINING and current.next is not None:
+        return _switching(view, current, current.next)
     return _regroup(view, current, now)
 
 
 def losses(view: View) -> list[str]:
-    """Why the present round cannot go on, one phrase for each member that is lost or has left unplanned."""
+    """Why the present round cannot go on, one phrase for each member that is lost or has left unplanned.
+
+    While a planned change is under way only those count that the next round needs.
+    """
     current = view.round
     if current is None:
         return []
+    needed = current.next.members if current.next else current.members
     live = {member.node: node for member, node in live_members(view)}
     phrases = []
-    for member in current.members:
-        node = live.get(member.node)
+    for member in needed:
+        node = live.get(member.node) or _newcomer(view, member)
         if node is None:
             phrases.append(f"node {member.node} is gone")
-        elif _is_free(view, node) and not node.record.planned:
+        elif node.record.life != member.life or _left_unplanned(node, current.number):
             phrases.append(f"node {member.node} left the round{_because(node.record.cause)}")
     return phrases
+
+
+def _newcomer(view: View, member: RoundMember) -> NodeView | None:
+    """The node that a planned change takes in as ``member``."""
+    node = view.nodes.get(member.node)
+    return node if node is not None and node.create_revision == member.create_revision else None
+
+
+def _left_unplanned(node: NodeView, number: int) -> bool:
+    return node.record.acknowledged > number and not node.record.planned
 
 
 def _because(cause: str) -> str:
@@ -239,38 +265,106 @@ def _because(cause: str) -> str:
 
 
 def _planned(view: View, current: RoundDocument, now: float) -> Decision:
-    """An active round in which all is well: take in newcomers, in batches."""
+    """An active round in which all is well: let nodes leave, take newcomers in, in batches."""
+    leaving = [node.id for _, node in live_members(view) if node.record.state is NodeState.DRAINING]
     fresh = newcomers(view)
-    room = view.limits.max_nodes - len(current.members)
-    if not fresh or room <= 0 or view.sightings.newcomers_since is None:
-        return Decision(Action.WAIT, "all is well")
-    left = max(
-        view.sightings.newcomers_since + view.limits.join_batch_s - now,
-        view.sightings.round_since + view.limits.join_interval_s - now,
-    )
-    if left > 0.0:
-        return Decision(Action.WAIT, "collecting newcomers", again_in_s=left)
-    names = ", ".join(node.id for node in fresh[:room])
-    reason = f"node {names} joins" if room == 1 or len(fresh) == 1 else f"nodes {names} join"
-    document = current.model_copy(update={"state": RoundState.DRAINING, "reason": reason})
-    return Decision(Action.DRAIN, reason, document)
+    room = view.limits.max_nodes - len(current.members) + len(leaving)
+    if not leaving:
+        if not fresh or room <= 0 or view.sightings.newcomers_since is None:
+            return Decision(Action.WAIT, "all is well")
+        left = max(
+            view.sightings.newcomers_since + view.limits.join_batch_s - now,
+            view.sightings.round_since + view.limits.join_interval_s - now,
+        )
+        if left > 0.0:
+            return Decision(Action.WAIT, "collecting newcomers", again_in_s=left)
+    joining = [node.id for node in fresh[: max(0, room)]]
+    reason = "; ".join(part for part in (_verb(leaving, "leave"), _verb(joining, "join")) if part)
+    update = {"state": RoundState.DRAINING, "reason": reason, "next": _after_drain(view, current, joining, reason)}
+    return Decision(Action.DRAIN, reason, current.model_copy(update=update))
+
+
+def _verb(names: list[str], verb: str) -> str:
+    if not names:
+        return ""
+    return f"node {names[0]} {verb}s" if len(names) == 1 else f"nodes {', '.join(names)} {verb}"
+
+
+def _after_drain(view: View, current: RoundDocument, joining: list[str], reason: str) -> RoundDocument | None:
+    """In place: the complete next round. None where workers are restarted, or too few nodes would be left."""
+    if view.limits.recovery is RecoveryMode.RESTART:
+        return None
+    staying = [node for _, node in live_members(view) if node.record.state is NodeState.READY]
+    chosen = staying + [view.nodes[name] for name in joining]
+    if len(chosen) < view.limits.min_nodes:
+        return None
+    return _round(view, chosen, reason, last_step=current.last_step, failures=current.failures, stalled=current.stalled)
+
+
+def _switching(view: View, current: RoundDocument, planned: RoundDocument) -> Decision:
+    """A planned change is under way in place: it is over when all that stay have switched."""
+    lost = "; ".join(losses(view))
+    if lost:
+        return Decision(Action.BREAK, lost, broken(current, lost))
+    staying = [node for member, node in live_members(view) if planned.member(member.node) is not None]
+    behind = [node.id for node in staying if node.record.reported <= current.number]
+    if behind:
+        return Decision(Action.WAIT, f"waiting for {', '.join(behind)} to reach the agreed step")
+    return Decision(Action.FORM, planned.reason, planned)
 
 
 def _regroup(view: View, current: RoundDocument, now: float) -> Decision:
-    """A broken or draining round: wait for the survivors to be free, then form the next."""
-    silent = [
-        node.id
-        for member, node in live_members(view)
-        if node.record.acknowledged <= current.number and node.id not in view.suspects
-    ]
+    """A broken round, or one that is left for a restart: wait for the survivors to be free, then form the next."""
+    waited_s = now - view.sightings.round_since
+    silent, left = [], []
+    for member, node in live_members(view):
+        if node.record.life != member.life or node.id in view.suspects or node.record.reported > current.number:
+            continue
+        bound_s = (
+            view.limits.regroup_grace_s if node.record.acknowledged <= current.number else _report_bound_s(view, node)
+        )
+        if waited_s < bound_s:
+            silent.append(node.id)
+            left.append(bound_s - waited_s)
     if silent:
-        left = view.sightings.round_since + view.limits.regroup_grace_s - now
-        if left > 0.0:
-            return Decision(Action.WAIT, f"waiting for {', '.join(silent)} to be free", again_in_s=left)
+        return Decision(Action.WAIT, f"waiting for {', '.join(silent)} to be free", again_in_s=min(left))
     ready = candidates(view)
     if len(ready) < view.limits.min_nodes:
         return Decision(Action.WAIT, f"{len(ready)} of at least {view.limits.min_nodes} nodes are ready")
-    return _form(view, ready, current.reason)
+    if view.limits.recovery is RecoveryMode.IN_PLACE:
+        survivors = sum(1 for node in ready if _same_life(view, node))
+        ready = ready[: max(view.limits.min_nodes, survivors, len(current.members))]
+    return _follow(view, current, ready)
+
+
+def _report_bound_s(view: View, node: NodeView) -> float:
+    """How long a node that has acknowledged may take to free its workers."""
+    return max(2.0 * node.record.step_time_s, view.limits.report_floor_s)
+
+
+def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decision:
+    """The round after a broken one, unless the run has failed too often at one place."""
+    steps = [node.record.identity.step for node in ready if node.record.identity is not None]
+    if not steps:
+        return _form(view, ready, current.reason)
+    step = max(steps)
+    stuck = step == current.last_step
+    failures = (current.failures if stuck else 0) + (1 if current.worker_failed else 0)
+    stalled = current.stalled + 1 if stuck else 0
+    limits = view.limits
+    if failures >= limits.failure_limit or stalled >= limits.stalled_rounds:
+        what = (
+            f"{failures} failures of workers"
+            if failures >= limits.failure_limit
+            else f"{stalled} rounds in a row ended"
+        )
+        reason = f"{what} after step {step}, without a step committed since: {current.reason}"
+        update = {"state": RoundState.CLOSED, "result": RunResult.FAILED, "reason": reason}
+        return Decision(Action.CLOSE, reason, current.model_copy(update=update))
+    document = _round(
+        view, ready[: limits.max_nodes], current.reason, last_step=step, failures=failures, stalled=stalled
+    )
+    return Decision(Action.FORM, current.reason, document)
 
 
 def _ending(view: View, current: RoundDocument) -> Decision:
@@ -279,9 +373,7 @@ def _ending(view: View, current: RoundDocument) -> Decision:
     working = [
         name
         for name, node in live.items()
-        if node.record.state is not NodeState.DONE
-        and node.record.acknowledged <= current.number
-        and name not in view.suspects
+        if node.record.state is not NodeState.DONE and not _is_free(view, node) and name not in view.suspects
     ]
     if working:
         return Decision(Action.WAIT, f"waiting for {', '.join(working)} to finish")
@@ -296,13 +388,38 @@ def _ending(view: View, current: RoundDocument) -> Decision:
     return Decision(Action.CLOSE, reason, document)
 
 
-def broken(current: RoundDocument, reason: str) -> RoundDocument:
-    """The round document after a failure."""
-    return current.model_copy(update={"state": RoundState.BROKEN, "reason": reason, "next": None})
+def broken(current: RoundDocument, reason: str, *, worker_failed: bool = False) -> RoundDocument:
+    """The round document after a failure.
+
+    A planned change that was under way counts as made, since some ranks may have switched already: what is broken is
+    the round that it leads to.
+    """
+    base = current.next if current.next is not None else current
+    ghosts = current.ghosts if current.next is not None else base.ghosts
+    update = {
+        "state": RoundState.BROKEN,
+        "reason": reason,
+        "next": None,
+        "ghosts": ghosts,
+        "worker_failed": worker_failed,
+    }
+    return base.model_copy(update=update)
 
 
 def _form(view: View, ready: list[NodeView], reason: str) -> Decision:
-    chosen = ready[: view.limits.max_nodes]
+    return Decision(Action.FORM, reason, _round(view, ready[: view.limits.max_nodes], reason))
+
+
+def _round(
+    view: View,
+    chosen: list[NodeView],
+    reason: str,
+    *,
+    last_step: int | None = None,
+    failures: int = 0,
+    stalled: int = 0,
+) -> RoundDocument:
+    """The next round, of ``chosen`` in this order."""
     members, first_rank = [], 0
     for node in chosen:
         size = node.record.local_world_size
@@ -318,7 +435,7 @@ def _form(view: View, ready: list[NodeView], reason: str) -> Decision:
         )
         first_rank += size
     head = chosen[0].record
-    document = RoundDocument(
+    return RoundDocument(
         epoch=view.round.epoch if view.round else 1,
         number=next_number(view),
         nonce=view.nonce,
@@ -327,17 +444,20 @@ def _form(view: View, ready: list[NodeView], reason: str) -> Decision:
         store=join_address(head.address, head.store_port),
         ghosts=_ghosts(view, {node.id for node in chosen}),
         reason=reason,
+        last_step=last_step,
+        failures=failures,
+        stalled=stalled,
     )
-    return Decision(Action.FORM, reason, document)
 
 
 def _ghosts(view: View, chosen: set[str]) -> tuple[Ghost, ...]:
     """Keys of members that the next round leaves out although their lease still stands."""
-    left_out = {node.id: node for _, node in live_members(view) if node.id not in chosen}
-    left_out |= {node.id: node for node in view.nodes.values() if is_ghost(view, node) and node.id not in chosen}
-    willing = {node.id for node in candidates(view)}
+    left_out = {node.id: node for _, node in live_members(view)}
+    left_out |= {node.id: node for node in view.nodes.values() if is_ghost(view, node)}
+    present = {node.id for node in candidates(view)}
+    present |= {node.id for node in view.nodes.values() if node.record.state is NodeState.WARMING}
     return tuple(
         Ghost(node=name, mod_revision=node.mod_revision)
         for name, node in sorted(left_out.items())
-        if name not in willing
+        if name not in chosen and name not in present
     )

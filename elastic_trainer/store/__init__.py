@@ -1,1 +1,9 @@
-"""The coordination store: a small port over etcd v3, with an in-memory twin for tests."""
+"""The coordination store: a small port over etcd v3, with an in-memory twin for tests.
+
+``api`` is the port; ``connect`` opens it; ``session`` holds a lease; ``keys`` names what is kept. Importing this
+package does not import grpc.
+"""
+
+from elastic_trainer.store.connect import connect, connect_checked
+
+__all__ = ["connect", "connect_checked"]

@@ -61,8 +61,8 @@ class Relation(StrEnum):
 class Compare:
     """A guard of a transaction.
 
-    With ``range_end`` it must hold for every key in ``[key, range_end)`` (and holds for an empty range).
-    A missing single key has revisions 0 and never satisfies a VALUE comparison.
+    With ``range_end`` it must hold for every key in ``[key, range_end)``.
+    A missing key, and likewise an empty range, has revisions and lease 0 and never satisfies a VALUE comparison.
     """
 
     key: str
@@ -136,7 +136,7 @@ class WatchListener(Protocol):
     """Receives what a watch sees, in revision order, from the watch's own thread. Must not block or raise."""
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
-        """The complete state: once at the start, and again after a compaction made the history unknown."""
+        """The complete state: at the start, and again when the history became unknown (compacted, or store wiped)."""
         ...
 
     def on_events(self, events: Sequence[WatchEvent]) -> None:
@@ -144,7 +144,10 @@ class WatchListener(Protocol):
         ...
 
     def on_connected(self, connected: bool) -> None:
-        """The stream was lost, or works again (told once for each change)."""
+        """The stream was lost, or works again (told once for each change, and once at the start).
+
+        It comes before the first snapshot; if the store cannot be reached at the start, with False.
+        """
         ...
 
 

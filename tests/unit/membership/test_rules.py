@@ -87,9 +87,9 @@ def test_lost_lease_breaks_the_round_and_the_survivors_form_the_next() -> None:
     assert "node b is gone" in decision.reason
     scene.adopt(decision.round)
     assert scene.decide().action is Action.WAIT
-    scene.show(node("c", 3, mod=11, life=2, acknowledged=8, planned=True))
+    scene.show(node("c", 3, mod=11, life=2, acknowledged=8, reported=8, planned=True))
     assert scene.decide().action is Action.WAIT
-    scene.show(node("a", 1, mod=12, life=2, acknowledged=8, planned=True))
+    scene.show(node("a", 1, mod=12, life=2, acknowledged=8, reported=8, planned=True))
     formed = scene.decide()
     assert formed.action is Action.FORM
     assert formed.round is not None
@@ -101,13 +101,16 @@ def test_worker_failure_breaks_the_round_and_the_node_comes_back_with_its_rank()
     """A node whose workers failed announces a new life unplanned; all come back, rank order unchanged."""
     nodes = [node(name, i + 1) for i, name in enumerate("abc")]
     scene = Scene().show(*nodes).adopt(round_of(3, nodes))
-    scene.show(node("b", 2, mod=9, life=2, acknowledged=4, cause="its workers failed"))
+    scene.show(node("b", 2, mod=9, life=2, acknowledged=4, reported=4, cause="its workers failed"))
     decision = scene.decide()
     assert decision.action is Action.BREAK
     assert decision.reason == "node b left the round: its workers failed"
     scene.adopt(decision.round)
     scene.show(
-        *(node(name, i + 1, mod=20 + i, life=2, acknowledged=4, planned=True) for i, name in ((0, "a"), (2, "c")))
+        *(
+            node(name, i + 1, mod=20 + i, life=2, acknowledged=4, reported=4, planned=True)
+            for i, name in ((0, "a"), (2, "c"))
+        )
     )
     formed = scene.decide()
     assert formed.action is Action.FORM
@@ -120,7 +123,10 @@ def test_silent_member_found_dead_is_left_out_as_a_ghost() -> None:
     nodes = [node(name, i + 1) for i, name in enumerate("abc")]
     scene = Scene().show(*nodes).adopt(round_of(1, nodes, RoundState.BROKEN))
     scene.show(
-        *(node(name, i + 1, mod=20 + i, life=2, acknowledged=2, planned=True) for i, name in ((0, "a"), (1, "b")))
+        *(
+            node(name, i + 1, mod=20 + i, life=2, acknowledged=2, reported=2, planned=True)
+            for i, name in ((0, "a"), (1, "b"))
+        )
     )
     assert scene.decide(after_s=5.0).action is Action.WAIT
     scene.suspects = frozenset({"c"})
@@ -132,7 +138,7 @@ def test_silent_member_found_dead_is_left_out_as_a_ghost() -> None:
     scene.suspects = frozenset()
     scene.adopt(formed.round)
     assert scene.decide(after_s=60.0).reason == "all is well"
-    scene.show(node("c", 3, mod=30, life=2, acknowledged=2))
+    scene.show(node("c", 3, mod=30, life=2, acknowledged=2, reported=2))
     assert scene.decide(after_s=6.0).action is Action.DRAIN
 
 
@@ -141,7 +147,10 @@ def test_dead_most_senior_node_does_not_block_its_deputy() -> None:
     nodes = [node(name, i + 1) for i, name in enumerate("abc")]
     scene = Scene(me="b", suspects=frozenset({"a"})).show(*nodes).adopt(round_of(1, nodes, RoundState.BROKEN))
     scene.show(
-        *(node(name, i + 1, mod=20 + i, life=2, acknowledged=2, planned=True) for i, name in ((1, "b"), (2, "c")))
+        *(
+            node(name, i + 1, mod=20 + i, life=2, acknowledged=2, reported=2, planned=True)
+            for i, name in ((1, "b"), (2, "c"))
+        )
     )
     formed = scene.decide()
     assert formed.action is Action.FORM
@@ -154,7 +163,10 @@ def test_silent_member_is_waited_for_no_longer_than_the_grace() -> None:
     nodes = [node(name, i + 1) for i, name in enumerate("abc")]
     scene = Scene().show(*nodes).adopt(round_of(1, nodes, RoundState.BROKEN))
     scene.show(
-        *(node(name, i + 1, mod=20 + i, life=2, acknowledged=2, planned=True) for i, name in ((0, "a"), (1, "b")))
+        *(
+            node(name, i + 1, mod=20 + i, life=2, acknowledged=2, reported=2, planned=True)
+            for i, name in ((0, "a"), (1, "b"))
+        )
     )
     assert scene.decide(after_s=LIMITS.regroup_grace_s - 1.0).action is Action.WAIT
     assert scene.decide(after_s=1.1).action is Action.FORM
@@ -163,7 +175,7 @@ def test_silent_member_is_waited_for_no_longer_than_the_grace() -> None:
 def test_below_min_the_survivors_wait_and_a_newcomer_completes_them() -> None:
     """One survivor of two is not enough; a newcomer makes the round form at once, behind the survivor."""
     nodes = [node("a", 1), node("b", 2)]
-    scene = Scene().show(node("a", 1, mod=9, life=2, acknowledged=2, planned=True))
+    scene = Scene().show(node("a", 1, mod=9, life=2, acknowledged=2, reported=2, planned=True))
     scene.adopt(round_of(1, nodes, RoundState.BROKEN))
     assert scene.decide(after_s=3600.0).action is Action.WAIT
     scene.show(node("x", 50))
@@ -196,7 +208,12 @@ def test_nodes_above_max_wait_as_spares_and_replace_a_lost_node() -> None:
     broken = scene.decide()
     assert broken.action is Action.BREAK
     scene.adopt(broken.round)
-    scene.show(*(node(name, i + 1, mod=20 + i, life=2, acknowledged=2, planned=True) for i, name in enumerate("abc")))
+    scene.show(
+        *(
+            node(name, i + 1, mod=20 + i, life=2, acknowledged=2, reported=2, planned=True)
+            for i, name in enumerate("abc")
+        )
+    )
     formed = scene.decide()
     assert formed.round is not None
     assert [member.node for member in formed.round.members] == list("abce")
@@ -204,7 +221,7 @@ def test_nodes_above_max_wait_as_spares_and_replace_a_lost_node() -> None:
 
 def test_spare_that_waited_through_many_rounds_is_still_free() -> None:
     """A spare's acknowledgement is old; it takes part all the same."""
-    nodes = [node("a", 1, acknowledged=6), node("b", 2, acknowledged=6)]
+    nodes = [node("a", 1, acknowledged=6, reported=6), node("b", 2, acknowledged=6, reported=6)]
     scene = Scene(limits=replace(LIMITS, max_nodes=3)).show(*nodes, node("e", 5)).adopt(round_of(6, nodes))
     assert scene.decide(after_s=10.0).action is Action.DRAIN
 
@@ -238,7 +255,9 @@ def test_loss_of_another_node_after_rank_0_is_done_does_not_undo_the_success() -
 def test_failure_of_rank_0_after_others_are_done_fails_the_run() -> None:
     """A finished rank cannot train again, so no round without rank 0's result is formed: the run has failed."""
     nodes = [node("a", 1), node("b", 2)]
-    scene = Scene(me="b").show(node("a", 1, mod=9, life=2, acknowledged=5), node("b", 2, mod=8, state=NodeState.DONE))
+    scene = Scene(me="b").show(
+        node("a", 1, mod=9, life=2, acknowledged=5, reported=5), node("b", 2, mod=8, state=NodeState.DONE)
+    )
     scene.adopt(round_of(4, nodes))
     decision = scene.decide(after_s=1.0)
     assert decision.action is Action.CLOSE

@@ -1,0 +1,71 @@
+# Everything that a contributor does; `make` alone lists it. The first target to need it creates .venv.
+
+PYTHON ?= $(shell for p in python3.11 python3; do $$p -c $(AT_LEAST_3_11) 2>/dev/null && { echo $$p; exit; }; done; echo python3)
+VENV ?= .venv
+DEMO_NODES ?= 2:3
+DEMO_START ?= 3
+DEMO_KILL_WORKER_AT ?= 30
+DEMO_KILL_NODE_AT ?= 60
+DEMO_ARGS ?=
+TEST_LIMIT_S ?= 1200
+PYTEST_ARGS ?=
+BENCH_ARGS ?= --quick
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+AT_LEAST_3_11 := 'import sys; sys.exit(sys.version_info < (3, 11))'
+
+.SHELLFLAGS := -eu -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test lint format format-check types imports check bench pin clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## create .venv with everything needed for development
+
+demo: $(STAMP) ## train on three nodes of this machine, kill a worker and a node, watch the run recover
+	$(BIN)/elastic-trainer local --nodes $(DEMO_NODES) --start $(DEMO_START) --kill-worker-at $(DEMO_KILL_WORKER_AT) --kill-node-at $(DEMO_KILL_NODE_AT) $(DEMO_ARGS) -- mnist
+
+test: $(STAMP) ## run all tests (PYTEST_ARGS='tests/unit -k page' for some); what is missing here is skipped
+	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff's rules
+	$(BIN)/ruff check .
+
+format: $(STAMP) ## rewrite the code in the project's format
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+format-check: $(STAMP) ## fail if `make format` would change anything
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy, strict
+	$(BIN)/mypy
+
+imports: $(STAMP) ## which package may import which
+	$(BIN)/lint-imports
+
+check: format-check lint types imports test ## all that CI checks
+
+bench: $(STAMP) ## every benchmark at toy size (BENCH_ARGS= for full size)
+	$(BIN)/python -m tests.bench run $(BENCH_ARGS)
+
+pin: $(STAMP) ## rewrite constraints.txt from what .venv holds
+	{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable | grep -v '^pip==' | sed 's/+[a-z0-9.]*$$//'; } > constraints.new
+	mv constraints.new constraints.txt
+
+clean: ## remove caches and build products; keeps .venv and runs
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find elastic_trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt $(BIN)/python
+	@echo 'Installing into $(VENV); the first time takes some minutes.'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c $(AT_LEAST_3_11) || { echo "elastic_trainer needs Python 3.11 or newer, and '$(PYTHON)' is not: install python3.11, or name one with make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "'$(PYTHON)' cannot create virtual environments: install python3-venv (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)

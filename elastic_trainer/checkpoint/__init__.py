@@ -1,0 +1,33 @@
+"""Checkpoints that exist completely or not at all, and are verified whenever they are read. Imports no torch.
+
+Names and their order: layout. State to bytes and back: codec (structure), tensors and tensorfile (data). Bytes to disk:
+image, writer, commit, storage. Back: reading, inventory. What stays: retention, janitor. All together: manager.
+"""
+
+from elastic_trainer.checkpoint.events import Event, EventKind, EventSink
+from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
+from elastic_trainer.checkpoint.inventory import Entry
+from elastic_trainer.checkpoint.manager import CheckpointManager, Committed, Loaded, SaveInfo
+from elastic_trainer.checkpoint.manifest import Manifest
+from elastic_trainer.checkpoint.report import Description, Status, describe
+from elastic_trainer.checkpoint.retention import Mode, Retention
+
+__all__ = [
+    "CheckpointManager",
+    "Committed",
+    "DamagedError",
+    "Description",
+    "Entry",
+    "Event",
+    "EventKind",
+    "EventSink",
+    "GoneError",
+    "Loaded",
+    "Manifest",
+    "Mode",
+    "Retention",
+    "SaveInfo",
+    "Status",
+    "UnreadableError",
+    "describe",
+]

@@ -1,0 +1,281 @@
+"""A training state as two files: its structure as JSON (the skeleton), its tensors as safetensors. No pickle.
+
+What may occur in a state: dict and OrderedDict (keys str or int), Counter, list, tuple, str, int, float, bool, None,
+bytes and torch.Tensor, of exactly these types. Everything comes back bit by bit and with its type; a tensor that occurs
+twice comes back as one tensor. Not kept: requires_grad, device (tensors come back on the CPU), strides, and that two
+*different* views shared memory. Anything else is refused with its path in the state.
+
+*Runs in* whoever saves or loads. *Owns* nothing. *Fails by* CheckpointError (a state that cannot be written),
+DamagedError (files that make no state). torch is imported only where tensors are met.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from elastic_trainer.checkpoint import tensorfile, tensors
+from elastic_trainer.checkpoint.faults import DamagedError
+from elastic_trainer.checkpoint.image import FileImage, Image, from_bytes
+from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE
+from elastic_trainer.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+Json: TypeAlias = Any
+Trail: TypeAlias = tuple[str, ...]
+
+SKELETON_VERSION = 1
+DEEPEST = 200
+"""Levels of nesting; the JSON module's recursion ends at about a thousand."""
+
+_MARK = "$"
+_LARGE_BYTES = 4096
+_LARGE_INT_BITS = 1024
+_NO_SURPRISE = "supported are dict, list, tuple, str, int, float, bool, None, bytes and torch.Tensor"
+
+
+def encode(state: Mapping[str, Any]) -> Image:
+    """The files that hold ``state``; tensor data are read from their own memory when the image is written.
+
+    Raises CheckpointError naming the path of the first value that cannot be kept.
+    """
+    encoder = _Encoder()
+    root = encoder.value(dict(state), ())
+    skeleton = {"version": SKELETON_VERSION, "state": root}
+    text = json.dumps(skeleton, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return Image((encoder.tensors_file(), from_bytes(STATE_FILE, text)))
+
+
+def decode(skeleton: bytes | bytearray, loaded: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
+    """The state whose skeleton file holds ``skeleton``; ``where`` names the checkpoint in errors."""
+    try:
+        outer = json.loads(bytes(skeleton))
+        if outer["version"] != SKELETON_VERSION:
+            raise DamagedError(f"{where}: {STATE_FILE} has unknown version {outer['version']!r}")
+        state = _Decoder(loaded).value(outer["state"])
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, struct.error) as error:
+        raise DamagedError(f"{where}: {STATE_FILE} holds no state ({type(error).__name__}: {error})") from error
+    if not isinstance(state, dict):
+        raise DamagedError(f"{where}: {STATE_FILE} holds a {type(state).__name__}, not a dict")
+    return state
+
+
+def shown(path: Trail) -> str:
+    """``path`` the way one would write it in Python."""
+    return "state" + "".join(f"[{part}]" for part in path)
+
+
+def _refused(path: Trail, what: str, hint: str = _NO_SURPRISE) -> CheckpointError:
+    return CheckpointError(f"cannot save {shown(path)}: {what}", hint=hint)
+
+
+class _Encoder:
+    """Walks a state once; collects tensors by name."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, Callable[[], memoryview]] = {}
+        self._described: list[tensorfile.Described] = []
+        self._names_of_tensors: dict[Any, str] = {}
+        self._open_containers: set[int] = set()
+        self._encoders: dict[type, Callable[[Any, Trail], Json]] = {
+            type(None): _as_it_is,
+            bool: _as_it_is,
+            int: _encode_int,
+            float: _encode_float,
+            str: _encode_str,
+            bytes: self._bytes,
+            list: self._inside(lambda value, path: self._items(value, path)),
+            tuple: self._inside(lambda value, path: {_MARK: "tuple", "items": self._items(value, path)}),
+            dict: self._inside(self._dict),
+            OrderedDict: self._inside(self._ordered),
+            Counter: self._inside(lambda value, path: {_MARK: "counter", "items": self._pairs(value, path)}),
+        }
+
+    def value(self, value: Any, path: Trail) -> Json:
+        encoder = self._encoders.get(type(value))
+        if encoder is not None:
+            return encoder(value, path)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        raise _refused(path, f"it is a {_type_name(value)}", _advice(value))
+
+    def _inside(self, encoder: Callable[[Any, Trail], Json]) -> Callable[[Any, Trail], Json]:
+        def guarded(value: Any, path: Trail) -> Json:
+            if id(value) in self._open_containers:
+                raise _refused(path, "it contains itself", "store it once")
+            if len(path) >= DEEPEST:
+                raise _refused(path[:3], f"it is nested deeper than {DEEPEST} levels", "flatten it")
+            self._open_containers.add(id(value))
+            result = encoder(value, path)
+            self._open_containers.discard(id(value))
+            return result
+
+        return guarded
+
+    def _items(self, values: Any, path: Trail) -> list[Json]:
+        return [self.value(each, (*path, str(index))) for index, each in enumerate(values)]
+
+    def _pairs(self, mapping: Mapping[Any, Any], path: Trail) -> list[Json]:
+        return [[_encode_key(key, path), self.value(each, (*path, _shown_key(key)))] for key, each in mapping.items()]
+
+    def _dict(self, mapping: dict[Any, Any], path: Trail) -> Json:
+        if _MARK not in mapping and all(type(key) is str and _is_text(key) for key in mapping):
+            return {key: self.value(each, (*path, _shown_key(key))) for key, each in mapping.items()}
+        return {_MARK: "dict", "items": self._pairs(mapping, path)}
+
+    def _ordered(self, mapping: OrderedDict[Any, Any], path: Trail) -> Json:
+        """``Module.state_dict()`` carries its modules' versions in an attribute."""
+        result = {_MARK: "ordered", "items": self._pairs(mapping, path)}
+        metadata = getattr(mapping, "_metadata", None)
+        if metadata is not None:
+            result["metadata"] = self.value(metadata, (*path, "_metadata"))
+        return result
+
+    def _bytes(self, value: bytes, path: Trail) -> Json:
+        if len(value) <= _LARGE_BYTES:
+            return {_MARK: "bytes", "base64": base64.b64encode(value).decode("ascii")}
+        return {_MARK: "blob", "name": self._add(path, "U8", (len(value),), lambda: memoryview(value))}
+
+    def _tensor(self, tensor: torch.Tensor, path: Trail) -> Json:
+        problem = tensors.problem_with(tensor)
+        if problem is not None:
+            raise _refused(path, *problem)
+        mark = "complex" if tensor.is_complex() else "tensor"
+        identity = tensors.identity(tensor)
+        name = self._names_of_tensors.get(identity)
+        if name is None:
+            plain = tensors.plain(tensor)
+            name = self._add(path, tensors.element_type(plain), tuple(plain.shape), lambda: tensors.memory(plain))
+            if tensor.numel():
+                self._names_of_tensors[identity] = name
+        return {_MARK: mark, "name": name}
+
+    def _add(self, path: Trail, dtype: str, shape: tuple[int, ...], source: Callable[[], memoryview]) -> str:
+        wanted = "/".join(part.strip("'\"") for part in path).encode("ascii", "backslashreplace").decode("ascii")
+        name, count = wanted, 1
+        while name in self._sources or name == "__metadata__":
+            count += 1
+            name = f"{wanted}#{count}"
+        self._sources[name] = source
+        self._described.append(tensorfile.Described(name, dtype, shape))
+        return name
+
+    def tensors_file(self) -> FileImage:
+        placed = tensorfile.place(self._described)
+        sources = [self._sources[each.name] for each in placed if each.size]
+
+        def body() -> Iterator[memoryview]:
+            return (source() for source in sources)
+
+        return FileImage(TENSORS_FILE, tensorfile.header(placed), sum(each.size for each in placed), body)
+
+
+def _as_it_is(value: Any, path: Trail) -> Json:
+    return value
+
+
+def _encode_int(value: int, path: Trail) -> Json:
+    return value if value.bit_length() <= _LARGE_INT_BITS else {_MARK: "int", "hex": hex(value)}
+
+
+def _encode_float(value: float, path: Trail) -> Json:
+    """Finite floats are exact in JSON (shortest repr); the others by their bits, so that a NaN keeps its payload."""
+    if value - value == 0.0:
+        return value
+    return {_MARK: "float", "bits": struct.pack(">d", value).hex()}
+
+
+def _encode_str(value: str, path: Trail) -> Json:
+    if _is_text(value):
+        return value
+    return {_MARK: "str", "hex": value.encode("utf-8", "surrogatepass").hex()}
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # lone surrogates, which JSON would join to pairs
+        return False
+    return True
+
+
+def _encode_key(key: Any, path: Trail) -> Json:
+    if type(key) is str:
+        return _encode_str(key, path)
+    if type(key) is int:
+        return _encode_int(key, path)
+    raise _refused(path, f"its key {key!r} is a {_type_name(key)}", "keys must be str or int")
+
+
+def _shown_key(key: Any) -> str:
+    """Python refuses to print integers of more than 4300 digits."""
+    return hex(key)[:40] if type(key) is int and key.bit_length() > _LARGE_INT_BITS else repr(key)
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _advice(value: Any) -> str:
+    if type(value).__module__.partition(".")[0] == "numpy":
+        if getattr(value, "shape", None) == ():
+            return "convert it with .item()"
+        return "convert it with torch.from_numpy()"
+    for base in (dict, tuple, list, str, int, float, bytes):
+        if isinstance(value, base):
+            return f"convert it with {base.__name__}()"
+    return _NO_SURPRISE
+
+
+class _Decoder:
+    """Builds the state from its skeleton."""
+
+    def __init__(self, loaded: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = loaded
+        self._complex: dict[str, torch.Tensor] = {}
+        self._kinds: dict[str, Callable[[dict[str, Json]], Any]] = {
+            "tuple": lambda node: tuple(self.value(each) for each in node["items"]),
+            "dict": lambda node: dict(self._pairs(node)),
+            "ordered": self._ordered,
+            "counter": lambda node: Counter(dict(self._pairs(node))),
+            "int": lambda node: int(node["hex"], 16),
+            "float": lambda node: struct.unpack(">d", bytes.fromhex(node["bits"]))[0],
+            "str": lambda node: bytes.fromhex(node["hex"]).decode("utf-8", "surrogatepass"),
+            "bytes": lambda node: base64.b64decode(node["base64"], validate=True),
+            "blob": lambda node: self._tensors[node["name"]].numpy().tobytes(),
+            "tensor": lambda node: self._tensors[node["name"]],
+            "complex": self._complex_tensor,
+        }
+
+    def value(self, node: Json) -> Any:
+        if isinstance(node, list):
+            return [self.value(each) for each in node]
+        if not isinstance(node, dict):
+            return node
+        if _MARK in node:
+            return self._kinds[node[_MARK]](node)
+        return {key: self.value(each) for key, each in node.items()}
+
+    def _pairs(self, node: dict[str, Json]) -> Iterator[tuple[Any, Any]]:
+        return ((self.value(key), self.value(each)) for key, each in node["items"])
+
+    def _ordered(self, node: dict[str, Json]) -> Any:
+        result = OrderedDict(self._pairs(node))
+        if "metadata" in node:
+            result._metadata = self.value(node["metadata"])  # type: ignore[attr-defined]
+        return result
+
+    def _complex_tensor(self, node: dict[str, Json]) -> torch.Tensor:
+        name = node["name"]
+        if name not in self._complex:
+            self._complex[name] = tensors.as_complex(self._tensors[name])
+        return self._complex[name]

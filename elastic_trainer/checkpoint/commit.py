@@ -1,0 +1,115 @@
+"""Make a checkpoint exist, all of it or nothing.
+
+*Runs in* whoever saves. *Owns* one temporary directory from its creation to its publication or removal.
+*Fails by* StorageError; the temporary directory is removed and every other checkpoint is as it was.
+*Invariant*: whatever moment the process dies at, a committed name holds a complete checkpoint. Data reach the disk
+before the manifest, the manifest before the name, and a name never replaces another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import xxhash
+
+from elastic_trainer.checkpoint.image import FileImage, Image, pieces
+from elastic_trainer.checkpoint.janitor import this_process
+from elastic_trainer.checkpoint.layout import MANIFEST_FILE, temporary_name
+from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, checksum, seal
+from elastic_trainer.checkpoint.storage import Sink, Storage
+from elastic_trainer.errors import StorageError
+
+CHUNK = 8 << 20
+"""Bytes covered by one checksum."""
+_HEADROOM = 4 << 20
+"""Free space asked for beyond the files: the manifest, directories, the file system's own book-keeping."""
+
+
+def commit(storage: Storage, image: Image, manifest: Manifest) -> Manifest:
+    """Write ``image`` as the checkpoint ``manifest.name``; returns the manifest with the file records filled in."""
+    require_space(storage, image.size)
+    with _temporary(storage) as temporary:
+        records = tuple(_write(storage.sink(temporary, file.name), file) for file in image.files)
+        complete = manifest.model_copy(update={"files": records})
+        _write_plain(storage.sink(temporary, MANIFEST_FILE), seal(complete))
+        storage.publish(temporary, manifest.name)
+    return complete
+
+
+def require_space(storage: Storage, size: int) -> None:
+    """StorageError unless ``size`` bytes of files fit."""
+    free = storage.free_bytes()
+    if free is not None and free < size + _HEADROOM:
+        raise StorageError(
+            f"checkpoint directory {storage.location} is full: the checkpoint needs {_shown(size + _HEADROOM)}, "
+            f"{_shown(free)} are free",
+            hint="free some space, or keep fewer checkpoints; earlier checkpoints are intact",
+        )
+
+
+def check_writable(storage: Storage) -> None:
+    """StorageError unless a checkpoint could be written now; leaves nothing behind."""
+    storage.prepare()
+    require_space(storage, 0)
+    with _temporary(storage) as temporary:
+        _write_plain(storage.sink(temporary, MANIFEST_FILE), b"\0" * 4096)
+        _discard(storage, temporary)
+
+
+@contextmanager
+def _temporary(storage: Storage) -> Iterator[str]:
+    """A fresh directory that is removed if the block fails; also when it is interrupted."""
+    name = temporary_name(this_process())
+    storage.create(name)
+    try:
+        yield name
+    except BaseException:
+        _discard(storage, name)
+        raise
+
+
+def _discard(storage: Storage, name: str) -> None:
+    try:
+        storage.remove(name)
+    except OSError:
+        return  # a broken disk: the error that led here says so; what is left is swept when this process is gone
+
+
+def _write(sink: Sink, file: FileImage) -> FileRecord:
+    """Write ``file``, taking checksums of the very bytes that are handed to the kernel."""
+    chunks = [checksum(file.head)] if file.head else []
+    try:
+        if file.head:
+            sink.write(memoryview(file.head))
+        chunks += _write_body(sink, file)
+        sink.finish()
+    finally:
+        sink.abandon()
+    return FileRecord(name=file.name, size=file.size, head_size=len(file.head), chunk_size=CHUNK, chunks=tuple(chunks))
+
+
+def _write_body(sink: Sink, file: FileImage) -> list[str]:
+    chunks, written, digest = [], 0, xxhash.xxh3_128()
+    for piece in pieces(file.body(), CHUNK):
+        digest.update(piece)
+        sink.write(piece)
+        written += len(piece)
+        if written % CHUNK == 0 or written == file.body_size:
+            chunks.append(digest.hexdigest())
+            digest.reset()
+    if written != file.body_size:
+        raise RuntimeError(f"{file.name}: {written} bytes came, {file.body_size} were announced")
+    return chunks
+
+
+def _write_plain(sink: Sink, content: bytes) -> None:
+    try:
+        sink.write(memoryview(content))
+        sink.finish()
+    finally:
+        sink.abandon()
+
+
+def _shown(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"

@@ -1,0 +1,48 @@
+"""What happens to checkpoints, as values: each is logged once and handed to whoever asked (metrics, the session)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from elastic_trainer.telemetry.logs import logger
+
+
+class EventKind(StrEnum):
+    """The transitions; the values are the names of the log lines."""
+
+    COMMITTED = "checkpoint.committed"
+    LOADED = "checkpoint.loaded"
+    QUARANTINED = "checkpoint.quarantined"
+    SKIPPED = "checkpoint.skipped"
+    OUTRANKED = "checkpoint.outranked"
+    REMOVED = "checkpoint.removed"
+    REMOVAL_FAILED = "checkpoint.removal_failed"
+    SWEPT = "checkpoint.swept"
+
+
+_WARNINGS = frozenset({EventKind.QUARANTINED, EventKind.SKIPPED, EventKind.OUTRANKED, EventKind.REMOVAL_FAILED})
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One transition of the directory entry ``name``; ``values`` holds what else the log line says."""
+
+    kind: EventKind
+    name: str
+    reason: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+EventSink = Callable[[Event], None]
+
+
+def announce(event: Event, listener: EventSink | None) -> None:
+    """Log ``event`` and tell ``listener``."""
+    write = logger().warning if event.kind in _WARNINGS else logger().info
+    details = {"reason": event.reason, **event.values} if event.reason else dict(event.values)
+    write(str(event.kind), checkpoint=event.name, **details)
+    if listener is not None:
+        listener(event)

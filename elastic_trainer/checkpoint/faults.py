@@ -1,0 +1,20 @@
+"""Why one checkpoint could not be read, told apart by what the reader must do next.
+
+All are CheckpointErrors, so a caller that loads one given checkpoint needs to know no more than that.
+"""
+
+from __future__ import annotations
+
+from elastic_trainer.errors import CheckpointError
+
+
+class DamagedError(CheckpointError):
+    """The content is not what was committed: quarantine it and take the previous one."""
+
+
+class GoneError(CheckpointError):
+    """It was removed while being read (retention of another process): take the next one."""
+
+
+class UnreadableError(CheckpointError):
+    """It is there and may be good, but this process cannot read it now: leave it alone, report, take the next one."""

@@ -1,0 +1,77 @@
+"""The files of a checkpoint that is about to be written, as bytes to be fetched piece by piece. Pure.
+
+An image is all that the commit needs: no tensor library, so that whoever holds the bytes (the training process now, a
+shared-memory arena later) can commit them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+PIECE = 1 << 20
+"""Bytes hashed and written at a time: small enough to stay in a core's cache between the two."""
+_SMALL = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class FileImage:
+    """One file: ``head`` first, then ``body_size`` bytes that ``body()`` yields in order (each time it is called)."""
+
+    name: str
+    head: bytes
+    body_size: int
+    body: Callable[[], Iterable[memoryview]]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.head) + self.body_size
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """All files but the manifest."""
+
+    files: tuple[FileImage, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+def from_bytes(name: str, content: bytes) -> FileImage:
+    """A file whose content is at hand."""
+    return FileImage(name, b"", len(content), lambda: (memoryview(content),))
+
+
+def pieces(views: Iterable[memoryview], chunk_size: int) -> Iterator[memoryview]:
+    """The bytes of ``views`` in pieces of at most PIECE bytes, none of which spans a multiple of ``chunk_size``.
+
+    Runs of small views are joined first: thousands of scalars become a few writes.
+    """
+    position = 0
+    for view in _joined(views):
+        start = 0
+        while start < len(view):
+            length = min(PIECE, len(view) - start, chunk_size - position % chunk_size)
+            yield view[start : start + length]
+            start += length
+            position += length
+
+
+def _joined(views: Iterable[memoryview]) -> Iterator[memoryview]:
+    waiting: list[memoryview] = []
+    waiting_size = 0
+    for view in views:
+        if len(view) < _SMALL and waiting_size < PIECE:
+            waiting.append(view)
+            waiting_size += len(view)
+            continue
+        if waiting:
+            yield memoryview(b"".join(waiting))
+            waiting, waiting_size = [], 0
+        yield view
+    if waiting:
+        yield memoryview(b"".join(waiting))

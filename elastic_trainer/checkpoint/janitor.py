@@ -1,0 +1,144 @@
+"""Remove what dead writers and removers left behind, and nothing else.
+
+*Runs in* whoever saves, at its start. *Owns* nothing. *Fails by* nothing: what cannot be judged or removed stays.
+*Invariant*: the temporary directory of a live writer is never touched. On the writer's own machine the kernel says
+whether it lives; elsewhere only a day without any write counts as death.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_trainer.checkpoint.events import Event, EventKind
+from elastic_trainer.checkpoint.layout import Kind, Writer, host_label, kind_of, parse_temporary, temporary_name
+from elastic_trainer.checkpoint.storage import Storage
+from elastic_trainer.errors import StorageError
+
+ELSEWHERE_S = 86_400.0
+"""Idle time after which a writer on another machine, or in another container, is taken for dead."""
+REBOOTED_S = 600.0
+"""The same for a writer on a host of this name before its last boot; not at once, since host names may repeat."""
+
+_NO_BOOT_ID = "0" * 32
+_START_FIELD = 22
+"""``starttime`` in /proc/<pid>/stat (proc(5)), counted from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of a temporary directory, and why."""
+
+    remove: bool
+    reason: str
+
+
+def fate(writer: Writer, me: Writer, alive: bool | None, idle_s: float | None) -> Fate:
+    """Judge a temporary of ``writer`` from where ``me`` stands.
+
+    ``alive`` is what the kernel says of the writer if it can be asked, ``idle_s`` the time without writes if known.
+    """
+    if writer == me:
+        return Fate(False, "it is being written by this process")
+    if alive is not None:
+        return Fate(not alive, "its writer lives" if alive else f"its writer, process {writer.pid}, is dead")
+    if idle_s is None:
+        return Fate(False, "its age is unknown")
+    limit = REBOOTED_S if writer.host == me.host and writer.boot != me.boot else ELSEWHERE_S
+    verb = "was not written to for" if idle_s > limit else "was written to within"
+    return Fate(idle_s > limit, f"its writer is on {writer.host}, and it {verb} {limit:.0f} s")
+
+
+def sweep(storage: Storage) -> Iterator[Event]:
+    """Remove what is left over; yields one event for each entry removed or not removable."""
+    try:
+        names = storage.names()
+    except OSError:
+        return
+    for name in names:
+        if kind_of(name) is Kind.TRASH:
+            yield _remove(storage, name, "its removal was interrupted")
+        writer = parse_temporary(name)
+        if writer is not None:
+            verdict = _judge(storage, name, writer)
+            if verdict.remove:
+                yield _remove(storage, name, verdict.reason)
+
+
+def _judge(storage: Storage, name: str, writer: Writer) -> Fate:
+    me = this_process()
+    alive = _alive(writer, me)
+    idle_s = _idle_s(storage, name, me) if alive is None and writer != me else None
+    return fate(writer, me, alive, idle_s)
+
+
+def _idle_s(storage: Storage, name: str, me: Writer) -> float | None:
+    reference = temporary_name(me)
+    try:
+        storage.create(reference)
+    except StorageError:
+        return None
+    try:
+        return storage.idle_s(name, reference)
+    except OSError:
+        return None
+    finally:
+        _remove(storage, reference, "")
+
+
+def _remove(storage: Storage, name: str, reason: str) -> Event:
+    try:
+        storage.remove(name)
+    except OSError as error:
+        return Event(EventKind.REMOVAL_FAILED, name, f"{reason}, but it cannot be removed: {error.strerror}")
+    return Event(EventKind.SWEPT, name, reason)
+
+
+def this_process() -> Writer:
+    """The identity of this process. Read anew each time, because it changes over a fork."""
+    return Writer(
+        pid=os.getpid(),
+        start=_started(os.getpid()) or 0,
+        boot=_boot_id(),
+        namespace=_pid_namespace(),
+        host=host_label(socket.gethostname()),
+    )
+
+
+def _alive(writer: Writer, me: Writer) -> bool | None:
+    """Whether ``writer`` lives, or None where this machine's kernel cannot tell."""
+    same_kernel = (writer.boot, writer.namespace) == (me.boot, me.namespace)
+    if not same_kernel or writer.boot == _NO_BOOT_ID or writer.start == 0 or writer.namespace == 0:
+        return None
+    return _started(writer.pid) == writer.start
+
+
+def _started(pid: int) -> int | None:
+    """Start time of process ``pid`` in clock ticks since boot, or None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    after_name = text.rpartition(")")[2].split()  # the name may hold spaces and parentheses; field 3 follows it
+    if after_name[0] in ("Z", "X"):
+        return None
+    return int(after_name[_START_FIELD - 3])
+
+
+def _boot_id() -> str:
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "").lower()
+    except OSError:
+        return _NO_BOOT_ID
+    return text if re.fullmatch(r"[0-9a-f]{32}", text) else _NO_BOOT_ID
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

@@ -1,0 +1,140 @@
+"""Names inside a checkpoint directory: formatting, parsing, ordering. Pure.
+
+====================================  =========================================================================
+``step-000000120-r7-<nonce>``         a committed checkpoint: step 120, saved in round 7
+``tmp-<nonce>-<pid>-<start>-...``     being written; the name carries the identity of the writing process
+``trash-<checkpoint>-<nonce>``        being removed
+``corrupt-<checkpoint>-<n>``          found damaged, kept for people to look at
+====================================  =========================================================================
+
+A name that fits none of these exactly is foreign: it is never read, moved or removed.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from elastic_trainer.errors import CheckpointError
+
+MANIFEST_FILE = "manifest.json"
+STATE_FILE = "state.json"
+TENSORS_FILE = "tensors.safetensors"
+
+STEP_DIGITS = 9
+_NONCE_BYTES = 6
+_NONCE = r"[0-9a-f]{12}"
+_CHECKPOINT = r"step-[0-9]{9,18}-r[0-9]{1,18}-" + _NONCE
+
+_COMMITTED_NAME = re.compile(rf"step-([0-9]{{9,18}})-r([0-9]{{1,18}})-({_NONCE})")
+_TEMPORARY_NAME = re.compile(
+    rf"tmp-({_NONCE})-([0-9]{{1,10}})-([0-9]{{1,20}})-([0-9a-f]{{32}})-([0-9]{{1,20}})-([A-Za-z0-9.-]{{1,64}})"
+)
+_TRASH_NAME = re.compile(rf"trash-({_CHECKPOINT})-{_NONCE}")
+_CORRUPT_NAME = re.compile(rf"corrupt-({_CHECKPOINT})-([0-9]{{1,6}})")
+_UNSAFE_IN_HOST = re.compile(r"[^A-Za-z0-9.-]")
+
+
+class Kind(StrEnum):
+    """What a directory entry is, judged by its name alone."""
+
+    COMMITTED = "committed"
+    TEMPORARY = "temporary"
+    TRASH = "trash"
+    QUARANTINED = "quarantined"
+    FOREIGN = "foreign"
+
+
+def new_nonce() -> str:
+    """Twelve random hexadecimal digits: two writers of the same step never meet in one name."""
+    return secrets.token_hex(_NONCE_BYTES)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CheckpointName:
+    """The parsed name of a committed checkpoint. Ordered by round, step and (arbitrarily, but always alike) nonce."""
+
+    round: int
+    step: int
+    nonce: str = field(default_factory=new_nonce)
+
+    def __post_init__(self) -> None:
+        if self.step < 0 or self.round < 0:
+            raise CheckpointError(
+                f"a checkpoint cannot have step {self.step} and round {self.round}: both count from 0"
+            )
+
+    def __str__(self) -> str:
+        return f"step-{self.step:0{STEP_DIGITS}d}-r{self.round}-{self.nonce}"
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Identity of a writing process: enough to tell, on its own machine, whether it still lives.
+
+    ``start`` is its start time in clock ticks since boot (a reused pid has another one); ``boot`` the kernel's boot
+    id; ``namespace`` the inode of its pid namespace (containers of one machine share the boot id, not the pids);
+    ``host`` a :func:`host_label`.
+    """
+
+    pid: int
+    start: int
+    boot: str
+    namespace: int
+    host: str
+
+
+def parse_checkpoint(text: str) -> CheckpointName | None:
+    """The checkpoint that ``text`` names, or None if it is no such name."""
+    match = _COMMITTED_NAME.fullmatch(text)
+    if match is None:
+        return None
+    name = CheckpointName(round=int(match[2]), step=int(match[1]), nonce=match[3])
+    return name if str(name) == text else None
+
+
+def temporary_name(writer: Writer) -> str:
+    """A fresh name for a directory that ``writer`` is about to fill."""
+    return f"tmp-{new_nonce()}-{writer.pid}-{writer.start}-{writer.boot}-{writer.namespace}-{writer.host}"
+
+
+def host_label(hostname: str) -> str:
+    """``hostname`` as it may stand in a temporary name."""
+    return _UNSAFE_IN_HOST.sub(".", hostname)[:64] or "unnamed"
+
+
+def parse_temporary(text: str) -> Writer | None:
+    """The writer that the temporary name ``text`` carries, or None if it is no such name."""
+    match = _TEMPORARY_NAME.fullmatch(text)
+    if match is None:
+        return None
+    return Writer(pid=int(match[2]), start=int(match[3]), boot=match[4], namespace=int(match[5]), host=match[6])
+
+
+def trash_name(checkpoint: str) -> str:
+    """A fresh name to move the checkpoint ``checkpoint`` to before it is removed."""
+    return f"trash-{checkpoint}-{new_nonce()}"
+
+
+def quarantine_name(checkpoint: str, number: int) -> str:
+    """The ``number``-th name for the damaged checkpoint ``checkpoint``."""
+    return f"corrupt-{checkpoint}-{number}"
+
+
+def quarantined(text: str) -> str | None:
+    """The checkpoint name inside the quarantine name ``text``, or None if it is no such name."""
+    match = _CORRUPT_NAME.fullmatch(text)
+    return match[1] if match else None
+
+
+def kind_of(text: str) -> Kind:
+    """What the directory entry ``text`` is."""
+    if parse_checkpoint(text) is not None:
+        return Kind.COMMITTED
+    if parse_temporary(text) is not None:
+        return Kind.TEMPORARY
+    if _TRASH_NAME.fullmatch(text):
+        return Kind.TRASH
+    return Kind.QUARANTINED if quarantined(text) is not None else Kind.FOREIGN

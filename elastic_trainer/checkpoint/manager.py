@@ -1,0 +1,308 @@
+"""Save, find and load the checkpoints of one directory.
+
+*Runs in* the worker of rank 0 (saving), in any process (finding, loading); one manager belongs to one thread.
+*Owns* nothing between calls. *Fails by* StorageError (cannot save: training may go on), CheckpointError (cannot load:
+do not start from scratch). *Invariant*: a damaged checkpoint is renamed, never deleted; retention runs only after a
+commit and never removes what was just committed.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import elastic_trainer
+from elastic_trainer.checkpoint import codec, janitor
+from elastic_trainer.checkpoint.commit import check_writable, require_space
+from elastic_trainer.checkpoint.events import Event, EventKind, EventSink, announce
+from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
+from elastic_trainer.checkpoint.inventory import Entry, Problem, committed, entry, examine, listed, quarantined_in
+from elastic_trainer.checkpoint.layout import CheckpointName, quarantine_name, quarantined, trash_name
+from elastic_trainer.checkpoint.manifest import Manifest, checked_fields
+from elastic_trainer.checkpoint.reading import read_manifest, read_state
+from elastic_trainer.checkpoint.retention import Candidate, Retention, by_metric, decide
+from elastic_trainer.checkpoint.storage import PosixStorage, Storage
+from elastic_trainer.checkpoint.writer import DirectWriter, Writer
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.errors import CheckpointError, StorageError
+
+_MOST_QUARANTINES = 1000
+"""Times that one name can be quarantined (it would have to be put back by hand each time)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveInfo:
+    """What is known of a state beside the state itself."""
+
+    step: int
+    round: int = 0
+    epoch: int = 0
+    samples: int = 0
+    world_size: int = 1
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    best: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A checkpoint that is durable. ``duration_s`` runs from the call of save to durability."""
+
+    entry: Entry
+    size: int
+    duration_s: float
+
+    @property
+    def name(self) -> str:
+        """Its name in the directory."""
+        return self.entry.name
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A state, every byte of it verified; tensors are on the CPU."""
+
+    state: dict[str, Any]
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """The checkpoint that it came from."""
+        return self.manifest.name
+
+
+class CheckpointManager:
+    """The checkpoints in ``directory``; ``on_event`` hears of each transition, which is also logged."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        retention: Retention | None = None,
+        on_event: EventSink | None = None,
+        *,
+        storage: Storage | None = None,
+        writer: Writer | None = None,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._storage = storage if storage is not None else PosixStorage(Path(directory))
+        self._writer = writer if writer is not None else DirectWriter(self._storage)
+        self._retention = retention if retention is not None else Retention()
+        self._on_event = on_event
+        self._clock = clock
+        self._known: dict[str, Entry] = {}
+        self._reported: set[str] = set()
+
+    # -- saving
+
+    def check_writable(self) -> None:
+        """StorageError unless a checkpoint could be saved here; makes the directory if it is missing."""
+        check_writable(self._storage)
+
+    def sweep(self) -> int:
+        """Remove what dead writers left behind; returns how many entries went."""
+        return sum(self._announce(event).kind is EventKind.SWEPT for event in janitor.sweep(self._storage))
+
+    def save(self, state: Mapping[str, Any], info: SaveInfo) -> Committed:
+        """Commit ``state`` durably, then apply retention.
+
+        Raises StorageError (nothing lost, earlier checkpoints intact) or CheckpointError naming the value of the
+        state that cannot be kept.
+        """
+        began = self._clock.monotonic()
+        image = codec.encode(state)
+        manifest = self._draft(info)
+        self._storage.prepare()
+        self._make_room(image.size)
+        complete = self._writer.write(image, manifest).result()
+        saved = Entry(complete.name, Path(self._storage.location) / complete.name, complete)
+        result = Committed(saved, complete.size, self._clock.monotonic() - began)
+        self._known[saved.name] = saved
+        values = {"step": info.step, "round": info.round, "bytes": result.size, "duration_s": result.duration_s}
+        self._announce(Event(EventKind.COMMITTED, saved.name, values=values))
+        self._retain(saved.name)
+        return result
+
+    def _draft(self, info: SaveInfo) -> Manifest:
+        name = CheckpointName(round=info.round, step=info.step)
+        return Manifest(
+            name=str(name),
+            step=info.step,
+            round=info.round,
+            epoch=info.epoch,
+            samples=info.samples,
+            world_size=info.world_size,
+            created=self._clock.wall(),
+            metrics={key: float(value) for key, value in info.metrics.items()},
+            best=info.best,
+            fields=checked_fields(info.fields),
+            versions=_versions(),
+            files=(),
+        )
+
+    def _make_room(self, size: int) -> None:
+        """Leftovers of dead writers may hold the space that is missing."""
+        try:
+            require_space(self._storage, size)
+        except StorageError:
+            self.sweep()
+
+    def _retain(self, just_saved: str) -> None:
+        try:
+            entries = self._entries()
+        except CheckpointError as error:  # the checkpoint is safe all the same
+            self._announce(Event(EventKind.REMOVAL_FAILED, just_saved, f"retention was not applied: {error}"))
+            return
+        if entries and entries[0].name != just_saved:
+            reason = f"{entries[0].name} counts as newer (higher round or step) and would be resumed from"
+            self._announce(Event(EventKind.OUTRANKED, just_saved, reason))
+        verdicts = decide([_candidate(each) for each in entries], self._retention, frozenset({just_saved}))
+        for verdict in verdicts:
+            if not verdict.keep:
+                self._remove(verdict.name, verdict.reason)
+
+    def _remove(self, name: str, reason: str) -> None:
+        """Under its own name a checkpoint is whole or gone, so it gets another name before it is taken apart."""
+        trash = trash_name(name)
+        try:
+            self._storage.rename(name, trash)
+            self._storage.remove(trash)
+        except FileNotFoundError:
+            return  # another process was faster
+        except OSError as error:
+            text = f"{reason}, but it cannot be removed: {error.strerror or error}"
+            self._announce(Event(EventKind.REMOVAL_FAILED, name, text))
+            return
+        self._announce(Event(EventKind.REMOVED, name, reason))
+
+    # -- finding
+
+    def entries(self) -> tuple[Entry, ...]:
+        """All committed checkpoints with a good manifest, newest first; the others are reported and skipped."""
+        return self._entries()
+
+    def _entries(self) -> tuple[Entry, ...]:
+        found = []
+        for each in examine(self._storage, listed(self._storage), self._known):
+            if isinstance(each, Entry):
+                found.append(each)
+            else:
+                self._skip(each)
+        self._known = {each.name: each for each in found}
+        return tuple(found)
+
+    def newest(self) -> Entry | None:
+        """The newest checkpoint by its manifest alone; None if there never was one.
+
+        Raises CheckpointError if there are checkpoints, but none with a good manifest.
+        """
+        failed: list[str] = []
+        passed_over: set[str] = set()
+        while True:
+            names = listed(self._storage)
+            untried = tuple(name for name in names if name not in passed_over)
+            if not committed(untried):
+                self._require_none_bad(failed, names)
+                return None
+            for each in examine(self._storage, untried, self._known):
+                if isinstance(each, Entry):
+                    return each
+                self._skip(each)
+                failed.append(each.name)
+            passed_over.update(untried)  # bad, or gone meanwhile: then another one may have come
+
+    def best(self) -> Entry | None:
+        """The best checkpoint by the policy's metric, else the newest one saved as best, else None."""
+        entries = {each.name: each for each in self._entries()}
+        ranked = by_metric([_candidate(each) for each in entries.values()], self._retention)
+        if ranked:
+            return entries[ranked[0].name]
+        return next((each for each in entries.values() if each.best), None)
+
+    # -- loading
+
+    def load(self, wanted: Entry) -> Loaded:
+        """The state of ``wanted``; DamagedError, GoneError or UnreadableError (all CheckpointErrors) otherwise."""
+        began = self._clock.monotonic()
+        manifest = read_manifest(self._storage, wanted.name)
+        state = read_state(self._storage, manifest)
+        duration_s = self._clock.monotonic() - began
+        values = {"step": manifest.step, "round": manifest.round, "bytes": manifest.size, "duration_s": duration_s}
+        self._announce(Event(EventKind.LOADED, manifest.name, values=values))
+        return Loaded(state, manifest)
+
+    def load_newest(self) -> Loaded | None:
+        """The newest state that is whole; None if there never was a checkpoint.
+
+        Damaged ones on the way are quarantined, unreadable ones skipped, both reported. Raises CheckpointError if
+        none is left: starting from scratch must be somebody's decision.
+        """
+        failed: list[str] = []
+        tried: set[str] = set()
+        while True:
+            names = listed(self._storage)  # anew each time: others may have been removed or committed meanwhile
+            name = next((text for text in map(str, committed(names)) if text not in tried), None)
+            if name is None:
+                self._require_none_bad(failed, names)
+                return None
+            tried.add(name)
+            try:
+                return self.load(entry(self._storage, name))
+            except GoneError:
+                continue
+            except DamagedError as error:
+                self._quarantine(name, error)
+            except UnreadableError as error:
+                self._skip(Problem(name, error))
+            failed.append(name)
+
+    def _require_none_bad(self, failed: list[str], names: tuple[str, ...]) -> None:
+        """Tell a directory that never had a checkpoint from one where all are bad (CheckpointError)."""
+        bad = list(dict.fromkeys([*failed, *filter(None, map(quarantined, quarantined_in(names)))]))
+        if bad:
+            raise CheckpointError(
+                f"no checkpoint in {self._storage.location} can be read; tried or quarantined: {', '.join(bad)}",
+                hint="restore one from a copy, or move them all elsewhere to start from scratch",
+            )
+
+    def _quarantine(self, name: str, error: DamagedError) -> None:
+        self._known.pop(name, None)
+        for number in range(1, _MOST_QUARANTINES):
+            new = quarantine_name(name, number)
+            try:
+                self._storage.rename(name, new)
+            except FileNotFoundError:
+                return  # gone, or quarantined by another process
+            except OSError as problem:
+                if self._storage.exists(new):
+                    continue
+                text = f"{error}; it cannot be renamed: {problem.strerror or problem}"
+                self._announce(Event(EventKind.SKIPPED, name, text))
+                return
+            self._announce(Event(EventKind.QUARANTINED, name, str(error), {"renamed_to": new}))
+            return
+
+    def _skip(self, problem: Problem) -> None:
+        """Reported once for each checkpoint, not at every save."""
+        if problem.name not in self._reported:
+            self._reported.add(problem.name)
+            self._announce(Event(EventKind.SKIPPED, problem.name, str(problem.error)))
+
+    def _announce(self, event: Event) -> Event:
+        announce(event, self._on_event)
+        return event
+
+
+def _candidate(each: Entry) -> Candidate:
+    return Candidate(each.name, each.step, each.best, each.manifest.metrics)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"elastic_trainer": elastic_trainer.__version__, "python": platform.python_version()}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        versions["torch"] = str(torch.__version__)
+    return versions

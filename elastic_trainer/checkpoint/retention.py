@@ -1,0 +1,100 @@
+"""Which checkpoints stay and which go. Pure: it looks at values and returns values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from elastic_trainer.errors import ConfigError
+
+
+class Mode(StrEnum):
+    """Which end of a metric is good."""
+
+    MIN = "min"
+    MAX = "max"
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The policy: a checkpoint stays if any of its rules wants it.
+
+    ``keep_last`` newest ones; every one whose step is a multiple of ``keep_every``; the ``keep_best`` best by
+    ``metric``; and always the newest one that was saved as best.
+    """
+
+    keep_last: int = 3
+    keep_every: int | None = None
+    metric: str | None = None
+    mode: Mode = Mode.MIN
+    keep_best: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("keep_last", self.keep_last), ("keep_best", self.keep_best)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}", hint="keep at least 1 checkpoint")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ConfigError(f"keep_every is {self.keep_every}", hint="give a number of steps, or leave it out")
+        if self.mode not in tuple(Mode):
+            raise ConfigError(f"mode is {self.mode!r}", hint="say 'min' or 'max'")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What the policy looks at of one checkpoint."""
+
+    name: str
+    step: int
+    best: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of one checkpoint, and why."""
+
+    name: str
+    keep: bool
+    reason: str
+
+
+def decide(newest_first: Sequence[Candidate], policy: Retention, protected: frozenset[str]) -> tuple[Verdict, ...]:
+    """Judge each checkpoint, in the order given. ``protected`` names stay whatever the policy says."""
+    ranked = {each.name: place for place, each in enumerate(by_metric(newest_first, policy)[: policy.keep_best], 1)}
+    flagged = next((each.name for each in newest_first if each.best), None)
+    return tuple(
+        _verdict(place, each, policy, ranked, flagged, protected) for place, each in enumerate(newest_first, 1)
+    )
+
+
+def _verdict(
+    place: int,
+    candidate: Candidate,
+    policy: Retention,
+    ranked: Mapping[str, int],
+    flagged: str | None,
+    protected: frozenset[str],
+) -> Verdict:
+    name = candidate.name
+    if place <= policy.keep_last:
+        return Verdict(name, True, f"number {place} of the newest {policy.keep_last}")
+    if name in protected:
+        return Verdict(name, True, "it is in use")
+    if policy.keep_every is not None and candidate.step % policy.keep_every == 0:
+        return Verdict(name, True, f"step {candidate.step} is a multiple of {policy.keep_every}")
+    if name in ranked:
+        return Verdict(name, True, f"number {ranked[name]} by {policy.metric}")
+    if name == flagged:
+        return Verdict(name, True, "the newest that was saved as best")
+    return Verdict(name, False, f"number {place}; the newest {policy.keep_last} are kept")
+
+
+def by_metric(newest_first: Sequence[Candidate], policy: Retention) -> list[Candidate]:
+    """Those that have the policy's metric as a number, best first; of equals the newest first."""
+    if policy.metric is None:
+        return []
+    sign = 1.0 if policy.mode is Mode.MIN else -1.0
+    values = [(sign * each.metrics.get(policy.metric, math.nan), each) for each in newest_first]
+    return [each for value, each in sorted(((v, e) for v, e in values if not math.isnan(v)), key=lambda pair: pair[0])]

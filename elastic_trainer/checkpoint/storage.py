@@ -1,0 +1,274 @@
+"""The storage port: what checkpoints ask of a directory, and its implementation over POSIX paths.
+
+*Runs in* any process that saves, loads or lists. *Owns* open files for the time of one call or one sink or source.
+*Fails by* StorageError for anything that keeps a checkpoint from being written (full, read-only, no permission), and
+by OSError for reading, which the readers translate, since only they know what it means for the entry.
+*Invariant*: a directory appears under its final name only by :meth:`Storage.publish`, with all its data on disk.
+
+An object store behind the same port publishes by its manifest, written last; nothing here needs a rename but
+``publish`` and ``rename``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from elastic_trainer.errors import StorageError
+
+_RETRIED_REMOVALS = 3
+
+
+class Sink(Protocol):
+    """A file being written."""
+
+    def write(self, data: memoryview) -> None:
+        """Append all of ``data``."""
+        ...
+
+    def finish(self) -> None:
+        """Make it durable and close it."""
+        ...
+
+    def abandon(self) -> None:
+        """Close it, whatever it holds. May follow ``finish``."""
+        ...
+
+
+class Source(Protocol):
+    """A file being read; ``read_into`` may be called from several threads."""
+
+    size: int
+
+    def read_into(self, buffer: memoryview, offset: int) -> bool:
+        """Fill ``buffer`` from byte ``offset`` on; False if the file ends before. OSError if it cannot be read."""
+        ...
+
+    def close(self) -> None:
+        """Release it."""
+        ...
+
+
+class Storage(Protocol):
+    """One directory of checkpoints. Names are single path components."""
+
+    @property
+    def location(self) -> str:
+        """What to call it in messages."""
+        ...
+
+    def prepare(self) -> None:
+        """Make sure that it exists."""
+        ...
+
+    def names(self) -> tuple[str, ...]:
+        """What it holds; empty if it does not exist. OSError if it cannot be listed."""
+        ...
+
+    def exists(self, name: str) -> bool:
+        """Whether the entry ``name`` is there now."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Space left for this user, or None where there is no such limit."""
+        ...
+
+    def create(self, name: str) -> None:
+        """A new empty entry."""
+        ...
+
+    def sink(self, name: str, file: str) -> Sink:
+        """A new file in the entry ``name``."""
+        ...
+
+    def source(self, name: str, file: str) -> Source:
+        """The file ``file`` of the entry ``name``; OSError if it cannot be opened."""
+        ...
+
+    def publish(self, temporary: str, name: str) -> None:
+        """Let the finished entry ``temporary`` appear as ``name``, durably; never replaces anything."""
+        ...
+
+    def rename(self, old: str, new: str) -> None:
+        """Move an entry; OSError if ``old`` is gone (ENOENT), ``new`` exists, or it is not allowed."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove an entry and all in it; one that is gone is fine. OSError if it is not allowed."""
+        ...
+
+    def idle_s(self, name: str, reference: str) -> float:
+        """Seconds between the last write to anything in ``name`` and that to ``reference``. OSError if unknown.
+
+        Both times are the storage's own: a file server's clock need not be this machine's.
+        """
+        ...
+
+
+_EXPLANATIONS = {
+    errno.ENOSPC: ("is full", "free some space, or keep fewer checkpoints"),
+    errno.EDQUOT: ("is over its disk quota", "free some space, raise the quota, or keep fewer checkpoints"),
+    errno.EROFS: ("is on a read-only file system", "choose another directory or mount it writable"),
+    errno.EACCES: ("cannot be written: permission denied", "check its owner and mode"),
+    errno.EPERM: ("cannot be written: operation not permitted", "check its owner and mode"),
+    errno.ENOTDIR: ("is not a directory", "choose a directory"),
+    errno.EEXIST: ("is not a directory", "choose a directory"),
+    errno.EIO: ("reports an input/output error", "check the disk"),
+}
+
+
+def explain(error: OSError, location: str) -> StorageError:
+    """``error`` in one sentence about the directory ``location``."""
+    what, hint = _EXPLANATIONS.get(
+        error.errno or 0, (f"cannot be written: {error.strerror or error}", "check the directory")
+    )
+    return StorageError(f"checkpoint directory {location} {what}", hint=hint)
+
+
+class PosixStorage:
+    """A directory of a local or network file system."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @property
+    def location(self) -> str:
+        return str(self._root)
+
+    def prepare(self) -> None:
+        with self._writing():
+            missing = [path for path in (self._root, *self._root.parents) if not path.exists()]
+            self._root.mkdir(parents=True, exist_ok=True)
+            for path in missing:
+                _sync_directory(path.parent)
+
+    def names(self) -> tuple[str, ...]:
+        try:
+            return tuple(os.listdir(self._root))
+        except FileNotFoundError:
+            return ()
+
+    def exists(self, name: str) -> bool:
+        return os.path.lexists(self._root / name)
+
+    def free_bytes(self) -> int | None:
+        with self._writing():
+            status = os.statvfs(self._root)
+        return status.f_bavail * status.f_frsize
+
+    def create(self, name: str) -> None:
+        with self._writing():
+            (self._root / name).mkdir()
+
+    def sink(self, name: str, file: str) -> Sink:
+        with self._writing():
+            descriptor = os.open(self._root / name / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        return _PosixSink(descriptor, self.location)
+
+    def source(self, name: str, file: str) -> Source:
+        return _PosixSource(os.open(self._root / name / file, os.O_RDONLY | os.O_CLOEXEC))
+
+    def publish(self, temporary: str, name: str) -> None:
+        if self.exists(name):
+            raise StorageError(f"checkpoint directory {self.location} has a {name} already; it is left as it is")
+        with self._writing():
+            _sync_directory(self._root / temporary)
+            os.rename(self._root / temporary, self._root / name)
+            _sync_directory(self._root)
+
+    def rename(self, old: str, new: str) -> None:
+        """rename(2) itself refuses to replace a directory that is not empty, and checkpoints never are."""
+        if self.exists(new):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+        os.rename(self._root / old, self._root / new)
+
+    def remove(self, name: str) -> None:
+        """Several processes may remove the same entry: each tolerates what the other has already done."""
+        for attempt in range(_RETRIED_REMOVALS):
+            try:
+                shutil.rmtree(self._root / name)
+                return
+            except FileNotFoundError:
+                if not self.exists(name):
+                    return
+                if attempt == _RETRIED_REMOVALS - 1:
+                    raise
+
+    def idle_s(self, name: str, reference: str) -> float:
+        top = self._root / name
+        touched = [top.stat().st_mtime, *(path.stat().st_mtime for path in top.iterdir())]
+        return (self._root / reference).stat().st_mtime - max(touched)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise explain(error, self.location) from error
+
+
+class _PosixSink:
+    """A file descriptor to be written, synced and closed once."""
+
+    def __init__(self, descriptor: int, location: str) -> None:
+        self._descriptor: int | None = descriptor
+        self._location = location
+
+    def write(self, data: memoryview) -> None:
+        try:
+            while data:
+                data = data[os.write(self._opened(), data) :]
+        except OSError as error:
+            raise explain(error, self._location) from error
+
+    def finish(self) -> None:
+        try:
+            os.fsync(self._opened())
+            descriptor, self._descriptor = self._opened(), None
+            os.close(descriptor)
+        except OSError as error:
+            raise explain(error, self._location) from error
+
+    def abandon(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def _opened(self) -> int:
+        if self._descriptor is None:
+            raise ValueError("the file is closed")
+        return self._descriptor
+
+
+class _PosixSource:
+    """A file descriptor read by position, so that threads need not share an offset."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.size = os.fstat(descriptor).st_size
+
+    def read_into(self, buffer: memoryview, offset: int) -> bool:
+        while buffer:
+            count = os.preadv(self._descriptor, [buffer], offset)
+            if count == 0:
+                return False
+            offset += count
+            buffer = buffer[count:]
+        return True
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,153 @@
+"""The one place that knows torch's tensors: which can be kept, their bytes out and back in.
+
+*Runs in* whoever saves or loads a state with tensors; torch and numpy are imported by the functions, not here.
+*Owns* nothing. *Fails by* returning the problem in words (:func:`problem_with`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from elastic_trainer.checkpoint.tensorfile import Placed
+
+if TYPE_CHECKING:
+    import torch
+
+SLAB = 16 << 20
+"""Small tensors share memory up to this size: fresh memory in small portions costs a page fault every 4 KiB."""
+OWN_SLAB = 4 << 20
+"""From this size on a tensor has memory of its own."""
+_ALIGNMENT = 64
+
+
+@cache
+def _types() -> dict[torch.dtype, str]:
+    import torch
+
+    return {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint8: "U8",
+        torch.uint16: "U16",
+        torch.uint32: "U32",
+        torch.uint64: "U64",
+        torch.bool: "BOOL",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e5m2: "F8_E5M2",
+    }
+
+
+def problem_with(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """Why ``tensor`` cannot be kept and what to do about it, or None."""
+    import torch
+
+    kind = type(tensor)
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        whole = kind.__name__ == "DTensor"
+        hint = "save its .full_tensor()" if whole else "save the plain tensor that it stands for"
+        return f"it is a tensor of type {kind.__module__}.{kind.__qualname__}", hint
+    if tensor.layout is not torch.strided:
+        return f"it is a tensor of layout {tensor.layout}", "convert it with .to_dense()"
+    if tensor.device.type == "meta":
+        return "it is on the meta device and has no data", "materialize it first"
+    if tensor.dtype not in _types() and tensor.dtype not in (torch.complex64, torch.complex128):
+        return f"its element type is {tensor.dtype}", "convert it to a common type, say torch.float32"
+    return None
+
+
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors that show the same elements of the same memory in the same way."""
+    place = (str(tensor.device), tensor.data_ptr(), tensor.dtype)
+    return (*place, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without history and lazy sign; complex numbers become a last dimension of two."""
+    import torch
+
+    resolved = tensor.detach().resolve_conj().resolve_neg()
+    return torch.view_as_real(resolved) if resolved.is_complex() else resolved
+
+
+def element_type(tensor: torch.Tensor) -> str:
+    """The name of the plain ``tensor``'s element type in a file."""
+    return _types()[tensor.dtype]
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of the plain ``tensor``: its own memory if possible, else a copy of this one tensor."""
+    import torch
+
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def as_complex(pairs: torch.Tensor) -> torch.Tensor:
+    """The complex tensor that was stored as ``pairs``."""
+    import torch
+
+    return torch.view_as_complex(pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """Fresh memory for consecutive tensors of a file, from byte ``begin`` of its data on."""
+
+    begin: int
+    tensors: tuple[Placed, ...]
+    array: Any
+
+    @property
+    def view(self) -> memoryview:
+        """The memory to read into."""
+        return memoryview(self.array)
+
+
+def allocate(placed: Sequence[Placed]) -> tuple[Slab, ...]:
+    """Memory for all of ``placed`` that has data, in file order without gaps."""
+    return tuple(
+        Slab(group[0].begin, tuple(group), _fresh(group[-1].end - group[0].begin)) for group in _groups(placed)
+    )
+
+
+def _groups(placed: Iterable[Placed]) -> Iterator[list[Placed]]:
+    group: list[Placed] = []
+    for tensor in placed:
+        if not tensor.size:
+            continue
+        if group and (tensor.size >= OWN_SLAB or tensor.end - group[0].begin > SLAB):
+            yield group
+            group = []
+        group.append(tensor)
+    if group:
+        yield group
+
+
+def _fresh(size: int) -> Any:
+    """Uninitialized bytes at an aligned address (numpy asks the kernel for huge pages; malloc does not)."""
+    import numpy as np
+
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size]
+
+
+def build(placed: Sequence[Placed], slabs: Sequence[Slab]) -> dict[str, torch.Tensor]:
+    """The tensors of a file whose data were read into ``slabs``; they share the slabs' memory."""
+    import torch
+
+    dtypes = {name: dtype for dtype, name in _types().items()}
+    built = {each.name: torch.empty(each.shape, dtype=dtypes[each.dtype]) for each in placed if not each.size}
+    for slab in slabs:
+        for each in slab.tensors:
+            data = torch.from_numpy(slab.array[each.begin - slab.begin : each.end - slab.begin])
+            built[each.name] = data.view(dtypes[each.dtype]).reshape(each.shape)
+    return built

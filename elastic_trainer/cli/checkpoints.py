@@ -1,0 +1,104 @@
+"""``elastic-trainer checkpoints DIR``: what is there, what it holds, and with ``--verify`` whether every byte is right.
+
+Changes nothing. *Fails by* ConfigError for a directory that is not there; exit code 1 when something is damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic_trainer.errors import EXIT_FAILURE, ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from elastic_trainer.checkpoint import Description
+
+_WIDTH_OF_FILES = 140
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a directory of checkpoints")
+    parser.add_argument("--verify", action="store_true", help="read every byte and compare it with its checksum")
+    parser.add_argument("--json", action="store_true", help="write one JSON object instead of a table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List them, newest first; 1 if one of them is damaged or unreadable."""
+    from elastic_trainer.checkpoint import Status, describe
+
+    directory: Path = arguments.directory
+    if not directory.is_dir():
+        raise ConfigError(f"there is no directory {str(directory)!r}", hint="give the checkpoint.directory of a job")
+    found = describe(directory, read_all=arguments.verify)
+    if arguments.json:
+        print(json.dumps({"directory": str(directory), "checkpoints": [as_json(each) for each in found]}, indent=2))
+    else:
+        _show(found, directory)
+    bad = {Status.DAMAGED, Status.UNREADABLE}
+    return EXIT_FAILURE if any(each.status in bad for each in found) else 0
+
+
+def as_json(each: Description) -> dict[str, Any]:
+    """One entry as plain values; what its manifest says is left out where that cannot be read."""
+    values: dict[str, Any] = {"name": each.name, "path": str(each.path), "status": str(each.status)}
+    if each.problem:
+        values["problem"] = each.problem
+    if each.manifest is not None:
+        keys = ("step", "round", "epoch", "samples", "world_size", "created", "metrics", "best", "size")
+        values |= {key: getattr(each.manifest, key) for key in keys}
+    return values
+
+
+def _show(found: Sequence[Description], directory: Path) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_FILES
+    if not found:
+        console.print(f"no checkpoints in {directory}", markup=False, highlight=False, soft_wrap=True)
+        return
+    console.print(table(found))
+    for each in found:
+        if each.problem:
+            console.print(f"{each.name}: {each.problem}", markup=False, highlight=False, soft_wrap=True)
+
+
+def table(found: Sequence[Description]) -> Table:
+    """The entries as a table."""
+    from rich.table import Table
+
+    result = Table()
+    for column in ("checkpoint", "step", "round", "epoch", "ranks", "metrics", "size", "created", "status"):
+        result.add_column(column, justify="right" if column in ("step", "round", "epoch", "ranks", "size") else "left")
+    for each in found:
+        result.add_row(each.name, *_cells(each), str(each.status))
+    return result
+
+
+def _cells(each: Description) -> tuple[str, ...]:
+    manifest = each.manifest
+    if manifest is None:
+        return ("-",) * 7
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(manifest.metrics.items()))
+    created = datetime.fromtimestamp(manifest.created, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    numbers = (manifest.step, manifest.round, manifest.epoch, manifest.world_size)
+    best = " (best)" if manifest.best else ""
+    return (*map(str, numbers), (metrics or "-") + best, size_text(manifest.size), created)
+
+
+def size_text(size: int) -> str:
+    """A number of bytes for people, in powers of 1024."""
+    value, unit = float(size), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,128 @@
+"""``elastic-trainer local``: options in, exit code out; the work is sim/run's.
+
+*Fails by* ConfigError for options that cannot be meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.model import RecoveryMode
+from elastic_trainer.settings import rendezvous_options
+from elastic_trainer.sim.faults import Fault, FaultKind, parse_fault
+
+_WIDTH_OF_FILES = 140
+_EXAMPLE = "example: elastic-trainer local --nodes 2:3 --kill-worker-at 20 --kill-node-at 60 -- mnist"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    parser.epilog = _EXAMPLE
+    add = parser.add_argument
+    add("--nodes", required=True, metavar="MIN:MAX", help="fewest and most nodes that the job trains with")
+    add("--start", type=int, metavar="N", help="nodes to start with (default: MAX, less one for each --join-at)")
+    add("--nproc-per-node", type=int, default=1, metavar="P", help="workers of each node (default: 1)")
+    for kind, where, help_ in (
+        (FaultKind.KILL_NODE, "STEP[:NODE]", "SIGKILL a whole node once STEP is committed (default: the last node)"),
+        (FaultKind.KILL_WORKER, "STEP[:NODE[:LOCAL_RANK]]", "SIGKILL one worker process once STEP is committed"),
+        (FaultKind.JOIN, "STEP", "start one more node once STEP is committed"),
+    ):
+        add(f"--{kind}-at", action="append", default=[], metavar=where, help=f"{help_}; may be repeated")
+    add("--recovery", choices=[str(mode) for mode in RecoveryMode], help="how nodes recover (default: restart)")
+    add("--max-restarts", type=int, default=3, metavar="N", help="worker failures that each node survives (default: 3)")
+    add("--run-dir", type=Path, metavar="DIR", help="where logs, ledger, checkpoints and summary.json go")
+    add("--keep", action="store_true", help="keep the run directory of a success (--run-dir and failures always are)")
+    add("--rdzv-conf", default="", metavar="K=V,...", help="options of the rendezvous, as for torchrun")
+    add("--timeout", type=float, metavar="SECONDS", help="stop the run when it takes longer")
+    add("--backend", choices=("etcd3", "c10d"), default="etcd3", help=argparse.SUPPRESS)
+    what = "a ready-made task, a job.yaml or a script.py"
+    add("words", nargs=argparse.REMAINDER, metavar="-- WHAT [ARGS]", help=what)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the job and report; the exit code is the job's."""
+    from elastic_trainer.sim.run import LocalOptions, run_local
+
+    low, high = nodes(arguments.nodes)
+    wanted = faults(arguments)
+    options = LocalOptions(
+        words=tuple(arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words),
+        min_nodes=low,
+        max_nodes=high,
+        start=starting(arguments.start, low, high, sum(fault.kind is FaultKind.JOIN for fault in wanted)),
+        workers=at_least(1, arguments.nproc_per_node, "--nproc-per-node"),
+        max_restarts=at_least(0, arguments.max_restarts, "--max-restarts"),
+        faults=wanted,
+        run_dir=arguments.run_dir,
+        keep=arguments.keep,
+        backend=arguments.backend,
+        options=rendezvous(arguments.rdzv_conf, arguments.recovery, arguments.backend),
+        timeout_s=_timeout(arguments.timeout),
+    )
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_FILES
+    return run_local(options, console).verdict.exit_code
+
+
+def nodes(text: str) -> tuple[int, int]:
+    """Read ``MIN:MAX`` or one number for both."""
+    low, separator, high = text.partition(":")
+    high = high if separator else low
+    if not (low.isascii() and low.isdigit() and high.isascii() and high.isdigit() and 1 <= int(low) <= int(high)):
+        raise ConfigError(f"--nodes {text!r} is not MIN:MAX", hint="two numbers from 1, such as 2:4")
+    return int(low), int(high)
+
+
+def faults(arguments: argparse.Namespace) -> tuple[Fault, ...]:
+    """The faults asked for."""
+    given = vars(arguments)
+    return tuple(parse_fault(kind, text) for kind in FaultKind for text in given[f"{kind}_at".replace("-", "_")])
+
+
+def starting(asked: int | None, low: int, high: int, joins: int) -> int:
+    """How many nodes to start with; by default room is left for those that join."""
+    if asked is None:
+        return max(low, high - joins)
+    if not low <= asked <= high:
+        raise ConfigError(f"--start {asked} is not between {low} and {high}", hint="see --nodes")
+    return asked
+
+
+def at_least(least: int, value: int, name: str) -> int:
+    """``value``, if it is not below ``least``."""
+    if value < least:
+        raise ConfigError(f"{name} {value} is below {least}", hint=f"give {least} or more")
+    return value
+
+
+def rendezvous(text: str, recovery: str | None, backend: str) -> dict[str, str]:
+    """The options of ``--rdzv-conf`` with ``--recovery`` added, checked before any process sees them."""
+    options: dict[str, str] = {}
+    for part in (piece.strip() for piece in text.split(",") if piece.strip()):
+        name, separator, value = part.partition("=")
+        if not separator or not name:
+            raise ConfigError(f"--rdzv-conf: {part!r} is not key=value", hint="write --rdzv-conf ttl=5,last_call=1")
+        options[name.strip()] = value.strip()
+    if "node_id" in options:
+        raise ConfigError("--rdzv-conf: 'node_id' cannot be given", hint="nodes are named n0, n1, ...")
+    if recovery is not None:
+        options["recovery"] = recovery
+    if backend == "etcd3":
+        checked: dict[str, Any] = dict(options)
+        rendezvous_options(checked)
+    elif recovery is not None:
+        raise ConfigError("--recovery needs the etcd3 backend", hint="leave --backend out")
+    return options
+
+
+def _timeout(value: float | None) -> float | None:
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"--timeout {value} is not a number of seconds above 0", hint="give for example 600")
+    return value

@@ -1,0 +1,98 @@
+"""The ``elastic-trainer`` command: finds the subcommand, loads only it, and turns errors into one sentence.
+
+*Runs in* the process of the command. *Owns* nothing.
+*Fails by* one line on stderr and the error's exit code; 78 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import NoReturn, Protocol, cast
+
+from elastic_trainer import __version__
+from elastic_trainer.errors import ConfigError, ElasticTrainerError
+
+PROGRAM = "elastic-trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One subcommand: ``module`` offers :class:`Subcommand`."""
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command("local", "elastic_trainer.cli.local", "run a job on several real nodes of this machine, and break some"),
+    Command("checkpoints", "elastic_trainer.cli.checkpoints", "list the checkpoints of a directory, and verify them"),
+)
+"""Modules are imported when their command is given, so that help stays fast."""
+
+
+class Subcommand(Protocol):
+    """What the module of a subcommand offers."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Describe its options."""
+        ...
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it; the exit code."""
+        ...
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors as ConfigError and without abbreviations, which break when options are added."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse for a wrong command line."""
+        raise ConfigError(message, hint=f"see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``argv`` (default: this process's arguments); the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return dispatch(arguments)
+    except ElasticTrainerError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader of a pipe, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def dispatch(arguments: Sequence[str]) -> int:
+    """Parse and run; raises ElasticTrainerError."""
+    parser = Parser(prog=PROGRAM, description="Fault-tolerant, elastic training for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    wanted = next((word for word in arguments if not word.startswith("-")), None)
+    loaded: dict[str, Subcommand] = {}
+    for command in COMMANDS:
+        # The parser's description is the help text of the list; only the wanted one gets its options.
+        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        if command.name == wanted:
+            loaded[command.name] = cast("Subcommand", import_module(command.module))
+            loaded[command.name].configure(subparser)
+    parsed = parser.parse_args(arguments)
+    if parsed.command is None:
+        parser.print_help(sys.stderr)
+        raise ConfigError("no command was given", hint=f"one of: {', '.join(command.name for command in COMMANDS)}")
+    return loaded[parsed.command].run(parsed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

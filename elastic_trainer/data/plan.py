@@ -1,0 +1,166 @@
+"""Which samples make up each global batch of an epoch, and how one batch is divided over the ranks. Pure.
+
+The order of an epoch depends on (seed, epoch) alone, never on the number of ranks; the position in it is a global
+count of samples. So every sample of an epoch is used exactly once under any schedule of world sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic_trainer.errors import ConfigError, DataError
+from elastic_trainer.model import Cursor
+
+Ids = NDArray[np.int64] | NDArray[np.int32]
+"""Numbers of samples."""
+
+_INT32_LIMIT = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One micro-batch of one rank: positions ``start`` to ``stop`` of a global batch.
+
+    ``weight`` is what its mean loss is multiplied by; 0 marks a filler, computed only so that collectives match.
+    """
+
+    start: int
+    stop: int
+    weight: float
+
+    @property
+    def size(self) -> int:
+        """Samples in it."""
+        return self.stop - self.start
+
+    @property
+    def counts(self) -> bool:
+        """Whether its samples contribute to the gradient."""
+        return self.weight > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """The samples ``ids`` that all ranks together train on in one step.
+
+    ``index`` counts the batches of the epoch from 0; ``following`` is the cursor once this batch is committed.
+    """
+
+    ids: Ids
+    cursor: Cursor
+    following: Cursor
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """How a data set of ``length`` samples is cut into global batches, whatever the number of ranks."""
+
+    length: int
+    global_batch: int
+    micro_batch: int | None = None
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise DataError("the data set is empty", hint="training needs at least one sample")
+        if self.global_batch < 1:
+            raise ConfigError(f"global_batch_size is {self.global_batch}", hint="it must be at least 1")
+        if self.micro_batch is not None and not 1 <= self.micro_batch <= self.global_batch:
+            raise ConfigError(
+                f"micro_batch_size is {self.micro_batch} for a global batch of {self.global_batch}",
+                hint="it must be between 1 and global_batch_size",
+            )
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed}", hint="it must not be negative")
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Global batches of an epoch, the smaller one at its end included."""
+        return -(-self.length // self.global_batch)
+
+    def order(self, epoch: int) -> Ids:
+        """The sample numbers of ``epoch`` in training order (read-only)."""
+        return epoch_order(self.length, self.seed, epoch, self.shuffle)
+
+    def ended(self, cursor: Cursor) -> bool:
+        """Whether no sample of the cursor's epoch is left."""
+        return cursor.samples >= self.length
+
+    def global_batch_at(self, cursor: Cursor) -> GlobalBatch:
+        """The global batch that begins at ``cursor``; the last one of an epoch is smaller, never dropped or padded.
+
+        Raises ValueError when the epoch has ended.
+        """
+        if self.ended(cursor):
+            raise ValueError(f"epoch {cursor.epoch} has {self.length} samples; nothing is left at {cursor.samples}")
+        stop = min(cursor.samples + self.global_batch, self.length)
+        return GlobalBatch(
+            ids=self.order(cursor.epoch)[cursor.samples : stop],
+            cursor=cursor,
+            following=Cursor(cursor.epoch, stop),
+            index=cursor.samples // self.global_batch,
+        )
+
+
+@lru_cache(maxsize=2)
+def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> Ids:
+    """A permutation of ``range(length)`` keyed by (seed, epoch), or that range itself without ``shuffle``.
+
+    Kept for two epochs, since each step asks for it. Ten million samples take about half a second.
+    """
+    if not shuffle:
+        ordered: Ids = np.arange(length)
+    else:
+        ordered = np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, epoch)))).permutation(length)
+    if length < _INT32_LIMIT:
+        ordered = ordered.astype(np.int32)
+    ordered.setflags(write=False)
+    return ordered
+
+
+def share(count: int, micro_batch: int | None, world: int, rank: int, *, even: bool = False) -> tuple[Piece, ...]:
+    """The micro-batches of ``rank`` in a global batch of ``count`` samples, at least one.
+
+    With ``micro_batch`` the batch is cut into micro-batches of that size (the last one smaller) and these are dealt
+    out in contiguous runs that differ by at most one; without it each rank gets one micro-batch, and those differ by
+    at most one sample. A rank for which nothing is left gets one filler. ``even`` adds fillers until all ranks have
+    equally many micro-batches, for models with collectives in the forward pass.
+
+    Weights: let a micro-batch of n samples have the mean loss l. Summing ``W * n / count * l`` over all micro-batches
+    and dividing by the W ranks, as DistributedDataParallel does with gradients, gives the mean over the global batch.
+    """
+    if count < 1 or not 0 <= rank < world:
+        raise ValueError(f"no share of {count} samples for rank {rank} of {world}")
+    if micro_batch is None:
+        start, stop = cut(count, world, rank)
+        pieces = [_piece(start, stop, count, world)] if stop > start else []
+        filler, wanted = Piece(0, cut(count, world, 0)[1], 0.0), 1
+    else:
+        total = -(-count // micro_batch)
+        begin, end = cut(total, world, rank)
+        pieces = [_piece(i * micro_batch, min((i + 1) * micro_batch, count), count, world) for i in range(begin, end)]
+        filler, wanted = Piece(0, min(micro_batch, count), 0.0), -(-total // world) if even else 1
+    pieces += [filler] * (wanted - len(pieces))
+    return tuple(pieces)
+
+
+def divide(count: int, micro_batch: int | None, world: int, *, even: bool = False) -> tuple[tuple[Piece, ...], ...]:
+    """The shares of all ranks (see :func:`share`)."""
+    return tuple(share(count, micro_batch, world, rank, even=even) for rank in range(world))
+
+
+def cut(total: int, parts: int, part: int) -> tuple[int, int]:
+    """Begin and end of ``part`` when ``range(total)`` is cut into contiguous ``parts`` that differ by at most one."""
+    size, rest = divmod(total, parts)
+    begin = part * size + min(part, rest)
+    return begin, begin + size + (part < rest)
+
+
+def _piece(start: int, stop: int, count: int, world: int) -> Piece:
+    return Piece(start, stop, world * (stop - start) / count)

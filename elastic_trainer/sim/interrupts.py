@@ -1,0 +1,34 @@
+"""Turn signals that ask a command to end into something that its loop looks at.
+
+*Runs in* the main thread. *Owns* the handlers of SIGINT, SIGTERM and SIGHUP while entered.
+*Fails by* nothing. *Invariant*: a handler only stores a number (an Event could deadlock with the thread it interrupts).
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any, Self
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupts:
+    """Which signal came first, and whether there was another."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self.again = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {each: signal.signal(each, self._note) for each in ASKING}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+
+    def _note(self, signum: int, _frame: FrameType | None) -> None:
+        self.again = self.signal is not None
+        self.signal = self.signal or signum

@@ -1,0 +1,41 @@
+"""Find free TCP ports on this machine for servers that will be restarted on them.
+
+*Runs in* tests, drills and ``elastic-trainer local``. *Owns* nothing: a port may be taken again at once, so whoever
+uses it tries another when binding fails. *Fails by* StoreUnavailableError when there is none.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+
+from elastic_trainer.errors import StoreUnavailableError
+
+HOST = "127.0.0.1"
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Ports that were free a moment ago, outside the range from which the kernel takes ports for clients.
+
+    In that range a client that tries to reach a stopped etcd could be given etcd's own port, and keep it.
+    """
+    with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
+        first_ephemeral = int(file.read().split()[0])
+    candidates = range(10_000, first_ephemeral) if first_ephemeral > 11_000 else range(61_000, 65_536)
+    chosen: list[int] = []
+    for port in random.sample(candidates, len(candidates)):
+        if _is_free(port):
+            chosen.append(port)
+        if len(chosen) == count:
+            return tuple(chosen)
+    raise StoreUnavailableError("this machine has no free ports")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,90 @@
+"""Find, signal and bury processes: trees of descendants, and everything that carries an environment variable.
+
+*Runs in* the local cluster's process. *Owns* nothing. *Fails by* returning those that remain; a process that is gone
+is never an error. *Invariant*: a signal goes to a process only while it is the one that was found (psutil compares
+creation times), so a re-used pid is safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterable, Mapping
+
+import psutil
+
+from elastic_trainer.clock import Deadline, pause
+
+_GONE = (psutil.NoSuchProcess, psutil.AccessDenied)
+_POLL_S = 0.02
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether it still runs; a zombie that waits to be reaped does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    """The process ``pid`` and all its descendants, itself first; empty if it is gone."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def environment(process: psutil.Process) -> Mapping[str, str]:
+    """Its environment as it was started with; empty if it is gone or not ours."""
+    try:
+        return process.environ()
+    except _GONE:
+        return {}
+
+
+def marked(marks: Mapping[str, str]) -> list[psutil.Process]:
+    """All living processes of this user that were started with these environment variables, except this one.
+
+    Finds also those that have lost their parent.
+    """
+    me = psutil.Process().pid
+    return [process for process in psutil.process_iter() if process.pid != me and _carries(process, marks)]
+
+
+def _carries(process: psutil.Process, marks: Mapping[str, str]) -> bool:
+    found = environment(process)
+    return bool(found) and all(found.get(name) == value for name, value in marks.items()) and alive(process)
+
+
+def send(processes: Iterable[psutil.Process], signum: signal.Signals) -> None:
+    """Signal all of them; those that are gone are passed over."""
+    for process in processes:
+        with contextlib.suppress(*_GONE):
+            process.send_signal(signum)
+
+
+def wait_gone(processes: Iterable[psutil.Process], deadline: Deadline) -> list[psutil.Process]:
+    """Wait until all are gone; those that remain at the deadline."""
+    remaining = [process for process in processes if alive(process)]
+    while remaining and not deadline.expired:
+        pause(min(_POLL_S, deadline.remaining_s()))
+        remaining = [process for process in remaining if alive(process)]
+    return remaining
+
+
+def exterminate(
+    processes: Iterable[psutil.Process], marks: Mapping[str, str], deadline: Deadline
+) -> list[psutil.Process]:
+    """SIGKILL ``processes`` at once, then whatever else carries ``marks``; those that remain at the deadline.
+
+    The second part catches what one of them started between the look and the signal.
+    """
+    found = list(processes)
+    send(found, signal.SIGKILL)
+    remaining = wait_gone(found, deadline)
+    while not deadline.expired and (late := marked(marks)):
+        send(late, signal.SIGKILL)
+        remaining = wait_gone(late, deadline)
+    return remaining

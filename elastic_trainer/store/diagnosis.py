@@ -1,0 +1,80 @@
+"""Find out why the store does not answer at an endpoint: what is there instead?
+
+*Runs in* the thread that connects, only after a connection has failed.
+*Owns* one short-lived socket. *Fails by* reporting a finding; it raises nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass
+
+from elastic_trainer.settings import Endpoint
+
+_REQUEST = "GET /version HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+_ANSWER_BYTES = 4096
+_TLS_ALERT = b"\x15\x03"
+_TLS_WANTED = b"HTTP request to an HTTPS server"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is at an endpoint. ``permanent``: waiting will not help."""
+
+    text: str
+    permanent: bool
+    hint: str
+
+
+_START = "start etcd or correct the endpoint"
+
+
+def examine(endpoint: Endpoint, *, tls: bool, timeout_s: float) -> Finding:
+    """Ask ``endpoint`` for etcd's version over HTTP, which etcd serves on its client port, and judge the answer."""
+    try:
+        with socket.create_connection((endpoint.host, endpoint.port), timeout_s) as connection:
+            connection.settimeout(timeout_s)
+            connection.sendall(_REQUEST.format(host=endpoint.host).encode())
+            answer = _received(connection)
+    except socket.gaierror:
+        return Finding(f"the host name {endpoint.host!r} is not known", False, "check the name and DNS")
+    except ConnectionRefusedError:
+        return Finding(f"nothing listens at {endpoint}", False, _START)
+    except TimeoutError:
+        return Finding(f"{endpoint} accepts no connection or says nothing", False, "check address, firewall and etcd")
+    except OSError as error:
+        return Finding(f"{endpoint} cannot be reached: {error.strerror or error}", False, _START)
+    return judge(answer, endpoint, tls=tls)
+
+
+def _received(connection: socket.socket) -> bytes:
+    answer = b""
+    while len(answer) < _ANSWER_BYTES:
+        try:
+            part = connection.recv(_ANSWER_BYTES)
+        except ConnectionResetError:
+            break
+        if not part:
+            break
+        answer += part
+    return answer
+
+
+def judge(answer: bytes, endpoint: Endpoint, *, tls: bool) -> Finding:
+    """What an answer to the version request says about who sent it. Pure."""
+    if answer.startswith(_TLS_ALERT) or _TLS_WANTED in answer:
+        if tls:
+            return Finding(f"the TLS handshake with {endpoint} fails", False, "check ca_cert, cert and key")
+        return Finding(f"{endpoint} speaks TLS", True, "set ca_cert (and cert and key if etcd asks for them)")
+    if b'"etcdserver"' in answer:
+        if tls:
+            return Finding(f"etcd at {endpoint} does not speak TLS", True, "leave out ca_cert, cert and key")
+        return Finding(f"etcd at {endpoint} is up but does not serve requests", False, "check that it has a quorum")
+    if answer.startswith(b"HTTP/"):
+        status = re.match(rb"HTTP/\S+ \d+", answer)
+        told = status.group().decode() if status else "HTTP"
+        return Finding(f"{endpoint} is a web server ({told}), not etcd", True, "correct the endpoint")
+    if not answer:
+        return Finding(f"{endpoint} closes connections without an answer", False, "check that it is etcd's client port")
+    return Finding(f"{endpoint} is not etcd", True, "correct the endpoint")

@@ -1,0 +1,72 @@
+"""The one retry policy: only what certainly did not happen, with jittered pauses, always within the deadline.
+
+:class:`StoreUnavailableError` means that nothing happened, so even a write may be tried again after it;
+:class:`OutcomeUnknownError` always goes to the caller.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
+
+from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.errors import StoreUnavailableError
+
+ResultT = TypeVar("ResultT")
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 0.5
+LEAST_ATTEMPT_S = 1.0
+
+
+def read_attempt(deadline: Deadline) -> Deadline:
+    """The deadline of one try of a read: half of what is left, so that a frozen server leaves time for another."""
+    return deadline.at_most(max(LEAST_ATTEMPT_S, deadline.remaining_s() / 2))
+
+
+def within(deadline: Deadline, attempt: Callable[[], ResultT], stop: threading.Event | None = None) -> ResultT:
+    """The result of ``attempt()``, tried again while the store was unavailable and ``deadline`` allows.
+
+    The last error comes out when time is up. Setting ``stop`` ends the pauses and the retrying.
+    """
+    ended = stop if stop is not None else threading.Event()
+
+    def gives_up(state: RetryCallState) -> bool:
+        # as tenacity's stop_before_delay, but on the deadline's own clock
+        return ended.is_set() or state.upcoming_sleep >= deadline.remaining_s()
+
+    def sleep(seconds: float) -> None:
+        pause(seconds, ended, deadline.clock)
+
+    policy = Retrying(
+        retry=retry_if_exception_type(StoreUnavailableError),
+        wait=wait_random_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
+        stop=gives_up,
+        sleep=sleep,
+        reraise=True,
+    )
+    return policy(attempt)
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Pauses of a loop that has no deadline: jittered, doubling from ``first_s`` to ``longest_s``."""
+
+    first_s: float = FIRST_PAUSE_S
+    longest_s: float = LONGEST_PAUSE_S
+    failures: int = 0
+
+    def next_s(self) -> float:
+        """The pause after one more failure: between half and all of the present step."""
+        step = min(self.longest_s, self.first_s * 2.0 ** min(self.failures, 20))
+        self.failures += 1
+        return step * random.uniform(0.5, 1.0)
+
+    def reset(self) -> None:
+        """It worked: begin with short pauses again."""
+        self.failures = 0

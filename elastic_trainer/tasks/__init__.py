@@ -1,0 +1,23 @@
+"""Ready jobs on real data: each a task class and a job file of the same name. Loaded only when asked for."""
+
+from __future__ import annotations
+
+import difflib
+
+from elastic_trainer.errors import ConfigError
+
+_HOMES = {"mnist": ("elastic_trainer.tasks.mnist", "Mnist")}
+
+
+def names() -> list[str]:
+    """The ready-made tasks."""
+    return sorted(_HOMES)
+
+
+def home(name: str) -> tuple[str, str]:
+    """The module and the class of the ready-made task ``name``; ConfigError if there is none of that name."""
+    if name not in _HOMES:
+        close = difflib.get_close_matches(name, names(), n=1)
+        hint = f"did you mean '{close[0]}'?" if close else f"ready-made: {', '.join(names())}; your own: module:Class"
+        raise ConfigError(f"there is no ready-made task {name!r}", hint=hint)
+    return _HOMES[name]

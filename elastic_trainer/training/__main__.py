@@ -1,0 +1,90 @@
+"""``python -m elastic_trainer.training job.yaml key=value ...``: run a job, alone or under torchrun.
+
+*Runs in* each worker process, main thread. *Owns* the process's exit status.
+*Fails by* one line on standard error and the exit code of the error; a traceback means a bug, here or in the task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from elastic_trainer.errors import ConfigError, ElasticTrainerError
+from elastic_trainer.settings import worker_environment
+from elastic_trainer.telemetry import logs
+from elastic_trainer.training.loading import as_yaml, load_job
+
+_PROGRAM = "python -m elastic_trainer.training"
+_EPILOG = """\
+examples:
+  python -m elastic_trainer.training mnist
+  python -m elastic_trainer.training mnist epochs=3 optimizer.lr=1e-3 precision=bf16
+  python -m elastic_trainer.training job.yaml checkpoint.directory=/data/run-7
+  torchrun --standalone --nproc-per-node 2 -m elastic_trainer.training mnist
+
+Started again with the same checkpoint.directory, a job continues where its newest checkpoint left off.
+exit status: 0 done, 1 failed, 73 cannot write, 78 wrong configuration or data, 143 stopped by SIGTERM after a checkpoint
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are configuration errors like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint=f"see {_PROGRAM} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=_PROGRAM,
+        description="Train a job described by a YAML file.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("job", help="a YAML file, or the name of a ready-made task such as mnist")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces one value, for example optimizer.lr=0.1")
+    parser.add_argument("--print-config", action="store_true", help="print the effective configuration and end")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv``; the exit status."""
+    logs.configure()
+    try:
+        _run(_parser().parse_intermixed_args(argv))
+    except ElasticTrainerError as error:
+        _complain(error)
+        return error.exit_code
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    config = load_job(arguments.job, arguments.overrides)
+    from elastic_trainer.training.task import find_task  # after the file is known to be right: this loads torch
+
+    task = find_task(config.task)
+    if arguments.print_config:
+        print(as_yaml(task(config).config), end="")
+        return
+    from elastic_trainer.training.trainer import Trainer
+
+    report = Trainer(task, config).run()
+    if report["rank"] == 0:
+        print(json.dumps(report), flush=True)
+
+
+def _complain(error: ElasticTrainerError) -> None:
+    """Say it once per node: what is wrong with the configuration or the data, all workers of a node find alike."""
+    try:
+        speaks = worker_environment().local_rank == 0
+    except ConfigError:
+        speaks = True
+    if speaks or not isinstance(error, ConfigError):
+        print(f"error: {error}".replace("\n", " "), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

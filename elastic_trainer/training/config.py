@@ -1,0 +1,175 @@
+"""What a job may say: the frozen, validated configuration behind one YAML file."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from elastic_trainer.settings import Frozen
+
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
+
+
+class Section(Frozen):
+    """Base of all parts of a job's configuration; a task's own options derive from it too.
+
+    Immutable, unknown keys are errors, numbers are finite, and a truth value is never taken for a number
+    (YAML reads ``epochs: yes`` as true, which pydantic would otherwise accept as 1).
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_truth_as_number(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: str(value) if cls._is_misplaced(name, value) else value for name, value in values.items()}
+
+    @classmethod
+    def _is_misplaced(cls, name: object, value: object) -> bool:
+        """Whether ``value`` is a truth value where a number belongs; as text, pydantic refuses it there."""
+        field = cls.model_fields.get(str(name))
+        if field is None or not isinstance(value, bool):
+            return False
+        kinds = {field.annotation, *get_args(field.annotation)}
+        return bool not in kinds and bool(kinds & {int, float})
+
+
+class Precision(StrEnum):
+    """The arithmetic of the forward pass; parameters and optimizer state always stay in fp32."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class Mode(StrEnum):
+    """Which of two values of the best metric is the better one."""
+
+    MAX = "max"
+    MIN = "min"
+
+
+class EvaluationConfig(Section):
+    """When the test data is evaluated. The end of the run is always evaluated."""
+
+    every_epochs: int | None = Field(default=1, ge=1)
+    every_steps: int | None = Field(default=None, ge=1)
+    batch_size: int = Field(default=256, ge=1, description="samples per rank and forward pass")
+
+
+class CheckpointConfig(Section):
+    """Where and how often the state is saved, and what is kept."""
+
+    directory: Path = Path("runs")
+    every_steps: int | None = Field(default=None, ge=1)
+    every_s: float | None = Field(default=60.0, gt=0.0)
+    keep_last: int = Field(default=3, ge=1)
+    keep_every: int | None = Field(default=None, ge=1, description="also keep every checkpoint of such a step multiple")
+    metric: str | None = Field(default=None, description="keep the checkpoint with the best value of it")
+    mode: Mode = Mode.MAX
+
+
+class LoggingConfig(Section):
+    """What one sees of a running job."""
+
+    every_s: float = Field(default=2.0, gt=0.0, description="least time between two lines of progress")
+    loss_every: int = Field(default=10, ge=1, description="steps between two looks at the global loss (a collective)")
+    progress: Literal["auto", "bar", "lines", "none"] = "auto"
+
+
+class SgdConfig(Section):
+    """Stochastic gradient descent."""
+
+    name: Literal["sgd"]
+    lr: float = Field(default=0.1, gt=0.0)
+    momentum: float = Field(default=0.0, ge=0.0, lt=1.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    nesterov: bool = False
+
+    @model_validator(mode="after")
+    def _momentum(self) -> SgdConfig:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov needs a momentum above 0")
+        return self
+
+
+class AdamWConfig(Section):
+    """Adam with decoupled weight decay."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = Field(default=1e-3, gt=0.0)
+    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0.0)
+    weight_decay: float = Field(default=0.01, ge=0.0)
+
+
+class ConstantConfig(Section):
+    """The learning rate stays as it is, after an optional linear warm-up."""
+
+    name: Literal["none"] = "none"
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+class StepConfig(Section):
+    """The learning rate is multiplied by ``gamma`` every ``every_epochs`` epochs."""
+
+    name: Literal["step"]
+    every_epochs: float = Field(gt=0.0)
+    gamma: float = Field(default=0.1, gt=0.0, le=1.0)
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+class CosineConfig(Section):
+    """The learning rate falls along half a cosine, to ``floor`` times its beginning at the end of the run."""
+
+    name: Literal["cosine"]
+    floor: float = Field(default=0.0, ge=0.0, le=1.0)
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+OptimizerConfig = Annotated[SgdConfig | AdamWConfig, Field(discriminator="name")]
+SchedulerConfig = Annotated[ConstantConfig | StepConfig | CosineConfig, Field(discriminator="name")]
+
+
+class JobConfig(Section):
+    """One job. ``data``, ``model`` and ``options`` are checked by the task (see ``Task``)."""
+
+    task: str = Field(min_length=1, description="a ready-made task, or module:Class of your own")
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    device: str = "auto"
+    epochs: int | None = Field(default=None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    global_batch: int = Field(ge=1, description="samples per optimizer step, over all ranks, whatever their number")
+    micro_batch: int | None = Field(default=None, ge=1, description="most samples in one forward pass")
+    precision: Precision = Precision.FP32
+    clip_norm: float | None = Field(default=None, gt=0.0)
+    sync_batchnorm: bool = False
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    optimizer: OptimizerConfig = AdamWConfig()
+    scheduler: SchedulerConfig = ConstantConfig()
+    data: dict[str, Any] = Field(default_factory=dict)
+    model: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, value: str) -> str:
+        if not _DEVICE.fullmatch(value):
+            raise ValueError("must be auto, cpu, cuda, cuda:N or mps")
+        return value
+
+    @model_validator(mode="after")
+    def _bounded(self) -> JobConfig:
+        if self.epochs is None and self.max_steps is None:
+            raise ValueError("set 'epochs' or 'max_steps', or the job would never end")
+        if self.micro_batch is not None and self.micro_batch > self.global_batch:
+            raise ValueError(f"'micro_batch' {self.micro_batch} is larger than 'global_batch' {self.global_batch}")
+        return self

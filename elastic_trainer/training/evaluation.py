@@ -1,0 +1,56 @@
+"""Metrics over a whole data set: exact, however unevenly it is divided over the ranks.
+
+*Runs in* every rank, main thread, between two steps. *Fails by* what the task raises, and ConfigError for a metric
+that the task does not have.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic_trainer.data.sampler import Batch, Fetcher
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.training.precision import Arithmetic
+from elastic_trainer.training.task import Samples, Task
+from elastic_trainer.worker.session import Session
+
+
+def evaluate(
+    session: Session, task: Task, model: torch.nn.Module, dataset: Samples, batch_size: int, how: Arithmetic
+) -> dict[str, float]:
+    """The metrics of ``task`` on ``dataset``, equal on all ranks; each sample counts exactly once.
+
+    Ranks add up sums and counts, never means: a mean of means is wrong as soon as the parts differ in size.
+    """
+
+    def measured(module: torch.nn.Module, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+        with how.autocast():
+            return task.metrics(module, batch)
+
+    return session.evaluate(model, dataset, batch_size, measured)
+
+
+def measurable(task: Task, model: torch.nn.Module, dataset: Samples) -> list[str]:
+    """The names of the task's metrics, found by measuring one sample with ``model`` where it is (on the CPU)."""
+    first = np.arange(1)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        measured = task.metrics(model, Batch(Fetcher(dataset, torch.device("cpu")), first, first, weight=1.0))
+    model.train(was_training)
+    return sorted(measured)
+
+
+def check_metric(wanted: str | None, known: Iterable[str]) -> None:
+    """Raise ConfigError if the best checkpoint is to be chosen by a metric that the task does not measure."""
+    names = sorted(known)
+    if wanted is None or wanted in names:
+        return
+    close = difflib.get_close_matches(wanted, names, n=1)
+    hint = f"did you mean '{close[0]}'?" if close else f"the task measures: {', '.join(names)}"
+    raise ConfigError(f"checkpoint.metric is '{wanted}', which the task does not measure", hint=hint)

@@ -1,0 +1,57 @@
+"""Small text files of a run, written so that a reader never sees half of one.
+
+*Runs in* rank 0, main thread. *Owns* the files it is given. *Fails by* raising StorageError.
+*Invariant*: after a crash a file holds its old or its new content.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from elastic_trainer.errors import StorageError
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Translate the operating system's refusal to write ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written: {error.strerror or error}", hint="give a writable checkpoint.directory"
+        ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace ``path`` by a file that holds ``text``, durably."""
+    with storage_errors(path):
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        temporary = Path(name)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fchmod(file.fileno(), 0o644)
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def append(path: Path, text: str) -> None:
+    """Add ``text`` at the end of ``path``."""
+    with storage_errors(path), path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def make_writable(directory: Path) -> None:
+    """Create ``directory`` where it is missing and prove that it can be written, before hours of work depend on it."""
+    with storage_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass

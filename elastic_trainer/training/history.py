@@ -1,0 +1,122 @@
+"""The metrics of a run: part of its state, and a ``metrics.jsonl`` that always tells the same story.
+
+*Runs in* every rank, main thread; only rank 0 writes. *Owns* ``metrics.jsonl``. *Fails by* raising StorageError.
+*Invariant*: the records travel with the checkpoints, so a run that falls back forgets what it measured after that
+checkpoint; the file's lines of forgotten records go at the next write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.training.config import Mode
+from elastic_trainer.training.files import append, storage_errors, write_atomically
+
+FILE_NAME = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One evaluation. ``train_loss`` is the mean over the samples trained on since the one before, None if none."""
+
+    step: int
+    epoch: int
+    samples: int
+    train_loss: float | None
+    lr: float
+    metrics: Mapping[str, float]
+
+
+class History:
+    """The records of a run so far, and the training loss that the next one will report. Equal on all ranks."""
+
+    def __init__(self) -> None:
+        self._records: list[Record] = []
+        self._loss_sum = 0.0
+        self._loss_samples = 0
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """Oldest first."""
+        return tuple(self._records)
+
+    def observe(self, loss: float, samples: int) -> None:
+        """Take into account a committed step on ``samples`` samples with the mean ``loss``."""
+        self._loss_sum += loss * samples
+        self._loss_samples += samples
+
+    def add(self, step: int, epoch: int, samples: int, lr: float, metrics: Mapping[str, float]) -> Record:
+        """Keep the metrics measured after ``step`` steps, ``samples`` samples into ``epoch``."""
+        loss = self._loss_sum / self._loss_samples if self._loss_samples else None
+        record = Record(step, epoch, samples, loss, lr, dict(metrics))
+        self._records.append(record)
+        self._loss_sum, self._loss_samples = 0.0, 0
+        return record
+
+    def at(self, step: int) -> Record | None:
+        """The record of the state after ``step`` steps."""
+        return next((record for record in reversed(self._records) if record.step == step), None)
+
+    def best(self, metric: str, mode: Mode) -> Record | None:
+        """The record with the best value of ``metric``, the earliest of equals; a value that is not a number loses."""
+        known = [record for record in self._records if _comparable(record, metric)]
+        sign = 1.0 if mode is Mode.MAX else -1.0
+        return max(known, key=lambda record: sign * record.metrics[metric], default=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        records = [asdict(record) for record in self._records]
+        return {"records": records, "loss_sum": self._loss_sum, "loss_samples": self._loss_samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._records = [Record(**record) for record in state["records"]]
+        self._loss_sum, self._loss_samples = float(state["loss_sum"]), int(state["loss_samples"])
+
+    def write(self, directory: Path, notes: Mapping[str, Any]) -> None:
+        """Bring the file in ``directory`` up to date; ``notes`` are added to new lines but not part of the state."""
+        path = directory / FILE_NAME
+        with storage_errors(path):
+            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        lines = text.splitlines(keepends=True)
+        kept = lines_to_keep(lines, self._records)
+        new = "".join(_line(record, notes) for record in self._records[len(kept) :])
+        if len(kept) == len(lines):
+            append(path, new)
+        else:
+            write_atomically(path, "".join(kept) + new)
+
+
+def lines_to_keep(lines: Sequence[str], records: Sequence[Record]) -> list[str]:
+    """The first of the file's ``lines``, as long as they say what ``records`` say; a torn line never does."""
+    kept: list[str] = []
+    for line, record in zip(lines, records, strict=False):
+        if not line.endswith("\n") or _content(line) != _canonical(asdict(record)):
+            break
+        kept.append(line)
+    return kept
+
+
+def _line(record: Record, notes: Mapping[str, Any]) -> str:
+    return json.dumps({**asdict(record), **notes}) + "\n"
+
+
+def _content(line: str) -> str | None:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(values, dict):
+        return None
+    return _canonical({name: values.get(name) for name in Record.__slots__})
+
+
+def _canonical(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, sort_keys=True)
+
+
+def _comparable(record: Record, metric: str) -> bool:
+    value = record.metrics.get(metric)
+    return value is not None and value == value  # NaN differs from itself

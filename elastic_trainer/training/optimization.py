@@ -1,0 +1,53 @@
+"""Optimizers and learning rate schedules from their sections of the configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from elastic_trainer.training.config import (
+    AdamWConfig,
+    ConstantConfig,
+    CosineConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    SgdConfig,
+    StepConfig,
+)
+from elastic_trainer.training.schedule import RunLength
+
+
+def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that ``config`` names, over ``parameters``."""
+    arguments = config.model_dump(exclude={"name"})
+    match config:
+        case SgdConfig():
+            return torch.optim.SGD(parameters, **arguments)
+        case AdamWConfig():
+            return torch.optim.AdamW(parameters, **arguments)
+
+
+def build_scheduler(
+    config: SchedulerConfig, optimizer: torch.optim.Optimizer, length: RunLength
+) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """The schedule that ``config`` names, advanced once per optimizer step; None where the rate never changes."""
+    if isinstance(config, ConstantConfig) and not config.warmup_steps:
+        return None
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(config, step, length))
+
+
+def rate_factor(config: SchedulerConfig, step: int, length: RunLength) -> float:
+    """What the learning rate of optimizer step ``step`` (from 0) is multiplied by."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    match config:
+        case ConstantConfig():
+            return 1.0
+        case StepConfig():
+            return float(config.gamma ** math.floor(step / (config.every_epochs * length.steps_per_epoch)))
+        case CosineConfig():
+            span = max(1, length.steps - config.warmup_steps)
+            progress = min(1.0, (step - config.warmup_steps) / span)
+            return config.floor + (1.0 - config.floor) * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,210 @@
+"""What one sees of a running job: a bar on a terminal, otherwise one log line at a bounded rate.
+
+*Runs in* rank 0, main thread (the bar refreshes itself from a thread of rich). *Owns* the bar and, while it shows,
+standard error. *Fails by* nothing: a report is never worth a training run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.telemetry import logs
+from elastic_trainer.training.config import LoggingConfig
+
+_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where a run stands after a committed step."""
+
+    step: int
+    steps: int
+    epoch: int
+    samples: int
+    """Samples of this step, over all ranks."""
+    world_size: int
+    round: int
+
+
+class Rate:
+    """Samples and steps per second over about the last ten seconds, so that a change of the world shows."""
+
+    def __init__(self, clock: Clock = SYSTEM, window_s: float = _WINDOW_S) -> None:
+        self._clock = clock
+        self._window_s = window_s
+        self._marks: list[tuple[float, int, int]] = []
+        self._samples = 0
+        self._steps = 0
+
+    def count(self, samples: int) -> None:
+        """Take one more step on ``samples`` samples into account."""
+        if not self._marks:
+            self._marks.append((self._clock.monotonic(), self._samples, self._steps))
+        self._samples += samples
+        self._steps += 1
+
+    def read(self) -> tuple[float, float]:
+        """Samples per second and steps per second; zeros before anything was counted."""
+        if not self._marks:
+            return 0.0, 0.0
+        now = self._clock.monotonic()
+        then, samples, steps = self._marks[0]
+        elapsed = max(now - then, 1e-9)
+        rates = (self._samples - samples) / elapsed, (self._steps - steps) / elapsed
+        self._marks.append((now, self._samples, self._steps))
+        while len(self._marks) > 1 and now - self._marks[1][0] >= self._window_s:
+            self._marks.pop(0)
+        return rates
+
+
+class Progress(Protocol):
+    """One way to show a run."""
+
+    def due(self) -> bool:
+        """Whether a report would be shown now; what is costly to find out (the loss) is asked for only then."""
+        ...
+
+    def count(self, samples: int) -> None:
+        """Take one more committed step on ``samples`` samples into account; cheap, called at each."""
+        ...
+
+    def report(self, moment: Moment, loss: float) -> None:
+        """Show where the run stands."""
+        ...
+
+    def evaluated(self, moment: Moment, metrics: Mapping[str, float]) -> None:
+        """Show the result of an evaluation."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        ...
+
+
+class Lines:
+    """Log lines, at most one per ``every_s`` seconds; evaluations always."""
+
+    def __init__(self, every_s: float, clock: Clock = SYSTEM) -> None:
+        self._every_s = every_s
+        self._clock = clock
+        self._next = clock.monotonic() + every_s
+        self._rate = Rate(clock)
+
+    def due(self) -> bool:
+        return self._clock.monotonic() >= self._next
+
+    def count(self, samples: int) -> None:
+        self._rate.count(samples)
+
+    def report(self, moment: Moment, loss: float) -> None:
+        self._next = self._clock.monotonic() + self._every_s
+        samples_per_s, steps_per_s = self._rate.read()
+        left = (moment.steps - moment.step) / steps_per_s if steps_per_s else None
+        logs.logger().info(
+            "training.progressed",
+            step=moment.step,
+            steps=moment.steps,
+            epoch=moment.epoch,
+            loss=round(loss, 6),
+            samples_per_s=round(samples_per_s, 1),
+            world_size=moment.world_size,
+            round=moment.round,
+            eta_s=None if left is None else round(left, 1),
+        )
+
+    def evaluated(self, moment: Moment, metrics: Mapping[str, float]) -> None:
+        values = {name: round(value, 6) for name, value in metrics.items()}
+        logs.logger().info("training.evaluated", step=moment.step, epoch=moment.epoch, metrics=values)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class Terminal:
+    """A bar at the bottom of the terminal; log lines scroll by above it."""
+
+    _EVERY_S = 0.1
+
+    def __init__(self, console: Console, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
+        self._next = 0.0
+        self._rate = Rate(clock)
+        self._metrics = ""
+        self._bar = Bar(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.4f} · {task.fields[rate]:,.0f} samples/s · {task.fields[world]}"),
+            TextColumn("{task.fields[metrics]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._row = self._bar.add_task("", total=None, epoch=0, loss=float("nan"), rate=0.0, world="", metrics="")
+        self._bar.start()
+        logs.configure(sys.stderr)  # the bar has put itself in its place, so that log lines scroll by above
+
+    def due(self) -> bool:
+        return self._clock.monotonic() >= self._next
+
+    def count(self, samples: int) -> None:
+        self._rate.count(samples)
+
+    def report(self, moment: Moment, loss: float) -> None:
+        self._next = self._clock.monotonic() + self._EVERY_S
+        world = f"{moment.world_size} rank{'s' * (moment.world_size != 1)}, round {moment.round}"
+        self._bar.update(
+            self._row,
+            total=moment.steps,
+            completed=moment.step,
+            epoch=moment.epoch,
+            loss=loss,
+            rate=self._rate.read()[0],
+            world=world,
+            metrics=self._metrics,
+        )
+
+    def evaluated(self, moment: Moment, metrics: Mapping[str, float]) -> None:
+        self._metrics = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self._bar.update(self._row, completed=moment.step, metrics=self._metrics)
+
+    def close(self) -> None:
+        self._bar.stop()
+        logs.configure()
+
+
+class Silent:
+    """Shows nothing: ranks other than 0, or on request."""
+
+    def due(self) -> bool:
+        return False
+
+    def count(self, samples: int) -> None:
+        """Nobody asks."""
+
+    def report(self, moment: Moment, loss: float) -> None:
+        """Nobody looks."""
+
+    def evaluated(self, moment: Moment, metrics: Mapping[str, float]) -> None:
+        """Nobody looks."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def progress(config: LoggingConfig, *, leader: bool, stream: TextIO | None = None) -> Progress:
+    """The way to show a run on ``stream`` (default: standard error) to whoever watches this rank."""
+    if not leader or config.progress == "none":
+        return Silent()
+    console = Console(file=stream if stream is not None else sys.stderr)
+    bar = config.progress == "bar" or (config.progress == "auto" and console.is_terminal)
+    return Terminal(console) if bar else Lines(config.every_s)

@@ -1,0 +1,141 @@
+"""What a user writes: a model, data, a loss and metrics, and nothing about ranks, failures or checkpoints."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.training.config import JobConfig, Section
+from elastic_trainer.training.loading import READY_MADE, checked
+from elastic_trainer.training.optimization import build_optimizer, build_scheduler
+from elastic_trainer.training.schedule import RunLength
+
+
+class Samples(Protocol):
+    """A map-style data set, such as any ``torch.utils.data.Dataset`` with a length; item ``i`` is always the same."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Datasets:
+    """What to train on and what to evaluate on."""
+
+    train: Samples
+    test: Samples
+
+
+class NoOptions(Section):
+    """A section in which nothing may be set."""
+
+
+class Task(ABC):
+    """Derive from this, name the class in the job file (``task: my_module:MyTask``), and run the job.
+
+    A complete task::
+
+        class Digits(Task):
+            class Model(Section):            # what the job file may say under 'model:'
+                width: int = 16
+
+            def model(self):
+                return MyNet(self.model_options.width)
+
+            def datasets(self):
+                return Datasets(train=my_train_set, test=my_test_set)
+
+            def loss(self, model, batch):    # a mean over the batch
+                return cross_entropy(model(batch.x), batch.y)
+
+            def metrics(self, model, batch): # sums and counts: exact however the data is divided
+                hits = (model(batch.x).argmax(1) == batch.y).sum()
+                return {"accuracy": (hits, len(batch.y))}
+
+    The methods are called on every rank, in this order: ``datasets``, ``model``, ``optimizer``, ``scheduler`` once,
+    then ``loss`` and ``metrics`` for each (micro-)batch. Whatever is random must come from torch's, numpy's or
+    Python's global generators (seeded and resumed with the job) or from the identity of the samples.
+    """
+
+    Data: ClassVar[type[Section]] = NoOptions
+    """What the job file may say under ``data:``; an instance of it becomes ``self.data_options``."""
+    Model: ClassVar[type[Section]] = NoOptions
+    """What the job file may say under ``model:``; an instance of it becomes ``self.model_options``."""
+    Options: ClassVar[type[Section]] = NoOptions
+    """What the job file may say under ``options:``; an instance of it becomes ``self.options``."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self.data_options: Any = _section(self.Data, config, "data")
+        self.model_options: Any = _section(self.Model, config, "model")
+        self.options: Any = _section(self.Options, config, "options")
+        filled = {
+            "data": self.data_options.model_dump(mode="json"),
+            "model": self.model_options.model_dump(mode="json"),
+            "options": self.options.model_dump(mode="json"),
+        }
+        self.config = config.model_copy(update=filled)
+        """The configuration with the defaults of this task's own sections filled in."""
+
+    @abstractmethod
+    def datasets(self) -> Datasets:
+        """Training and test data. Raises DataError, with one sentence, if there is none."""
+
+    @abstractmethod
+    def model(self) -> torch.nn.Module:
+        """A new model on the CPU; its parameters are drawn from torch's generator, which is seeded before."""
+
+    @abstractmethod
+    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        """The *mean* loss over ``batch``, a scalar; ``model`` is in training mode."""
+
+    @abstractmethod
+    def metrics(self, model: torch.nn.Module, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+        """For each metric its sum over ``batch`` and what to divide the sum of all batches by; no gradients."""
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """The optimizer; by default what the section ``optimizer:`` says, over all parameters."""
+        return build_optimizer(self.config.optimizer, model.parameters())
+
+    def scheduler(
+        self, optimizer: torch.optim.Optimizer, length: RunLength
+    ) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """The learning rate schedule, advanced once per optimizer step; by default what ``scheduler:`` says."""
+        return build_scheduler(self.config.scheduler, optimizer, length)
+
+
+def _section(kind: type[Section], config: JobConfig, name: str) -> Section:
+    return checked(kind, getattr(config, name), f"task {config.task}", prefix=f"{name}.")
+
+
+def find_task(name: str) -> type[Task]:
+    """The task class called ``name``: a ready-made one, or ``module:Class`` of the user's own."""
+    module_name, separator, class_name = name.partition(":")
+    if not separator:
+        return _class(*importlib.import_module(READY_MADE).home(name))
+    if not all(part.isidentifier() for part in [*module_name.split("."), class_name]):
+        raise ConfigError(f"task {name!r} is not module:Class", hint="write for example my_package.my_module:MyTask")
+    return _class(module_name, class_name)
+
+
+def _class(module_name: str, class_name: str) -> type[Task]:
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports is not
+        raise ConfigError(
+            f"task {module_name}:{class_name}: there is no module '{error.name}'",
+            hint="start in the directory of the module, or add that to PYTHONPATH",
+        ) from error
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        what = "has no such class" if found is None else "is not a subclass of elastic_trainer.Task"
+        raise ConfigError(f"task {module_name}:{class_name}: {what}", hint="check the name of the class")
+    return found

@@ -1,0 +1,106 @@
+"""What all ranks decide at the same boundary: stop, save now, a non-finite loss.
+
+A boundary is a point that every rank passes equally often: the end of a step, a turn of an evaluation. An asynchronous
+sum is started at one boundary and waited for at the next, so that the answer is there before it is needed and all ranks
+act at the same boundary (asking whether it has arrived would let them differ). It is started about four times a second,
+every k-th boundary with k agreed in the sum itself, since each costs up to a millisecond.
+
+*Runs in* the worker's main thread. *Fails by* RoundBrokenError when a peer is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.worker.control import Control, Pending, Purpose
+
+EVERY_S = 0.25
+LONGEST_INTERVAL = 50
+_SMOOTHING = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What one rank, or all of them together, want."""
+
+    stop: bool = False
+    save: bool = False
+    nonfinite: bool = False
+
+    @property
+    def any(self) -> bool:
+        """Whether there is something to do."""
+        return self.stop or self.save or self.nonfinite
+
+
+def interval(boundary_s: float) -> int:
+    """Boundaries between two sums when one boundary follows another after ``boundary_s`` seconds."""
+    if boundary_s <= 0.0:
+        return 1
+    return max(1, min(LONGEST_INTERVAL, int(EVERY_S / boundary_s)))
+
+
+class Consensus:
+    """Counts boundaries and keeps the sum under way."""
+
+    def __init__(self, control: Control, clock: Clock = SYSTEM) -> None:
+        self._control, self._clock = control, clock
+        self._count = 0
+        self._next_start = 1
+        self._pending: Pending | None = None
+        self._outdated = False
+        self._last: float | None = None
+        self.boundary_s = 0.0
+        """This rank's time from boundary to boundary, smoothed."""
+
+    def boundary(self, observe: Callable[[], Flags], *, urgent: bool = False) -> Flags | None:
+        """Pass a boundary; what all ranks agreed on here, or None if nothing was due.
+
+        ``observe`` is asked for this rank's wishes only when a sum starts. ``urgent`` shortens the way for a process
+        that is alone; others cannot act before all know.
+        """
+        self._measure()
+        self._count += 1
+        if self._control.alone:
+            return self._alone(observe, urgent)
+        agreed = self._finish() if self._pending is not None else None
+        if self._count >= self._next_start:
+            wishes = observe()
+            values = [wishes.stop, wishes.save, wishes.nonfinite, self.boundary_s]
+            self._pending = self._control.start(Purpose.BOUNDARY, values)
+        return agreed
+
+    def reset(self) -> None:
+        """A new kind of boundary begins (all ranks say so together): measure afresh, agree at the next one."""
+        self._last, self.boundary_s = None, 0.0
+        self._outdated = self._pending is not None
+        self._next_start = self._count + 1
+
+    def drain(self) -> Flags | None:
+        """Wait for the sum under way, if any; all ranks are at the same boundary, so all or none have one."""
+        return self._finish() if self._pending is not None else None
+
+    def _alone(self, observe: Callable[[], Flags], urgent: bool) -> Flags | None:
+        if self._count < self._next_start and not urgent:
+            return None
+        self._next_start = self._count + interval(self.boundary_s)
+        return observe()
+
+    def _finish(self) -> Flags:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            raise RuntimeError("no sum is under way")
+        stop, save, nonfinite, seconds, *_ = pending.wait()
+        if not self._outdated:
+            self._next_start = self._count - 1 + interval(seconds / self._control.world_size)
+        self._outdated = False
+        return Flags(stop > 0, save > 0, nonfinite > 0)
+
+    def _measure(self) -> None:
+        now = self._clock.monotonic()
+        if self._last is not None:
+            span = now - self._last
+            self.boundary_s = span if not self.boundary_s else self.boundary_s + _SMOOTHING * (span - self.boundary_s)
+        self._last = now

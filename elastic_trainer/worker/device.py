@@ -1,0 +1,81 @@
+"""Which device this process computes on, and which backend carries its gradients.
+
+*Runs in* the worker's main thread, once. *Owns* the process's current CUDA device.
+*Fails by* ConfigError when the device asked for is not there.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from elastic_trainer.errors import ConfigError
+
+_NAME = re.compile(r"auto|cpu|mps|cuda(:(\d{1,3}))?")
+NCCL = "cpu:gloo,cuda:nccl"
+GLOO = "gloo"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A device, and the ``torch.distributed`` backend that fits it."""
+
+    device: torch.device
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What this machine has."""
+
+    cuda_devices: int
+    mps: bool
+
+    @classmethod
+    def present(cls) -> Hardware:
+        """Look."""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return cls(cuda_devices=count, mps=torch.backends.mps.is_available())
+
+
+def choose(asked: str, local_rank: int, world_size: int, hardware: Hardware) -> Placement:
+    """The placement for ``asked`` (auto, cpu, mps, cuda or cuda:N). Pure; raises ConfigError."""
+    match = _NAME.fullmatch(asked)
+    if match is None:
+        raise ConfigError(f"device {asked!r} is unknown", hint="use auto, cpu, cuda, cuda:N or mps")
+    if asked.startswith("cuda") or (asked == "auto" and hardware.cuda_devices):
+        return _cuda(asked, int(match[2]) if match[2] else local_rank, hardware)
+    if asked == "mps" or (asked == "auto" and hardware.mps and world_size == 1):
+        return _mps(world_size, hardware)
+    return Placement(torch.device("cpu"), GLOO)
+
+
+def _cuda(asked: str, index: int, hardware: Hardware) -> Placement:
+    if not hardware.cuda_devices:
+        raise ConfigError(
+            f"device {asked!r} was asked for, but no CUDA device is there", hint="use device='auto' or 'cpu'"
+        )
+    if index >= hardware.cuda_devices:
+        raise ConfigError(
+            f"this process needs CUDA device {index}, but this machine has {hardware.cuda_devices}",
+            hint=f"start at most {hardware.cuda_devices} processes per node (--nproc-per-node), or use device='cpu'",
+        )
+    return Placement(torch.device("cuda", index), NCCL)
+
+
+def _mps(world_size: int, hardware: Hardware) -> Placement:
+    if not hardware.mps:
+        raise ConfigError("device 'mps' was asked for, but this machine has none", hint="use device='auto' or 'cpu'")
+    if world_size > 1:
+        raise ConfigError("device 'mps' cannot take part in distributed training", hint="use device='cpu'")
+    return Placement(torch.device("mps"), GLOO)
+
+
+def take(asked: str, local_rank: int, world_size: int) -> Placement:
+    """Choose the device of this process and make it current."""
+    placement = choose(asked, local_rank, world_size, Hardware.present())
+    if placement.device.type == "cuda":
+        torch.cuda.set_device(placement.device)
+    return placement

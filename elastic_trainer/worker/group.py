@@ -1,0 +1,95 @@
+"""Forms the process groups of one round and gives them up again.
+
+Two groups: torch's default group for gradients and the user's own collectives, and a small gloo group for agreement
+(:mod:`elastic_trainer.worker.control`), so that neither waits behind the other.
+
+*Runs in* the worker's main thread. *Owns* torch's default process group while formed.
+*Fails by* TransientError when the ranks cannot reach each other in time.
+*Invariant*: the store prefix of a group is never used twice, and each form has a store connection of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from elastic_trainer import settings
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import TransientError
+from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.device import Placement
+from elastic_trainer.worker.link import Formation, StoreAddress
+from elastic_trainer.worker.meeting import meet
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What one formation formed."""
+
+    formation: Formation
+    control: Control
+    store: Any = None
+    """The dedicated connection; severing it frees a rank that blocks while forming."""
+
+    @property
+    def formed(self) -> bool:
+        """Whether there is a default process group."""
+        return self.store is not None
+
+
+def form(formation: Formation, placement: Placement, timeout_s: float) -> Group:
+    """The groups of ``formation``; a process that is alone by nature needs none and opens no port."""
+    if formation.store is None:
+        return Group(formation, Control())
+    if formation.one_host:
+        settings.prefer_loopback()
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = _connect(formation, formation.store, timeout)
+        prefix = formation.store.prefix or _agreed_prefix(store, formation, timeout_s)
+        fresh = PrefixStore(f"round/{prefix}", store)
+        dist.init_process_group(
+            placement.backend,
+            store=PrefixStore("data", fresh),
+            rank=formation.rank,
+            world_size=formation.world_size,
+            timeout=timeout,
+            device_id=placement.device if placement.device.type == "cuda" else None,
+        )
+        control = dist.ProcessGroupGloo(PrefixStore("control", fresh), formation.rank, formation.world_size, timeout)
+    except (RuntimeError, ValueError) as error:
+        leave_torch()
+        address = f"{formation.store.host}:{formation.store.port}"
+        raise TransientError(
+            f"rank {formation.rank} of {formation.world_size} cannot form a process group at {address}:"
+            f" {str(error).partition(chr(10))[0]}",
+            hint="check that all nodes reach this address, and the other ranks' logs",
+        ) from error
+    return Group(formation, Control(control, formation.rank, formation.world_size), store)
+
+
+def _connect(formation: Formation, address: StoreAddress, timeout: timedelta) -> Any:
+    serves = address.serve and formation.rank == 0
+    return TCPStore(
+        address.host, address.port, None, serves, timeout=timeout, wait_for_workers=False, multi_tenant=serves
+    )
+
+
+def _agreed_prefix(store: Any, formation: Formation, timeout_s: float) -> str:
+    return meet(store, formation.rank, formation.world_size, Deadline.after(timeout_s))
+
+
+def leave(group: Group) -> None:
+    """Give the groups up. No collective may be under way."""
+    if group.formed:
+        leave_torch()
+
+
+def leave_torch() -> None:
+    """Destroy torch's default group if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

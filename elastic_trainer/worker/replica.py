@@ -1,0 +1,108 @@
+"""This rank's copy of the model: the bare module, and what forward passes go through while ranks train together.
+
+DistributedDataParallel is built with ``init_sync=False``: the states are equal already, and its own broadcast would
+overwrite a rank that is ahead. It sends rank 0's buffers (BatchNorm statistics) to all ranks in the first forward pass
+after a synchronised one, hence exactly once per step however many micro-batches a rank has; so rank 0's buffers are the
+ones that count, and the ones that are saved. Rank 0 always has samples of its own, never a filler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.device import Placement
+
+_OWN = ("init_sync", "device_ids", "output_device", "process_group")
+
+
+class Replica:
+    """The model of this rank."""
+
+    def __init__(self, module: nn.Module, placement: Placement, options: Mapping[str, Any], *, sync: bool) -> None:
+        check_options(options)
+        self._placement, self._options = placement, dict(options)
+        self.module = module.to(placement.device)
+        self.even = sync
+        """Whether all ranks need equally many micro-batches (collectives in the forward pass)."""
+        self._parallel: DistributedDataParallel | None = None
+
+    @property
+    def runner(self) -> nn.Module:
+        """What forward passes go through."""
+        return self._parallel if self._parallel is not None else self.module
+
+    def bind(self, control: Control) -> None:
+        """Average gradients over the ranks of the present round; all ranks must hold the same state."""
+        if control.alone:
+            return
+        if self.even:
+            if self._placement.device.type != "cuda":
+                raise ConfigError("sync_batchnorm needs CUDA devices", hint="leave it out on CPUs")
+            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            raise ConfigError("no parameter of the model requires a gradient", hint="unfreeze what is to be trained")
+        cuda = self._placement.device.type == "cuda"
+        ids = [self._placement.device.index] if cuda else None
+        self._parallel = DistributedDataParallel(self.module, device_ids=ids, init_sync=False, **self._options)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """A context in which backward passes only add up locally."""
+        return nullcontext() if self._parallel is None else self._parallel.no_sync()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The bare module if ``model`` is this replica's runner, else ``model`` itself."""
+        if model is self._parallel:
+            return self.module
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def align_buffers(self, control: Control) -> None:
+        """Give all ranks rank 0's buffers, as the next forward pass would (unless the options say otherwise)."""
+        if self._parallel is None or not forwards_buffers(self._parallel):
+            return
+        for buffer in self.module.buffers():
+            copy = buffer.detach().cpu().contiguous()
+            control.broadcast(copy, 0)
+            if control.rank != 0:
+                with torch.no_grad():
+                    buffer.copy_(copy)
+
+
+def forwards_buffers(parallel: DistributedDataParallel) -> bool:
+    """Whether buffers follow rank 0's (torch 2.13 renamed the option ``broadcast_buffers``)."""
+    old: bool = getattr(parallel, "broadcast_buffers", True)
+    new: bool = getattr(parallel, "forward_sync_buffers", old)
+    return new
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """ConfigError for options of DistributedDataParallel that cannot work here."""
+    if options.get("static_graph"):
+        raise ConfigError("ddp_options: static_graph cannot survive a change of ranks", hint="leave it out")
+    for name in _OWN:
+        if name in options:
+            raise ConfigError(f"ddp_options: '{name}' is set by the session", hint="leave it out")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """ConfigError for an optimizer that talks to other ranks itself, or trains what is not in the model."""
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("torch.distributed.optim"):
+            raise ConfigError(
+                f"{kind.__name__} communicates with other ranks and cannot survive a change of ranks",
+                hint="use the ordinary optimizer that it wraps",
+            )
+    known = {id(parameter) for parameter in module.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        if any(id(parameter) not in known for parameter in group["params"]):
+            raise ConfigError(
+                f"parameter group {number} of the optimizer holds a parameter that is not in the model",
+                hint="make the optimizer from this model's parameters, and put all trained modules in one model",
+            )

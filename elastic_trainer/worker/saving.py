@@ -1,0 +1,129 @@
+"""When the state is saved, and saving it.
+
+*Runs in* the worker's main thread; only rank 0 writes. *Owns* the checkpoint directory's manager.
+*Fails by* StorageError or CheckpointError from :meth:`Saver.save`; :meth:`Saver.attempt` only logs them.
+*Invariant*: a state with non-finite parameters is never saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_trainer.checkpoint import CheckpointManager, Committed, SaveInfo
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.errors import CheckpointError, ConfigError, NonFiniteError
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker.state import TrainingState
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """How often to save. Steps are counted alike on all ranks; the seconds are rank 0's."""
+
+    every_steps: int | None = None
+    every_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None and self.every_steps < 1:
+            raise ConfigError(f"checkpoint_every_steps is {self.every_steps}", hint="it must be at least 1, or None")
+        if self.every_s is not None and self.every_s <= 0:
+            raise ConfigError(f"checkpoint_every_s is {self.every_s}", hint="it must be positive, or None")
+
+
+class Saver:
+    """Saves the state of this rank. ``on_saved`` hears of every checkpoint with the seconds that it took."""
+
+    def __init__(
+        self,
+        manager: CheckpointManager | None,
+        cadence: Cadence,
+        on_saved: Callable[[Committed], None],
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._manager, self._cadence, self._on_saved, self._clock = manager, cadence, on_saved, clock
+        self._last_s = clock.monotonic()
+        self._last_mark: object = None
+
+    def mark(self, state: TrainingState) -> None:
+        """This state needs no saving: it was just resumed."""
+        self._last_mark = _mark(state)
+
+    def unsaved(self, state: TrainingState) -> bool:
+        """Whether anything changed since the last save."""
+        return self._manager is not None and _mark(state) != self._last_mark
+
+    def due_by_step(self, step: int) -> bool:
+        """Whether this step is one to save after."""
+        return self._cadence.every_steps is not None and step % self._cadence.every_steps == 0
+
+    def due_by_time(self) -> bool:
+        """Whether enough seconds have passed since the last save or attempt."""
+        every_s = self._cadence.every_s
+        return self._manager is not None and every_s is not None and self._clock.monotonic() - self._last_s >= every_s
+
+    def save(
+        self,
+        state: TrainingState,
+        world_size: int,
+        fields: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        *,
+        best: bool = False,
+    ) -> Committed | None:
+        """Commit ``state`` durably; None without a checkpoint directory."""
+        self._last_s = self._clock.monotonic()
+        if self._manager is None:
+            return None
+        check_finite(state.module)
+        position = state.position
+        if best:
+            position.best = {name: float(value) for name, value in metrics.items()}
+        info = SaveInfo(
+            step=position.step,
+            round=position.generation,
+            epoch=position.cursor.epoch,
+            samples=position.cursor.samples,
+            world_size=world_size,
+            metrics=metrics,
+            best=best,
+            fields=fields,
+        )
+        committed = self._manager.save(state.collect(), info)
+        self._last_s, self._last_mark = self._clock.monotonic(), _mark(state)
+        self._on_saved(committed)
+        return committed
+
+    def attempt(self, state: TrainingState, world_size: int, fields: Mapping[str, Any]) -> Exception | None:
+        """Save on schedule. What goes wrong is logged and returned: a full disk must not end the training."""
+        try:
+            self.save(state, world_size, fields, {})
+        except (CheckpointError, NonFiniteError) as error:
+            logger().error("checkpoint.failed", step=state.position.step, error=str(error))
+            return error
+        return None
+
+
+def check_finite(module: torch.nn.Module) -> None:
+    """NonFiniteError naming the first parameter that holds a NaN or an infinity."""
+    with torch.no_grad():
+        named = [(name, each) for name, each in module.named_parameters() if each.is_floating_point() and each.numel()]
+        if not named:
+            return
+        wide = [each.sum(dtype=torch.float64 if each.device.type == "cpu" else torch.float32) for _, each in named]
+        finite = torch.isfinite(torch.stack(wide))
+        if bool(finite.all()):
+            return
+        for name, each in named:
+            if not bool(torch.isfinite(each).all()):
+                raise NonFiniteError(
+                    f"parameter {name!r} is not finite any more; this state is not saved",
+                    hint="lower the learning rate, clip gradients, or look for bad samples",
+                )
+
+
+def _mark(state: TrainingState) -> object:
+    return (state.position.step, state.position.cursor)

@@ -1,0 +1,62 @@
+"""Loss scaling for 16-bit floats inside a step: everything that has to know how GradScaler keeps its state.
+
+The user calls ``optimizer.step()`` (or ``scaler.step(optimizer)``, both work); unscaling happens before it and
+``update()`` after it. A step whose gradients overflowed changes no parameter, yet counts as committed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+
+class Scaling:
+    """The scaler of a session, or none."""
+
+    def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer) -> None:
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._optimizer = optimizer
+
+    @property
+    def enabled(self) -> bool:
+        """Whether losses are scaled."""
+        return self.scaler is not None
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """What to call ``backward()`` on."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def unscale(self) -> None:
+        """Bring gradients to their true size, once per step."""
+        if self.scaler is not None and self._stage() is OptState.READY:
+            self.scaler.unscale_(self._optimizer)
+
+    def before_update(self) -> None:
+        """Called right before the optimizer changes parameters: drop gradients that overflowed.
+
+        A fused optimizer inside ``scaler.step`` unscales and skips by itself, told by its ``grad_scale``.
+        """
+        if self.scaler is None or getattr(self._optimizer, "grad_scale", None) is not None:
+            return
+        self.unscale()
+        if any(bool(found) for found in self._state()["found_inf_per_device"].values()):
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def skipped(self) -> bool:
+        """Whether ``scaler.step`` was called and left the optimizer's step out."""
+        return self.scaler is not None and self._stage() is OptState.STEPPED
+
+    def after_update(self) -> None:
+        """Adapt the scale, unless the user did."""
+        if self.scaler is not None and self._state()["found_inf_per_device"]:
+            self.scaler.update()
+
+    def _state(self) -> dict[str, Any]:
+        states: dict[int, dict[str, Any]] = self.scaler._per_optimizer_states  # type: ignore[union-attr]
+        return states[id(self._optimizer)]
+
+    def _stage(self) -> OptState:
+        stage: OptState = self._state()["stage"]
+        return stage

@@ -1,0 +1,131 @@
+"""Turns SIGTERM and SIGINT into a wish to stop, and enforces it in time.
+
+Python runs signal handlers in the main thread between bytecodes, so never while it is blocked in a collective. The
+interpreter's C handler however writes the signal's number into the wakeup descriptor at once; a thread reads it there.
+
+*Runs in* a thread of its own (``session-signals``); opened and closed in the main thread.
+*Owns* the process's handlers for SIGTERM and SIGINT and its wakeup descriptor while open.
+*Fails by* ending the process with ``os._exit``: 143 (130 after SIGINT) when the ranks do not agree to stop in time, say
+because a peer is dead; at once on a second SIGINT, and when the round is known to be broken.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from elastic_trainer.clock import SYSTEM, Clock, Deadline
+from elastic_trainer.errors import EXIT_LEFT
+from elastic_trainer.telemetry.logs import logger
+
+EXIT_INTERRUPTED = 130
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_POLL_S = 0.1
+
+
+class Signals:
+    """The wish to stop. ``requested`` is the signal that asked for it, or None.
+
+    ``patience_s()`` is how long the ranks may take to agree; ``broken()`` says why they never will.
+    """
+
+    def __init__(
+        self, patience_s: Callable[[], float], broken: Callable[[], str | None], clock: Clock = SYSTEM
+    ) -> None:
+        self._patience_s, self._broken, self._clock = patience_s, broken, clock
+        self.requested: int | None = None
+        self._deadline: Deadline | None = None
+        self._thread: threading.Thread | None = None
+        self._previous: dict[int, Any] = {}
+        self._previous_fd = -1
+        self._reader: socket.socket | None = None
+        self._writer: socket.socket | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """What to exit with once all ranks have agreed to stop."""
+        return EXIT_INTERRUPTED if self.requested == signal.SIGINT else EXIT_LEFT
+
+    def open(self) -> None:
+        """Take the signals over. Outside the main thread Python has no way to: then nothing is done."""
+        if threading.current_thread() is not threading.main_thread():
+            logger().warning("signals.left_alone", reason="the session is not opened in the main thread")
+            return
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            self._previous[number] = signal.signal(number, _noted)
+        self._thread = threading.Thread(target=self._watch, name="session-signals", daemon=True)
+        self._thread.start()
+
+    def agreed(self) -> None:
+        """All ranks stop at this boundary: what follows (a checkpoint) has its own bounds."""
+        self._deadline = None
+
+    def close(self) -> None:
+        """Give the signals back."""
+        if self._thread is None or self._writer is None or self._reader is None:
+            return
+        self._deadline = None
+        signal.set_wakeup_fd(self._previous_fd)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._writer.send(b"\0")
+        self._thread.join()
+        self._writer.close()
+        self._reader.close()
+        self._thread = None
+
+    def _watch(self) -> None:
+        while True:
+            for number in self._received():
+                if number == 0:
+                    return
+                self._note(number)
+            deadline = self._deadline
+            if deadline is not None:
+                self._enforce(deadline)
+
+    def _received(self) -> bytes:
+        timeout = _POLL_S if self._deadline is not None else None
+        if self._reader is None or not select.select([self._reader], [], [], timeout)[0]:
+            return b""
+        return self._reader.recv(64)
+
+    def _note(self, number: int) -> None:
+        if number not in _SIGNALS:
+            return
+        if number == signal.SIGINT and self.requested == signal.SIGINT:
+            self._leave("interrupted twice")
+        if self.requested is None:
+            patience_s = self._patience_s()
+            self.requested, self._deadline = number, Deadline.after(patience_s, self._clock)
+            logger().info("stop.requested", signal=signal.Signals(number).name, patience_s=patience_s)
+        elif number == signal.SIGINT:
+            self.requested = number
+
+    def _enforce(self, deadline: Deadline) -> None:
+        broken = self._broken()
+        if broken is not None:
+            self._leave(f"the round is broken: {broken}")
+        if deadline.expired:
+            self._leave("the ranks did not agree to stop in time")
+
+    def _leave(self, reason: str) -> None:
+        logger().error("session.abandoned", reason=reason, exit_code=self.exit_code)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(self.exit_code)
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """The Python-level handler; without one the C handler would not write to the wakeup descriptor."""

@@ -1,0 +1,1 @@
+"""Benchmarks: one module for each theme, each measuring its peer side by side (``python -m tests.bench``)."""

@@ -1,0 +1,179 @@
+"""What all benchmarks share: their options, fair repeats, and the report in one JSON shape.
+
+A benchmark is a module ``tests/bench/<theme>.py`` with ``main(argv) -> int``::
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        options = parse("recovery", __doc__, argv)
+        seconds = alternate({"in_place": in_place, "torchrun": torchrun}, options.repeats)
+        typical = {name: median(values) for name, values in seconds.items()}
+        musts = [at_most("worker killed to next step, s", typical["in_place"], 0.2)]
+        return emit(Report(options, figures={"seconds": seconds, "median_s": typical}, musts=musts))
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, TextIO, TypeVar
+
+from tests.bench.machine import machine, versions
+
+__all__ = ["Must", "Options", "Report", "alternate", "at_least", "at_most", "emit", "median", "note", "parse", "ratio"]
+
+Measured = TypeVar("Measured")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a benchmark was called. ``extra`` holds the values of its own options."""
+
+    theme: str
+    command: str
+    quick: bool
+    json: bool
+    repeats: int
+    extra: argparse.Namespace
+
+
+def parse(
+    theme: str,
+    description: str | None,
+    argv: Sequence[str] | None = None,
+    *,
+    repeats: int = 5,
+    quick_repeats: int = 1,
+    extend: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> Options:
+    """Read the command line (``argv`` None: this process's). ``extend`` may add options of the benchmark's own.
+
+    ``--quick`` runs at toy size, so that a test can show that the benchmark works; its numbers mean little.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        f"python -m tests.bench.{theme}", description=(description or "").partition("\n")[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="toy size: shows that it runs, measures nothing well")
+    parser.add_argument("--json", action="store_true", help="end the output with the report as one line of JSON")
+    parser.add_argument(
+        "--repeats", type=_positive, help=f"measurements of each variant ({repeats}; quick: {quick_repeats})"
+    )
+    if extend is not None:
+        extend(parser)
+    given = parser.parse_args(arguments)
+    count = given.repeats or (quick_repeats if given.quick else repeats)
+    return Options(theme, shlex.join([*parser.prog.split(), *arguments]), given.quick, given.json, count, given)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count of 1 or more")
+    return int(text)
+
+
+def alternate(variants: Mapping[str, Callable[[], Measured]], repeats: int) -> dict[str, list[Measured]]:
+    """Call each variant ``repeats`` times, taking turns and turning the order round each time.
+
+    Whatever drifts (other load, caches, the processor's clock) then meets all variants alike.
+    """
+    results: dict[str, list[Measured]] = {name: [] for name in variants}
+    for turn in range(repeats):
+        for name in list(variants) if turn % 2 == 0 else reversed(list(variants)):
+            note(f"{name}: {turn + 1} of {repeats}")
+            results[name].append(variants[name]())
+    return results
+
+
+def ratio(mine: Sequence[float], peer: Sequence[float]) -> float:
+    """Median of ``mine`` over the median of ``peer``; infinite where the peer's is 0."""
+    base = median(peer)
+    return median(mine) / base if base else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Must:
+    """A number that the project promises, and the one measured (inf or nan: it never came about)."""
+
+    name: str
+    value: float
+    limit: float
+    upper: bool = True
+
+    @property
+    def ok(self) -> bool:
+        """Whether the value keeps to the limit; a nan keeps to none."""
+        return self.value <= self.limit if self.upper else self.value >= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.value:.4g} (must: at {'most' if self.upper else 'least'} {self.limit:g})"
+
+
+def at_most(name: str, value: float, limit: float) -> Must:
+    """A must that ``value`` keeps by not exceeding ``limit``."""
+    return Must(name, float(value), float(limit))
+
+
+def at_least(name: str, value: float, limit: float) -> Must:
+    """A must that ``value`` keeps by reaching ``limit``."""
+    return Must(name, float(value), float(limit), upper=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of one benchmark. ``figures`` is any nesting of JSON values, with units in the names."""
+
+    options: Options
+    figures: Mapping[str, Any]
+    musts: Sequence[Must] = ()
+    machine: Mapping[str, object] = field(default_factory=machine)
+    versions: Mapping[str, str] = field(default_factory=versions)
+
+    def as_json(self) -> dict[str, Any]:
+        """The report in its published shape; numbers that are not finite become null."""
+        musts = [{"name": m.name, "value": m.value, "limit": m.limit, "ok": m.ok} for m in self.musts]
+        shape = {
+            "benchmark": self.options.theme,
+            "machine": self.machine,
+            "versions": self.versions,
+            "command": self.options.command,
+            "figures": self.figures,
+            "musts": musts,
+        }
+        return {name: _finite(value) for name, value in shape.items()}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def emit(report: Report, out: TextIO | None = None) -> int:
+    """Write the report for people, or as one line of JSON; returns the exit status of a benchmark that ran, 0.
+
+    A must that is not kept is reported, never an error: a slow machine is no broken benchmark.
+    """
+    target = out if out is not None else sys.stdout
+    shape = report.as_json()
+    if report.options.json:
+        print(json.dumps(shape, allow_nan=False), file=target, flush=True)
+        return 0
+    print(f"{shape['benchmark']}: {shape['command']}", file=target)
+    for name in ("machine", "versions", "figures"):
+        print(f"{name}: {json.dumps(shape[name], indent=2)}", file=target)
+    for must in report.musts:
+        print(f"{'ok    ' if must.ok else 'MISSED'} {must}", file=target)
+    target.flush()
+    return 0
+
+
+def note(text: str) -> None:
+    """Tell whoever watches how far the benchmark is (stderr, so that stdout ends with the report)."""
+    print(text, file=sys.stderr, flush=True)

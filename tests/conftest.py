@@ -1,0 +1,59 @@
+"""Fixtures that many tests share: a real etcd, and names that no other test uses."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.settings import StoreSettings, parse_endpoints
+from elastic_trainer.sim.etcd import EtcdServer
+from elastic_trainer.sim.etcd_binary import find_binary
+from tests.support.requirements import missing
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def etcd_binary() -> str:
+    """The etcd executable; without one the test is skipped, or fails in CI."""
+    try:
+        return find_binary()
+    except ConfigError as error:
+        missing(str(error))
+
+
+@pytest.fixture(scope="session")
+def etcd(etcd_binary: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    """A real etcd for the whole session. Tests share it, so none may stop it: those start their own."""
+    with EtcdServer(tmp_path_factory.mktemp("etcd"), binary=etcd_binary) as server:
+        yield server
+
+
+@pytest.fixture
+def etcd_endpoint(etcd: EtcdServer) -> str:
+    """The shared etcd's ``host:port``."""
+    return etcd.endpoint
+
+
+@pytest.fixture
+def own_etcd(etcd_binary: str, tmp_path: Path) -> Iterator[EtcdServer]:
+    """An etcd of this test alone, to be killed, frozen and wiped."""
+    with EtcdServer(tmp_path / "etcd", binary=etcd_binary) as server:
+        yield server
+
+
+@pytest.fixture
+def run_id() -> str:
+    """A run id that no other test of this session has."""
+    return f"run-{os.getpid()}-{next(_numbers)}"
+
+
+@pytest.fixture
+def etcd_settings(etcd_endpoint: str, run_id: str) -> StoreSettings:
+    """Settings for the shared etcd with a prefix of this test's own."""
+    return StoreSettings(endpoints=parse_endpoints(etcd_endpoint), prefix=f"/{run_id}")

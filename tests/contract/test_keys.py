@@ -1,0 +1,208 @@
+"""Reads, guarded transactions and revisions, on every store."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import LeaseLostError, PermanentError, StoreUnavailableError
+from elastic_trainer.store.api import (
+    Compare,
+    Delete,
+    Field,
+    Operation,
+    Put,
+    Read,
+    Relation,
+    Store,
+    TransactionResult,
+    absent,
+    created_at,
+    prefix_end,
+    unchanged,
+)
+from tests.contract.worlds import World
+
+
+def soon() -> Deadline:
+    return Deadline.after(30.0)
+
+
+def write(store: Store, *operations: Operation) -> TransactionResult:
+    return store.transact([], operations, deadline=soon())
+
+
+def holds(store: Store, *guards: Compare) -> bool:
+    return store.transact(guards, [], deadline=soon()).succeeded
+
+
+def test_a_key_is_created_once_and_keeps_its_create_revision(store: Store, world: World) -> None:
+    """A put over an existing key changes its mod-revision only; deletion and another put begin a new life."""
+    key = world.prefix + "a"
+    assert store.get(key, soon()).first is None
+    first = write(store, Put(key, b"1")).revision
+    second = write(store, Put(key, b"2")).revision
+    item = store.get(key, soon()).first
+    assert item is not None
+    assert (item.key, item.value, item.create_revision, item.mod_revision) == (key, b"2", first, second)
+    assert first < second
+    write(store, Delete(key))
+    assert store.get(key, soon()).items == ()
+    third = write(store, Put(key, b"3")).revision
+    again = store.get(key, soon()).first
+    assert again is not None
+    assert again.create_revision == again.mod_revision == third > second
+
+
+def test_a_prefix_is_read_in_key_order_and_can_be_limited(store: Store, world: World) -> None:
+    """A range holds the keys of its prefix and no others, sorted."""
+    write(store, *(Put(world.prefix + name, name.encode()) for name in ("n/b", "n/c", "n/a", "m/z", "o", "n")))
+    found = store.range(world.prefix + "n/", soon())
+    assert [item.value for item in found.items] == [b"n/a", b"n/b", b"n/c"]
+    assert [item.value for item in store.range(world.prefix + "n/", soon(), limit=2).items] == [b"n/a", b"n/b"]
+
+
+def test_a_transaction_is_one_revision_and_reads_see_its_writes(store: Store, world: World) -> None:
+    """All writes of a transaction have the same revision, which is the one that it returns."""
+    done = write(
+        store,
+        Put(world.prefix + "x", b"1"),
+        Put(world.prefix + "y", b"2"),
+        Read(world.prefix, prefix_end(world.prefix)),
+    )
+    assert done.succeeded
+    assert [(item.value, item.mod_revision) for item in done.reads[0].items] == [
+        (b"1", done.revision),
+        (b"2", done.revision),
+    ]
+    assert done.reads[0].revision == done.revision
+
+
+def test_what_changes_nothing_takes_no_revision(store: Store, world: World) -> None:
+    """Reads, and the deletion of a key that is not there, leave the revision as it is."""
+    before = write(store, Put(world.prefix + "a", b"")).revision
+    assert write(store, Delete(world.prefix + "none")).revision == before
+    assert write(store, Read(world.prefix + "a")).revision == before
+    assert store.get(world.prefix + "a", soon()).revision == before
+
+
+def test_the_branch_follows_the_guards(store: Store, world: World) -> None:
+    """The success branch runs if all guards hold, else only the failure branch."""
+    key = world.prefix + "round"
+    created = store.transact([absent(key)], [Put(key, b"1")], [Read(key)], deadline=soon())
+    assert created.succeeded
+    refused = store.transact([absent(key)], [Put(key, b"2")], [Read(key)], deadline=soon())
+    assert not refused.succeeded
+    assert [item.value for item in refused.reads[0].items] == [b"1"]
+    both = [unchanged(key, created.revision), absent(key)]
+    assert not store.transact(both, [Put(key, b"3")], deadline=soon()).succeeded
+    assert store.transact([unchanged(key, created.revision)], [Put(key, b"4")], deadline=soon()).succeeded
+    assert not holds(store, unchanged(key, created.revision))
+    assert holds(store, created_at(key, created.revision))
+
+
+@pytest.mark.parametrize(
+    ("relation", "below", "same", "above"),
+    [
+        (Relation.EQUAL, False, True, False),
+        (Relation.NOT_EQUAL, True, False, True),
+        (Relation.LESS, True, False, False),
+        (Relation.GREATER, False, False, True),
+    ],
+)
+def test_relations_of_every_field(
+    store: Store, world: World, relation: Relation, below: bool, same: bool, above: bool
+) -> None:
+    """A guard compares the key's field with the operand: is the key's value below, the same as, above it?"""
+    key = world.prefix + "k"
+    lease = store.grant(60.0, soon())
+    try:
+        revision = write(store, Put(key, b"m", lease.id)).revision
+        for fields, actual in (
+            ((Field.CREATE_REVISION, Field.MOD_REVISION), revision),
+            ((Field.LEASE,), lease.id),
+        ):
+            for field in fields:
+                verdicts = [holds(store, Compare(key, field, relation, actual + delta)) for delta in (1, 0, -1)]
+                assert verdicts == [below, same, above], field
+        values = [holds(store, Compare(key, Field.VALUE, relation, operand)) for operand in (b"z", b"m", b"a")]
+        assert values == [below, same, above]
+    finally:
+        store.revoke(lease.id, soon())
+
+
+def test_guards_on_a_missing_key(store: Store, world: World) -> None:
+    """A missing key has revisions and lease 0, and no comparison of its value holds."""
+    key = world.prefix + "missing"
+    for field in (Field.CREATE_REVISION, Field.MOD_REVISION, Field.LEASE):
+        assert holds(store, Compare(key, field, Relation.EQUAL, 0))
+        assert holds(store, Compare(key, field, Relation.LESS, 5))
+        assert not holds(store, Compare(key, field, Relation.GREATER, 0))
+    for relation in Relation:
+        assert not holds(store, Compare(key, Field.VALUE, relation, b""))
+
+
+def test_a_range_guard_must_hold_for_every_key(store: Store, world: World) -> None:
+    """With a range end the guard is about all keys of the range; an empty range compares as a missing key."""
+    start, end = world.prefix + "nodes/", world.prefix + "nodes0"
+    first = write(store, Put(start + "a", b"")).revision
+    second = write(store, Put(start + "b", b"")).revision
+    assert holds(store, Compare(start, Field.CREATE_REVISION, Relation.GREATER, first - 1, end))
+    assert not holds(store, Compare(start, Field.CREATE_REVISION, Relation.GREATER, first, end))
+    assert holds(store, Compare(start, Field.MOD_REVISION, Relation.LESS, second + 1, end))
+    write(store, Delete(start, end))
+    assert holds(store, Compare(start, Field.CREATE_REVISION, Relation.EQUAL, 0, end))
+    assert not holds(store, Compare(start, Field.CREATE_REVISION, Relation.GREATER, first, end))
+    assert not holds(store, Compare(start, Field.VALUE, Relation.NOT_EQUAL, b"x", end))
+
+
+def test_ranges_are_deleted_at_once(store: Store, world: World) -> None:
+    """A deletion with a range end removes the range and nothing else."""
+    write(store, *(Put(f"{world.prefix}e/{number}", b"") for number in range(5)))
+    write(store, Delete(f"{world.prefix}e/0", f"{world.prefix}e/3"))
+    assert [item.key[-1] for item in store.range(world.prefix + "e/", soon()).items] == ["3", "4"]
+
+
+@pytest.mark.parametrize("operations", ["twice", "put and delete", "too many"])
+def test_what_etcd_refuses_is_refused(store: Store, world: World, operations: str) -> None:
+    """A key written twice in one branch, and more than 128 operations, are permanent errors; nothing happens."""
+    key = world.prefix + "k"
+    wanted: dict[str, list[Operation]] = {
+        "twice": [Put(key, b"1"), Put(key, b"2")],
+        "put and delete": [Put(key, b"1"), Delete(world.prefix, prefix_end(world.prefix))],
+        "too many": [Put(f"{key}{number}", b"") for number in range(129)],
+    }
+    with pytest.raises(PermanentError):
+        store.transact([], wanted[operations], deadline=soon())
+    with pytest.raises(PermanentError):
+        store.transact([absent(key + "x")], [], wanted[operations], deadline=soon())
+    assert store.range(world.prefix, soon()).items == ()
+
+
+def test_a_put_under_a_dead_lease_changes_nothing(store: Store, world: World) -> None:
+    """The whole transaction fails when one of its leases is not there."""
+    lease = store.grant(30.0, soon())
+    store.revoke(lease.id, soon())
+    with pytest.raises(LeaseLostError):
+        write(store, Put(world.prefix + "a", b""), Put(world.prefix + "b", b"", lease.id))
+    assert store.range(world.prefix, soon()).items == ()
+
+
+def test_a_deadline_that_has_passed_asks_nothing(store: Store, world: World) -> None:
+    """No write is attempted without time for it."""
+    gone = Deadline.after(-1.0)
+    with pytest.raises(StoreUnavailableError):
+        store.get(world.prefix, gone)
+    with pytest.raises(StoreUnavailableError):
+        store.transact([], [Put(world.prefix + "a", b"")], deadline=gone)
+    assert store.range(world.prefix, soon()).items == ()
+
+
+def test_a_closed_store_raises(world: World) -> None:
+    """Use after close is an error that callers handle already, not a surprise of the client library."""
+    store = world.client()
+    assert store.version(soon())
+    store.close()
+    store.close()
+    with pytest.raises(StoreUnavailableError):
+        store.get(world.prefix, soon())

@@ -1,0 +1,105 @@
+"""Leases and the session that holds one, on every store."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.errors import LeaseLostError
+from elastic_trainer.store.api import EventKind, Put, Store
+from elastic_trainer.store.session import LeaseSession, SessionListener
+from tests.contract.worlds import World
+from tests.support.listeners import LIMIT_S, Recorder
+
+
+def soon() -> Deadline:
+    return Deadline.after(30.0)
+
+
+def test_a_lease_that_is_not_kept_alive_takes_its_keys_along(store: Store, world: World) -> None:
+    """All keys of an expired lease are deleted, others stay; not before the time granted is over."""
+    recorder = Recorder()
+    watch = store.watch(world.prefix, recorder)
+    recorder.wait_snapshots(1)
+    lease = store.grant(2.0, soon())
+    granted_at = SYSTEM.monotonic()
+    assert lease.ttl_s >= 2.0
+    store.transact(
+        [], [Put(world.prefix + "a", b"", lease.id), Put(world.prefix + "b", b"", lease.id)], deadline=soon()
+    )
+    store.transact([], [Put(world.prefix + "c", b"")], deadline=soon())
+    events = recorder.wait_events(5)
+    assert SYSTEM.monotonic() - granted_at > lease.ttl_s - 0.1
+    gone = events[3:]
+    assert {(event.kind, event.item.key[-1]) for event in gone} == {(EventKind.DELETE, "a"), (EventKind.DELETE, "b")}
+    assert {(event.item.value, event.item.create_revision, event.item.lease) for event in gone} == {(b"", 0, 0)}
+    assert [item.key[-1] for item in store.range(world.prefix, soon()).items] == ["c"]
+    with pytest.raises(LeaseLostError):
+        store.keep_alive(lease.id, soon())
+    watch.close()
+
+
+def test_revoking_deletes_the_keys_at_once_and_may_be_repeated(store: Store, world: World) -> None:
+    """An end on request needs no waiting; a lease that is gone is no error."""
+    lease = store.grant(600.0, soon())
+    store.transact([], [Put(world.prefix + "a", b"", lease.id)], deadline=soon())
+    item = store.get(world.prefix + "a", soon()).first
+    assert item is not None
+    assert item.lease == lease.id
+    store.revoke(lease.id, soon())
+    assert store.get(world.prefix + "a", soon()).first is None
+    store.revoke(lease.id, soon())
+
+
+def test_a_key_written_again_without_its_lease_outlives_it(store: Store, world: World) -> None:
+    """The last put decides which lease a key belongs to."""
+    lease = store.grant(600.0, soon())
+    store.transact([], [Put(world.prefix + "a", b"1", lease.id)], deadline=soon())
+    store.transact([], [Put(world.prefix + "a", b"2")], deadline=soon())
+    store.revoke(lease.id, soon())
+    item = store.get(world.prefix + "a", soon()).first
+    assert item is not None
+    assert (item.value, item.lease) == (b"2", 0)
+
+
+def test_a_session_keeps_its_lease_beyond_the_ttl(store: Store, world: World) -> None:
+    """After more than twice the TTL the key of a held lease is still there; closing removes it at once."""
+    session = LeaseSession(store, 2.0, soon())
+    store.transact([], [Put(world.prefix + "node", b"", session.lease_id)], deadline=soon())
+    assert not pause(2.2 * session.ttl_s, session.lost)
+    assert store.get(world.prefix + "node", soon()).first is not None
+    assert not session.suspect
+    session.close()
+    assert store.get(world.prefix + "node", soon()).first is None
+    assert not session.lost.is_set()
+    assert "lease-keeper" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_session_can_leave_its_lease_behind(store: Store, world: World) -> None:
+    """Without revocation keys stay until the lease ends by itself."""
+    session = LeaseSession(store, 60.0, soon())
+    store.transact([], [Put(world.prefix + "node", b"", session.lease_id)], deadline=soon())
+    session.close(revoke=False)
+    assert store.get(world.prefix + "node", soon()).first is not None
+    store.revoke(session.lease_id, soon())
+
+
+def test_a_revoked_lease_is_noticed_and_renewed(store: Store, world: World) -> None:
+    """Losing the lease sets ``lost`` and calls back once; renewal is a new lease with an event of its own."""
+    told = threading.Semaphore(0)
+    session = LeaseSession(store, 2.0, soon(), listener=SessionListener(on_lost=told.release))
+    first, lost = session.lease_id, session.lost
+    assert session.renew(soon()) == first, "a living lease is not renewed"
+    world.client().revoke(first, soon())
+    assert lost.wait(LIMIT_S)
+    assert told.acquire(timeout=LIMIT_S)
+    second = session.renew(soon())
+    assert second == session.lease_id != first
+    assert lost.is_set()
+    assert not session.lost.is_set()
+    assert not pause(1.5 * session.ttl_s, session.lost), "the new lease is kept alive"
+    assert store.keep_alive(second, soon()) > 0
+    session.close()
+    assert not told.acquire(timeout=0)

@@ -1,0 +1,1 @@
+"""Faults made on purpose: killed, frozen, partitioned, full, damaged."""

@@ -1,0 +1,1 @@
+"""Real processes: etcd, torchrun, gloo."""

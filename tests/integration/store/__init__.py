@@ -1,0 +1,1 @@
+"""The store against real etcd servers that crash, freeze and forget."""

@@ -1,0 +1,1 @@
+"""Whole jobs as users start them: python -m, torchrun."""

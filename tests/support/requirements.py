@@ -1,0 +1,44 @@
+"""What a test needs of its machine: skipped with the reason on a laptop, a failure in CI."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+
+def in_ci() -> bool:
+    """Whether this run must have everything (``CI`` is set, and not to ``0`` or ``false``)."""
+    return os.environ.get("CI", "").lower() not in ("", "0", "false")
+
+
+def missing(reason: str) -> NoReturn:
+    """End the running test because its machine lacks something: skip it, or fail it in CI."""
+    if in_ci():
+        pytest.fail(f"missing in CI: {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+def find(binary: str) -> str | None:
+    """The path of ``binary``: from PATH, else from the system directories that users' PATHs leave out, else from
+    this virtual environment (which brings an etcd of its own)."""
+    places = [os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin", str(Path(sys.executable).parent)]
+    return shutil.which(binary, path=os.pathsep.join(places))
+
+
+def needs(binary: str, reason: str) -> str:
+    """The path of ``binary``; without it the test ends as :func:`missing` says, ``reason`` telling what it is for."""
+    path = find(binary)
+    if path is None:
+        missing(f"{binary} is not installed: {reason}")
+    return path
+
+
+def needs_root(reason: str) -> None:
+    """End the running test, as :func:`missing` says, unless it runs as root."""
+    if os.geteuid() != 0:
+        missing(f"not root: {reason}")

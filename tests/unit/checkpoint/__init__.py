@@ -1,0 +1,1 @@
+"""Names, codec, manifest, commit, retention, sweeping and the manager, each by itself."""

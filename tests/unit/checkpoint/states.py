@@ -1,0 +1,75 @@
+"""States to save, and an equality that sees every bit."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_trainer.checkpoint import CheckpointManager, Event, Retention
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether both have equal types and equal bits all the way down, in the same order."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and raw(left) == raw(right)
+    if isinstance(left, float):
+        return struct.pack(">d", left) == struct.pack(">d", right)
+    if isinstance(left, dict | OrderedDict | Counter):
+        pairs = zip(left.items(), right.items(), strict=True) if len(left) == len(right) else ()
+        return len(left) == len(right) and all(same(a, c) and same(b, d) for (a, b), (c, d) in pairs)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The elements' bytes."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes()) if plain.numel() else b""
+
+
+def training_state(seed: int = 0, width: int = 16) -> dict[str, Any]:
+    """Model, optimizer, scheduler and random state after some real steps."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, width)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "rng": torch.get_rng_state(),
+        "cursor": {"epoch": 1, "samples": 96},
+    }
+
+
+class Heard(list[Event]):
+    """Collects events."""
+
+    def kinds(self) -> list[str]:
+        """Their kinds, in order."""
+        return [str(event.kind) for event in self]
+
+
+def manager(directory: Path, keep_last: int = 10, **policy: Any) -> tuple[CheckpointManager, Heard]:
+    """A manager and what it reports."""
+    heard = Heard()
+    return CheckpointManager(directory, Retention(keep_last=keep_last, **policy), heard.append), heard
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    """Change one bit of the file ``path``."""
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << (bit % 8)
+    path.write_bytes(bytes(content))

@@ -1,0 +1,294 @@
+"""The codec: what goes in comes out bit by bit; what cannot is refused by its path."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_trainer.checkpoint import codec, tensorfile, tensors
+from elastic_trainer.checkpoint.faults import DamagedError
+from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE
+from elastic_trainer.errors import CheckpointError
+from tests.unit.checkpoint.states import same, training_state
+
+
+def through_bytes(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Encode to file contents and decode from them, without a disk."""
+    files = {file.name: file for file in codec.encode(state).files}
+    body = b"".join(files[TENSORS_FILE].body())
+    skeleton = b"".join(files[STATE_FILE].body())
+    assert len(body) == files[TENSORS_FILE].body_size
+    placed = tensorfile.parse(files[TENSORS_FILE].head, len(body), "here")
+    slabs = tensors.allocate(placed)
+    for slab in slabs:
+        slab.view[:] = body[slab.begin : slab.begin + len(slab.view)]
+    return codec.decode(skeleton, tensors.build(placed, slabs), "here")
+
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (2, 3, 5)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_type_and_shape_keep_their_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Random bit patterns (NaNs with payloads among them) come back; empty and 0-d shapes too."""
+    count = math.prod(shape) * dtype.itemsize
+    data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    tensor = data.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+    state = {"odd": torch.ones(3, dtype=torch.bool), "it": tensor}
+    assert same(through_bytes(state), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_tensors_come_back(dtype: torch.dtype) -> None:
+    """Complex numbers are kept though the file format has no such type; lazily conjugated ones by their values."""
+    tensor = torch.randn(2, 3, dtype=dtype)
+    state = {"plain": tensor, "scalar": tensor[0, 0].clone(), "empty": tensor[:0], "conjugate": tensor.conj()}
+    back = through_bytes(state)
+    assert same(back, state)
+    assert torch.equal(back["conjugate"], tensor.conj().resolve_conj())
+
+
+def test_views_and_strides_are_saved_by_value() -> None:
+    """Transposed, strided, expanded and offset views hold their own elements, not those around them."""
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    state = {
+        "transposed": base.t(),
+        "strided": base[::2, 1::3],
+        "expanded": torch.tensor([1.5]).expand(5),
+        "offset": base.reshape(-1)[7:9],
+        "negated": torch._neg_view(base),
+        "parameter": torch.nn.Parameter(base[1]),
+    }
+    back = through_bytes(state)
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
+def test_a_tensor_in_two_places_is_stored_once_and_comes_back_as_one() -> None:
+    """Tied weights stay tied; a different view of the same memory is a tensor of its own."""
+    weight = torch.randn(8, 8)
+    image = codec.encode({"encoder": weight, "decoder": weight, "row": weight[0]})
+    assert image.files[0].body_size == weight.nbytes + weight[0].nbytes
+    back = through_bytes({"encoder": weight, "decoder": weight, "row": weight[0]})
+    assert back["encoder"] is back["decoder"]
+    assert back["row"] is not back["encoder"]
+
+
+def test_loaded_tensors_can_be_written_to_without_touching_each_other() -> None:
+    """Small tensors share memory while loading, but no byte of it."""
+    state = {str(index): torch.full((5,), index, dtype=torch.int8) for index in range(50)}
+    back = through_bytes(state)
+    for tensor in back.values():
+        tensor.add_(100)
+    assert all(torch.equal(back[str(index)], torch.full((5,), index + 100, dtype=torch.int8)) for index in range(20))
+
+
+def test_saving_reads_tensors_in_place() -> None:
+    """The bytes written are the tensor's own memory: no copy of a contiguous tensor is made."""
+    tensor = torch.zeros(1000)
+    (view,) = codec.encode({"it": tensor}).files[0].body()
+    tensor[0] = 1.0
+    assert bytes(view[:4]) == struct.pack("<f", 1.0)
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(min_value=-(1 << 4000), max_value=1 << 4000),
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.text(st.characters(), max_size=8),
+    st.binary(max_size=8),
+)
+KEYS = st.one_of(st.text(st.characters(), max_size=5), st.integers(), st.just("$"))
+STATES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.dictionaries(KEYS, inner, max_size=4).map(OrderedDict),
+        st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter),
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(KEYS, STATES, max_size=4))
+def test_any_nesting_comes_back(state: dict[Any, Any]) -> None:
+    """Whatever is made of the supported types survives with types, key order and every bit."""
+    assert same(through_bytes(state), state)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        math.inf,
+        -math.inf,
+        -0.0,
+        5e-324,
+        1.7976931348623157e308,
+        struct.unpack(">d", bytes.fromhex("7ff8000000000abc"))[0],
+        [-(1 << 20000)],
+        "\ud800",
+        "\ud83d\ude00",
+        b"\0" * 5000,
+        b"",
+        {"$": 1},
+        {1: "int", "1": "str"},
+        {1 << 20000: torch.ones(2)},
+    ],
+)
+def test_awkward_values_come_back(value: object) -> None:
+    """Infinities, NaN payloads, huge integers, lone surrogates, large bytes, and keys that look like ours."""
+    assert same(through_bytes({"it": value}), {"it": value})
+
+
+def test_a_training_state_comes_back_and_continues() -> None:
+    """Real state dicts keep everything, including the module versions that state_dict() carries in an attribute."""
+    state = training_state()
+    back = through_bytes(state)
+    assert same(back, state)
+    assert back["model"]._metadata == state["model"]._metadata
+    assert isinstance(back["scheduler"]["milestones"], Counter)
+
+
+def _schedulers() -> list[Any]:
+    kinds = torch.optim.lr_scheduler
+    return [
+        lambda o: kinds.StepLR(o, 2),
+        lambda o: kinds.MultiStepLR(o, [1, 3]),
+        lambda o: kinds.CosineAnnealingLR(o, 10),
+        lambda o: kinds.CosineAnnealingWarmRestarts(o, 4),
+        lambda o: kinds.OneCycleLR(o, 0.1, total_steps=20),
+        lambda o: kinds.CyclicLR(o, 0.01, 0.1),
+        lambda o: kinds.ReduceLROnPlateau(o),
+        lambda o: kinds.LambdaLR(o, lambda epoch: 0.9**epoch),
+        lambda o: kinds.SequentialLR(o, [kinds.ConstantLR(o), kinds.ExponentialLR(o, 0.9)], [2]),
+    ]
+
+
+@pytest.mark.parametrize("make", _schedulers())
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
+def test_the_state_of_every_common_scheduler_can_be_kept(make: Any) -> None:
+    """None of torch's schedulers holds anything that the codec refuses."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    state = {"scheduler": make(optimizer).state_dict()}
+    assert same(through_bytes(state), state)
+
+
+Point = namedtuple("Point", "x y")  # noqa: PYI024
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.float64(1.0), ["numpy.float64", ".item()"]),
+        (np.int32(1), ["numpy.int32", ".item()"]),
+        (np.bool_(True), ["numpy.bool", ".item()"]),
+        (np.zeros(2), ["numpy.ndarray", "torch.from_numpy()"]),
+        ({1, 2}, ["set", "supported are"]),
+        (Point(1, 2), ["Point", "tuple()"]),
+        (defaultdict(int), ["defaultdict", "dict()"]),
+        (torch.float32, ["torch.dtype"]),
+        (object(), ["object"]),
+        (1j, ["complex"]),
+        (torch.eye(2).to_sparse(), ["layout", ".to_dense()"]),
+        (torch.empty(2, device="meta"), ["meta device"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_kept_is_refused_by_its_path(value: object, words: list[str]) -> None:
+    """The error names the place in the state, the type, and what to do."""
+    with pytest.raises(CheckpointError) as caught:
+        codec.encode({"optimizer": {"state": [0, {3: value}]}})
+    text = str(caught.value)
+    assert "state['optimizer']['state'][1][3]" in text
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize("key", [1.5, True, None, (1, 2), np.int64(3)], ids=repr)
+def test_keys_other_than_str_and_int_are_refused(key: object) -> None:
+    """A key that JSON would silently turn into a string is an error."""
+    with pytest.raises(CheckpointError, match=r"state\['a'\].*key"):
+        codec.encode({"a": {key: 1}})
+
+
+def test_a_state_that_contains_itself_is_refused() -> None:
+    """A cycle ends in a sentence, not in a RecursionError; sharing without a cycle is fine."""
+    shared = [1]
+    assert through_bytes({"a": shared, "b": shared}) == {"a": [1], "b": [1]}
+    loop: dict[str, Any] = {}
+    loop["me"] = [loop]
+    with pytest.raises(CheckpointError, match="contains itself"):
+        codec.encode({"loop": loop})
+
+
+def test_bottomless_nesting_is_refused() -> None:
+    """Too deep for the JSON module is too deep for us, before it fails."""
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(CheckpointError, match="nested deeper"):
+        codec.encode({"deep": deep})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"version":1,"state":[]}',
+        '{"version":2,"state":{}}',
+        '{"version":1,"state":{"a":{"$":"pickle"}}}',
+        '{"version":1,"state":{"a":{"$":["tuple"]}}}',
+        '{"version":1,"state":{"a":{"$":"tensor","name":"nowhere"}}}',
+        '{"version":1,"state":{"a":{"$":"bytes","base64":"?"}}}',
+        '{"version":1,"state":{"a":{"$":"float","bits":"00"}}}',
+        '{"version":1,"state":{"a":{"$":"dict","items":[1]}}}',
+        '{"version":1,"state":{"a":{"$":"dict","items":[[[],1]]}}}',
+        '{"version":1,"state":' + "[" * 100_000 + "]" * 100_000 + "}",
+    ],
+    ids=lambda text: text[:60],
+)
+def test_a_skeleton_that_makes_no_sense_is_damage(text: str) -> None:
+    """Nothing in a state file can raise anything but DamagedError, and nothing in it is executed."""
+    with pytest.raises(DamagedError):
+        codec.decode(text.encode(), {}, "here")
+
+
+def test_names_of_tensors_are_readable_and_unique() -> None:
+    """Tensor names are paths; an int key beside its spelling as a str does not clash."""
+    state = {"model": {"w": torch.ones(1), 1: torch.ones(2), "1": torch.ones(3)}, "__metadata__": torch.ones(4)}
+    head = codec.encode(state).files[0].head
+    names = set(json.loads(head[8:])) - {"__metadata__"}
+    assert {"model/w", "model/1", "model/1#2"} < names
+    assert same(through_bytes(state), state)

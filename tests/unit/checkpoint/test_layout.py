@@ -1,0 +1,94 @@
+"""Names: what is formatted parses back; nothing else is taken for ours."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.checkpoint.layout import (
+    CheckpointName,
+    Kind,
+    Writer,
+    host_label,
+    kind_of,
+    parse_checkpoint,
+    parse_temporary,
+    quarantine_name,
+    quarantined,
+    temporary_name,
+    trash_name,
+)
+from elastic_trainer.errors import CheckpointError
+
+NAME = "step-000000120-r7-0123456789ab"
+
+
+def test_a_name_reads_as_designed() -> None:
+    """Step, round and nonce stand in the name in the documented form."""
+    assert str(CheckpointName(round=7, step=120, nonce="0123456789ab")) == NAME
+
+
+@given(st.integers(0, 10**17), st.integers(0, 10**17))
+def test_every_name_parses_back(step: int, round_number: int) -> None:
+    """Formatting and parsing are inverse, also beyond nine digits."""
+    name = CheckpointName(round=round_number, step=step)
+    assert parse_checkpoint(str(name)) == name
+
+
+def test_round_goes_before_step_in_order() -> None:
+    """An excluded rank 0 that is ahead in steps cannot win over a later round."""
+    stale = CheckpointName(round=1, step=500, nonce="f" * 12)
+    assert stale < CheckpointName(round=2, step=400, nonce="0" * 12)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step-120-r7-0123456789ab",
+        "step-0000000120-r7-0123456789ab",
+        "step-000000120-r07-0123456789ab",
+        "step-000000120-r7-0123456789AB",
+        "step-000000120-r7-0123456789ab\n",
+        "step-000000120-r7-0123456789ab.bak",
+        "tmp-notes",
+        "trash-",
+        "corrupt-data",
+        "corrupt-" + NAME,
+        "latest",
+    ],
+)
+def test_near_misses_are_foreign(text: str) -> None:
+    """A name that is not exactly ours is never touched."""
+    assert kind_of(text) is Kind.FOREIGN
+    assert parse_checkpoint(text) is None
+
+
+def test_negative_steps_are_refused() -> None:
+    """A step below 0 is an error, not a strange file name."""
+    with pytest.raises(CheckpointError, match="step -1"):
+        CheckpointName(round=0, step=-1)
+
+
+@given(st.text(max_size=100), st.integers(1, 2**31), st.integers(0, 2**60), st.integers(0, 2**40))
+def test_a_temporary_name_carries_its_writer(host: str, pid: int, start: int, namespace: int) -> None:
+    """The writer's identity comes back from the name, whatever the host is called; the name fits a file system."""
+    writer = Writer(pid=pid, start=start, boot="ab" * 16, namespace=namespace, host=host_label(host))
+    name = temporary_name(writer)
+    assert parse_temporary(name) == writer
+    assert kind_of(name) is Kind.TEMPORARY
+    assert len(name.encode()) < 255
+    assert "/" not in name
+
+
+def test_temporary_names_of_one_writer_differ() -> None:
+    """Two saves of one process never meet."""
+    writer = Writer(1, 2, "0" * 32, 3, "host")
+    assert temporary_name(writer) != temporary_name(writer)
+
+
+def test_trash_and_quarantine_are_recognized() -> None:
+    """Neither counts as committed; a quarantine name tells what it was."""
+    assert kind_of(trash_name(NAME)) is Kind.TRASH
+    assert kind_of(quarantine_name(NAME, 3)) is Kind.QUARANTINED
+    assert quarantined(quarantine_name(NAME, 3)) == NAME

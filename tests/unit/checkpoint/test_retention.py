@@ -1,0 +1,90 @@
+"""Retention: what stays, what goes, and the reasons."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.checkpoint.retention import Candidate, Mode, Retention, by_metric, decide
+from elastic_trainer.errors import ConfigError
+
+
+def story(*steps: int, **metrics: float) -> list[Candidate]:
+    """Checkpoints at ``steps``, newest first; ``s7=0.5`` gives the one of step 7 that loss."""
+    values = {name: {"loss": value} for name, value in metrics.items()}
+    return [Candidate(f"s{step}", step, metrics=values.get(f"s{step}", {})) for step in steps]
+
+
+def kept(candidates: list[Candidate], policy: Retention, *protected: str) -> list[str]:
+    """Names that stay."""
+    return [verdict.name for verdict in decide(candidates, policy, frozenset(protected)) if verdict.keep]
+
+
+def test_the_newest_n_stay() -> None:
+    """Only the order counts, not the step numbers."""
+    assert kept(story(5, 4, 9, 2), Retention(keep_last=2)) == ["s5", "s4"]
+
+
+def test_every_kth_step_stays() -> None:
+    """Milestones outlive the newest n."""
+    assert kept(story(25, 24, 20, 15, 10), Retention(keep_last=1, keep_every=10)) == ["s25", "s20", "s10"]
+
+
+@pytest.mark.parametrize(("mode", "expected"), [(Mode.MIN, "s2"), (Mode.MAX, "s1")])
+def test_the_best_by_metric_stays(mode: Mode, expected: str) -> None:
+    """The mode says which end is good; NaN and missing values are never best."""
+    candidates = story(5, 4, 3, 2, 1, s4=math.nan, s3=0.5, s2=0.1, s1=0.9)
+    assert kept(candidates, Retention(keep_last=1, metric="loss", mode=mode)) == ["s5", expected]
+
+
+def test_of_equally_good_ones_the_newest_is_best() -> None:
+    """Ties do not depend on chance."""
+    policy = Retention(metric="loss")
+    assert [each.name for each in by_metric(story(3, 2, 1, s3=1.0, s2=0.5, s1=0.5), policy)] == ["s2", "s1", "s3"]
+
+
+def test_the_newest_that_was_saved_as_best_stays() -> None:
+    """A flag by the trainer counts without any metric; older flags do not."""
+    candidates = [Candidate("a", 4), Candidate("b", 3, best=True), Candidate("c", 2, best=True)]
+    assert kept(candidates, Retention(keep_last=1)) == ["a", "b"]
+
+
+def test_a_protected_one_stays() -> None:
+    """What was just saved stays even if it does not rank as the newest."""
+    assert kept(story(9, 8, 7), Retention(keep_last=1), "s7") == ["s9", "s7"]
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [({"keep_last": 0}, "keep_last"), ({"keep_every": 0}, "keep_every"), ({"keep_best": 0}, "keep_best")],
+)
+def test_a_policy_that_keeps_nothing_is_refused(values: dict[str, int], word: str) -> None:
+    """The error names the option."""
+    with pytest.raises(ConfigError, match=word):
+        Retention(**values)  # type: ignore[arg-type]
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    """A typo does not silently mean min."""
+    with pytest.raises(ConfigError, match="minimum"):
+        Retention(metric="loss", mode="minimum")  # type: ignore[arg-type]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.booleans(), st.floats()), unique_by=lambda each: each[0], max_size=12),
+    st.integers(1, 4),
+    st.one_of(st.none(), st.integers(1, 7)),
+)
+def test_invariants(values: list[tuple[int, bool, float]], keep_last: int, keep_every: int | None) -> None:
+    """Every checkpoint gets one verdict with a reason; the newest stays; deciding again removes nothing more."""
+    candidates = [Candidate(str(step), step, best, {"loss": loss}) for step, best, loss in values]
+    policy = Retention(keep_last=keep_last, keep_every=keep_every, metric="loss")
+    verdicts = decide(candidates, policy, frozenset())
+    assert [verdict.name for verdict in verdicts] == [each.name for each in candidates]
+    assert all(verdict.reason for verdict in verdicts)
+    assert all(verdict.keep for verdict in verdicts[:keep_last])
+    staying = [each for each, verdict in zip(candidates, verdicts, strict=True) if verdict.keep]
+    assert kept(staying, policy) == [each.name for each in staying]

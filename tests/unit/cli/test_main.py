@@ -1,0 +1,129 @@
+"""The command as a whole: help is fast and light, errors are one sentence with an exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer import __version__
+from elastic_trainer.cli.main import COMMANDS, main
+from elastic_trainer.clock import SYSTEM
+
+HELP_LIMIT_S = 0.5
+
+
+def test_help_loads_neither_torch_nor_grpc_nor_any_subcommand() -> None:
+    """Nor what a subcommand needs: all of that comes when the subcommand is given."""
+    code = (
+        "import sys\nfrom elastic_trainer.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "heavy = {'torch', 'grpc', 'etcd3', 'rich', 'pydantic', 'psutil', 'structlog'} & set(sys.modules)\n"
+        "mine = {m for m in sys.modules if m.startswith('elastic_trainer.cli.') and not m.endswith('.main')}\n"
+        "assert not heavy and not mine, (heavy, mine)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in COMMANDS:
+        assert command.name in done.stdout
+
+
+def test_help_is_fast() -> None:
+    """The quickest of several tries: a loaded machine slows single ones."""
+    times = []
+    for _ in range(15):
+        begun = SYSTEM.monotonic()
+        subprocess.run([sys.executable, "-m", "elastic_trainer.cli.main", "--help"], capture_output=True, check=True)
+        times.append(SYSTEM.monotonic() - begun)
+        if times[-1] < HELP_LIMIT_S:
+            break
+    assert min(times) < HELP_LIMIT_S
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """The package's."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"elastic-trainer {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The module that the list names exists and describes its options."""
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"elastic-trainer {command}" in capsys.readouterr().out
+
+
+LOCAL = ["local", "--nodes", "2:3"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["dance"], "invalid choice: 'dance'"),
+        (["--wrong"], "unrecognized arguments: --wrong"),
+        (["local", "--", "mnist"], "--nodes"),
+        (["local", "--nodes", "3:2", "--", "mnist"], "--nodes '3:2' is not MIN:MAX"),
+        (["local", "--nodes", "x", "--", "mnist"], "--nodes 'x' is not MIN:MAX"),
+        (["local", "--nodes", "0:1", "--", "mnist"], "--nodes '0:1' is not MIN:MAX"),
+        ([*LOCAL, "--start", "4", "--", "mnist"], "--start 4 is not between 2 and 3"),
+        ([*LOCAL, "--start", "many", "--", "mnist"], "argument --start: invalid int value: 'many'"),
+        ([*LOCAL, "--nproc-per-node", "0", "--", "mnist"], "--nproc-per-node 0 is below 1"),
+        ([*LOCAL, "--max-restarts", "-1", "--", "mnist"], "--max-restarts -1 is below 0"),
+        ([*LOCAL, "--timeout", "nan", "--", "mnist"], "--timeout nan is not a number of seconds above 0"),
+        ([*LOCAL, "--kill-node-at", "soon", "--", "mnist"], "--kill-node-at 'soon' is not STEP[:NODE]"),
+        ([*LOCAL, "--start", "2", "--kill-node-at", "5", "--", "mnist"], "leaves 1 of at least 2 nodes"),
+        ([*LOCAL, "--recovery", "magic", "--", "mnist"], "invalid choice: 'magic'"),
+        ([*LOCAL, "--rdzv-conf", "ttl", "--", "mnist"], "--rdzv-conf: 'ttl' is not key=value"),
+        ([*LOCAL, "--rdzv-conf", "tl=3", "--", "mnist"], "--rdzv-conf: unknown key 'tl'"),
+        ([*LOCAL, "--rdzv-conf", "node_id=x", "--", "mnist"], "'node_id' cannot be given"),
+        ([*LOCAL, "--", "train.py"], "script 'train.py' does not exist"),
+        ([*LOCAL, "--", "job.yaml"], "job.yaml: there is no such file"),
+        ([*LOCAL, "--", "mnits"], "there is no ready-made task 'mnits'"),
+        ([*LOCAL], "nothing to run was given"),
+        (["checkpoints", "gone"], "there is no directory 'gone'"),
+        (["checkpoints"], "the following arguments are required: DIR"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_78(
+    argv: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names what is wrong and what to do; nothing is started and nothing is left behind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert main(argv) == 78
+    error = capsys.readouterr().err
+    assert error.startswith("elastic-trainer: ")
+    assert error.count("\n") == 1
+    assert sentence in error
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_command_help_is_shown_and_the_exit_code_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that forgot its command does not succeed."""
+    assert main([]) == 78
+    assert "elastic-trainer: no command was given" in capsys.readouterr().err
+
+
+def test_a_run_directory_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two runs in one ledger would make both summaries wrong."""
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "train.py").write_text("print('hello')")
+    assert main([*LOCAL, "--run-dir", str(tmp_path), "--", str(tmp_path / "train.py")]) == 78
+    assert "holds an earlier run" in capsys.readouterr().err
+
+
+def test_a_run_directory_that_cannot_be_made_is_exit_code_73(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file in its way."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "train.py").write_text("print('hello')")
+    assert main([*LOCAL, "--run-dir", str(tmp_path / "file" / "run"), "--", str(tmp_path / "train.py")]) == 73
+    assert "cannot create" in capsys.readouterr().err

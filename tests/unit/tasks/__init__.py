@@ -1,0 +1,1 @@
+"""The ready-made tasks: data readers and the functions around the network."""

@@ -1,0 +1,166 @@
+"""The frame that all benchmarks share: options, fair repeats, the report's shape, discovery."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bench.__main__ import main
+from tests.bench.machine import machine, versions
+from tests.bench.report import Must, Options, Report, alternate, at_least, at_most, emit, parse, ratio
+from tests.bench.themes import Theme, themes
+
+ROOT = Path(__file__).parents[2]
+
+
+def written(options: Options, figures: dict[str, Any], musts: Sequence[Must] = ()) -> str:
+    out = io.StringIO()
+    assert emit(Report(options, figures=figures, musts=musts), out) == 0
+    return out.getvalue()
+
+
+def test_the_full_and_the_quick_run_repeat_as_often_as_the_benchmark_says() -> None:
+    """--quick chooses the smaller count, and --repeats overrides both."""
+    counts = [
+        parse("recovery", "Doc.", argv, repeats=5, quick_repeats=2).repeats
+        for argv in ([], ["--quick"], ["--quick", "--repeats", "7"])
+    ]
+    assert counts == [5, 2, 7]
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "many"])
+def test_a_count_of_repeats_below_one_is_refused_by_name(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wrong --repeats ends the benchmark with one sentence and argparse's exit status."""
+    with pytest.raises(SystemExit) as ended:
+        parse("recovery", "Doc.", ["--repeats", count])
+    assert ended.value.code == 2
+    assert "--repeats" in capsys.readouterr().err
+
+
+def test_the_report_says_how_to_repeat_it() -> None:
+    """The command in the report is the call, quoted for a shell."""
+    options = parse("recovery", "Doc.", ["--quick", "--repeats", "2"])
+    assert options.command == "python -m tests.bench.recovery --quick --repeats 2"
+
+
+def test_a_benchmark_may_have_options_of_its_own() -> None:
+    """What ``extend`` adds is parsed along and found in ``extra``."""
+
+    def extend(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--nodes", type=int, default=3)
+
+    assert parse("recovery", "Doc.", ["--nodes", "9"], extend=extend).extra.nodes == 9
+
+
+def test_variants_take_turns_and_swap_places() -> None:
+    """A drift of the machine meets all variants alike: A B, B A, A B."""
+    calls: list[str] = []
+
+    def variant(name: str, value: float) -> float:
+        calls.append(name)
+        return value
+
+    results = alternate({"a": lambda: variant("a", 1.0), "b": lambda: variant("b", 2.0)}, 3)
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert results == {"a": [1.0] * 3, "b": [2.0] * 3}
+
+
+def test_a_ratio_compares_medians() -> None:
+    """One outlier on either side does not move the ratio; nothing to compare with is infinitely worse."""
+    assert ratio([1.0, 1.0, 90.0], [2.0, 2.0, 0.1]) == 0.5
+    assert ratio([1.0], [0.0]) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("must", "ok"),
+    [
+        (at_most("pause, s", 0.2, 0.2), True),
+        (at_most("pause, s", 0.21, 0.2), False),
+        (at_least("steps kept", 10, 10), True),
+        (at_least("steps kept", 9, 10), False),
+        (at_most("never measured", math.nan, 1.0), False),
+        (at_least("never measured", math.nan, 1.0), False),
+        (at_most("never came", math.inf, 1.0), False),
+    ],
+)
+def test_a_must_is_kept_at_its_limit_and_missed_beyond_it(must: Must, ok: bool) -> None:
+    """The verdict follows from value and limit alone, and a value that never came about keeps nothing."""
+    assert must.ok is ok
+
+
+def test_json_ends_with_one_object_of_the_published_shape() -> None:
+    """The last line is the whole report: six keys, and four for each must."""
+    options = parse("recovery", "Doc.", ["--json"])
+    shape = json.loads(
+        written(options, {"median_s": 0.08}, [at_most("killed to next step, s", 0.08, 0.2)]).splitlines()[-1]
+    )
+    assert list(shape) == ["benchmark", "machine", "versions", "command", "figures", "musts"]
+    assert shape["benchmark"] == "recovery"
+    assert shape["figures"] == {"median_s": 0.08}
+    assert shape["musts"] == [{"name": "killed to next step, s", "value": 0.08, "limit": 0.2, "ok": True}]
+
+
+def test_json_stays_valid_when_a_number_is_not_finite() -> None:
+    """Infinity and NaN are no JSON: they become null, in figures however deep and in musts."""
+    options = parse("recovery", "Doc.", ["--json"])
+    shape = json.loads(written(options, {"runs": [{"s": math.inf}, 1.5]}, [at_most("pause, s", math.nan, 1.0)]))
+    assert shape["figures"] == {"runs": [{"s": None}, 1.5]}
+    assert shape["musts"][0]["value"] is None
+    assert shape["musts"][0]["ok"] is False
+
+
+def test_people_see_which_must_was_missed_and_the_benchmark_still_ran() -> None:
+    """A missed must is marked in the text; the exit status stays 0."""
+    text = written(parse("recovery", "Doc.", []), {}, [at_most("pause, s", 0.5, 0.2), at_least("kept", 1, 1)])
+    assert "MISSED pause, s: 0.5 (must: at most 0.2)" in text
+    assert "ok     kept: 1 (must: at least 1)" in text
+
+
+def test_the_machine_and_the_versions_are_those_of_this_process() -> None:
+    """What the numbers were measured on is read from the system, not typed in."""
+    here = machine()
+    assert here["cores"] == os.cpu_count()
+    assert here["usable_cores"] == len(os.sched_getaffinity(0))
+    assert versions()["python"] == sys.version.split()[0]
+    assert {"elastic-trainer", "torch", "etcd3"} <= set(versions())
+
+
+def test_benchmarks_are_found_by_their_main_without_being_run(tmp_path: Path) -> None:
+    """A module is a benchmark if it defines ``main``; finding it executes nothing of it."""
+    (tmp_path / "pause.py").write_text('"""How long.\n\nMore."""\nraise SystemExit(9)\ndef main(argv): ...\n')
+    (tmp_path / "shared_parts.py").write_text('"""No benchmark."""\n')
+    (tmp_path / "test_pause.py").write_text("def main(): ...\n")
+    assert themes(tmp_path) == (Theme("pause", "How long."),)
+
+
+def test_what_the_benchmarks_share_is_not_taken_for_one() -> None:
+    """The real package lists themes only, and each says in a sentence what it measures."""
+    found = {theme.name: theme.summary for theme in themes()}
+    assert not {"report", "themes", "machine", "__main__"} & set(found)
+    assert all(found.values()), found
+
+
+def test_an_unknown_benchmark_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """``run`` with a theme that does not exist starts nothing and names it."""
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "no_such_theme", "--quick"])
+    assert ended.value.code == 2
+    assert "no_such_theme" in capsys.readouterr().err
+
+
+def test_the_package_lists_its_benchmarks() -> None:
+    """``python -m tests.bench`` prints every theme by name, and says so where there is none."""
+    call = [sys.executable, "-m", "tests.bench"]
+    said = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True).stdout
+    names = [line.split()[0] for line in said.splitlines()]
+    assert names == [theme.name for theme in themes()] if themes() else "no benchmarks" in said

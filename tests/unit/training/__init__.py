@@ -1,0 +1,1 @@
+"""The training package: pure parts and parts that need one process only."""

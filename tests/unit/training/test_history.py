@@ -1,0 +1,110 @@
+"""The metrics of a run and the file that shows them tell the same story after any fall-back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_trainer.errors import EXIT_CANNOT_WRITE, StorageError
+from elastic_trainer.training.config import Mode
+from elastic_trainer.training.history import FILE_NAME, History, lines_to_keep
+
+
+def _history(*accuracies: float) -> History:
+    history = History()
+    for number, accuracy in enumerate(accuracies, start=1):
+        history.observe(1.0 / number, 10)
+        history.add(step=10 * number, epoch=number, samples=0, lr=0.1, metrics={"accuracy": accuracy})
+    return history
+
+
+def _lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / FILE_NAME).read_text().splitlines()]
+
+
+def test_the_training_loss_is_a_mean_over_samples_since_the_last_record() -> None:
+    """A smaller batch counts for less, and each record begins anew."""
+    history = History()
+    history.observe(1.0, 30)
+    history.observe(4.0, 10)
+    first = history.add(2, 1, 0, 0.1, {"accuracy": 0.5})
+    second = history.add(2, 1, 0, 0.1, {"accuracy": 0.5})
+    assert first.train_loss == 1.75
+    assert second.train_loss is None
+
+
+def test_state_survives_json_exactly() -> None:
+    """What a checkpoint keeps rebuilds the same history, the sums under way included."""
+    history = _history(0.1, 0.2)
+    history.observe(1 / 3, 7)
+    copy = History()
+    copy.load_state_dict(json.loads(json.dumps(history.state_dict())))
+    assert copy.records == history.records
+    assert copy.add(30, 3, 0, 0.1, {}) == history.add(30, 3, 0, 0.1, {})
+
+
+def test_the_best_is_the_earliest_of_equals_and_never_nan() -> None:
+    """Both modes; a metric that is missing or not a number is never best."""
+    history = _history(0.5, 0.9, 0.9, float("nan"), 0.1)
+    best, worst = history.best("accuracy", Mode.MAX), history.best("accuracy", Mode.MIN)
+    assert best is not None
+    assert best.step == 20
+    assert worst is not None
+    assert worst.step == 50
+    assert history.best("loss", Mode.MAX) is None
+
+
+def test_each_record_becomes_one_line_with_notes(tmp_path: Path) -> None:
+    """New records are appended; lines that are there already stay byte for byte."""
+    history = _history(0.1)
+    history.write(tmp_path, {"world_size": 3})
+    before = (tmp_path / FILE_NAME).read_bytes()
+    history.add(20, 2, 0, 0.05, {"accuracy": 0.2})
+    history.write(tmp_path, {"world_size": 2})
+    history.write(tmp_path, {"world_size": 9})
+    assert (tmp_path / FILE_NAME).read_bytes().startswith(before)
+    assert [(line["step"], line["metrics"]["accuracy"], line["world_size"]) for line in _lines(tmp_path)] == [
+        (10, 0.1, 3),
+        (20, 0.2, 2),
+    ]
+
+
+def test_lines_of_steps_that_were_rolled_back_go(tmp_path: Path) -> None:
+    """A run that resumes before its last evaluations replaces their lines and keeps the older ones."""
+    _history(0.1, 0.2, 0.3).write(tmp_path, {"attempt": 1})
+    resumed = _history(0.1)
+    resumed.add(20, 2, 0, 0.1, {"accuracy": 0.25})
+    resumed.write(tmp_path, {"attempt": 2})
+    assert [(line["step"], line["metrics"]["accuracy"], line["attempt"]) for line in _lines(tmp_path)] == [
+        (10, 0.1, 1),
+        (20, 0.25, 2),
+    ]
+
+
+@pytest.mark.parametrize("damage", ["", '{"step": 1', "null\n", "[]\n", "\xff\n", '{"step": 10}\n'])
+def test_a_torn_or_foreign_file_is_rebuilt_from_the_state(tmp_path: Path, damage: str) -> None:
+    """Whatever is in the file, after a write it says what the state says."""
+    (tmp_path / FILE_NAME).write_text(damage, encoding="latin-1")
+    history = _history(0.1, 0.2)
+    history.write(tmp_path, {})
+    assert [line["step"] for line in _lines(tmp_path)] == [10, 20]
+
+
+def test_a_line_without_its_end_is_not_kept(tmp_path: Path) -> None:
+    """A line that was cut off after its last character would swallow the next one."""
+    history = _history(0.1)
+    history.write(tmp_path, {})
+    line = (tmp_path / FILE_NAME).read_text()
+    assert lines_to_keep([line], history.records) == [line]
+    assert lines_to_keep([line.rstrip("\n")], history.records) == []
+
+
+def test_a_directory_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+    """The error says which file, and has the exit code for it."""
+    (tmp_path / FILE_NAME).mkdir()
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written") as caught:
+        _history(0.1).write(tmp_path, {})
+    assert caught.value.exit_code == EXIT_CANNOT_WRITE

@@ -1,0 +1,116 @@
+"""How long a run is, when it is evaluated, and what the learning rate is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.model import Cursor
+from elastic_trainer.training.config import (
+    ConstantConfig,
+    CosineConfig,
+    EvaluationConfig,
+    JobConfig,
+    StepConfig,
+)
+from elastic_trainer.training.optimization import rate_factor
+from elastic_trainer.training.schedule import RunLength, epochs_done, evaluation_due, run_length
+
+LENGTH = RunLength(samples=100, steps_per_epoch=4, epochs=3, steps=12)
+
+
+def _job(**values: object) -> JobConfig:
+    return JobConfig.model_validate({"task": "x", "global_batch": 30, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"epochs": 3}, RunLength(100, 4, 3, 12)),
+        ({"max_steps": 5}, RunLength(100, 4, 2, 5)),
+        ({"epochs": 1, "max_steps": 50}, RunLength(100, 4, 1, 4)),
+        ({"epochs": 9, "max_steps": 4}, RunLength(100, 4, 1, 4)),
+    ],
+)
+def test_the_length_is_the_shorter_of_epochs_and_steps(values: dict[str, int], expected: RunLength) -> None:
+    """A smaller batch at the end of an epoch counts as a step."""
+    assert run_length(_job(**values), 100) == expected
+
+
+@pytest.mark.parametrize(
+    ("cursor", "step", "finished"),
+    [
+        (Cursor(0, 0), 0, False),
+        (Cursor(2, 90), 11, False),
+        (Cursor(2, 100), 12, True),
+        (Cursor(3, 0), 12, True),
+        (Cursor(1, 30), 12, True),
+        (Cursor(3, 0), 6, True),
+    ],
+)
+def test_a_run_is_finished_by_its_steps_or_its_epochs(cursor: Cursor, step: int, finished: bool) -> None:
+    """Epochs count by samples, so a run resumed with another batch size ends where it should."""
+    assert LENGTH.finished(cursor, step) is finished
+
+
+def test_the_end_of_an_epoch_is_recognised_before_and_after_the_cursor_moves_on() -> None:
+    """A checkpoint taken between the last step of an epoch and its evaluation leads to that evaluation."""
+    config = EvaluationConfig(every_epochs=1)
+    assert evaluation_due(config, LENGTH, Cursor(0, 100), 4)
+    assert evaluation_due(config, LENGTH, Cursor(1, 0), 4)
+    assert epochs_done(Cursor(0, 100), 100) == epochs_done(Cursor(1, 0), 100) == 1
+    assert not evaluation_due(config, LENGTH, Cursor(0, 90), 3)
+    assert not evaluation_due(config, LENGTH, Cursor(0, 0), 0)
+
+
+def test_evaluation_follows_epochs_or_steps_or_only_the_end() -> None:
+    """Both intervals can be combined or switched off; the end of the run is always evaluated."""
+    steps_only = EvaluationConfig(every_epochs=None, every_steps=3)
+    due = [step for step in range(13) if evaluation_due(steps_only, LENGTH, _cursor_after(step), step)]
+    assert due == [3, 6, 9, 12]
+    second = EvaluationConfig(every_epochs=2)
+    assert [s for s in range(13) if evaluation_due(second, LENGTH, _cursor_after(s), s)] == [8, 12]
+    never = EvaluationConfig(every_epochs=None)
+    assert [s for s in range(13) if evaluation_due(never, LENGTH, _cursor_after(s), s)] == [12]
+
+
+def _cursor_after(step: int) -> Cursor:
+    epoch, within = divmod(step, LENGTH.steps_per_epoch)
+    return Cursor(epoch, min(within * 30, 100))
+
+
+def test_a_constant_rate_may_warm_up() -> None:
+    """The factor climbs linearly to one and stays there."""
+    factors = [rate_factor(ConstantConfig(warmup_steps=3), step, LENGTH) for step in range(6)]
+    assert factors == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_a_step_schedule_falls_at_epochs() -> None:
+    """gamma is applied every so many epochs, counted in steps."""
+    factors = [rate_factor(StepConfig(name="step", every_epochs=1.5, gamma=0.5), step, LENGTH) for step in range(12)]
+    assert factors == [1.0] * 6 + [0.5] * 6
+
+
+def test_a_cosine_begins_at_one_and_ends_at_its_floor() -> None:
+    """Half a cosine after the warm-up; half way it is half way; beyond the end it stays at the floor."""
+    config = CosineConfig(name="cosine", floor=0.1, warmup_steps=2)
+    factors = [rate_factor(config, step, LENGTH) for step in range(14)]
+    assert factors[:3] == [1 / 3, 2 / 3, 1.0]
+    assert math.isclose(factors[7], 0.55)
+    assert factors[12] == factors[13] == 0.1
+
+
+@given(
+    step=st.integers(0, 10_000),
+    warmup=st.integers(0, 100),
+    floor=st.floats(0, 1),
+    steps=st.integers(1, 5_000),
+)
+def test_a_factor_is_always_between_zero_and_one(step: int, warmup: int, floor: float, steps: int) -> None:
+    """No combination of lengths divides by zero or leaves the range."""
+    length = RunLength(samples=steps, steps_per_epoch=steps, epochs=1, steps=steps)
+    config = CosineConfig(name="cosine", floor=floor, warmup_steps=warmup)
+    assert 0.0 <= rate_factor(config, step, length) <= 1.0 + 1e-12

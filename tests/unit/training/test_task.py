@@ -1,0 +1,104 @@
+"""Tasks are found by name, and check what the job file says in their sections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.training.config import JobConfig, Section
+from elastic_trainer.training.task import Datasets, Task, find_task
+
+
+class Line(Task):
+    """Fits a line."""
+
+    class Model(Section):
+        """The only thing to choose."""
+
+        bias: bool = True
+        width: int = 2
+
+    def datasets(self) -> Datasets:
+        points = torch.arange(10.0).unsqueeze(1)
+        data = torch.utils.data.TensorDataset(points, 2 * points)
+        return Datasets(train=data, test=data)
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Linear(1, 1, bias=self.model_options.bias)
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(batch.x), batch.y)
+
+    def metrics(self, model: torch.nn.Module, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+        return {"error": ((model(batch.x) - batch.y).square().sum(), len(batch.x))}
+
+
+def _job(**values: object) -> JobConfig:
+    return JobConfig.model_validate({"task": "line", "epochs": 1, "global_batch": 2, **values})
+
+
+def test_the_tasks_own_sections_are_checked_and_filled_in() -> None:
+    """Defaults of a section are part of the effective configuration."""
+    task = Line(_job(model={"bias": False}))
+    assert task.model_options.bias is False
+    assert task.config.model == {"bias": False, "width": 2}
+    assert task.config.data == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"model": {"biass": False}}, ["task line: unknown key 'model.biass'", "did you mean 'bias'?"]),
+        ({"model": {"width": "wide"}}, ["'model.width' is 'wide'"]),
+        ({"model": {"width": True}}, ["'model.width' is 'True'"]),
+        ({"data": {"x": 1}}, ["unknown key 'data.x'"]),
+        ({"options": {"x": 1}}, ["unknown key 'options.x'"]),
+    ],
+)
+def test_a_mistake_in_a_tasks_section_is_one_sentence(values: dict[str, Any], parts: list[str]) -> None:
+    """The sections of a task are as strict as those of the job."""
+    with pytest.raises(ConfigError) as caught:
+        Line(_job(**values))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_tasks_are_found_by_short_name_and_by_module() -> None:
+    """Ready-made tasks need no module, users' own do."""
+    assert find_task("mnist").__module__ == "elastic_trainer.tasks.mnist"
+    assert find_task(f"{__name__}:Line") is Line
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("mnst", ["no ready-made task 'mnst'", "did you mean 'mnist'?"]),
+        ("nowhere_at_all:Task", ["no module 'nowhere_at_all'", "PYTHONPATH"]),
+        ("elastic_trainer.nowhere:Task", ["no module 'elastic_trainer.nowhere'"]),
+        (f"{__name__}:Nothing", ["has no such class"]),
+        (f"{__name__}:Section", ["is not a subclass"]),
+        ("a b:c", ["is not module:Class"]),
+        ("torch:", ["is not module:Class"]),
+    ],
+)
+def test_a_wrong_task_name_is_one_sentence(name: str, parts: list[str]) -> None:
+    """No module, no class and the wrong kind of class are told apart."""
+    with pytest.raises(ConfigError) as caught:
+        find_task(name)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_users_module_with_a_missing_import_is_not_blamed_on_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import that fails inside the user's module is the module's error and keeps its traceback."""
+    (tmp_path / "broken_task_module.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        find_task("broken_task_module:Task")
