@@ -28,7 +28,7 @@ from elastic_trainer.membership.admission import admit
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, Spec, split_address
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.presence import Presence
-from elastic_trainer.membership.rules import Limits
+from elastic_trainer.membership.standing import Limits
 from elastic_trainer.model import RecoveryMode, checked_name
 from elastic_trainer.settings import (
     ENV_NODE,

@@ -7,11 +7,12 @@ the body's bytes, and reading insists on the spelling, so that no changed bit of
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_serializer, model_validator
 
 from elastic_trainer.checkpoint.faults import DamagedError, UnreadableError
 from elastic_trainer.errors import CheckpointError
@@ -27,7 +28,7 @@ _LONGEST = 256 << 20
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class FileRecord(_Frozen):
@@ -74,6 +75,11 @@ class Manifest(_Frozen):
     fields: dict[str, JsonValue] = {}
     versions: dict[str, str] = {}
     files: tuple[FileRecord, ...]
+
+    @field_serializer("metrics", when_used="json")
+    def _metrics_as_json(self, metrics: dict[str, float]) -> dict[str, float | str]:
+        """JSON has no words for nan and inf; as strings they validate back to floats."""
+        return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
 
     @property
     def size(self) -> int:

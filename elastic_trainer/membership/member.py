@@ -24,6 +24,7 @@ from elastic_trainer.errors import (
     StoreUnavailableError,
     TransientError,
 )
+from elastic_trainer.membership.composition import broken
 from elastic_trainer.membership.documents import (
     JournalEntry,
     NodeRecord,
@@ -34,8 +35,9 @@ from elastic_trainer.membership.documents import (
 )
 from elastic_trainer.membership.presence import Presence
 from elastic_trainer.membership.probe import Prober
-from elastic_trainer.membership.rules import Action, Decision, Limits, View, broken, decide, live_members
+from elastic_trainer.membership.rules import Action, Decision, decide
 from elastic_trainer.membership.sightings import Tracker
+from elastic_trainer.membership.standing import Limits, View, live_members
 from elastic_trainer.membership.view import Observation, RunView
 from elastic_trainer.store.api import Compare, Delete, Operation, Put, Store, created_at, unchanged
 from elastic_trainer.store.keys import RunKeys

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.membership.rules import NodeView, View, live_members
+from elastic_trainer.membership.standing import NodeView, View, live_members
 from elastic_trainer.telemetry.logs import logger
 
 PROBE_TIMEOUT_S = 0.5

@@ -1,26 +1,29 @@
 """The membership rules: from what a node sees and the time, what it should do. Pure.
 
 ``decide`` is run by every node that watches the nodes; safety does not depend on who runs it, because its
-result is committed by one compare on the round document (DESIGN section 3).
+result is committed by one compare on the round document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
-from elastic_trainer.membership.documents import (
-    Ghost,
-    NodeRecord,
-    NodeState,
-    RoundDocument,
-    RoundMember,
-    RoundState,
-    RunResult,
-    join_address,
+from elastic_trainer.membership.composition import broken, compose
+from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.standing import (
+    NodeView,
+    View,
+    by_seniority,
+    candidates,
+    is_free,
+    is_ghost,
+    live_members,
+    losses,
+    newcomers,
+    same_life,
 )
-from elastic_trainer.model import Incarnation, RecoveryMode
+from elastic_trainer.model import RecoveryMode
 
 
 class Action(StrEnum):
@@ -31,70 +34,6 @@ class Action(StrEnum):
     BREAK = "break"
     DRAIN = "drain"
     CLOSE = "close"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The parameters of the rules; times in seconds."""
-
-    min_nodes: int
-    max_nodes: int
-    recovery: RecoveryMode = RecoveryMode.RESTART
-    last_call_s: float = 3.0
-    last_call_limit_s: float = 60.0
-    regroup_grace_s: float = 60.0
-    join_batch_s: float = 1.0
-    join_interval_s: float = 5.0
-    deputy_delay_s: float = 0.25
-    report_floor_s: float = 10.0
-    failure_limit: int = 3
-    stalled_rounds: int = 10
-
-
-@dataclass(frozen=True, slots=True)
-class NodeView:
-    """One node's key as seen."""
-
-    id: str
-    create_revision: int
-    mod_revision: int
-    record: NodeRecord
-
-    @property
-    def incarnation(self) -> Incarnation:
-        """The life that this key stands for."""
-        return Incarnation(self.create_revision, self.record.life)
-
-
-@dataclass(frozen=True, slots=True)
-class Sightings:
-    """When, on this node's monotonic clock, things were first seen as they are now."""
-
-    candidates_since: float = 0.0
-    """The set of nodes that are ready for the next round last changed."""
-    enough_since: float | None = None
-    """At least min nodes have been ready since."""
-    newcomers_since: float | None = None
-    """There have been newcomers since."""
-    round_since: float = 0.0
-    """The round document last changed."""
-    failing_since: float | None = None
-    """A member has been lost, or has left unplanned, since."""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """Everything a decision rests on."""
-
-    me: str
-    nodes: Mapping[str, NodeView]
-    round: RoundDocument | None
-    limits: Limits
-    sightings: Sightings
-    nonce: str
-    """A fresh random name for the round that may be formed."""
-    suspects: frozenset[str] = field(default_factory=frozenset)
-    """Nodes whose agent's port refuses connections: their process is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,71 +75,6 @@ def _turn(view: View, now: float) -> float | None:
     return max(0.0, position * view.limits.deputy_delay_s - (now - changed))
 
 
-def by_seniority(nodes: Iterable[NodeView]) -> list[NodeView]:
-    """Oldest key first."""
-    return sorted(nodes, key=lambda node: node.create_revision)
-
-
-def is_ghost(view: View, node: NodeView) -> bool:
-    """Whether this key was left behind by an excluded node and has not changed since."""
-    if view.round is None:
-        return False
-    return Ghost(node=node.id, mod_revision=node.mod_revision) in view.round.ghosts
-
-
-def live_members(view: View) -> list[tuple[RoundMember, NodeView]]:
-    """Members of the round whose very key still exists, in rank order."""
-    if view.round is None:
-        return []
-    return [
-        (member, view.nodes[member.node])
-        for member in view.round.members
-        if member.node in view.nodes
-        and view.nodes[member.node].create_revision == member.create_revision
-        and not is_ghost(view, view.nodes[member.node])
-    ]
-
-
-def candidates(view: View) -> list[NodeView]:
-    """Nodes that are free and willing to take part in the next round: survivors in rank order, then newcomers."""
-    willing = [
-        node
-        for node in by_seniority(view.nodes.values())
-        if node.record.state is NodeState.READY
-        and _is_free(view, node)
-        and node.id not in view.suspects
-        and not is_ghost(view, node)
-    ]
-    order = {member.node: rank for rank, (member, _) in enumerate(live_members(view))}
-    return sorted(willing, key=lambda node: order.get(node.id, len(order)))
-
-
-def _is_free(view: View, node: NodeView) -> bool:
-    """Whether this life of the node takes no part in the present round, or its workers have left it."""
-    return not _same_life(view, node) or node.record.reported > _number(view)
-
-
-def _same_life(view: View, node: NodeView) -> bool:
-    """Whether the present round means this very life of the node."""
-    member = view.round.member(node.id) if view.round else None
-    return member is not None and member.incarnation == node.incarnation
-
-
-def _number(view: View) -> int:
-    return 0 if view.round is None else view.round.number
-
-
-def newcomers(view: View) -> list[NodeView]:
-    """Candidates that are not members of the present round."""
-    members = {member.node for member, _ in live_members(view)}
-    return [node for node in candidates(view) if node.id not in members]
-
-
-def next_number(view: View) -> int:
-    """The number of the round after the present one."""
-    return _number(view) + 1
-
-
 def _first_round(view: View, now: float) -> Decision:
     """Nobody of an earlier round is left: gather min to max nodes, with a last call."""
     limits, ready, seen = view.limits, candidates(view), view.sightings
@@ -228,40 +102,6 @@ def _next_round(view: View, current: RoundDocument, now: float) -> Decision:
     if current.state is RoundState.DRAINING and current.next is not None:
         return _switching(view, current, current.next)
     return _regroup(view, current, now)
-
-
-def losses(view: View) -> list[str]:
-    """Why the present round cannot go on, one phrase for each member that is lost or has left unplanned.
-
-    While a planned change is under way only those count that the next round needs.
-    """
-    current = view.round
-    if current is None:
-        return []
-    needed = current.next.members if current.next else current.members
-    live = {member.node: node for member, node in live_members(view)}
-    phrases = []
-    for member in needed:
-        node = live.get(member.node) or _newcomer(view, member)
-        if node is None:
-            phrases.append(f"node {member.node} is gone")
-        elif node.record.life != member.life or _left_unplanned(node, current.number):
-            phrases.append(f"node {member.node} left the round{_because(node.record.cause)}")
-    return phrases
-
-
-def _newcomer(view: View, member: RoundMember) -> NodeView | None:
-    """The node that a planned change takes in as ``member``."""
-    node = view.nodes.get(member.node)
-    return node if node is not None and node.create_revision == member.create_revision else None
-
-
-def _left_unplanned(node: NodeView, number: int) -> bool:
-    return node.record.acknowledged > number and not node.record.planned
-
-
-def _because(cause: str) -> str:
-    return f": {cause}" if cause else ""
 
 
 def _planned(view: View, current: RoundDocument, now: float) -> Decision:
@@ -298,7 +138,9 @@ def _after_drain(view: View, current: RoundDocument, joining: list[str], reason:
     chosen = staying + [view.nodes[name] for name in joining]
     if len(chosen) < view.limits.min_nodes:
         return None
-    return _round(view, chosen, reason, last_step=current.last_step, failures=current.failures, stalled=current.stalled)
+    return compose(
+        view, chosen, reason, last_step=current.last_step, failures=current.failures, stalled=current.stalled
+    )
 
 
 def _switching(view: View, current: RoundDocument, planned: RoundDocument) -> Decision:
@@ -332,7 +174,7 @@ def _regroup(view: View, current: RoundDocument, now: float) -> Decision:
     if len(ready) < view.limits.min_nodes:
         return Decision(Action.WAIT, f"{len(ready)} of at least {view.limits.min_nodes} nodes are ready")
     if view.limits.recovery is RecoveryMode.IN_PLACE:
-        survivors = sum(1 for node in ready if _same_life(view, node))
+        survivors = sum(1 for node in ready if same_life(view, node))
         ready = ready[: max(view.limits.min_nodes, survivors, len(current.members))]
     return _follow(view, current, ready)
 
@@ -361,7 +203,7 @@ def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decisi
         reason = f"{what} after step {step}, without a step committed since: {current.reason}"
         update = {"state": RoundState.CLOSED, "result": RunResult.FAILED, "reason": reason}
         return Decision(Action.CLOSE, reason, current.model_copy(update=update))
-    document = _round(
+    document = compose(
         view, ready[: limits.max_nodes], current.reason, last_step=step, failures=failures, stalled=stalled
     )
     return Decision(Action.FORM, current.reason, document)
@@ -373,7 +215,7 @@ def _ending(view: View, current: RoundDocument) -> Decision:
     working = [
         name
         for name, node in live.items()
-        if node.record.state is not NodeState.DONE and not _is_free(view, node) and name not in view.suspects
+        if node.record.state is not NodeState.DONE and not is_free(view, node) and name not in view.suspects
     ]
     if working:
         return Decision(Action.WAIT, f"waiting for {', '.join(working)} to finish")
@@ -388,76 +230,5 @@ def _ending(view: View, current: RoundDocument) -> Decision:
     return Decision(Action.CLOSE, reason, document)
 
 
-def broken(current: RoundDocument, reason: str, *, worker_failed: bool = False) -> RoundDocument:
-    """The round document after a failure.
-
-    A planned change that was under way counts as made, since some ranks may have switched already: what is broken is
-    the round that it leads to.
-    """
-    base = current.next if current.next is not None else current
-    ghosts = current.ghosts if current.next is not None else base.ghosts
-    update = {
-        "state": RoundState.BROKEN,
-        "reason": reason,
-        "next": None,
-        "ghosts": ghosts,
-        "worker_failed": worker_failed,
-    }
-    return base.model_copy(update=update)
-
-
 def _form(view: View, ready: list[NodeView], reason: str) -> Decision:
-    return Decision(Action.FORM, reason, _round(view, ready[: view.limits.max_nodes], reason))
-
-
-def _round(
-    view: View,
-    chosen: list[NodeView],
-    reason: str,
-    *,
-    last_step: int | None = None,
-    failures: int = 0,
-    stalled: int = 0,
-) -> RoundDocument:
-    """The next round, of ``chosen`` in this order."""
-    members, first_rank = [], 0
-    for node in chosen:
-        size = node.record.local_world_size
-        members.append(
-            RoundMember(
-                node=node.id,
-                create_revision=node.create_revision,
-                life=node.record.life,
-                first_rank=first_rank,
-                local_world_size=size,
-                role=node.record.role,
-            )
-        )
-        first_rank += size
-    head = chosen[0].record
-    return RoundDocument(
-        epoch=view.round.epoch if view.round else 1,
-        number=next_number(view),
-        nonce=view.nonce,
-        state=RoundState.ACTIVE,
-        members=tuple(members),
-        store=join_address(head.address, head.store_port),
-        ghosts=_ghosts(view, {node.id for node in chosen}),
-        reason=reason,
-        last_step=last_step,
-        failures=failures,
-        stalled=stalled,
-    )
-
-
-def _ghosts(view: View, chosen: set[str]) -> tuple[Ghost, ...]:
-    """Keys of members that the next round leaves out although their lease still stands."""
-    left_out = {node.id: node for _, node in live_members(view)}
-    left_out |= {node.id: node for node in view.nodes.values() if is_ghost(view, node)}
-    present = {node.id for node in candidates(view)}
-    present |= {node.id for node in view.nodes.values() if node.record.state is NodeState.WARMING}
-    return tuple(
-        Ghost(node=name, mod_revision=node.mod_revision)
-        for name, node in sorted(left_out.items())
-        if name not in chosen and name not in present
-    )
+    return Decision(Action.FORM, reason, compose(view, ready[: view.limits.max_nodes], reason))

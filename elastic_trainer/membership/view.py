@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic_trainer.membership.documents import DocumentError, NodeRecord, RoundDocument
-from elastic_trainer.membership.rules import NodeView
+from elastic_trainer.membership.standing import NodeView
 from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, WatchEvent
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.logs import logger

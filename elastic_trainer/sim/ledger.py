@@ -81,6 +81,11 @@ class Commit:
         """Samples of ranks that left no line; they are known by number only."""
         return max(0, self.global_samples - len(self.samples)) if self.recorded < self.world else 0
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Round and step."""
+        return self.round, self.step
+
 
 def commits(lines: Iterable[Line]) -> dict[tuple[int, int], Commit]:
     """All commits, also those rolled back later, by (round, step)."""
@@ -166,26 +171,32 @@ def audit(lines: Sequence[Line], size: int | None = None) -> Audit:
     Without ``size`` the data set is taken to reach to the highest number that any rank ever used.
     """
     surviving = lineage(lines)
+    everything = commits(lines)
     known = size if size is not None else 1 + max((max(line.samples) for line in lines if line.samples), default=-1)
+    # A rank may die between its commit and its line. The others can finish that step, but no later one without it: so
+    # only at the end of a round a missing line may stand for samples that were used.
+    ends = set({round_: step for round_, step in sorted(everything)}.items())
     by_epoch: dict[int, list[Commit]] = {}
     for commit in surviving:
         by_epoch.setdefault(commit.epoch, []).append(commit)
     last = max(by_epoch, default=0)
-    epochs = tuple(_epoch(epoch, by_epoch[epoch], known, epoch < last) for epoch in sorted(by_epoch))
+    epochs = tuple(_epoch(epoch, by_epoch[epoch], known, ends, followed=epoch < last) for epoch in sorted(by_epoch))
     skipped = surviving[-1].step - len(surviving) - (surviving[0].step - 1) if surviving else 0
     return Audit(
         exact=bool(surviving) and known > 0 and not skipped and not any(e.repeated or e.missing for e in epochs),
         reason=_reason(epochs, skipped, known),
         steps=len(surviving),
-        steps_rolled_back=len(commits(lines)) - len(surviving),
+        steps_rolled_back=len(everything) - len(surviving),
         steps_skipped=skipped,
         epochs=epochs,
     )
 
 
-def _epoch(epoch: int, parts: Sequence[Commit], size: int, followed: bool) -> EpochAudit:
+def _epoch(
+    epoch: int, parts: Sequence[Commit], size: int, ends: set[tuple[int, int]], *, followed: bool
+) -> EpochAudit:
     uses = Counter(sample for commit in parts for sample in commit.samples)
-    unrecorded = sum(commit.unrecorded for commit in parts)
+    unrecorded = sum(commit.unrecorded for commit in parts if commit.key in ends)
     missing = max(0, size - len(uses) - unrecorded)
     # The last epoch of a job may have been left early (a limit of steps). It was finished if nothing is missing, or if
     # it reached the smaller batch at an epoch's end: then what is missing was passed over.

@@ -29,8 +29,6 @@ class Moment:
     step: int
     steps: int
     epoch: int
-    samples: int
-    """Samples of this step, over all ranks."""
     world_size: int
     round: int
 

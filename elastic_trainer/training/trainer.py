@@ -13,27 +13,29 @@ from typing import Any
 
 import torch
 
+from elastic_trainer.checkpoint.retention import Mode as BestMode
+from elastic_trainer.checkpoint.retention import Retention
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.data.sampler import Batch, checked_length
 from elastic_trainer.settings import worker_environment
-from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.training.config import JobConfig
 from elastic_trainer.training.evaluation import check_metric, evaluate, measurable
 from elastic_trainer.training.files import make_writable, write_atomically
-from elastic_trainer.training.history import History, Record
+from elastic_trainer.training.history import History
 from elastic_trainer.training.loading import as_yaml
 from elastic_trainer.training.precision import arithmetic
-from elastic_trainer.training.progress import Moment, Progress, progress
+from elastic_trainer.training.progress import Moment, progress
 from elastic_trainer.training.schedule import epochs_done, evaluation_due, run_length
 from elastic_trainer.training.task import Task
 from elastic_trainer.worker.device import Hardware, choose
 from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps import Step
 
 CONFIG_FILE = "config.yaml"
 
 
 class Trainer:
-    """Runs one job: ``Trainer(MyTask, config).run()``.
+    """One job: ``Trainer(MyTask, config).run()``.
 
     Whatever is wrong with the configuration, the data or the output directory is raised by the constructor, before
     this process waits for any other.
@@ -43,37 +45,31 @@ class Trainer:
         environment = worker_environment()
         self.task = task(config)
         self.config = self.task.config
-        self.directory = self.config.checkpoint.directory
+        self.directory = config.checkpoint.directory
         placement = choose(config.device, environment.local_rank, environment.world_size, Hardware.present())
-        self._arithmetic = arithmetic(config.precision, placement.device)
-        self._data = self.task.datasets()
-        checked_length(self._data.test)
-        self.length = run_length(config, checked_length(self._data.train))
+        self.arithmetic = arithmetic(config.precision, placement.device)
+        self.data = self.task.datasets()
+        checked_length(self.data.test)
+        self.length = run_length(config, checked_length(self.data.train))
         torch.manual_seed(config.seed)
-        self._model = self.task.model()
-        self._optimizer = self.task.optimizer(self._model)
-        self._scheduler = self.task.scheduler(self._optimizer, self.length)
+        self.model = self.task.model()
+        self.optimizer = self.task.optimizer(self.model)
+        self.scheduler = self.task.scheduler(self.optimizer, self.length)
         if config.checkpoint.metric is not None:
-            check_metric(config.checkpoint.metric, measurable(self.task, self._model, self._data.test))
+            check_metric(config.checkpoint.metric, measurable(self.task, self.model, self.data.test))
         if environment.rank == 0:
             make_writable(self.directory)
-        self.history = History()
 
     def run(self) -> dict[str, Any]:
-        """Train to the end, from the newest checkpoint if there is one; returns what came of it."""
+        """Train to the end, from the newest checkpoint if there is one; what came of it."""
         began = SYSTEM.monotonic()
         with self._session() as session:
-            session.register("history", self.history)
-            model = session.wrap(
-                self._model,
-                optimizer=self._optimizer,
-                scheduler=self._scheduler,
-                scaler=self._arithmetic.scaler(),
-                sync_batchnorm=self.config.sync_batchnorm,
-            )
-            with Run(self, session, model) as run:
+            run = Run(self, session)
+            try:
                 run.train()
-            return run.report(SYSTEM.monotonic() - began)
+            finally:
+                run.progress.close()
+            return {**run.report(), "seconds": round(SYSTEM.monotonic() - began, 3)}
 
     def _session(self) -> Session:
         checkpoint = self.config.checkpoint
@@ -83,25 +79,143 @@ class Trainer:
             device=self.config.device,
             checkpoint_every_steps=checkpoint.every_steps,
             checkpoint_every_s=checkpoint.every_s,
-            keep_last=checkpoint.keep_last,
-            keep_every=checkpoint.keep_every,
+            retention=Retention(
+                keep_last=checkpoint.keep_last,
+                keep_every=checkpoint.keep_every,
+                metric=checkpoint.metric,
+                mode=BestMode(checkpoint.mode),
+            ),
+            allow_changed=checkpoint.allow_changed,
         )
 
 
 class Run:
-    """The part of a job that happens inside its session."""
+    """What happens of a job between the opening and the closing of its session."""
 
-    def _train(self) -> None:
+    def __init__(self, trainer: Trainer, session: Session) -> None:
+        self.job, self.session, self.config = trainer, session, trainer.config
+        self.history = History()
+        session.register("history", self.history)
+        self.model = session.wrap(
+            trainer.model,
+            optimizer=trainer.optimizer,
+            scheduler=trainer.scheduler,
+            scaler=trainer.arithmetic.scaler(),
+            sync_batchnorm=self.config.sync_batchnorm,
+        )
+        self._unsaved = False  # whether the history knows more than the newest checkpoint
+        self._loss = float("nan")
+        if session.is_rank0:
+            write_atomically(trainer.directory / CONFIG_FILE, as_yaml(self.config))
+            self._write_history()
+        self.progress = progress(self.config.logging, leader=session.is_rank0)
+
+    def train(self) -> None:
+        """The loop."""
         self._evaluate_if_due()  # a checkpoint may lie between a step and its evaluation
         for batch in self._batches():
-            with self._session.step() as step:
+            with self.session.step() as step:
                 for micro_batch in step.micro_batches(batch):
-                    with self._arithmetic.autocast():
-                        loss = self.task.loss(self._wrapped, micro_batch)
+                    with self.job.arithmetic.autocast():
+                        loss = self.job.task.loss(self.model, micro_batch)
                     step.backward(loss)
                 if self.config.clip_norm is not None:
                     step.clip(self.config.clip_norm)
-                self._optimizer.step()
-            if step.committed:
-                self._committed(batch, step)
-                self._evaluate_if_due()
+                self.job.optimizer.step()
+                self._observe(step, batch)  # before the step ends, where a checkpoint of it may be taken
+            self._show(batch)
+            self._evaluate_if_due()
+        if self._unsaved:
+            self._save()
+
+    def report(self) -> dict[str, Any]:
+        """What came of the run, as plain values."""
+        session, records = self.session, self.history.records
+        checkpoint = self.config.checkpoint
+        best = self.history.best(checkpoint.metric, checkpoint.mode) if checkpoint.metric is not None else None
+        return {
+            "task": self.config.task,
+            "rank": session.rank,
+            "world_size": session.world_size,
+            "round": session.round,
+            "step": session.step_number,
+            "epoch": epochs_done(session.cursor, self.job.length.samples),
+            "metrics": dict(records[-1].metrics) if records else {},
+            "train_loss": records[-1].train_loss if records else None,
+            "best": {"step": best.step, **best.metrics} if best is not None else None,
+            "resumed_from": session.resumed_from,
+            "directory": str(self.job.directory),
+        }
+
+    def _batches(self) -> Iterator[Batch]:
+        """This rank's parts of all global batches that are still to be trained on."""
+        for _ in self.session.epochs(self.job.length.epochs):
+            for batch in self.session.batches(
+                self.job.data.train,
+                global_batch_size=self.config.global_batch,
+                micro_batch_size=self.config.micro_batch,
+            ):
+                if self._finished():
+                    return
+                yield batch
+
+    def _finished(self) -> bool:
+        return self.job.length.finished(self.session.cursor, self.session.step_number)
+
+    def _observe(self, step: Step, batch: Batch) -> None:
+        """Look at the global loss now and then: at the same steps on all ranks, since it takes a collective."""
+        if step.number == 1 or step.number % self.config.logging.loss_every == 0:
+            loss = step.loss
+            if loss is not None:
+                self._loss = loss
+                self.history.observe(loss, batch.global_size)
+
+    def _show(self, batch: Batch) -> None:
+        self.progress.count(batch.global_size)
+        if self.progress.due():
+            self.progress.report(self._moment(), self._loss)
+
+    def _moment(self) -> Moment:
+        session, length = self.session, self.job.length
+        return Moment(
+            step=session.step_number,
+            steps=length.steps,
+            epoch=session.cursor.epoch,
+            world_size=session.world_size,
+            round=session.round,
+        )
+
+    def _evaluate_if_due(self) -> None:
+        step, cursor = self.session.step_number, self.session.cursor
+        due = evaluation_due(self.config.evaluation, self.job.length, cursor, step)
+        if due and self.history.at(step) is None:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        step, cursor, length = self.session.step_number, self.session.cursor, self.job.length
+        job = self.job
+        size = self.config.evaluation.batch_size
+        metrics = evaluate(self.session, job.task, self.model, job.data.test, size, job.arithmetic)
+        done = epochs_done(cursor, length.samples)
+        samples = cursor.samples % length.samples
+        self.history.add(step, done, samples, float(job.optimizer.param_groups[0]["lr"]), metrics)
+        self._unsaved = True
+        self.progress.evaluated(self._moment(), metrics)
+        if self.session.is_rank0:
+            self._write_history()
+        if self._is_best() and not self._finished():  # the end of the run is saved in any case
+            self._save()
+
+    def _is_best(self) -> bool:
+        checkpoint = self.config.checkpoint
+        best = self.history.best(checkpoint.metric, checkpoint.mode) if checkpoint.metric is not None else None
+        return best is not None and best.step == self.session.step_number
+
+    def _save(self) -> None:
+        last = self.history.at(self.session.step_number)
+        self.session.save(metrics=dict(last.metrics) if last is not None else {}, best=self._is_best())
+        self._unsaved = False
+
+    def _write_history(self) -> None:
+        notes = {"world_size": self.session.world_size, "round": self.session.round, "wall": SYSTEM.wall()}
+        self.history.write(self.job.directory, notes)

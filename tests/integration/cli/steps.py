@@ -1,7 +1,8 @@
-"""A job without torch: its ranks commit steps in turn and write the ledger, each round going on where the last was.
+"""A job without torch: its ranks commit steps together and write the ledger, each round going on where the last was.
 
-Arguments: directory of its state, steps, seconds per step. Rank 0 records a step and then commits it (a file); the
-others record what is committed. Step s uses samples 4 (s - 1) to 4 s - 1, divided over the ranks.
+Arguments: directory of its state, steps, seconds per step. Each rank says for which step it is ready; when all ranks of
+the round are, rank 0 commits it; so it stands still while a rank is missing, as a collective does. Step s uses samples
+4 (s - 1) to 4 s - 1, divided over the ranks.
 """
 
 from __future__ import annotations
@@ -46,37 +47,49 @@ class Recorder:
         self.write("step", step, samples=share, global_samples=BATCH, loss=1.0 / step)
 
 
-def committed(state: Path) -> int:
-    """The step that the job has reached."""
-    return int(state.read_text()) if state.exists() else 0
+def read(path: Path) -> int:
+    """The number in a file, 0 without one."""
+    return int(path.read_text()) if path.exists() else 0
 
 
-def commit(state: Path, step: int) -> None:
-    """Make ``step`` the one reached."""
-    temporary = state.with_suffix(".new")
-    temporary.write_text(str(step))
-    os.replace(temporary, state)
+def write(path: Path, number: int) -> None:
+    """Replace the number in a file."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(str(number))
+    os.replace(temporary, path)
+
+
+def await_number(path: Path, number: int) -> None:
+    """Wait until the file holds at least ``number``."""
+    never = threading.Event()
+    while read(path) < number:
+        never.wait(0.005)
 
 
 def main() -> None:
     """Run this rank to the last step."""
-    state, last, pace_s = Path(sys.argv[1]) / "state", int(sys.argv[2]), float(sys.argv[3])
+    directory, last, pace_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     recorder = Recorder(dict(os.environ))
-    step = committed(state)
-    recorder.write("opened", step, resumed_from=None)
-    print(f"rank {recorder.rank} of {recorder.world} begins at {step}", flush=True)
-    clock = threading.Event()
-    while step < last:
-        clock.wait(pace_s)
+    committed = directory / "committed"
+    ready = [directory / f"ready-{recorder.ids['round']}-{rank}" for rank in range(recorder.world)]
+    # All ranks begin at the same step: rank 0 says which.
+    begin = directory / f"begin-{recorder.ids['round']}"
+    if recorder.rank == 0:
+        write(begin, read(committed) + 1)
+    await_number(begin, 1)
+    first = read(begin)
+    recorder.write("opened", first - 1, resumed_from=None)
+    print(f"rank {recorder.rank} of {recorder.world} begins after step {first - 1}", flush=True)
+    for step in range(first, last + 1):
+        threading.Event().wait(pace_s)
+        write(ready[recorder.rank], step)
         if recorder.rank == 0:
-            step += 1
-            recorder.step(step)
-            commit(state, step)
-            continue
-        for new in range(step + 1, committed(state) + 1):
-            recorder.step(new)
-            step = new
-    recorder.write("closed", step, status="done")
+            for other in ready:
+                await_number(other, step)
+            write(committed, step)
+        await_number(committed, step)
+        recorder.step(step)
+    recorder.write("closed", last, status="done")
 
 
 if __name__ == "__main__":

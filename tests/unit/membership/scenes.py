@@ -13,8 +13,9 @@ from elastic_trainer.membership.documents import (
     RoundMember,
     RoundState,
 )
-from elastic_trainer.membership.rules import Decision, Limits, NodeView, View, decide
+from elastic_trainer.membership.rules import Decision, decide
 from elastic_trainer.membership.sightings import Tracker
+from elastic_trainer.membership.standing import Limits, NodeView, View
 
 LIMITS = Limits(min_nodes=2, max_nodes=4, last_call_s=3.0, join_batch_s=1.0, join_interval_s=5.0, deputy_delay_s=0.25)
 

@@ -111,6 +111,13 @@ def test_the_commit_of_a_rank_that_died_before_its_line_counts_by_number() -> No
     assert result.missing == 0
 
 
+def test_a_rank_that_is_silent_in_the_middle_of_a_round_has_not_used_its_samples() -> None:
+    """Others cannot commit a second step without it, so its samples are missing."""
+    silent = [committed(step, samples=[2 * step - 2], of=2, rank=0, world=2) for step in (1, 2, 3)]
+    result = audit([*silent, committed(4, 2, epoch=1)], size=6)
+    assert (result.exact, result.unrecorded, result.missing) == (False, 1, 2)
+
+
 def test_an_epoch_that_was_left_early_is_not_called_whole() -> None:
     """A job that stops in an epoch has missed nothing, and the reason says how far it came."""
     result = audit([committed(1, samples=range(4))], size=12)

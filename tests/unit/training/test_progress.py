@@ -41,7 +41,7 @@ def log() -> Iterator[io.StringIO]:
 
 
 def _moment(step: int) -> Moment:
-    return Moment(step=step, steps=100, epoch=1, samples=32, world_size=3, round=4)
+    return Moment(step=step, steps=100, epoch=1, world_size=3, round=4)
 
 
 def test_a_rate_follows_a_change_within_its_window() -> None:

@@ -1,0 +1,77 @@
+"""How a round document is composed: the next round, a broken one, and whom it leaves out. Pure."""
+
+from __future__ import annotations
+
+from elastic_trainer.membership.documents import Ghost, NodeState, RoundDocument, RoundMember, RoundState, join_address
+from elastic_trainer.membership.standing import NodeView, View, candidates, is_ghost, live_members, next_number
+
+
+def broken(current: RoundDocument, reason: str, *, worker_failed: bool = False) -> RoundDocument:
+    """The round document after a failure.
+
+    A planned change that was under way counts as made, since some ranks may have switched already: what is broken is
+    the round that it leads to.
+    """
+    base = current.next if current.next is not None else current
+    ghosts = current.ghosts if current.next is not None else base.ghosts
+    update = {
+        "state": RoundState.BROKEN,
+        "reason": reason,
+        "next": None,
+        "ghosts": ghosts,
+        "worker_failed": worker_failed,
+    }
+    return base.model_copy(update=update)
+
+
+def compose(
+    view: View,
+    chosen: list[NodeView],
+    reason: str,
+    *,
+    last_step: int | None = None,
+    failures: int = 0,
+    stalled: int = 0,
+) -> RoundDocument:
+    """The next round, of ``chosen`` in this order."""
+    members, first_rank = [], 0
+    for node in chosen:
+        size = node.record.local_world_size
+        members.append(
+            RoundMember(
+                node=node.id,
+                create_revision=node.create_revision,
+                life=node.record.life,
+                first_rank=first_rank,
+                local_world_size=size,
+                role=node.record.role,
+            )
+        )
+        first_rank += size
+    head = chosen[0].record
+    return RoundDocument(
+        epoch=view.round.epoch if view.round else 1,
+        number=next_number(view),
+        nonce=view.nonce,
+        state=RoundState.ACTIVE,
+        members=tuple(members),
+        store=join_address(head.address, head.store_port),
+        ghosts=_ghosts(view, {node.id for node in chosen}),
+        reason=reason,
+        last_step=last_step,
+        failures=failures,
+        stalled=stalled,
+    )
+
+
+def _ghosts(view: View, chosen: set[str]) -> tuple[Ghost, ...]:
+    """Keys of members that the next round leaves out although their lease still stands."""
+    left_out = {node.id: node for _, node in live_members(view)}
+    left_out |= {node.id: node for node in view.nodes.values() if is_ghost(view, node)}
+    present = {node.id for node in candidates(view)}
+    present |= {node.id for node in view.nodes.values() if node.record.state is NodeState.WARMING}
+    return tuple(
+        Ghost(node=name, mod_revision=node.mod_revision)
+        for name, node in sorted(left_out.items())
+        if name not in chosen and name not in present
+    )

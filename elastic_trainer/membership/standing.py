@@ -1,0 +1,173 @@
+"""Who stands where in a run: the view that decisions rest on, and the questions asked of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundDocument, RoundMember
+from elastic_trainer.model import Incarnation, RecoveryMode
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The parameters of the rules; times in seconds."""
+
+    min_nodes: int
+    max_nodes: int
+    recovery: RecoveryMode = RecoveryMode.RESTART
+    last_call_s: float = 3.0
+    last_call_limit_s: float = 60.0
+    regroup_grace_s: float = 60.0
+    join_batch_s: float = 1.0
+    join_interval_s: float = 5.0
+    deputy_delay_s: float = 0.25
+    report_floor_s: float = 10.0
+    failure_limit: int = 3
+    stalled_rounds: int = 10
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node's key as seen."""
+
+    id: str
+    create_revision: int
+    mod_revision: int
+    record: NodeRecord
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """The life that this key stands for."""
+        return Incarnation(self.create_revision, self.record.life)
+
+
+@dataclass(frozen=True, slots=True)
+class Sightings:
+    """When, on this node's monotonic clock, things were first seen as they are now."""
+
+    candidates_since: float = 0.0
+    """The set of nodes that are ready for the next round last changed."""
+    enough_since: float | None = None
+    """At least min nodes have been ready since."""
+    newcomers_since: float | None = None
+    """There have been newcomers since."""
+    round_since: float = 0.0
+    """The round document last changed."""
+    failing_since: float | None = None
+    """A member has been lost, or has left unplanned, since."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything a decision rests on."""
+
+    me: str
+    nodes: Mapping[str, NodeView]
+    round: RoundDocument | None
+    limits: Limits
+    sightings: Sightings
+    nonce: str
+    """A fresh random name for the round that may be formed."""
+    suspects: frozenset[str] = field(default_factory=frozenset)
+    """Nodes whose agent's port refuses connections: their process is gone."""
+
+
+def by_seniority(nodes: Iterable[NodeView]) -> list[NodeView]:
+    """Oldest key first."""
+    return sorted(nodes, key=lambda node: node.create_revision)
+
+
+def is_ghost(view: View, node: NodeView) -> bool:
+    """Whether this key was left behind by an excluded node and has not changed since."""
+    if view.round is None:
+        return False
+    return Ghost(node=node.id, mod_revision=node.mod_revision) in view.round.ghosts
+
+
+def live_members(view: View) -> list[tuple[RoundMember, NodeView]]:
+    """Members of the round whose very key still exists, in rank order."""
+    if view.round is None:
+        return []
+    return [
+        (member, view.nodes[member.node])
+        for member in view.round.members
+        if member.node in view.nodes
+        and view.nodes[member.node].create_revision == member.create_revision
+        and not is_ghost(view, view.nodes[member.node])
+    ]
+
+
+def candidates(view: View) -> list[NodeView]:
+    """Nodes that are free and willing to take part in the next round: survivors in rank order, then newcomers."""
+    willing = [
+        node
+        for node in by_seniority(view.nodes.values())
+        if node.record.state is NodeState.READY
+        and is_free(view, node)
+        and node.id not in view.suspects
+        and not is_ghost(view, node)
+    ]
+    order = {member.node: rank for rank, (member, _) in enumerate(live_members(view))}
+    return sorted(willing, key=lambda node: order.get(node.id, len(order)))
+
+
+def is_free(view: View, node: NodeView) -> bool:
+    """Whether this life of the node takes no part in the present round, or its workers have left it."""
+    return not same_life(view, node) or node.record.reported > number_of(view)
+
+
+def same_life(view: View, node: NodeView) -> bool:
+    """Whether the present round means this very life of the node."""
+    member = view.round.member(node.id) if view.round else None
+    return member is not None and member.incarnation == node.incarnation
+
+
+def number_of(view: View) -> int:
+    """The number of the present round; 0 before the first."""
+    return 0 if view.round is None else view.round.number
+
+
+def newcomers(view: View) -> list[NodeView]:
+    """Candidates that are not members of the present round."""
+    members = {member.node for member, _ in live_members(view)}
+    return [node for node in candidates(view) if node.id not in members]
+
+
+def next_number(view: View) -> int:
+    """The number of the round after the present one."""
+    return number_of(view) + 1
+
+
+def losses(view: View) -> list[str]:
+    """Why the present round cannot go on, one phrase for each member that is lost or has left unplanned.
+
+    While a planned change is under way only those count that the next round needs.
+    """
+    current = view.round
+    if current is None:
+        return []
+    needed = current.next.members if current.next else current.members
+    live = {member.node: node for member, node in live_members(view)}
+    phrases = []
+    for member in needed:
+        node = live.get(member.node) or _newcomer(view, member)
+        if node is None:
+            phrases.append(f"node {member.node} is gone")
+        elif node.record.life != member.life or _left_unplanned(node, current.number):
+            phrases.append(f"node {member.node} left the round{_because(node.record.cause)}")
+    return phrases
+
+
+def _newcomer(view: View, member: RoundMember) -> NodeView | None:
+    """The node that a planned change takes in as ``member``."""
+    node = view.nodes.get(member.node)
+    return node if node is not None and node.create_revision == member.create_revision else None
+
+
+def _left_unplanned(node: NodeView, number: int) -> bool:
+    return node.record.acknowledged > number and not node.record.planned
+
+
+def _because(cause: str) -> str:
+    return f": {cause}" if cause else ""

@@ -1,0 +1,98 @@
+"""What etcd's and gRPC's failures mean to a caller."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_trainer.errors import (
+    ConfigError,
+    ElasticTrainerError,
+    LeaseLostError,
+    OutcomeUnknownError,
+    PermanentError,
+    StoreUnavailableError,
+)
+from elastic_trainer.store.failures import is_stale_token, translate
+
+
+def kind(code: str, text: str, *, write: bool) -> type[ElasticTrainerError]:
+    return type(translate(code, text, where="10.0.0.1:2379", write=write))
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("UNAVAILABLE", "Socket closed"),
+        ("UNAVAILABLE", "recvmsg:Connection reset by peer"),
+        ("UNAVAILABLE", "keepalive watchdog timeout"),
+        ("UNAVAILABLE", "etcdserver: request timed out"),
+        ("UNAVAILABLE", "etcdserver: request timed out, possibly due to previous leader failure"),
+        ("UNAVAILABLE", "etcdserver: leader changed"),
+        ("UNAVAILABLE", "etcdserver: server stopped"),
+        ("DEADLINE_EXCEEDED", "Deadline Exceeded"),
+        ("UNKNOWN", "raft proposal dropped"),
+        ("INTERNAL", "anything"),
+        ("CANCELLED", ""),
+        ("SOMETHING_NEW", "a text of a later version"),
+    ],
+)
+def test_a_write_that_may_have_happened_is_unknown(code: str, text: str) -> None:
+    """A read that failed so is merely unavailable; for a write only the careful answer is right."""
+    assert kind(code, text, write=False) is StoreUnavailableError
+    assert kind(code, text, write=True) is OutcomeUnknownError
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("UNAVAILABLE", "failed to connect to all addresses; last error: ... Connection refused"),
+        ("UNAVAILABLE", "connections to all backends failing; last error: UNAVAILABLE"),
+        ("UNAVAILABLE", "DNS resolution failed for etcd:2379"),
+        ("UNAVAILABLE", "etcdserver: no leader"),
+        ("RESOURCE_EXHAUSTED", "etcdserver: too many requests"),
+        ("RESOURCE_EXHAUSTED", "etcdserver: mvcc: database space exceeded"),
+    ],
+)
+def test_a_write_that_was_never_taken_may_be_repeated(code: str, text: str) -> None:
+    """Where nothing can have happened the error says so, which lets the caller try again."""
+    expected = StoreUnavailableError
+    assert kind(code, text, write=False) is expected
+    if "space" not in text:
+        assert kind(code, text, write=True) is expected
+    else:
+        assert "no space" in str(translate(code, text, where="h:1", write=True))
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize(
+    ("code", "text", "expected"),
+    [
+        ("NOT_FOUND", "etcdserver: requested lease not found", LeaseLostError),
+        ("PERMISSION_DENIED", "etcdserver: permission denied", ConfigError),
+        ("UNAUTHENTICATED", "etcdserver: invalid auth token", ConfigError),
+        ("INVALID_ARGUMENT", "etcdserver: authentication failed, invalid user ID or password", ConfigError),
+        ("INVALID_ARGUMENT", "etcdserver: user name is empty", ConfigError),
+        ("UNIMPLEMENTED", "unknown service etcdserverpb.KV", ConfigError),
+        ("INVALID_ARGUMENT", "etcdserver: duplicate key given in txn request", PermanentError),
+        ("INVALID_ARGUMENT", "etcdserver: request is too large", PermanentError),
+        ("OUT_OF_RANGE", "etcdserver: too large lease TTL", PermanentError),
+    ],
+)
+def test_what_trying_again_cannot_mend(code: str, text: str, expected: type[ElasticTrainerError], write: bool) -> None:
+    """Refusals are permanent for reads and writes alike."""
+    assert kind(code, text, write=write) is expected
+
+
+def test_messages_name_the_endpoint_and_a_short_cause() -> None:
+    """gRPC's paragraph becomes one clause."""
+    text = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:2379: Failed: Connection refused"
+    error = translate("UNAVAILABLE", text, where="10.0.0.1:2379", write=False)
+    assert str(error) == "etcd at 10.0.0.1:2379 does not answer: connection refused"
+
+
+def test_stale_tokens_are_told_from_wrong_passwords() -> None:
+    """Only the former is worth another authentication."""
+    assert is_stale_token("UNAUTHENTICATED", "etcdserver: invalid auth token")
+    assert is_stale_token("INVALID_ARGUMENT", "etcdserver: revision of auth store is old")
+    assert not is_stale_token("INVALID_ARGUMENT", "etcdserver: authentication failed, invalid user ID or password")
+    assert not is_stale_token("PERMISSION_DENIED", "etcdserver: permission denied")

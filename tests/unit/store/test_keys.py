@@ -1,0 +1,47 @@
+"""Names of keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.store.keys import RunKeys
+
+
+def test_keys_of_a_run() -> None:
+    """All keys lie below prefix and run id."""
+    keys = RunKeys("/elastic_trainer", "job-1")
+    assert keys.root == "/elastic_trainer/job-1/"
+    assert keys.spec == "/elastic_trainer/job-1/spec"
+    assert keys.round == "/elastic_trainer/job-1/round"
+    assert keys.progress == "/elastic_trainer/job-1/progress"
+    assert keys.nodes == "/elastic_trainer/job-1/nodes/"
+    assert keys.node("n1") == "/elastic_trainer/job-1/nodes/n1"
+    assert keys.events == "/elastic_trainer/job-1/events/"
+
+
+def test_a_node_key_tells_its_node() -> None:
+    """And other keys, or those of another run, tell none."""
+    keys = RunKeys("/p", "a")
+    assert keys.node_id(keys.node("n1")) == "n1"
+    for other in (keys.spec, keys.nodes, RunKeys("/p", "b").node("n1"), RunKeys("/p", "a.b").node("n1")):
+        assert keys.node_id(other) is None
+
+
+def test_journal_keys_sort_as_their_numbers() -> None:
+    """So that the oldest can be deleted as a range."""
+    keys = RunKeys("/p", "a")
+    numbers = [0, 1, 9, 10, 99, 100, 123456789]
+    assert sorted(map(keys.event, reversed(numbers))) == [keys.event(number) for number in numbers]
+    for wrong in (-1, 10**12):
+        with pytest.raises(ValueError, match="out of range"):
+            keys.event(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["", "a/b", "-a", "a b", "ä", "x" * 129])
+def test_names_that_cannot_be_keys_are_refused(wrong: str) -> None:
+    """A slash in a name would reach into another run's keys."""
+    with pytest.raises(ConfigError, match="run id"):
+        RunKeys("/p", wrong)
+    with pytest.raises(ConfigError, match="node id"):
+        RunKeys("/p", "a").node(wrong)

@@ -1,0 +1,215 @@
+"""The watch loop on scripted streams."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+from elastic_trainer.clock import pause
+from elastic_trainer.errors import StoreUnavailableError
+from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, WatchEvent
+from elastic_trainer.store.watch import Batch, History, Reading, WatchLoop
+from tests.support.listeners import Recorder
+
+
+def history(revision: int, *, term: int = 2, cluster: int = 9) -> History:
+    return History(cluster, term, revision)
+
+
+def created(now: History) -> Batch:
+    return Batch(now, created=True)
+
+
+def change(revision: int, value: bytes = b"") -> WatchEvent:
+    return WatchEvent(EventKind.PUT, KeyValue("/k", value, 1, revision))
+
+
+def changes(*revisions: int) -> Batch:
+    return Batch(history(revisions[-1]), tuple(change(revision, str(revision).encode()) for revision in revisions))
+
+
+class Script:
+    """A store whose streams play what is given: batches in turn, then an error, or silence."""
+
+    def __init__(self) -> None:
+        self.opened: queue.Queue[int] = queue.Queue()
+        self.streams: queue.Queue[ScriptedStream | None] = queue.Queue()
+        self.opens = 0
+
+    def then(self, *batches: Batch, reading: Reading | None = None, stays: bool = False) -> Script:
+        """The next stream."""
+        self.streams.put(ScriptedStream(list(batches), reading, stays))
+        return self
+
+    def then_silence(self) -> Script:
+        """The next stream confirms nothing and says nothing."""
+        return self.then(stays=True)
+
+    def open(self, revision: int) -> ScriptedStream:
+        self.opens += 1
+        self.opened.put(revision)
+        try:
+            stream = self.streams.get_nowait()
+        except queue.Empty:
+            stream = None
+        if stream is None:
+            raise StoreUnavailableError("nothing there")
+        return stream
+
+    def opened_at(self, count: int) -> list[int]:
+        """The revisions of the next ``count`` streams."""
+        return [self.opened.get(timeout=30.0) for _ in range(count)]
+
+
+class ScriptedStream:
+    """Plays its batches."""
+
+    def __init__(self, batches: list[Batch], reading: Reading | None, stays: bool) -> None:
+        self._batches, self._reading, self._stays = batches, reading, stays
+        self._cancelled = threading.Event()
+
+    def batches(self) -> Iterator[Batch]:
+        yield from self._batches
+        if self._stays:
+            self._cancelled.wait(30.0)
+        raise StoreUnavailableError("stream lost")
+
+    def read(self) -> Reading:
+        if self._reading is None:
+            raise StoreUnavailableError("no answer")
+        return self._reading
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+
+def reading(now: History, *values: bytes) -> Reading:
+    items = tuple(KeyValue(f"/k{number}", value, 1, 1) for number, value in enumerate(values))
+    return Reading(Snapshot(items, now.revision), now)
+
+
+def test_events_that_the_snapshot_holds_are_dropped() -> None:
+    """The stream opens before the read, so what lies between them comes in both and is told once."""
+    script = Script().then(created(history(5)), changes(6, 7), changes(8), reading=reading(history(7)), stays=True)
+    recorder = Recorder()
+    loop = WatchLoop(script.open, recorder, "t")
+    recorder.wait_events(1)
+    assert recorder.values() == [b"8"]
+    assert script.opened_at(1) == [0]
+    loop.close()
+
+
+def test_a_lost_stream_is_resumed_after_the_last_event() -> None:
+    """The next stream begins one revision later; an event that comes again is dropped."""
+    script = Script().then(created(history(5)), changes(6), reading=reading(history(5)))
+    script.then(created(history(8)), changes(6, 7), stays=True)
+    recorder = Recorder()
+    loop = WatchLoop(script.open, recorder, "t")
+    recorder.wait_events(2)
+    assert recorder.values() == [b"6", b"7"]
+    assert script.opened_at(2) == [0, 7]
+    assert recorder.connected == [True, False, True]
+    assert len(recorder.snapshots) == 1
+    loop.close()
+
+
+def test_a_progress_notification_advances_the_resumption() -> None:
+    """A quiet watch need not fall behind compactions."""
+    script = Script().then(created(history(5)), Batch(history(40)), reading=reading(history(5)))
+    script.then(created(history(40)), stays=True)
+    loop = WatchLoop(script.open, Recorder(), "t")
+    assert script.opened_at(2) == [0, 41]
+    loop.close()
+
+
+def test_compaction_leads_to_a_new_snapshot() -> None:
+    """History that is gone is replaced by the present state, and events go on from there."""
+    script = Script().then(created(history(5)), reading=reading(history(5)))
+    script.then(created(history(90)), Batch(history(90), compacted=True))
+    script.then(created(history(90)), changes(91), reading=reading(history(90), b"new"), stays=True)
+    recorder = Recorder()
+    loop = WatchLoop(script.open, recorder, "t")
+    recorder.wait_events(1)
+    assert script.opened_at(3) == [0, 6, 0]
+    assert [snapshot.revision for snapshot in recorder.snapshots] == [5, 90]
+    assert recorder.values() == [b"91"]
+    loop.close()
+
+
+def test_a_lagging_member_is_not_taken_for_a_wiped_store() -> None:
+    """A revision behind ours is only trusted after a linearizable read: here the read is ahead, and we go on."""
+    script = Script().then(created(history(50)), reading=reading(history(50)))
+    script.then(created(history(40)), changes(51), reading=reading(history(51)), stays=True)
+    recorder = Recorder()
+    loop = WatchLoop(script.open, recorder, "t")
+    recorder.wait_events(1)
+    assert len(recorder.snapshots) == 1
+    assert script.opened_at(2) == [0, 51]
+    loop.close()
+
+
+def _restarts(now: History) -> list[int]:
+    """The snapshots' revisions when the store comes back as ``now`` after revision 50, term 2, cluster 9."""
+    script = Script().then(created(history(50)), reading=reading(history(50)))
+    script.then(created(now), reading=reading(now))
+    script.then(created(now), reading=reading(now), stays=True)
+    recorder = Recorder()
+    loop = WatchLoop(script.open, recorder, "t")
+    recorder.wait_snapshots(2)
+    assert script.opened_at(3) == [0, 51, 0]
+    loop.close()
+    return [snapshot.revision for snapshot in recorder.snapshots]
+
+
+def test_a_wiped_store_leads_to_a_new_snapshot() -> None:
+    """Its revision went back, or it is another cluster, or its term went back though its revision is ahead."""
+    assert _restarts(history(3)) == [50, 3]
+    assert _restarts(history(99, cluster=8)) == [50, 99]
+    assert _restarts(history(99, term=1)) == [50, 99]
+
+
+def test_a_refused_watch_is_tried_again() -> None:
+    """Say, with a token that has expired: the next stream has a new one."""
+    script = Script().then(Batch(history(5), created=True, refused="permission denied"))
+    script.then(created(history(5)), reading=reading(history(5)), stays=True)
+    recorder = Recorder()
+    loop = WatchLoop(script.open, recorder, "t")
+    recorder.wait_snapshots(1)
+    assert recorder.connected == [False, True]
+    loop.close()
+
+
+def test_a_failed_first_read_begins_from_now_again() -> None:
+    """Without a snapshot there is nothing to resume."""
+    script = Script().then(created(history(5)))
+    script.then(created(history(6)), reading=reading(history(6)), stays=True)
+    recorder = Recorder()
+    loop = WatchLoop(script.open, recorder, "t")
+    assert recorder.wait_snapshots(1).revision == 6
+    assert script.opened_at(2) == [0, 0]
+    loop.close()
+
+
+def test_an_absent_store_is_not_hammered() -> None:
+    """While nothing answers, tries are at most a few a second, and the loss is told once."""
+    script = Script()
+    recorder = Recorder()
+    loop = WatchLoop(script.open, recorder, "t")
+    pause(2.0)
+    loop.close()
+    assert recorder.connected == [False]
+    # the shortest pauses are 0.05, 0.1, 0.2 and then 0.25 s
+    assert 2 <= script.opens <= 13
+
+
+def test_closing_frees_a_thread_that_waits_for_the_stream() -> None:
+    """Close cancels the stream that is being read, confirmed or not."""
+    for script in (
+        Script().then_silence(),
+        Script().then(created(history(5)), reading=reading(history(5)), stays=True),
+    ):
+        loop = WatchLoop(script.open, Recorder(), "close-me")
+        script.opened_at(1)
+        loop.close()
+        assert "watch-close-me" not in {thread.name for thread in threading.enumerate()}
