@@ -192,6 +192,11 @@ class WorkerEnvironment(Frozen):
     """Where to write one line for each committed step (``ELASTIC_TRAINER_LEDGER_DIR``)."""
     log_level: str = "info"
 
+    @property
+    def in_place(self) -> bool:
+        """Whether this process is led through rounds by its node's agent."""
+        return self.recovery is RecoveryMode.IN_PLACE and self.channel is not None
+
 
 ENV_CHANNEL = "ELASTIC_TRAINER_CHANNEL"
 ENV_NODE = "ELASTIC_TRAINER_NODE"

@@ -13,7 +13,7 @@ import atexit
 import os
 import secrets
 import socket
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
@@ -82,7 +82,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         logs.bind(run=run_id, node=self.node_id, role="agent")
 
     @classmethod
-    def from_parameters(cls, parameters: RendezvousParameters) -> Etcd3RendezvousHandler:
+    def from_parameters(cls, parameters: RendezvousParameters) -> Self:
         """Validate torchrun's parameters and reach the store. Raises ConfigError or StoreUnavailableError."""
         logs.configure()
         options = rendezvous_options(parameters.config)
@@ -236,13 +236,16 @@ class Etcd3RendezvousHandler(RendezvousHandler):
 
     def _limits(self) -> Limits:
         options = self._options
+        in_place = options.recovery is RecoveryMode.IN_PLACE
         return Limits(
             min_nodes=self._spec.min_nodes,
             max_nodes=self._spec.max_nodes,
             recovery=options.recovery,
             last_call_s=options.last_call,
             last_call_limit_s=options.last_call_limit,
-            regroup_grace_s=RESTART_REGROUP_S,
+            regroup_grace_s=options.regroup_grace if in_place else RESTART_REGROUP_S,
+            failure_limit=options.failure_limit,
+            stalled_rounds=options.stalled_rounds,
             join_batch_s=options.join_batch,
             join_interval_s=options.join_interval,
         )
@@ -280,5 +283,5 @@ def round_is_over(mine: RoundDocument, seen: RoundDocument | None) -> bool:
 
 def default_node_id() -> str:
     """A name that is unique among all processes: host name, process id, a few random digits."""
-    host = "".join(c if c.isalnum() or c in "-." else "-" for c in socket.gethostname()) or "node"
-    return f"{host[:80]}-{os.getpid()}-{secrets.token_hex(2)}"
+    host = "".join(c if c.isascii() and (c.isalnum() or c in "-.") else "-" for c in socket.gethostname())
+    return f"{host.lstrip('-.')[:80] or 'node'}-{os.getpid()}-{secrets.token_hex(2)}"

@@ -29,10 +29,14 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 def create(parameters: RendezvousParameters) -> RendezvousHandler:
     """Make the handler for torchrun's ``parameters``, or end the process with a sentence."""
     from elastic_trainer.agent.handler import Etcd3RendezvousHandler
+    from elastic_trainer.agent.inplace import InPlaceHandler
     from elastic_trainer.errors import ElasticTrainerError
+    from elastic_trainer.model import RecoveryMode
 
+    in_place = parameters.config.get("recovery") == RecoveryMode.IN_PLACE
+    kind = InPlaceHandler if in_place else Etcd3RendezvousHandler
     try:
-        return Etcd3RendezvousHandler.from_parameters(parameters)
+        return kind.from_parameters(parameters)
     except ElasticTrainerError as error:
         end(error)
 

@@ -35,6 +35,16 @@ def _has_variable(environ: Path, wanted: bytes) -> bool:
         return False
 
 
+def kill_workers(run_id: str, reason: str) -> None:
+    """SIGKILL this process's workers of ``run_id``."""
+    for pid in worker_pids(run_id):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        logger().warning("worker.killed", pid=pid, reason=reason)
+
+
 class Supervisor:
     """Ends workers of a round that is over and that ignore torchrun's SIGTERM.
 
@@ -81,13 +91,5 @@ class Supervisor:
                 elif left_s > 0.0:
                     self._changed.wait(left_s)
                 else:
-                    self._kill()
+                    kill_workers(self._run_id, f"its round ended {self._grace_s:g} s ago")
                     self._changed.wait(0.5)
-
-    def _kill(self) -> None:
-        for pid in worker_pids(self._run_id):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            logger().warning("worker.killed", pid=pid, reason=f"its round ended {self._grace_s:g} s ago")

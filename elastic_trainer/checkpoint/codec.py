@@ -32,8 +32,8 @@ Json: TypeAlias = Any
 Trail: TypeAlias = tuple[str, ...]
 
 SKELETON_VERSION = 1
-DEEPEST = 200
-"""Levels of nesting; the JSON module's recursion ends at about a thousand."""
+DEEPEST = 64
+"""Levels of nesting; each costs a few frames here and there, and Python allows about a thousand."""
 
 _MARK = "$"
 _LARGE_BYTES = 4096

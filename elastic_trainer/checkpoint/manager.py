@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import elastic_trainer
 from elastic_trainer.checkpoint import codec, janitor
 from elastic_trainer.checkpoint.commit import check_writable, require_space
 from elastic_trainer.checkpoint.events import Event, EventKind, EventSink, announce
@@ -301,8 +300,6 @@ def _candidate(each: Entry) -> Candidate:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"elastic_trainer": elastic_trainer.__version__, "python": platform.python_version()}
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        versions["torch"] = str(torch.__version__)
-    return versions
+    """Of what is loaded: this package always is, torch where a state has tensors."""
+    loaded = {name: sys.modules[name] for name in ("elastic_trainer", "torch") if name in sys.modules}
+    return {"python": platform.python_version(), **{name: str(each.__version__) for name, each in loaded.items()}}

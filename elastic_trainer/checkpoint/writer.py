@@ -26,10 +26,6 @@ class Writer(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Finish what was taken over."""
-        ...
-
 
 class DirectWriter:
     """Commits before it returns."""
@@ -41,6 +37,3 @@ class DirectWriter:
         done: Future[Manifest] = Future()
         done.set_result(commit(self._storage, image, manifest))
         return done
-
-    def close(self) -> None:
-        return

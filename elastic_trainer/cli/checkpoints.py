@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from elastic_trainer.checkpoint import Description
 
-_WIDTH_OF_FILES = 140
+_WIDTH_OF_FILES = 160
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -77,21 +77,23 @@ def table(found: Sequence[Description]) -> Table:
 
     result = Table()
     for column in ("checkpoint", "step", "round", "epoch", "ranks", "metrics", "size", "created", "status"):
-        result.add_column(column, justify="right" if column in ("step", "round", "epoch", "ranks", "size") else "left")
+        number = column in ("step", "round", "epoch", "ranks", "size")
+        result.add_column(column, justify="right" if number else "left", overflow="fold")
+    # A checkpoint says whether it was the best when it was written: the newest that does is the best now.
+    best = next((each.name for each in found if each.manifest is not None and each.manifest.best), None)
     for each in found:
-        result.add_row(each.name, *_cells(each), str(each.status))
+        result.add_row(each.name, *_cells(each, best=each.name == best), str(each.status))
     return result
 
 
-def _cells(each: Description) -> tuple[str, ...]:
+def _cells(each: Description, *, best: bool) -> tuple[str, ...]:
     manifest = each.manifest
     if manifest is None:
         return ("-",) * 7
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(manifest.metrics.items()))
     created = datetime.fromtimestamp(manifest.created, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     numbers = (manifest.step, manifest.round, manifest.epoch, manifest.world_size)
-    best = " (best)" if manifest.best else ""
-    return (*map(str, numbers), (metrics or "-") + best, size_text(manifest.size), created)
+    return (*map(str, numbers), (metrics or "-") + (" (best)" if best else ""), size_text(manifest.size), created)
 
 
 def size_text(size: int) -> str:

@@ -61,6 +61,8 @@ class Ready(Message):
     planned: bool = False
     state: StateReport | None = None
     step_time_s: float = 0.0
+    joinable: bool = True
+    """Whether newcomers may be in the next round: not in the middle of an evaluation, where they could not follow."""
     unreachable: tuple[int, ...] = ()
     """Ranks of the last round that could not be reached while it was formed."""
 
@@ -84,6 +86,13 @@ class Progress(Message):
     loss: float | None = None
     checkpoint: str | None = None
     step_time_s: float = 0.0
+
+
+class Evicted(Message):
+    """The worker was asked to end (SIGTERM): its node wants to leave by a planned change."""
+
+    kind: Literal["evicted"] = "evicted"
+    reason: str
 
 
 class Leaving(Message):
@@ -137,14 +146,9 @@ class Drain(Message):
     kind: Literal["drain"] = "drain"
     number: int
     reason: str
+    waits: bool = False
+    """Too few nodes will be left to go on: save a checkpoint, then wait for others."""
     next: Formation | None = None
-
-
-class Leave(Message):
-    """Finish the step, then leave by a planned change: this node is being evicted."""
-
-    kind: Literal["leave"] = "leave"
-    reason: str
 
 
 class Exit(Message):
@@ -155,14 +159,14 @@ class Exit(Message):
     reason: str
 
 
-FromWorker = Annotated[Hello | Ready | Failed | Progress | Leaving, Field(discriminator="kind")]
-FromAgent = Annotated[Welcome | Formation | Over | Drain | Leave | Exit, Field(discriminator="kind")]
+FromWorker = Annotated[Hello | Ready | Failed | Progress | Evicted | Leaving, Field(discriminator="kind")]
+FromAgent = Annotated[Welcome | Formation | Over | Drain | Exit, Field(discriminator="kind")]
 
-_FROM_WORKER: TypeAdapter[Hello | Ready | Failed | Progress | Leaving] = TypeAdapter(FromWorker)
-_FROM_AGENT: TypeAdapter[Welcome | Formation | Over | Drain | Leave | Exit] = TypeAdapter(FromAgent)
+_FROM_WORKER: TypeAdapter[Hello | Ready | Failed | Progress | Evicted | Leaving] = TypeAdapter(FromWorker)
+_FROM_AGENT: TypeAdapter[Welcome | Formation | Over | Drain | Exit] = TypeAdapter(FromAgent)
 
 
-def read_from_worker(line: bytes) -> Hello | Ready | Failed | Progress | Leaving:
+def read_from_worker(line: bytes) -> Hello | Ready | Failed | Progress | Evicted | Leaving:
     """Parse a line that a worker sent."""
     try:
         return _FROM_WORKER.validate_json(line)
@@ -172,7 +176,7 @@ def read_from_worker(line: bytes) -> Hello | Ready | Failed | Progress | Leaving
         ) from error
 
 
-def read_from_agent(line: bytes) -> Welcome | Formation | Over | Drain | Leave | Exit:
+def read_from_agent(line: bytes) -> Welcome | Formation | Over | Drain | Exit:
     """Parse a line that the agent sent."""
     try:
         return _FROM_AGENT.validate_json(line)

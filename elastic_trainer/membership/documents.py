@@ -107,6 +107,8 @@ class NodeRecord(Document):
     planned: bool = False
     """Whether it left its last round by agreement rather than by a failure."""
     identity: Identity | None = None
+    joinable: bool = True
+    """In place: whether its workers could go on beside a newcomer now (not in the middle of an evaluation)."""
     unreachable: tuple[str, ...] = ()
     cause: str = ""
     """Why it left its last round, for people."""

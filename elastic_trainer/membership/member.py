@@ -114,21 +114,39 @@ class Member:
             self._presence.record.life,
         )
 
-    def break_round(self, number: int, reason: str, deadline: Deadline) -> None:
-        """Mark round ``number`` broken if it is still the active one; waits out an outage of the store."""
+    def break_round(
+        self,
+        number: int,
+        reason: str,
+        deadline: Deadline,
+        *,
+        worker_failed: bool = False,
+        record: NodeRecord | None = None,
+    ) -> None:
+        """Mark round ``number`` broken if it is still on; waits out an outage of the store.
+
+        With ``record`` this node's key is changed in the same write.
+        """
         while not deadline.expired:
             seen = self._view.look()
             current = seen.round
-            if (
-                current is None
-                or current.number != number
-                or current.state not in (RoundState.ACTIVE, RoundState.DRAINING)
-            ):
+            if current is None or not _is_on(current, number):
                 return
-            decision = Decision(Action.BREAK, reason, broken(current, reason))
-            if self._commit(decision, seen, deadline):
-                return
+            document = broken(current, reason, worker_failed=worker_failed)
+            try:
+                if self._commit(Decision(Action.BREAK, reason, document), seen, deadline, record):
+                    return
+            except StoreUnavailableError as error:
+                logger().debug("decision.postponed", error=str(error))
             self._view.wait_change(seen.serial, min(0.2, deadline.remaining_s()))
+
+    def create_revision(self) -> int:
+        """Which key of this node is meant: 0 before it is shown."""
+        return self._presence.create_revision
+
+    def shown(self) -> NodeRecord | None:
+        """What this node's key is known to hold; None before it is shown, and after it was lost."""
+        return self._presence.shown
 
     def await_round(self, join_timeout_s: float) -> RoundDocument:
         """Wait for an active round that this life of the node is part of.
@@ -143,14 +161,23 @@ class Member:
             if current is not None and current.state is RoundState.CLOSED:
                 raise closed_error(current)
             active = current is not None and current.state is RoundState.ACTIVE
-            if current is not None and active and self.is_mine(current.member(self.node_id)):
-                return current
+            if current is not None and self.is_mine(current.member(self.node_id)):
+                if active:
+                    return current
+                self._pass_over(current.number, join_timeout_s)
             if active and live_members(self._as_view(seen)):
                 idle_since = self._clock.monotonic()
             left = idle_since + join_timeout_s - self._clock.monotonic()
             if left <= 0.0:
                 raise self._join_timeout(seen, join_timeout_s)
             self._view.wait_change(seen.serial, min(left, LOOK_AGAIN_S))
+
+    def _pass_over(self, number: int, limit_s: float) -> None:
+        """Round ``number`` was over before this node saw it: be free for the next one, else all would wait for it."""
+        record = self.record()
+        if record.reported <= number:
+            free = {"acknowledged": number + 1, "reported": number + 1, "planned": True, "cause": ""}
+            self.announce(record.model_copy(update=free), Deadline.after(limit_s, self._clock))
 
     def await_end(self, number: int, outage_limit_s: float) -> RoundDocument | None:
         """After this node is done: wait until the run is closed or round ``number`` is over.
@@ -231,7 +258,9 @@ class Member:
             suspects=self._prober.dead(seen.nodes),
         )
 
-    def _commit(self, decision: Decision, seen: Observation, deadline: Deadline) -> bool:
+    def _commit(
+        self, decision: Decision, seen: Observation, deadline: Deadline, record: NodeRecord | None = None
+    ) -> bool:
         """Write the decided round document; False if somebody was faster or this node's key is gone."""
         document = decision.round
         if document is None:
@@ -240,11 +269,16 @@ class Member:
             unchanged(self._keys.round, seen.round_revision),
             created_at(self._keys.node(self.node_id), self._presence.create_revision),
         ]
+        writes = self._writes(document)
+        if record is not None:
+            writes.append(self._presence.put(record))
         try:
-            result = self._store.transact(guards, self._writes(document), deadline=deadline)
+            result = self._store.transact(guards, writes, deadline=deadline)
         except OutcomeUnknownError:
             return False  # the watch tells whether it happened
         if result.succeeded:
+            if record is not None:
+                self._presence.wrote(record)
             logger().info(
                 f"round.{_PAST[document.state]}",
                 round=document.number,
@@ -280,6 +314,14 @@ class Member:
             f"fewer than {self._limits.min_nodes} nodes were ready within {join_timeout_s:g} s (present: {present})",
             hint="start more nodes, lower the minimum of --nnodes, or raise --rdzv-conf join_timeout",
         )
+
+
+def _is_on(current: RoundDocument, number: int) -> bool:
+    """Whether round ``number`` is in effect, or about to be."""
+    if current.state is RoundState.ACTIVE:
+        return current.number == number
+    following = current.next.number if current.next is not None else current.number
+    return current.state is RoundState.DRAINING and current.number <= number <= following
 
 
 def closed_error(document: RoundDocument) -> RunClosedError:

@@ -30,6 +30,7 @@ class Presence:
         self.node_id = node_id
         self.create_revision = 0
         self._record: NodeRecord | None = None
+        self._shown: NodeRecord | None = None
         self._lock = threading.RLock()
 
     @property
@@ -38,6 +39,20 @@ class Presence:
         if self._record is None:
             raise RuntimeError("nothing has been announced yet")
         return self._record
+
+    @property
+    def shown(self) -> NodeRecord | None:
+        """What the key is known to hold; None before it is shown, and while it may be gone."""
+        return None if self.lost or not self.create_revision else self._shown
+
+    def put(self, record: NodeRecord) -> Put:
+        """The write that shows ``record``, for a transaction guarded by this key's create-revision."""
+        return Put(self._key, record.encode(), self._session.lease_id)
+
+    def wrote(self, record: NodeRecord) -> None:
+        """Such a transaction went through."""
+        with self._lock:
+            self._record = self._shown = record
 
     @property
     def lost(self) -> bool:
@@ -77,7 +92,7 @@ class Presence:
         self._session.close(revoke=True)
 
     def _write(self, deadline: Deadline) -> None:
-        put = Put(self._key, self.record.encode(), self._session.lease_id)
+        put = self.put(self.record)
         if self.create_revision:
             result = self._store.transact(
                 [created_at(self._key, self.create_revision)],
@@ -86,6 +101,7 @@ class Presence:
                 deadline=deadline.at_most(ATTEMPT_S),
             )
             if result.succeeded:
+                self._shown = self.record
                 return
             self.create_revision = 0
         self._create(put, deadline)
@@ -98,6 +114,7 @@ class Presence:
             )
             if result.succeeded:
                 self.create_revision = result.revision
+                self._shown = self.record
                 return
             left_behind = result.reads[0].first
             if left_behind is None:
@@ -123,6 +140,7 @@ class Presence:
         guard = created_at(self._key, mine.create_revision)
         if self._store.transact([guard], [put], deadline=deadline.at_most(ATTEMPT_S)).succeeded:
             self.create_revision = mine.create_revision
+            self._shown = self.record
 
 
 def _owner_is_dead(item: KeyValue) -> bool:

@@ -174,9 +174,16 @@ def _regroup(view: View, current: RoundDocument, now: float) -> Decision:
     if len(ready) < view.limits.min_nodes:
         return Decision(Action.WAIT, f"{len(ready)} of at least {view.limits.min_nodes} nodes are ready")
     if view.limits.recovery is RecoveryMode.IN_PLACE:
-        survivors = sum(1 for node in ready if same_life(view, node))
-        ready = ready[: max(view.limits.min_nodes, survivors, len(current.members))]
+        ready = _without_haste(view, current, ready)
     return _follow(view, current, ready)
+
+
+def _without_haste(view: View, current: RoundDocument, ready: list[NodeView]) -> list[NodeView]:
+    """In place after a failure: newcomers only in the place of lost nodes, or where too few are left."""
+    survivors = [node for node in ready if same_life(view, node)]
+    if len(survivors) >= view.limits.min_nodes and not all(node.record.joinable for node in survivors):
+        return survivors
+    return ready[: max(view.limits.min_nodes, len(survivors), len(current.members))]
 
 
 def _report_bound_s(view: View, node: NodeView) -> float:

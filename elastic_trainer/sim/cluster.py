@@ -1,6 +1,6 @@
 """A cluster on one machine: each node is a real torchrun process with its workers, in a session of its own.
 
-*Runs in* the process that asks for it, always from its main thread (nodes die with the thread that started them).
+*Runs in* the process that asks for it, any thread.
 *Owns* the nodes' processes and ``<run dir>/logs``.
 *Fails by* ConfigError for a node that does not exist, ClusterError for processes that cannot be killed.
 *Invariant*: every process of a node carries the run's ledger directory and the node's name in its environment, so
@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -29,11 +30,13 @@ from elastic_trainer.sim.tail import FileTail
 KILL_LIMIT_S = 10.0
 """How long the kernel may take to bury what was killed."""
 _POLL_S = 0.05
+_SPAWNER = ThreadPoolExecutor(1, thread_name_prefix="node-spawner")
+"""A leash is tied to the *thread* that started the child: this one lives as long as the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What all nodes of a cluster have in common. ``entry``: what torchrun runs, a script or ``-m module``, arguments."""
+    """What all nodes of a cluster have in common. ``entry`` is a script or ``-m module``, and its arguments."""
 
     run: str
     directory: Path
@@ -168,6 +171,18 @@ def _killed(victims: Sequence[psutil.Process], remaining: Sequence[psutil.Proces
     return Killed(tuple(process.pid for process in victims), t)
 
 
+def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the cluster's owner, who decides what it means
+        )
+
+
 class LocalCluster:
     """The nodes of one run. Use as a context manager: leaving it ends every process of the run."""
 
@@ -193,15 +208,8 @@ class LocalCluster:
             directory.mkdir(parents=True, exist_ok=True)
         leash = [sys.executable, "-m", "elastic_trainer.sim.leash", str(os.getpid())]
         log = self.spec.logs / f"{name}.log"
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                [*leash, *torchrun(self.spec, name, first=not self.nodes)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=self._environment(name),
-                start_new_session=True,
-            )
+        command = [*leash, *torchrun(self.spec, name, first=not self.nodes)]
+        process = _SPAWNER.submit(_spawn, command, log, self._environment(name)).result()
         node = Node(name, process, log, self.ledger_marks | {ENV_NODE: name})
         self.nodes.append(node)
         return node

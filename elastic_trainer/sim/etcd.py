@@ -24,7 +24,7 @@ from typing import Any, Self
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.sim.etcd_binary import find_binary, spawn
-from elastic_trainer.sim.ports import HOST, free_ports
+from elastic_trainer.sim.ports import HOST, free_ports, is_free
 
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 10.0
@@ -115,22 +115,30 @@ class EtcdServer:
 
     def start(self) -> None:
         """Start it and wait until it serves clients; a first start moves to other ports if some were taken."""
-        deadline = Deadline.after(START_LIMIT_S)
         for attempt in range(1, _ATTEMPTS + 1):
-            self.launch()
             try:
-                self.wait_healthy(deadline)
+                self._start_once(Deadline.after(START_LIMIT_S))
             except StoreUnavailableError:
-                unlucky = self.lost_its_port
                 self.kill()
+                unlucky = self.lost_its_port or not self._ports_are_free()
                 if not unlucky or attempt == _ATTEMPTS:
                     raise
                 if not self._pinned:
                     self.client_port, self._peer_port = free_ports(2)
                 pause(0.2 * attempt)
-                continue
-            self._pinned = True
-            return
+            else:
+                self._pinned = True
+                return
+
+    def _start_once(self, deadline: Deadline) -> None:
+        # etcd itself takes 5 s to give up when a port is taken
+        if self.pid is None and not self._ports_are_free():
+            raise StoreUnavailableError(f"etcd cannot start: its port {self.client_port} or {self._peer_port} is taken")
+        self.launch()
+        self.wait_healthy(deadline)
+
+    def _ports_are_free(self) -> bool:
+        return is_free(self.client_port) and is_free(self._peer_port)
 
     def launch(self) -> None:
         """Start the process without waiting for it."""

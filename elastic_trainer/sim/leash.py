@@ -4,8 +4,7 @@
 then becomes the command. torchrun answers SIGTERM by ending its workers, so a killed cluster leaves nothing behind.
 
 *Runs in* the child, before the command. *Fails by* exit code 75 when the parent is gone already.
-*Invariant*: the signal comes when the parent's *thread* that started the child ends, so children are started from
-the main thread. It survives exec.
+*Invariant*: the leash survives exec. It is tied to the parent's *thread* that started the child, which must live on.
 """
 
 from __future__ import annotations

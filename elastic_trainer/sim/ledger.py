@@ -14,6 +14,8 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from elastic_trainer.sim.wording import counted
+
 
 class LineKind(StrEnum):
     """What a ledger line reports."""
@@ -175,7 +177,7 @@ def audit(lines: Sequence[Line], size: int | None = None) -> Audit:
     known = size if size is not None else 1 + max((max(line.samples) for line in lines if line.samples), default=-1)
     # A rank may die between its commit and its line. The others can finish that step, but no later one without it: so
     # only at the end of a round a missing line may stand for samples that were used.
-    ends = set({round_: step for round_, step in sorted(everything)}.items())
+    ends = set(dict(sorted(everything)).items())  # the last step of each round
     by_epoch: dict[int, list[Commit]] = {}
     for commit in surviving:
         by_epoch.setdefault(commit.epoch, []).append(commit)
@@ -192,9 +194,7 @@ def audit(lines: Sequence[Line], size: int | None = None) -> Audit:
     )
 
 
-def _epoch(
-    epoch: int, parts: Sequence[Commit], size: int, ends: set[tuple[int, int]], *, followed: bool
-) -> EpochAudit:
+def _epoch(epoch: int, parts: Sequence[Commit], size: int, ends: set[tuple[int, int]], *, followed: bool) -> EpochAudit:
     uses = Counter(sample for commit in parts for sample in commit.samples)
     unrecorded = sum(commit.unrecorded for commit in parts if commit.key in ends)
     missing = max(0, size - len(uses) - unrecorded)
@@ -225,6 +225,6 @@ def _reason(epochs: Sequence[EpochAudit], skipped: int, size: int) -> str:
     if faults:
         return "; ".join(faults)
     whole = sum(epoch.ended for epoch in epochs)
-    parts = [f"each of {size} samples exactly once in {whole} epoch{'s' if whole != 1 else ''}"] if whole else []
+    parts = [f"each of {size} samples exactly once in {counted(whole, 'epoch')}"] if whole else []
     parts += [f"{e.used} samples of epoch {e.epoch} once, then it was left" for e in epochs if not e.ended]
     return "; ".join(parts)

@@ -13,6 +13,7 @@ from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.sim.faults import FaultKind, Injected
 from elastic_trainer.sim.ledger import Line, LineKind
 from elastic_trainer.sim.recovery import Recovery, recovery
+from elastic_trainer.sim.wording import counted, exit_text
 
 
 class NodePhase(StrEnum):
@@ -20,7 +21,8 @@ class NodePhase(StrEnum):
 
     STARTING = "starting"
     TRAINING = "training"
-    RESTARTING = "restarting"
+    REGROUPING = "regrouping"
+    """Its round is over and it does not train in the next one yet."""
     DONE = "done"
     KILLED = "killed"
     FAILED = "failed"
@@ -67,7 +69,8 @@ class Picture:
         self.started_at = started_at
         self.nodes: dict[str, NodePicture] = {}
         self.round: int | None = None
-        self.round_state: RoundState | None = None
+        self.latest: RoundDocument | None = None
+        """The round document as last seen; it may be ahead of the ledger."""
         self.world = 0
         self.step = 0
         """The highest step that the job has committed so far."""
@@ -75,7 +78,6 @@ class Picture:
         self.loss: float | None = None
         self.first: str | None = None
         """The node of rank 0."""
-        self.checkpoints = 0
         self.incidents: list[Incident] = []
         self.documents: dict[int, RoundDocument] = {}
         """The last document seen of each round."""
@@ -86,34 +88,22 @@ class Picture:
     def observe(self, lines: Iterable[Line]) -> list[Incident]:
         """Take in ledger lines, in the order of their times."""
         new: list[Incident] = []
-        steps = 0
-        for line in lines:
+        read = list(lines)
+        for line in read:
             self.lines.append(line)
-            new += self._observe(line)
-            steps += line.event is LineKind.STEP
-        if steps:
+            if line.event in (LineKind.OPENED, LineKind.STEP):
+                new += self._trained(line)
+        if any(line.event is LineKind.STEP for line in read):
             new += self._recoveries()
+        new += _metrics(read)
         return self._note(new)
-
-    def _observe(self, line: Line) -> list[Incident]:
-        match line.event:
-            case LineKind.OPENED | LineKind.STEP:
-                return self._trained(line)
-            case LineKind.CHECKPOINT:
-                self.checkpoints += 1
-                return []
-            case LineKind.METRIC:
-                text = f"epoch {line.epoch}, step {line.step}: {line.name} {line.value or 0.0:.4g}"
-                return [Incident(line.t, IncidentKind.METRIC, text)]
-            case LineKind.CLOSED:
-                return []
 
     def _trained(self, line: Line) -> list[Incident]:
         node = self.nodes.setdefault(line.node, NodePicture(line.node))
         if node.round != line.round:
             node.round, node.ranks = line.round, {}
         node.ranks[line.local_rank] = line.rank
-        if node.phase in (NodePhase.STARTING, NodePhase.RESTARTING):
+        if node.phase in (NodePhase.STARTING, NodePhase.REGROUPING) and self._stands(line.round):
             node.phase = NodePhase.TRAINING
         if line.event is LineKind.STEP:
             node.step, node.loss = line.step, line.loss if line.loss is not None else node.loss
@@ -121,17 +111,23 @@ class Picture:
         if line.round == self.round:
             self.first = line.node if line.rank == 0 else self.first
             self.epoch = line.epoch
-            if line.event is LineKind.STEP:
-                self.loss = line.loss if line.loss is not None else self.loss
+            if line.rank == 0 and line.loss is not None:
+                self.loss = line.loss
         self.step = max(self.step, line.step if line.event is LineKind.STEP else 0)
         return new
+
+    def _stands(self, number: int) -> bool:
+        """Whether a round goes on, as far as the round document tells."""
+        latest = self.latest
+        if latest is None or number != latest.number:
+            return latest is None or number > latest.number
+        return latest.state is not RoundState.BROKEN
 
     def _entered(self, line: Line) -> list[Incident]:
         self.round, self.world = line.round, line.world
         begin = line.step if line.event is LineKind.OPENED else line.step - 1
         source = f" of {line.resumed_from}" if line.resumed_from else ""
-        ranks = f"{line.world} rank{'s' if line.world != 1 else ''}"
-        text = f"round {line.round} trains with {ranks} from step {begin}{source}"
+        text = f"round {line.round} trains with {counted(line.world, 'rank')} from step {begin}{source}"
         return [Incident(line.t, IncidentKind.ROUND, text)]
 
     def _recoveries(self) -> list[Incident]:
@@ -148,7 +144,10 @@ class Picture:
         """Take in the round document as it became at about ``t``."""
         before = self.documents.get(document.number)
         self.documents[document.number] = document
-        self.round_state = document.state
+        self.latest = document
+        for node in self.nodes.values():
+            if node.phase is NodePhase.TRAINING and not self._stands(node.round or 0):
+                node.phase = NodePhase.REGROUPING
         if before is not None and before.state is document.state:
             return []
         return self._note([Incident(t, IncidentKind.ROUND, _round_text(document))])
@@ -177,7 +176,7 @@ class Picture:
         if injected.fault.kind is FaultKind.JOIN:
             return self.node_started(injected.node, injected.t)
         whole = injected.fault.kind is FaultKind.KILL_NODE
-        self.nodes[injected.node].phase = NodePhase.KILLED if whole else NodePhase.RESTARTING
+        self.nodes[injected.node].phase = NodePhase.KILLED if whole else NodePhase.REGROUPING
         text = f"{injected}, at step {injected.step}"
         return self._note([Incident(injected.t, IncidentKind.FAULT, text)])
 
@@ -190,19 +189,27 @@ class Picture:
         return incidents
 
 
+def _metrics(lines: Iterable[Line]) -> list[Incident]:
+    """One incident for all metrics of one step."""
+    values: dict[tuple[int, int], list[Line]] = {}
+    for line in lines:
+        if line.event is LineKind.METRIC and line.value is not None:
+            values.setdefault((line.epoch, line.step), []).append(line)
+    told = {key: ", ".join(f"{line.name} {line.value:.4g}" for line in group) for key, group in values.items()}
+    return [
+        Incident(group[0].t, IncidentKind.METRIC, f"epoch {key[0]}, step {key[1]}: {told[key]}")
+        for key, group in values.items()
+    ]
+
+
 def recovery_text(injected: Injected, found: Recovery) -> str:
     """One sentence on a recovery."""
-    repeated = f"{found.steps_repeated} step{'s' if found.steps_repeated != 1 else ''} repeated"
+    repeated = f"{counted(found.steps_repeated, 'step')} repeated"
     if injected.fault.kind is FaultKind.JOIN:
         what = f"{injected.node} takes part {found.recovery_s:.2f} s after its start, pause {found.pause_s:.2f} s"
     else:
         what = f"recovered {found.recovery_s:.2f} s after {injected.fault.kind} of {injected.node}"
-    return f"{what}: step {found.step} in round {found.round} with {found.world} ranks, {repeated}"
-
-
-def exit_text(exit_code: int) -> str:
-    """How a process ended, in words."""
-    return f"ended by signal {-exit_code}" if exit_code < 0 else f"exited with {exit_code}"
+    return f"{what}: step {found.step} in round {found.round} with {counted(found.world, 'rank')}, {repeated}"
 
 
 def _round_text(document: RoundDocument) -> str:
@@ -210,7 +217,7 @@ def _round_text(document: RoundDocument) -> str:
     match document.state:
         case RoundState.ACTIVE:
             names = " ".join(member.node for member in document.members)
-            return f"round {document.number} formed of {names} ({document.world_size} ranks){because}"
+            return f"round {document.number} formed of {names} ({counted(document.world_size, 'rank')}){because}"
         case RoundState.BROKEN:
             return f"round {document.number} broken{because}"
         case RoundState.DRAINING:

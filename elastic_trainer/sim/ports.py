@@ -24,14 +24,15 @@ def free_ports(count: int) -> tuple[int, ...]:
     candidates = range(10_000, first_ephemeral) if first_ephemeral > 11_000 else range(61_000, 65_536)
     chosen: list[int] = []
     for port in random.sample(candidates, len(candidates)):
-        if _is_free(port):
+        if is_free(port):
             chosen.append(port)
         if len(chosen) == count:
             return tuple(chosen)
     raise StoreUnavailableError("this machine has no free ports")
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether a server could listen on ``port`` now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -20,9 +20,12 @@ _POLL_S = 0.02
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether it still runs; a zombie that waits to be reaped does not."""
+    """Whether any of it still runs; a zombie that waits to be reaped does not.
+
+    A killed process is shown as a zombie as soon as its first thread has ended, while others may still be at work.
+    """
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
     except psutil.NoSuchProcess:
         return False
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from elastic_trainer.errors import StorageError
 from elastic_trainer.sim.recovery import Recovery
 from elastic_trainer.sim.summary import Summary
+from elastic_trainer.sim.wording import counted
 
 
 def write(summary: Summary, path: Path) -> None:
@@ -42,12 +43,12 @@ def facts(summary: Summary) -> dict[str, str]:
     """The sentences below the tables, by their heading."""
     audit = summary.audit
     rolled = f"{audit.steps_rolled_back} rolled back and repeated" if audit.steps_rolled_back else "none repeated"
-    told = {"steps": f"{audit.steps} committed, {rolled}; {summary.checkpoints} checkpoints"}
+    told = {"steps": f"{audit.steps} committed, {rolled}; {counted(summary.checkpoints, 'checkpoint')}"}
     told["data"] = ("exact: " if audit.exact else "NOT exact: " if audit.steps else "") + audit.reason
     if audit.unrecorded:
         told["data"] += f" ({audit.unrecorded} by count: their rank died before it could record them)"
     if summary.metrics or summary.loss is not None:
-        values = {"loss": summary.loss} if summary.loss is not None else {}
+        values = {"training loss": summary.loss} if summary.loss is not None else {}
         told["result"] = ", ".join(f"{name} {value:.4g}" for name, value in {**values, **summary.metrics}.items())
     told["exit"] = f"{summary.verdict.exit_code} after {summary.duration_s:.1f} s: {summary.verdict.reason}"
     return told
@@ -79,7 +80,7 @@ def _cells(found: Recovery | None) -> tuple[str, str, str, str]:
     if found is None:
         return "no later step", "-", "-", "-"
     back = f"step {found.step} of round {found.round}"
-    return f"{found.recovery_s:.2f} s", f"{found.pause_s:.2f} s", f"{found.steps_repeated} steps", back
+    return f"{found.recovery_s:.2f} s", f"{found.pause_s:.2f} s", counted(found.steps_repeated, "step"), back
 
 
 def _nodes(summary: Summary) -> Table:

@@ -1,6 +1,6 @@
 """One local run from start to summary: an etcd, nodes, faults when they are due, a view, a verdict.
 
-*Runs in* the main thread of ``elastic-trainer local`` (nodes die with the thread that started them).
+*Runs in* the main thread of ``elastic-trainer local`` (it handles signals).
 *Owns* the run directory, the embedded etcd and the cluster; all processes are gone when :func:`run_local` returns.
 *Fails by* ConfigError or StoreUnavailableError before anything runs; a job that fails is a summary, not an error.
 """
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_trainer.sim.etcd import EtcdServer
 from rich.console import Console
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
@@ -24,6 +23,7 @@ from elastic_trainer.errors import ConfigError, StorageError
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.sim import faults, report
 from elastic_trainer.sim.cluster import ClusterSpec, LocalCluster
+from elastic_trainer.sim.etcd import EtcdServer
 from elastic_trainer.sim.faults import Fault
 from elastic_trainer.sim.interrupts import Interrupts
 from elastic_trainer.sim.job import entry

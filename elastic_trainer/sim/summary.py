@@ -11,8 +11,8 @@ from elastic_trainer.errors import EXIT_FAILURE
 from elastic_trainer.membership.documents import RoundDocument
 from elastic_trainer.sim.faults import Fault, FaultKind, Injected
 from elastic_trainer.sim.ledger import Audit, Line, LineKind, audit
-from elastic_trainer.sim.picture import exit_text
 from elastic_trainer.sim.recovery import Recovery, recovery
+from elastic_trainer.sim.wording import counted, exit_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class Summary:
     metrics: Mapping[str, float]
     """The last value of each metric."""
     loss: float | None
+    """Of the last step, on rank 0."""
     verdict: Verdict
 
     def as_json(self) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def summarize(
         audit=audit(lines),
         checkpoints=sum(line.event is LineKind.CHECKPOINT for line in lines),
         metrics={line.name: line.value for line in lines if line.name and line.value is not None},
-        loss=next((line.loss for line in reversed(steps) if line.loss is not None), None),
+        loss=next((line.loss for line in reversed(steps) if line.rank == 0 and line.loss is not None), None),
         verdict=verdict(nodes, ending, bool(steps), entry),
     )
 
@@ -176,7 +177,7 @@ def verdict(nodes: Sequence[NodeSummary], ending: Ending, stepped: bool, entry: 
         return Verdict(EXIT_FAILURE, f"{ending.unmet[0]} never came: {what} opens no Session, so it has no steps")
     if ending.unmet:
         return Verdict(EXIT_FAILURE, "; ".join(f"{fault} was never carried out" for fault in ending.unmet))
-    return Verdict(0, f"{len(survivors)} node{'s' if len(survivors) != 1 else ''} finished the job")
+    return Verdict(0, f"{counted(len(survivors), 'node')} finished the job")
 
 
 def _told(failed: Sequence[NodeSummary]) -> str:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,15 +15,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.sim.picture import Incident, IncidentKind, NodePhase, NodePicture, Picture
+from elastic_trainer.sim.wording import counted
 
 PROGRESS_EVERY_S = 5.0
 REFRESH_EVERY_S = 0.25
 _SHOWN = 10
+_KNOWN = {"event", "run", "node", "role", "rank", "round", "level", "timestamp"}
 _PHASES = {
     NodePhase.STARTING: "yellow",
     NodePhase.TRAINING: "green",
-    NodePhase.RESTARTING: "yellow",
+    NodePhase.REGROUPING: "yellow",
     NodePhase.DONE: "cyan",
     NodePhase.KILLED: "red",
     NodePhase.FAILED: "red",
@@ -115,8 +119,30 @@ def progress_line(picture: Picture) -> str:
         told = ", ".join(f"{count} {phase}" for phase, count in counts.items() if count)
         return f"no step yet ({told or 'no node'})"
     loss = f", loss {picture.loss:.4f}" if picture.loss is not None else ""
-    state = f" ({picture.round_state})" if picture.round_state is not None else ""
-    return f"step {picture.step}, epoch {picture.epoch}{loss}, round {picture.round}{state}, {picture.world} ranks"
+    where = f"round {picture.round}{_ahead(picture)}, {counted(picture.world, 'rank')}"
+    return f"step {picture.step}, epoch {picture.epoch}{loss}, {where}"
+
+
+def _ahead(picture: Picture) -> str:
+    """What the round document says and the ledger does not show yet."""
+    latest = picture.latest
+    if latest is None or picture.round is None or latest.number < picture.round:
+        return ""
+    if latest.number > picture.round:
+        return f" (round {latest.number} is starting)"
+    return "" if latest.state is RoundState.ACTIVE else f" ({latest.state})"
+
+
+def readable(line: str) -> str:
+    """A line of a node's log: JSON log lines as event and values, without what the table says already."""
+    if not line.startswith('{"'):
+        return line
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return line
+    told = {name: value for name, value in values.items() if name not in _KNOWN}
+    return " ".join([str(values.get("event", "")), *(f"{name}={value}" for name, value in told.items())]).strip()
 
 
 def render(picture: Picture, now: float) -> RenderableType:
@@ -148,5 +174,5 @@ def _cells(node: NodePicture) -> list[RenderableType]:
         ranks or "-",
         numbers[1],
         loss,
-        Text(node.last_line, style="dim"),
+        Text(readable(node.last_line), style="dim"),
     ]

@@ -95,6 +95,7 @@ def options(endpoints: Sequence[Endpoint]) -> list[tuple[str, int | str]]:
         ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),
         ("grpc.keepalive_time_ms", 10_000),  # a frozen server is noticed; etcd answers 2 s with GOAWAY
         ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.ping_timeout_ms", 5_000),  # newer gRPC goes by this one, 60 s by default (measured with 1.85)
         ("grpc.http2.max_pings_without_data", 0),  # a quiet watch needs its pings: no limit
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 500),

@@ -14,12 +14,13 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
 from elastic_trainer.settings import StoreSettings
 from elastic_trainer.store.api import Store
-from elastic_trainer.store.diagnosis import Finding, examine
+from elastic_trainer.store.diagnosis import START_HINT, Finding, examine
 from elastic_trainer.store.retry import within
 
 FIRST_TRY_S = 2.0
 """How long etcd may take to answer before its endpoints are examined."""
 EXAMINE_S = 1.0
+_UNTRUSTED = "certificate_verify_failed"  # as failures.reason() has it
 
 
 def connect(settings: StoreSettings) -> Store:
@@ -36,18 +37,14 @@ def connect_checked(settings: StoreSettings, deadline: Deadline) -> Store:
     """
     try:
         return _tried(settings, deadline.at_most(FIRST_TRY_S))
-    except StoreUnavailableError:
-        findings = _examined(settings, deadline)
-        if findings and all(finding.permanent for finding in findings):
-            raise ConfigError(*_message(findings), hint=findings[0].hint) from None
+    except StoreUnavailableError as error:
+        _raise_if_hopeless(_examined(settings, deadline), error)
     try:
         return within(deadline, lambda: _tried(settings, deadline))
     except StoreUnavailableError as error:
-        findings = _examined(settings, Deadline.after(EXAMINE_S)) or findings
-        if not findings:
-            raise
-        kind = ConfigError if all(finding.permanent for finding in findings) else StoreUnavailableError
-        raise kind(*_message(findings, error), hint=findings[0].hint) from error
+        findings = _examined(settings, Deadline.after(EXAMINE_S))
+        _raise_if_hopeless(findings, error)
+        raise StoreUnavailableError(_message(findings, error), hint=_hint(findings)) from error
 
 
 def _tried(settings: StoreSettings, deadline: Deadline) -> Store:
@@ -68,9 +65,19 @@ def _examined(settings: StoreSettings, deadline: Deadline) -> list[Finding]:
     ]
 
 
-def _message(findings: Sequence[Finding], error: StoreUnavailableError | None = None) -> tuple[str]:
+def _raise_if_hopeless(findings: Sequence[Finding], error: StoreUnavailableError) -> None:
+    """Raise ConfigError when waiting cannot mend what is wrong."""
+    if _UNTRUSTED in error.message or all(finding.permanent for finding in findings):
+        raise ConfigError(_message(findings, error), hint=_hint(findings)) from error
+
+
+def _message(findings: Sequence[Finding], error: StoreUnavailableError) -> str:
     told = "; ".join(dict.fromkeys(finding.text for finding in findings))
-    cause = ""
-    if error is not None and any("TLS handshake" in finding.text for finding in findings):
-        cause = f" ({error.message.rpartition(': ')[2]})"
-    return (f"cannot use the store: {told}{cause}",)
+    cause = "; the certificate is not one that ca_cert vouches for" if _UNTRUSTED in error.message else ""
+    return f"cannot use the store: {told}{cause}"
+
+
+def _hint(findings: Sequence[Finding]) -> str:
+    """The most specific advice: an etcd without a quorum says more than its dead members do."""
+    hints = [finding.hint for finding in findings]
+    return next((hint for hint in hints if hint != START_HINT), hints[0])

@@ -1,13 +1,14 @@
 """Find out why the store does not answer at an endpoint: what is there instead?
 
 *Runs in* the thread that connects, only after a connection has failed.
-*Owns* one short-lived socket. *Fails by* reporting a finding; it raises nothing.
+*Owns* one short-lived socket at a time. *Fails by* reporting a finding; it raises nothing.
 """
 
 from __future__ import annotations
 
 import re
 import socket
+import ssl
 from dataclasses import dataclass
 
 from elastic_trainer.settings import Endpoint
@@ -27,7 +28,7 @@ class Finding:
     hint: str
 
 
-_START = "start etcd or correct the endpoint"
+START_HINT = "start etcd or correct the endpoint"
 
 
 def examine(endpoint: Endpoint, *, tls: bool, timeout_s: float) -> Finding:
@@ -40,12 +41,31 @@ def examine(endpoint: Endpoint, *, tls: bool, timeout_s: float) -> Finding:
     except socket.gaierror:
         return Finding(f"the host name {endpoint.host!r} is not known", False, "check the name and DNS")
     except ConnectionRefusedError:
-        return Finding(f"nothing listens at {endpoint}", False, _START)
+        return Finding(f"nothing listens at {endpoint}", False, START_HINT)
     except TimeoutError:
         return Finding(f"{endpoint} accepts no connection or says nothing", False, "check address, firewall and etcd")
     except OSError as error:
-        return Finding(f"{endpoint} cannot be reached: {error.strerror or error}", False, _START)
+        return Finding(f"{endpoint} cannot be reached: {error.strerror or error}", False, START_HINT)
+    if not answer and _speaks_tls(endpoint, timeout_s):
+        answer = _TLS_ALERT  # etcd hangs up on plaintext without a word
     return judge(answer, endpoint, tls=tls)
+
+
+def _speaks_tls(endpoint: Endpoint, timeout_s: float) -> bool:
+    """Whether a TLS handshake gets an answer; an alert, say for want of a client certificate, is one too."""
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # nothing is sent: only the language is of interest
+    try:
+        with (
+            socket.create_connection((endpoint.host, endpoint.port), timeout_s) as connection,
+            context.wrap_socket(connection),
+        ):
+            return True
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")
+    except OSError:
+        return False
 
 
 def _received(connection: socket.socket) -> bytes:

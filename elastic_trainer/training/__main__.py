@@ -17,6 +17,7 @@ from elastic_trainer.settings import worker_environment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.training.loading import as_yaml, load_job
 
+_INTERRUPTED = 130
 _PROGRAM = "python -m elastic_trainer.training"
 _EPILOG = """\
 examples:
@@ -26,7 +27,7 @@ examples:
   torchrun --standalone --nproc-per-node 2 -m elastic_trainer.training mnist
 
 Started again with the same checkpoint.directory, a job continues where its newest checkpoint left off.
-exit status: 0 done, 1 failed, 73 cannot write, 78 wrong configuration or data, 143 stopped by SIGTERM after a checkpoint
+exit status: 0 done, 1 failed, 73 cannot write, 78 wrong configuration or data, 143 stopped by SIGTERM (checkpointed)
 """
 
 
@@ -44,8 +45,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("job", help="a YAML file, or the name of a ready-made task such as mnist")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces one value, for example optimizer.lr=0.1")
+    parser.add_argument("job", nargs="?", help="a YAML file, or the name of a ready-made task such as mnist")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="replaces one value, for example optimizer.lr=0.1"
+    )
     parser.add_argument("--print-config", action="store_true", help="print the effective configuration and end")
     return parser
 
@@ -58,10 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ElasticTrainerError as error:
         _complain(error)
         return error.exit_code
+    except KeyboardInterrupt:  # before or after the session, which turns it into a checkpoint
+        return _INTERRUPTED
     return 0
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    if arguments.job is None:
+        raise ConfigError("no job was given", hint=f"name a YAML file or a ready-made task: see {_PROGRAM} --help")
     config = load_job(arguments.job, arguments.overrides)
     from elastic_trainer.training.task import find_task  # after the file is known to be right: this loads torch
 

@@ -153,6 +153,7 @@ class JobConfig(Section):
     precision: Precision = Precision.FP32
     clip_norm: float | None = Field(default=None, gt=0.0)
     sync_batchnorm: bool = False
+    nonfinite: Literal["raise", "warn"] = Field(default="raise", description="what a loss that is no number does")
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

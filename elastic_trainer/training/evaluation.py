@@ -17,6 +17,7 @@ from elastic_trainer.data.sampler import Batch, Fetcher
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.training.precision import Arithmetic
 from elastic_trainer.training.task import Samples, Task
+from elastic_trainer.worker.evaluation import evaluating
 from elastic_trainer.worker.session import Session
 
 
@@ -38,11 +39,8 @@ def evaluate(
 def measurable(task: Task, model: torch.nn.Module, dataset: Samples) -> list[str]:
     """The names of the task's metrics, found by measuring one sample with ``model`` where it is (on the CPU)."""
     first = np.arange(1)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
         measured = task.metrics(model, Batch(Fetcher(dataset, torch.device("cpu")), first, first, weight=1.0))
-    model.train(was_training)
     return sorted(measured)
 
 

@@ -8,6 +8,7 @@ checkpoint; the file's lines of forgotten records go at the next write.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,14 +94,26 @@ def lines_to_keep(lines: Sequence[str], records: Sequence[Record]) -> list[str]:
     """The first of the file's ``lines``, as long as they say what ``records`` say; a torn line never does."""
     kept: list[str] = []
     for line, record in zip(lines, records, strict=False):
-        if not line.endswith("\n") or _content(line) != _canonical(asdict(record)):
+        if not line.endswith("\n") or _content(line) != _canonical(_shown(record)):
             break
         kept.append(line)
     return kept
 
 
 def _line(record: Record, notes: Mapping[str, Any]) -> str:
-    return json.dumps({**asdict(record), **notes}) + "\n"
+    return json.dumps({**_shown(record), **notes}, allow_nan=False) + "\n"
+
+
+def _shown(record: Record) -> dict[str, Any]:
+    """The record as JSON can say it, which has no word for NaN and infinity: null."""
+    values = asdict(record)
+    values["metrics"] = {name: _finite(value) for name, value in record.metrics.items()}
+    values["train_loss"] = _finite(record.train_loss)
+    return values
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _content(line: str) -> str | None:

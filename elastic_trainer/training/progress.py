@@ -24,7 +24,7 @@ _WINDOW_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where a run stands after a committed step."""
+    """Where a run stands after a committed step; ``epoch`` counts those that are complete."""
 
     step: int
     steps: int
@@ -172,7 +172,7 @@ class Terminal:
         )
 
     def evaluated(self, moment: Moment, metrics: Mapping[str, float]) -> None:
-        self._metrics = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self._metrics = "test: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self._bar.update(self._row, completed=moment.step, metrics=self._metrics)
 
     def close(self) -> None:

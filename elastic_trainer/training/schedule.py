@@ -11,16 +11,22 @@ from elastic_trainer.training.config import EvaluationConfig, JobConfig
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """A run in epochs and optimizer steps. Independent of the number of ranks, since the global batch is."""
+    """A run in epochs and optimizer steps. Independent of the number of ranks, since the global batch is.
+
+    ``steps`` is what a whole run takes (schedules and progress go by it). It is no limit: a run that was resumed with
+    another global batch takes more or fewer, and still sees all its epochs.
+    """
 
     samples: int
     steps_per_epoch: int
     epochs: int
     steps: int
+    max_steps: int | None = None
 
     def finished(self, cursor: Cursor, step: int) -> bool:
         """Whether a run that committed ``step`` steps and stands at ``cursor`` has nothing left to do."""
-        return step >= self.steps or epochs_done(cursor, self.samples) >= self.epochs
+        limited = self.max_steps is not None and step >= self.max_steps
+        return limited or epochs_done(cursor, self.samples) >= self.epochs
 
 
 def run_length(config: JobConfig, samples: int) -> RunLength:
@@ -29,7 +35,7 @@ def run_length(config: JobConfig, samples: int) -> RunLength:
     by_epochs = math.inf if config.epochs is None else config.epochs * per_epoch
     by_steps = math.inf if config.max_steps is None else config.max_steps
     steps = int(min(by_epochs, by_steps))
-    return RunLength(samples, per_epoch, math.ceil(steps / per_epoch), steps)
+    return RunLength(samples, per_epoch, math.ceil(steps / per_epoch), steps, config.max_steps)
 
 
 def epochs_done(cursor: Cursor, samples: int) -> int:

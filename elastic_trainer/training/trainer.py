@@ -24,7 +24,7 @@ from elastic_trainer.training.files import make_writable, write_atomically
 from elastic_trainer.training.history import History
 from elastic_trainer.training.loading import as_yaml
 from elastic_trainer.training.precision import arithmetic
-from elastic_trainer.training.progress import Moment, progress
+from elastic_trainer.training.progress import Moment, Progress, Silent, progress
 from elastic_trainer.training.schedule import epochs_done, evaluation_due, run_length
 from elastic_trainer.training.task import Task
 from elastic_trainer.worker.device import Hardware, choose
@@ -86,6 +86,7 @@ class Trainer:
                 mode=BestMode(checkpoint.mode),
             ),
             allow_changed=checkpoint.allow_changed,
+            nonfinite=self.config.nonfinite,
         )
 
 
@@ -108,7 +109,14 @@ class Run:
         if session.is_rank0:
             write_atomically(trainer.directory / CONFIG_FILE, as_yaml(self.config))
             self._write_history()
-        self.progress = progress(self.config.logging, leader=session.is_rank0)
+        self.progress: Progress = Silent()
+        self._lead()
+
+    def _lead(self) -> None:
+        """Show progress where rank 0 is, also when it moves."""
+        self.progress.close()
+        self._leads = self.session.is_rank0
+        self.progress = progress(self.config.logging, leader=self._leads)
 
     def train(self) -> None:
         """The loop."""
@@ -123,8 +131,9 @@ class Run:
                     step.clip(self.config.clip_norm)
                 self.job.optimizer.step()
                 self._observe(step, batch)  # before the step ends, where a checkpoint of it may be taken
-            self._show(batch)
-            self._evaluate_if_due()
+            if step.committed:
+                self._show(batch)
+                self._evaluate_if_due()
         if self._unsaved:
             self._save()
 
@@ -171,6 +180,8 @@ class Run:
                 self.history.observe(loss, batch.global_size)
 
     def _show(self, batch: Batch) -> None:
+        if self.session.is_rank0 != self._leads:
+            self._lead()
         self.progress.count(batch.global_size)
         if self.progress.due():
             self.progress.report(self._moment(), self._loss)
@@ -180,7 +191,7 @@ class Run:
         return Moment(
             step=session.step_number,
             steps=length.steps,
-            epoch=session.cursor.epoch,
+            epoch=epochs_done(session.cursor, length.samples),
             world_size=session.world_size,
             round=session.round,
         )

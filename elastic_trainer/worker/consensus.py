@@ -28,18 +28,20 @@ class Flags:
     stop: bool = False
     save: bool = False
     nonfinite: bool = False
+    switch: bool = False
+    """A planned change is known here; together: known to all ranks."""
 
     @property
     def any(self) -> bool:
         """Whether there is something to do."""
-        return self.stop or self.save or self.nonfinite
+        return self.stop or self.save or self.nonfinite or self.switch
 
 
 def interval(boundary_s: float) -> int:
     """Boundaries between two sums when one boundary follows another after ``boundary_s`` seconds."""
     if boundary_s <= 0.0:
-        return 1
-    return max(1, min(LONGEST_INTERVAL, int(EVERY_S / boundary_s)))
+        return 1  # nothing is known yet
+    return max(1, int(EVERY_S / max(boundary_s, EVERY_S / LONGEST_INTERVAL)))
 
 
 class Consensus:
@@ -66,9 +68,10 @@ class Consensus:
         if self._control.alone:
             return self._alone(observe, urgent)
         agreed = self._finish() if self._pending is not None else None
-        if self._count >= self._next_start:
+        leaving = agreed is not None and (agreed.stop or agreed.switch)
+        if self._count >= self._next_start and not leaving:
             wishes = observe()
-            values = [wishes.stop, wishes.save, wishes.nonfinite, self.boundary_s]
+            values = [wishes.stop, wishes.save, wishes.nonfinite, self.boundary_s, wishes.switch]
             self._pending = self._control.start(Purpose.BOUNDARY, values)
         return agreed
 
@@ -92,11 +95,11 @@ class Consensus:
         pending, self._pending = self._pending, None
         if pending is None:
             raise RuntimeError("no sum is under way")
-        stop, save, nonfinite, seconds, *_ = pending.wait()
+        stop, save, nonfinite, seconds, switch, *_ = pending.wait()
         if not self._outdated:
             self._next_start = self._count - 1 + interval(seconds / self._control.world_size)
         self._outdated = False
-        return Flags(stop > 0, save > 0, nonfinite > 0)
+        return Flags(stop > 0, save > 0, nonfinite > 0, switch == self._control.world_size)
 
     def _measure(self) -> None:
         now = self._clock.monotonic()

@@ -139,6 +139,14 @@ class Control:
         self.broadcast(buffer, source)
         return bytes(buffer.numpy().tobytes())
 
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        """Send ``tensor`` (contiguous, on the CPU) to rank ``target`` alone."""
+        self.finish(self._begin("send", [tensor], target, 0), "send")
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill ``tensor`` with what ``source`` sends to this rank."""
+        self.finish(self._begin("recv", [tensor], source, 0), "receive")
+
     def add_up(self, vector: torch.Tensor) -> None:
         """Sum ``vector`` (contiguous, on the CPU) over all ranks, in place."""
         if not self.alone:

@@ -10,6 +10,8 @@ Two groups: torch's default group for gradients and the user's own collectives, 
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elastic_trainer import settings
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import TransientError
+from elastic_trainer.errors import ConfigError, TransientError
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.device import Placement
 from elastic_trainer.worker.link import Formation, StoreAddress
@@ -93,3 +95,42 @@ def leave_torch() -> None:
     """Destroy torch's default group if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def form_in_place(formation: Formation, placement: Placement, timeout_s: float, begun: Callable[[], None]) -> Group:
+    """The groups of a round in place: through a store connection of this form only, under the round's own prefix.
+
+    Ranks that wait for a planned change may be early by a whole step: all wait for rank 0's word, and ``begun`` is
+    called then, from when on the forming itself may be bounded.
+    """
+    if formation.store is None or formation.store.prefix is None:
+        raise ConfigError("the agent named no meeting place for the round", hint="update elastic_trainer on all nodes")
+    if formation.one_host:
+        settings.prefer_loopback()
+    timeout = timedelta(seconds=timeout_s)
+    store = TCPStore(formation.store.host, formation.store.port, None, False, timeout=timeout, wait_for_workers=False)
+    fresh = PrefixStore(f"round/{formation.store.prefix}", store)
+    if formation.rank == 0:
+        fresh.set("go", "1")
+    else:
+        fresh.wait(["go"], timeout)
+    begun()
+    dist.init_process_group(
+        placement.backend,
+        store=PrefixStore("data", fresh),
+        rank=formation.rank,
+        world_size=formation.world_size,
+        timeout=timeout,
+        device_id=placement.device if placement.device.type == "cuda" else None,
+    )
+    control = dist.ProcessGroupGloo(PrefixStore("control", fresh), formation.rank, formation.world_size, timeout)
+    return Group(formation, Control(control, formation.rank, formation.world_size), store)
+
+
+def abandon() -> None:
+    """Forget torch's default group at once; what lies beneath is torn down in the background."""
+    if not dist.is_initialized():
+        return
+    kept: list[Any] = [dist.group.WORLD]
+    dist.destroy_process_group()
+    threading.Thread(target=kept.clear, name="group-teardown", daemon=True).start()

@@ -46,7 +46,7 @@ class Formation:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a session tells about itself. ``loss`` is this rank's own, where it is known without waiting."""
+    """What a session tells about itself; ``step_s`` is the time that a step takes, smoothed."""
 
     phase: str
     step: int

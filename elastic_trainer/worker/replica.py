@@ -23,27 +23,78 @@ from elastic_trainer.worker.device import Placement
 _OWN = ("init_sync", "device_ids", "output_device", "process_group")
 
 
-class Replica:
-    """The model of this rank."""
+class Runner(nn.Module):
+    """What a script calls in place of its model, for as long as it lives: rounds change what lies behind it.
 
-    def __init__(self, module: nn.Module, placement: Placement, options: Mapping[str, Any], *, sync: bool) -> None:
+    Like DistributedDataParallel it holds the bare module as ``module``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.__dict__["through"] = module  # not a submodule: it holds the same parameters
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the module, through whatever averages its gradients now."""
+        return self.__dict__["through"](*inputs, **named)
+
+
+class Replica:
+    """The model of this rank. ``lasting``: rounds come and go beneath it (in-place recovery)."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: Placement,
+        options: Mapping[str, Any],
+        *,
+        sync: bool,
+        lasting: bool = False,
+    ) -> None:
         check_options(options)
+        self._lasting: Runner | None = None
+        self._buffers: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
         self._placement, self._options = placement, dict(options)
         self.module = module.to(placement.device)
         self.even = sync
         """Whether all ranks need equally many micro-batches (collectives in the forward pass)."""
         self._parallel: DistributedDataParallel | None = None
+        if lasting:
+            self._prepare_to_last()
+
+    def _prepare_to_last(self) -> None:
+        if self.even:
+            if self._placement.device.type != "cuda":
+                raise ConfigError("sync_batchnorm needs CUDA devices", hint="leave it out on CPUs")
+            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
+        self._lasting = Runner(self.module)
+        self._buffers = [buffer.detach() for buffer in self.module.buffers()]
+        self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
+
+    def remember_buffers(self) -> None:
+        """A step begins: the forward pass moves buffers (BatchNorm) before anything is committed."""
+        if self._buffers:
+            torch._foreach_copy_(self._kept, self._buffers)
+
+    def restore_buffers(self) -> None:
+        """The step is to be repeated."""
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._kept)
 
     @property
     def runner(self) -> nn.Module:
         """What forward passes go through."""
+        if self._lasting is not None:
+            return self._lasting
         return self._parallel if self._parallel is not None else self.module
 
     def bind(self, control: Control) -> None:
         """Average gradients over the ranks of the present round; all ranks must hold the same state."""
+        self.release()
         if control.alone:
             return
-        if self.even:
+        if self.even and self._lasting is None:
             if self._placement.device.type != "cuda":
                 raise ConfigError("sync_batchnorm needs CUDA devices", hint="leave it out on CPUs")
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
@@ -52,6 +103,14 @@ class Replica:
         cuda = self._placement.device.type == "cuda"
         ids = [self._placement.device.index] if cuda else None
         self._parallel = DistributedDataParallel(self.module, device_ids=ids, init_sync=False, **self._options)
+        if self._lasting is not None:
+            self._lasting.__dict__["through"] = self._parallel
+
+    def release(self) -> None:
+        """Let go of the round that the gradients were averaged in."""
+        self._parallel = None
+        if self._lasting is not None:
+            self._lasting.__dict__["through"] = self.module
 
     def accumulating(self) -> AbstractContextManager[None]:
         """A context in which backward passes only add up locally."""
@@ -59,7 +118,7 @@ class Replica:
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The bare module if ``model`` is this replica's runner, else ``model`` itself."""
-        if model is self._parallel:
+        if model is self._parallel or model is self._lasting:
             return self.module
         return model.module if isinstance(model, DistributedDataParallel) else model
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, Committed, SaveInfo
+from elastic_trainer.checkpoint import CheckpointManager, Committed, EventSink, Retention, SaveInfo
 from elastic_trainer.clock import SYSTEM, Clock
-from elastic_trainer.errors import CheckpointError, ConfigError, NonFiniteError
+from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
 from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.state import TrainingState
 
 
@@ -46,15 +48,35 @@ class Saver:
     ) -> None:
         self._manager, self._cadence, self._on_saved, self._clock = manager, cadence, on_saved, clock
         self._last_s = clock.monotonic()
-        self._last_mark: object = None
+        self._last_step: int | None = None
+        self._state: TrainingState | None = None
+        self._world_size = 1
+        self._fields: Callable[[], Mapping[str, Any]] = dict
 
-    def mark(self, state: TrainingState) -> None:
-        """This state needs no saving: it was just resumed."""
-        self._last_mark = _mark(state)
+    def bind(self, state: TrainingState, world_size: int, fields: Callable[[], Mapping[str, Any]]) -> None:
+        """Save ``state`` from now on; ``fields()`` goes with it, for whoever resumes."""
+        self._state, self._world_size, self._fields = state, world_size, fields
 
-    def unsaved(self, state: TrainingState) -> bool:
-        """Whether anything changed since the last save."""
-        return self._manager is not None and _mark(state) != self._last_mark
+    def serve(self, manager: CheckpointManager | None) -> None:
+        """Save through ``manager`` from now on; None: another rank saves."""
+        self._manager = manager
+
+    def resumed(self) -> None:
+        """The state at hand was just read from a checkpoint."""
+        self._last_step = self._bound.position.step
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether a step was committed since the last save."""
+        if self._manager is None or self._state is None:
+            return False
+        return self._state.position.step != self._last_step
+
+    @property
+    def _bound(self) -> TrainingState:
+        if self._state is None:
+            raise ConfigError("there is nothing to save yet", hint="call session.wrap(model, optimizer=...) first")
+        return self._state
 
     def due_by_step(self, step: int) -> bool:
         """Whether this step is one to save after."""
@@ -65,46 +87,58 @@ class Saver:
         every_s = self._cadence.every_s
         return self._manager is not None and every_s is not None and self._clock.monotonic() - self._last_s >= every_s
 
-    def save(
-        self,
-        state: TrainingState,
-        world_size: int,
-        fields: Mapping[str, Any],
-        metrics: Mapping[str, float],
-        *,
-        best: bool = False,
-    ) -> Committed | None:
-        """Commit ``state`` durably; None without a checkpoint directory."""
+    def save(self, metrics: Mapping[str, float], *, best: bool = False) -> Committed | None:
+        """Commit the state durably; None without a checkpoint directory."""
         self._last_s = self._clock.monotonic()
         if self._manager is None:
             return None
+        state = self._bound
         check_finite(state.module)
         position = state.position
-        if best:
-            position.best = {name: float(value) for name, value in metrics.items()}
         info = SaveInfo(
             step=position.step,
             round=position.generation,
             epoch=position.cursor.epoch,
             samples=position.cursor.samples,
-            world_size=world_size,
+            world_size=self._world_size,
             metrics=metrics,
             best=best,
-            fields=fields,
+            fields=self._fields(),
         )
         committed = self._manager.save(state.collect(), info)
-        self._last_s, self._last_mark = self._clock.monotonic(), _mark(state)
+        self._last_s, self._last_step = self._clock.monotonic(), position.step
         self._on_saved(committed)
         return committed
 
-    def attempt(self, state: TrainingState, world_size: int, fields: Mapping[str, Any]) -> Exception | None:
+    def attempt(self) -> Exception | None:
         """Save on schedule. What goes wrong is logged and returned: a full disk must not end the training."""
         try:
-            self.save(state, world_size, fields, {})
+            self.save({})
         except (CheckpointError, NonFiniteError) as error:
-            logger().error("checkpoint.failed", step=state.position.step, error=str(error))
+            logger().error("checkpoint.failed", step=self._bound.position.step, error=str(error))
             return error
         return None
+
+
+def checked_manager(
+    directory: Path | None, retention: Retention, listener: EventSink | None, control: Control, local_rank: int
+) -> CheckpointManager | None:
+    """The manager of ``directory``: one rank of each node looks for checkpoints, rank 0 must be able to write them.
+
+    Raises on all ranks if rank 0 cannot.
+    """
+    manager: CheckpointManager | None = None
+    problem: ElasticTrainerError | None = None
+    if directory is not None and (control.rank == 0 or local_rank == 0):
+        manager = CheckpointManager(directory, retention, listener)
+    if manager is not None and control.rank == 0:
+        try:
+            manager.check_writable()
+            manager.sweep()
+        except CheckpointError as error:
+            problem = error
+    control.agree(problem)
+    return manager
 
 
 def check_finite(module: torch.nn.Module) -> None:
@@ -123,7 +157,3 @@ def check_finite(module: torch.nn.Module) -> None:
                     f"parameter {name!r} is not finite any more; this state is not saved",
                     hint="lower the learning rate, clip gradients, or look for bad samples",
                 )
-
-
-def _mark(state: TrainingState) -> object:
-    return (state.position.step, state.position.cursor)

@@ -18,6 +18,7 @@ class Scaling:
     def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._optimizer = optimizer
+        self._states: Any = None
 
     @property
     def enabled(self) -> bool:
@@ -44,14 +45,25 @@ class Scaling:
         if any(bool(found) for found in self._state()["found_inf_per_device"].values()):
             self._optimizer.zero_grad(set_to_none=True)
 
+    def begin(self) -> None:
+        """A step begins."""
+        self._states = None if self.scaler is None else self.scaler._per_optimizer_states
+
     def skipped(self) -> bool:
-        """Whether ``scaler.step`` was called and left the optimizer's step out."""
-        return self.scaler is not None and self._stage() is OptState.STEPPED
+        """Whether ``scaler.step`` left the optimizer's step out (told also if the script called ``update()`` since)."""
+        if self.scaler is None:
+            return False
+        return self._states is not self.scaler._per_optimizer_states or self._stage() is OptState.STEPPED
 
     def after_update(self) -> None:
         """Adapt the scale, unless the user did."""
         if self.scaler is not None and self._state()["found_inf_per_device"]:
             self.scaler.update()
+
+    def reset(self) -> None:
+        """Forget a step that will be repeated."""
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.pop(id(self._optimizer), None)
 
     def _state(self) -> dict[str, Any]:
         states: dict[int, dict[str, Any]] = self.scaler._per_optimizer_states  # type: ignore[union-attr]

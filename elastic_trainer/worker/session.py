@@ -19,10 +19,10 @@ be saved or resumed, RoundBrokenError when a peer is lost; SystemExit 143 when s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import structlog
 import torch
@@ -30,28 +30,32 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic_trainer import settings
-from elastic_trainer.checkpoint import CheckpointManager, Committed, EventSink, Retention
-from elastic_trainer.data.plan import EpochPlan, Ids
-from elastic_trainer.data.sampler import Batch, Collate, Fetcher, Sampler
+from elastic_trainer.checkpoint import Committed, EventSink, Retention
+from elastic_trainer.data.sampler import Batch, Collate, Fetcher
 from elastic_trainer.errors import (
     EXIT_CANNOT_WRITE,
     CheckpointError,
     ConfigError,
     ElasticTrainerError,
     NonFiniteError,
+    RejoinError,
 )
+from elastic_trainer.ipc.messages import StateReport
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker import device, evaluation, seeds
 from elastic_trainer.worker import group as groups
-from elastic_trainer.worker.consensus import Consensus, Flags
+from elastic_trainer.worker.boundaries import Boundaries, Turn
+from elastic_trainer.worker.channel_link import ChannelLink
 from elastic_trainer.worker.control import Control, Purpose
-from elastic_trainer.worker.fields import check_fields
+from elastic_trainer.worker.feed import Feed
+from elastic_trainer.worker.healing import heal, identity
 from elastic_trainer.worker.ledger import Ledger
-from elastic_trainer.worker.link import EnvironmentLink, Link, Progress
+from elastic_trainer.worker.link import EnvironmentLink, Formation, Link, Progress
 from elastic_trainer.worker.replica import Replica, check_optimizer
 from elastic_trainer.worker.resume import Origin, restore
-from elastic_trainer.worker.saving import Cadence, Saver
+from elastic_trainer.worker.rounds import Rounds
+from elastic_trainer.worker.saving import Cadence, Saver, checked_manager
 from elastic_trainer.worker.scaling import Scaling
 from elastic_trainer.worker.signals import Signals
 from elastic_trainer.worker.state import Position, Stateful, TrainingState, check_part, reseed
@@ -59,12 +63,15 @@ from elastic_trainer.worker.steps import Step, Steps
 
 GROUP_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 10.0
-_STOP_BOUNDARIES = 4
+FORM_TIMEOUT_S = 10.0
+
+Result = TypeVar("Result")
 
 
 class Session:
     """See the module. ``checkpoint_dir`` None: nothing is saved. ``nonfinite``: ``raise`` or ``warn``.
 
+    ``keep_last`` and ``keep_every`` (a step multiple) say which checkpoints stay, or ``retention`` instead of them.
     ``allow_changed`` names fields (length, global_batch, micro_batch, seed, shuffle) that a resumed job may have
     changed. ``stop_timeout_s`` bounds how long the ranks may take to agree to stop.
     """
@@ -78,6 +85,7 @@ class Session:
         checkpoint_every_s: float | None = 60.0,
         keep_last: int = 3,
         *,
+        keep_every: int | None = None,
         retention: Retention | None = None,
         allow_changed: Collection[str] = (),
         nonfinite: str = "raise",
@@ -91,10 +99,10 @@ class Session:
         if nonfinite not in ("raise", "warn"):
             raise ConfigError(f"nonfinite is {nonfinite!r}", hint="use 'raise' or 'warn'")
         self._directory = Path(checkpoint_dir) if checkpoint_dir is not None else None
-        self._retention = retention if retention is not None else Retention(keep_last=keep_last)
+        self._retention = retention if retention is not None else Retention(keep_last, keep_every)
         self._cadence = Cadence(checkpoint_every_steps, checkpoint_every_s)
         self._seed, self._asked_device, self._allow_changed = seed, device, frozenset(allow_changed)
-        self._nonfinite_fatal, self._stop_timeout_s = nonfinite == "raise", stop_timeout_s
+        self._fatal, self._stop_timeout_s = nonfinite == "raise", stop_timeout_s
         self._group_timeout_s, self._on_checkpoint_event = group_timeout_s, on_checkpoint_event
         self.environment = settings.worker_environment()
         self._link: Link = link if link is not None else EnvironmentLink(self.environment)
@@ -105,49 +113,67 @@ class Session:
         self._group: groups.Group | None = None
         self._state: TrainingState | None = None
         self._origin = Origin()
-        self._fields: dict[str, Any] = {}
-        self._batch: Batch | None = None
-        self._in_epochs = self._stopped = self._save_failed = False
+        self._slowest_stop_s: Callable[[], float] = float
+        self._stopped = self._evaluating = False
+        self._link_given = link is not None
+        self._rounds: Rounds | None = None
+        self._saver: Saver | None = None
+        self._boundaries: Boundaries | None = None
+        self._valid = False
+        """In place: whether the state held here may be given to others."""
+        self._unrecorded: Step | None = None
 
     # ---- opening and closing
 
     def __enter__(self) -> Self:
         if not structlog.is_configured():
             logs.configure()
-        self._signals = Signals(self._patience_s, lambda: self._link.broken(self.round))
+        self._signals = Signals(self._patience_s, self._broken)
         self._signals.open()
         try:
-            self._form()
-            self._manager = self._checked_manager()
+            if self._link_given or not self.environment.in_place:
+                self._open()
+            else:
+                self._open_in_place()
         except BaseException:
             self._abandon()
             raise
         return self
 
-    def _form(self) -> None:
+    def _open(self) -> None:
+        """One round for the life of the process: meet the others now."""
         formation = self._link.formation()
-        self._placement = device.take(self._asked_device, formation.local_rank, formation.world_size)
+        self._place(formation.local_rank, formation.world_size)
         self._group = groups.form(formation, self._placement, self._group_timeout_s)
-        self._consensus = Consensus(self._group.control)
         self._position.generation = formation.round
-        logs.bind(run=self.environment.run_id, node=self.environment.node, role="worker", rank=formation.rank)
+        self._lead()
+
+    def _open_in_place(self) -> None:
+        """Rounds come and go: meet the others when the model is there."""
+        link = ChannelLink(self.environment)
+        self._link = link
+        self._rounds = Rounds(link, form_timeout_s=FORM_TIMEOUT_S, group_timeout_s=self._group_timeout_s)
+        self._signals.on_request = link.evicted
+        self._place(self.environment.local_rank, world_size=2)
+
+    def _place(self, local_rank: int, world_size: int) -> None:
+        self._placement = device.take(self._asked_device, local_rank, world_size)
+        self._feed = Feed(self._position, self._seed, self._placement.device, self._allow_changed)
+        logs.bind(run=self.environment.run_id, node=self.environment.node, role="worker")
         seeds.seed_all(seeds.key(seeds.START, self._seed), self._placement.device)
 
-    def _checked_manager(self) -> CheckpointManager | None:
-        """One rank of each node looks for checkpoints; rank 0 must be able to write them."""
-        manager: CheckpointManager | None = None
-        problem: ElasticTrainerError | None = None
-        if self._directory is not None and (self.is_rank0 or self.local_rank == 0):
-            manager = CheckpointManager(self._directory, self._retention, self._on_checkpoint_event)
-        if manager is not None and self.is_rank0:
-            try:
-                manager.check_writable()
-                manager.sweep()
-            except CheckpointError as error:
-                problem = error
-        self._control.agree(problem)
-        self._saver = Saver(manager if self.is_rank0 else None, self._cadence, self._on_saved)
-        return manager
+    def _lead(self) -> None:
+        """Take up this rank's duties in the round just formed: look for checkpoints, save them, agree."""
+        logs.bind(rank=self.rank)
+        if self._saver is None:
+            self._manager = checked_manager(
+                self._directory, self._retention, self._on_checkpoint_event, self._control, self.local_rank
+            )
+            self._saver = Saver(None, self._cadence, self._on_saved)
+        self._saver.serve(self._manager if self.is_rank0 else None)
+        known = self._knows_drain if self._rounds is not None else None
+        self._boundaries = Boundaries(self._control, self._signals, self._saver, fatal=self._fatal, in_place=known)
+        self._slowest_stop_s = self._boundaries.slowest_stop_s
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -156,7 +182,7 @@ class Session:
             self._abandon()
             return
         try:
-            self._finish()
+            self._repeated(self._finish, joinable=True)
         except BaseException:
             self._abandon()
             raise
@@ -165,15 +191,15 @@ class Session:
     def _finish(self) -> None:
         """All ranks have come to the end: save what is not saved, and leave together."""
         self._signals.agreed()
-        self._consensus.drain()
+        self._boundaries_here.end()
         if self._state is not None:
             self._save_last("done")
         self._control.sum(Purpose.FINISH)
 
     def _save_last(self, status: str) -> None:
         problem: Exception | None = None
-        if self._saver.unsaved(self._trained):
-            problem = self._saver.attempt(self._trained, self.world_size, self._fields)
+        if self._saver_here.unsaved:
+            problem = self._saver_here.attempt()
         if self._control.sum(Purpose.STOP, [float(problem is not None)])[0]:
             logs.logger().error("session.failed", reason="the last checkpoint could not be saved")
             raise SystemExit(EXIT_CANNOT_WRITE) from problem
@@ -195,12 +221,28 @@ class Session:
     @property
     def _formed(self) -> groups.Group:
         if self._group is None:
+            if self._rounds is not None:
+                raise ConfigError(
+                    "in place a process has no rank before its model is ready", hint="ask after session.wrap()"
+                )
             raise ConfigError("the session is not open", hint="use it as `with Session(...) as session:`")
         return self._group
 
     @property
     def _control(self) -> Control:
         return self._formed.control
+
+    @property
+    def _saver_here(self) -> Saver:
+        if self._saver is None:
+            raise RuntimeError("no round has been entered")
+        return self._saver
+
+    @property
+    def _boundaries_here(self) -> Boundaries:
+        if self._boundaries is None:
+            raise RuntimeError("no round has been entered")
+        return self._boundaries
 
     @property
     def _trained(self) -> TrainingState:
@@ -216,7 +258,7 @@ class Session:
     @property
     def local_rank(self) -> int:
         """This process's number on its node."""
-        return self._formed.formation.local_rank
+        return self.environment.local_rank if self._group is None else self._group.formation.local_rank
 
     @property
     def world_size(self) -> int:
@@ -287,7 +329,8 @@ class Session:
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ConfigError("ReduceLROnPlateau needs a metric", hint="register() it and step it yourself")
         check_optimizer(optimizer, model)
-        self._replica = Replica(model, self._placement, ddp_options or {}, sync=sync_batchnorm)
+        in_place = self._rounds is not None
+        self._replica = Replica(model, self._placement, ddp_options or {}, sync=sync_batchnorm, lasting=in_place)
         self._state = TrainingState(
             module=self._replica.module,
             optimizer=optimizer,
@@ -307,8 +350,12 @@ class Session:
             seed=self._seed,
             device=self.device,
             boundary=self._after_step,
+            absorb=self._absorb,
         )
-        self._resume(self._state)
+        if self._rounds is None:
+            self._resume(self._state)
+        else:
+            self._enter_round(self._rounds)
         return self._replica.runner
 
     def _resume(self, state: TrainingState) -> None:
@@ -321,27 +368,155 @@ class Session:
         self._origin = restore(self._control, self._manager, state.collect, take_over)
         first = self._position.generation + 1 if self._origin.name is not None else 0
         newest = max(row[0] for row in self._control.gather([max(formation.round, first)]))
-        self._position.generation = newest
+        self._take_part(state, newest, self._origin.fields)
+        if self._origin.name is not None:
+            self._saver_here.resumed()
+
+    def _take_part(self, state: TrainingState, generation: int, fields: Mapping[str, Any]) -> None:
+        """All ranks hold one state: bind everything to the round, and begin."""
+        self._position.generation = generation
         if not self.is_rank0:
             reseed(self._seed, self._position, self.rank, self.device)
         self._replica.bind(self._control)
         self._steps.bind(self._control)
-        if self._origin.name is not None:
-            self._saver.mark(state)
+        self._feed.bind(self._control, fields, even=self._replica.even)
+        self._saver_here.bind(state, self.world_size, lambda: self._feed.fields)
+        self._boundaries_here.watch(self._steps)
         self._ledger.identify(rank=self.rank, local_rank=self.local_rank, world=self.world_size, round=self.round)
         place = {"step": self.step_number, "epoch": self.cursor.epoch, "resumed_from": self._origin.name}
         self._ledger.write("opened", **place)
         logs.logger().info("session.opened", world=self.world_size, round=self.round, **place)
 
+    # ---- rounds in place
+
+    def _enter_round(
+        self, rounds: Rounds, *, planned: bool = False, joinable: bool = True, following: Formation | None = None
+    ) -> None:
+        """Come into the next round with the state that is held here, or get it from those who hold it."""
+        span_s = self._boundaries.span_s if self._boundaries is not None else 0.0
+        rounds.enter(
+            self._placement,
+            self._state_report,
+            self._settle,
+            planned=planned,
+            joinable=joinable,
+            following=following,
+            idle=self._while_waiting,
+            step_time_s=span_s,
+        )
+
+    def _state_report(self) -> StateReport | None:
+        return StateReport(round=self._position.lineage, step=self._position.step) if self._valid else None
+
+    def _settle(self, group: groups.Group) -> None:
+        """A round has been formed: all ranks come to one state."""
+        state = self._trained
+        self._group = group
+        self._lead()
+        mine = identity(state.collect(), self._position.lineage, self.step_number) if self._valid else None
+        least = max(group.formation.round, self._position.generation + 1)
+        healed = heal(self._control, mine, least, self, {"fields": self._feed.fields or dict(self._origin.fields)})
+        if healed.source is None:
+            self._valid = False
+            self._resume(state)
+            self._valid = True
+            return
+        fields = healed.notes["fields"] if self.rank in healed.behind else self._origin.fields
+        if self.rank in healed.behind:
+            self._origin = Origin(None, fields)
+        self._take_part(state, healed.generation, fields)
+        self._record_late(healed.generation)
+
+    def collect(self) -> dict[str, Any]:
+        """The whole training state, for a rank that needs it (its tensors are the live ones)."""
+        return self._trained.collect()
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Make ``state`` of another rank this rank's own. It is no valid source while that goes on."""
+        self._valid = False
+        self._trained.apply(state, first_rank=False)
+        self._steps.dirty = False
+        self._valid = True
+
+    def _absorb(self, step: Step, error: BaseException) -> bool:
+        """If ``error`` is the end of the round: come into the next one, and let the batch come again."""
+        rounds = self._rounds
+        if rounds is None or not rounds.confirms(error):
+            return False
+        if step.committed:
+            if self._unrecorded is not step and self._ledger.enabled and not step.recorded:
+                self._record(step)
+        else:
+            self._valid = self._valid and not self._steps.dirty
+            self._steps.undo()
+            self._unrecorded = step
+        self._regroup(rounds, joinable=True)
+        return True
+
+    def _regroup(self, rounds: Rounds, *, joinable: bool) -> None:
+        self._replica.release()
+        rounds.abandon()
+        self._enter_round(rounds, joinable=joinable)
+
+    def _repeated(self, attempt: Callable[[], Result], *, joinable: bool = False) -> Result:
+        """``attempt()``, again after each round that ends in the middle of it."""
+        while True:
+            try:
+                return attempt()
+            except (RejoinError, RuntimeError) as error:
+                rounds = self._rounds
+                if rounds is None or self._state is None or not rounds.confirms(error):
+                    raise
+                self._regroup(rounds, joinable=joinable)
+
+    def _knows_drain(self) -> bool:
+        rounds = self._rounds
+        return rounds is not None and not self._evaluating and rounds.link.drain(rounds.number) is not None
+
+    def _switch(self) -> None:
+        """All ranks know of the planned change and are behind the same step: leave, or go on in the next round."""
+        rounds = self._rounds
+        drain = rounds.link.drain(rounds.number) if rounds is not None else None
+        if rounds is None or drain is None:
+            raise RuntimeError("a planned change was agreed on that this rank does not know")
+        if drain.waits:
+            self._save_before_waiting()
+        if drain.next is None and self._signals.requested is not None:
+            self._stopped = True
+            self._ledger.write("closed", step=self.step_number, status="stopped")
+            raise SystemExit(self._signals.exit_code)
+        self._replica.release()
+        rounds.abandon(planned=True)
+        following = rounds.link.place(drain.next) if drain.next is not None else None
+        self._enter_round(rounds, planned=True, following=following)
+
+    def _save_before_waiting(self) -> None:
+        """Too few nodes will be left: what is only in memory is made durable first."""
+        if self._saver_here.unsaved:
+            self._saver_here.attempt()
+        self._control.sum(Purpose.STOP)
+
+    def _while_waiting(self) -> None:
+        """No round for a second: too few nodes, or no store. What is only in memory is made durable."""
+        if not self._valid or self._manager is None or self._saver is None:
+            return
+        self._saver.serve(self._manager)
+        if self._saver_here.unsaved:
+            self._saver_here.attempt()
+
+    def _record_late(self, generation: int) -> None:
+        """Peers may have committed the step that this rank had to give up: then its samples count as well."""
+        step, self._unrecorded = self._unrecorded, None
+        if step is None or not self._ledger.enabled or self.step_number != step.number:
+            return
+        if self._position.lineage == step.generation:
+            self._record(step, round=step.generation, rank=step.rank, world=step.world_size)
+
     # ---- data
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs from the cursor's to ``total - 1``; the cursor moves on when the body of one ends."""
-        while self.cursor.epoch < total:
-            self._in_epochs = True
-            yield self.cursor.epoch
-            self._in_epochs = False
-            self._position.cursor = Cursor(self.cursor.epoch + 1, 0)
+        return self._feed.epochs(total)
 
     def batches(
         self,
@@ -357,91 +532,46 @@ class Session:
 
         A batch comes again until a step has committed it.
         """
-        self._trained  # noqa: B018 - raises before the first batch, where the mistake is
-        if epochs is None and not self._in_epochs:
-            raise ConfigError("batches() does not know how many epochs", hint="say epochs=N, or loop over epochs(N)")
-        fetch = Fetcher(dataset, self.device, collate, self._before_draw)
-        plan = EpochPlan(fetch.length, global_batch_size, micro_batch_size, self._seed, shuffle)
-        self._fields = check_fields(plan, self._origin.fields, self._fields, self._allow_changed)
-        return self._drawn(Sampler(fetch, plan, even=self._replica.even), epochs)
-
-    def _drawn(self, sampler: Sampler, epochs: int | None) -> Iterator[Batch]:
-        while epochs is None or self.cursor.epoch < epochs:
-            while not sampler.plan.ended(self.cursor):
-                self._batch = sampler.draw(self.cursor, self.rank, self.world_size)
-                yield self._batch
-            self._batch = None
-            if epochs is None:
-                return
-            self._position.cursor = Cursor(self.cursor.epoch + 1, 0)
-
-    def _before_draw(self, ids: Ids) -> None:
-        """Random augmentations are those of this step and sample, also when the batch is drawn again."""
-        seeds.seed_all(seeds.key(seeds.DRAW, self._seed, self.step_number, int(ids[0])), self.device)
+        self._trained  # noqa: B018 - raises where the mistake is
+        return self._feed.batches(
+            dataset, global_batch_size, micro_batch_size, shuffle=shuffle, collate=collate, epochs=epochs
+        )
 
     # ---- steps
 
     def step(self) -> Step:
         """The context of one training step about the batch at hand."""
         self._trained  # noqa: B018 - raises where the mistake is
-        return self._steps.begin(self._batch)
+        return self._steps.begin(self._feed.batch)
 
     def _after_step(self, step: Step) -> None:
         if self._ledger.enabled:
             self._record(step)
-        position, step_s = self._position, self._consensus.boundary_s
-        self._link.report(Progress("training", position.step, position.cursor.epoch, position.cursor.samples, step_s))
-        saved = self._saver_due(position.step)
-        self._boundary(saved_now=saved)
+        self._report("training")
+        turn = self._boundaries_here.after_step(self._position.step)
+        if turn is Turn.STOP:
+            self._stop()
+        elif turn is Turn.SWITCH:
+            self._switch()
 
-    def _saver_due(self, step: int) -> bool:
-        if not self._saver.due_by_step(step):
-            return False
-        self._save_on_schedule()
-        return True
+    def _report(self, phase: str) -> None:
+        cursor = self._position.cursor
+        self._link.report(
+            Progress(phase, self._position.step, cursor.epoch, cursor.samples, self._boundaries_here.span_s)
+        )
 
-    def _record(self, step: Step) -> None:
+    def _record(self, step: Step, **place: int) -> None:
         batch = step.batch
+        step.recorded = True
         self._ledger.write(
             "step",
-            step=self.step_number,
+            **place,
+            step=step.number,
             epoch=batch.epoch if batch is not None else self.cursor.epoch,
             samples=[int(each) for each in batch.ids] if batch is not None else [],
             global_samples=batch.global_size if batch is not None else 0,
             loss=step.local_mean(),
         )
-
-    def _boundary(self, *, saved_now: bool = False) -> None:
-        """All ranks pass here equally often; what they agreed on happens here, on all of them."""
-        agreed = self._consensus.boundary(self._wishes, urgent=self._signals.requested is not None)
-        if agreed is None:
-            return
-        if agreed.nonfinite:
-            self._meet_nonfinite()
-        if agreed.stop:
-            self._stop()
-        if agreed.save and not saved_now:
-            self._save_on_schedule()
-
-    def _wishes(self) -> Flags:
-        return Flags(
-            stop=self._signals.requested is not None,
-            save=self._saver.due_by_time(),
-            nonfinite=self._save_failed or (self._state is not None and self._steps.nonfinite()),
-        )
-
-    def _meet_nonfinite(self) -> None:
-        if self._nonfinite_fatal:
-            raise NonFiniteError(
-                f"the loss or a parameter became NaN or infinite by step {self.step_number}",
-                hint="lower the learning rate, clip gradients, or look for bad samples; nonfinite='warn' goes on",
-            )
-        logs.logger().warning("loss.nonfinite", step=self.step_number)
-
-    def _save_on_schedule(self) -> None:
-        if self.is_rank0:
-            problem = self._saver.attempt(self._trained, self.world_size, self._fields)
-            self._save_failed |= isinstance(problem, NonFiniteError) and self._nonfinite_fatal
 
     def _on_saved(self, committed: Committed) -> None:
         self._ledger.write("checkpoint", step=self.step_number, name=committed.name, duration_s=committed.duration_s)
@@ -455,33 +585,36 @@ class Session:
         self._stopped = True
         raise SystemExit(self._signals.exit_code)
 
+    def _broken(self) -> str | None:
+        return self._link.broken(self._group.formation.round) if self._group is not None else None
+
     def _patience_s(self) -> float:
         """Slow steps need longer to agree."""
-        boundary_s = self._consensus.boundary_s if self._group is not None else 0.0
-        return max(self._stop_timeout_s, _STOP_BOUNDARIES * boundary_s)
+        return max(self._stop_timeout_s, self._slowest_stop_s())
 
     # ---- between steps; all ranks must call these alike
 
     def save(self, metrics: Mapping[str, float] | None = None, best: bool = False) -> str | None:
         """Save now; the checkpoint's name on rank 0. Raises on all ranks if it cannot be saved."""
-        state = self._trained
+        return self._repeated(lambda: self._save(metrics, best))
+
+    def _save(self, metrics: Mapping[str, float] | None, best: bool) -> str | None:
+        self._trained  # noqa: B018 - raises where the mistake is
         if self._steps.inside:
             raise ConfigError("session.save() inside a step", hint="call it after the step has ended")
         committed: Committed | None = None
         problem: ElasticTrainerError | None = None
-        values = dict(metrics or {})
+        values = {name: float(value) for name, value in (metrics or {}).items()}
         self._control.sum(Purpose.SAVE)
+        if best:
+            self._position.best = values
         if self.is_rank0:
             for name, value in values.items():
-                self._ledger.write(
-                    "metric", step=self.step_number, epoch=self.cursor.epoch, name=name, value=float(value)
-                )
+                self._ledger.write("metric", step=self.step_number, epoch=self.cursor.epoch, name=name, value=value)
             try:
-                committed = self._saver.save(state, self.world_size, self._fields, values, best=best)
+                committed = self._saver_here.save(values, best=best)
             except (CheckpointError, NonFiniteError) as error:
                 problem = error
-        elif best:
-            self._position.best = values
         self._control.agree(problem)
         return committed.name if committed is not None else None
 
@@ -489,29 +622,47 @@ class Session:
         self, model: nn.Module, dataset: Any, batch_size: int, fn: evaluation.Measure, *, collate: Collate | None = None
     ) -> dict[str, float]:
         """``{name: sum / count}`` over ``dataset``, each sample once; ``fn(model, batch) -> {name: (sum, count)}``."""
+        self._evaluating = True
+        try:
+            return self._repeated(lambda: self._evaluate(model, dataset, batch_size, fn, collate))
+        finally:
+            self._evaluating = False
+
+    def _evaluate(
+        self, model: nn.Module, dataset: Any, batch_size: int, fn: evaluation.Measure, collate: Collate | None
+    ) -> dict[str, float]:
         self._control.sum(Purpose.EVALUATE)
         module = model
         if self._state is not None:
             module = self._replica.unwrap(model)
             self._replica.align_buffers(self._control)
-        self._consensus.reset()
+        self._boundaries_here.begin_phase()
         fetch = Fetcher(dataset, self.device, collate)
         result = evaluation.evaluate(module, fetch, batch_size, fn, self._control, self._evaluation_turn)
-        self._consensus.reset()
+        self._boundaries_here.begin_phase()
         return result
 
     def _evaluation_turn(self) -> None:
-        cursor = self.cursor
-        step_s = self._consensus.boundary_s
-        self._link.report(Progress("evaluating", self.step_number, cursor.epoch, cursor.samples, step_s))
-        self._boundary()
+        self._report("evaluating")
+        if self._boundaries_here.cross() is Turn.STOP:
+            self._stop()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum ``tensor`` over all ranks, in place."""
-        if self._formed.formed and self.world_size > 1:
+        if not self._formed.formed or self.world_size == 1:
+            return tensor
+        if self._rounds is None or self._steps.inside:
+            dist.all_reduce(tensor)  # a step that fails is repeated as a whole
+            return tensor
+        before = tensor.clone()
+        return self._repeated(lambda: self._all_reduce(tensor, before))
+
+    def _all_reduce(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        tensor.copy_(value)
+        if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._control.sum(Purpose.BARRIER)
+        self._repeated(lambda: self._control.sum(Purpose.BARRIER))

@@ -41,6 +41,8 @@ class Signals:
     ) -> None:
         self._patience_s, self._broken, self._clock = patience_s, broken, clock
         self.requested: int | None = None
+        self.on_request: Callable[[str], None] = lambda _: None
+        """Told the signal's name once, from the thread."""
         self._deadline: Deadline | None = None
         self._thread: threading.Thread | None = None
         self._previous: dict[int, Any] = {}
@@ -110,6 +112,7 @@ class Signals:
             patience_s = self._patience_s()
             self.requested, self._deadline = number, Deadline.after(patience_s, self._clock)
             logger().info("stop.requested", signal=signal.Signals(number).name, patience_s=patience_s)
+            self.on_request(signal.Signals(number).name)
         elif number == signal.SIGINT:
             self.requested = number
 

@@ -40,6 +40,8 @@ class Position:
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
     generation: int = 0
+    lineage: int = 0
+    """The generation in which the last step was committed: with the step number it names the state."""
     best: dict[str, float] = field(default_factory=dict)
     """The metrics of the best state so far."""
 
@@ -67,12 +69,17 @@ class TrainingState:
             "position": {
                 "step": self.position.step,
                 "generation": self.position.generation,
+                "lineage": self.position.lineage,
                 "epoch": cursor.epoch,
                 "samples": cursor.samples,
                 "best": dict(self.position.best),
             },
             "model": self.module.state_dict(),
-            "optimizer": {"kind": type(self.optimizer).__name__, "state": self.optimizer.state_dict()},
+            "optimizer": {
+                "kind": type(self.optimizer).__name__,
+                "parameters": parameter_names(self.module, self.optimizer),
+                "state": self.optimizer.state_dict(),
+            },
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "user": {**self.pending, **{name: each.state_dict() for name, each in self.user.items()}},
@@ -94,6 +101,7 @@ class TrainingState:
         self.pending.update(waiting)
         where = state["position"]
         self.position.step, self.position.generation = where["step"], where["generation"]
+        self.position.lineage = where["lineage"]
         self.position.cursor, self.position.best = Cursor(where["epoch"], where["samples"]), dict(where["best"])
         if first_rank:
             set_random_state(state["random"], self.device)
@@ -113,7 +121,7 @@ class TrainingState:
         if state.get("format") != FORMAT:
             raise CheckpointError(f"the state has format {state.get('format')!r}, not {FORMAT}", hint=_HINT)
         check_module(self.module, state["model"])
-        check_optimizer(self.optimizer, state["optimizer"])
+        check_optimizer(self.module, self.optimizer, state["optimizer"])
         for name, part in self._optional().items():
             if (part is None) != (state[name] is None):
                 has = "has no" if state[name] is None else "has a"
@@ -148,7 +156,7 @@ def check_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
             raise CheckpointError(f"model tensor {name!r} of the checkpoint is not in this model", hint=_HINT)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """CheckpointError naming the first part of ``saved`` that does not fit ``optimizer``."""
     if saved["kind"] != type(optimizer).__name__:
         raise CheckpointError(
@@ -159,29 +167,24 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) 
         raise CheckpointError(
             f"the optimizer has {len(mine)} parameter groups here and {len(theirs)} in the checkpoint", hint=_HINT
         )
-    parameters: dict[int, torch.Tensor] = {}
-    for number, (here, there) in enumerate(zip(mine, theirs, strict=True)):
-        if len(here["params"]) != len(there["params"]):
+    named = parameter_names(module, optimizer)
+    for group, (here, there) in enumerate(zip(named, saved["parameters"], strict=True)):
+        if len(here) != len(there):
             raise CheckpointError(
-                f"optimizer group {number} has {len(here['params'])} parameters here and {len(there['params'])} in the"
-                " checkpoint",
+                f"optimizer group {group} has {len(here)} parameters here and {len(there)} in the checkpoint",
                 hint=_HINT,
             )
-        parameters.update(zip(there["params"], here["params"], strict=True))
-    for index, values in saved["state"]["state"].items():
-        _check_moments(index, parameters[index], values)
+        for mine_name, their_name in zip(here, there, strict=True):
+            if mine_name != their_name:
+                raise CheckpointError(
+                    f"optimizer group {group} has {mine_name!r} where the checkpoint has {their_name!r}", hint=_HINT
+                )
 
 
-def _check_moments(index: int, parameter: torch.Tensor, values: Mapping[str, Any]) -> None:
-    """State that has as many dimensions as its parameter must have its shape (factored state has fewer)."""
-    for name, value in values.items():
-        comparable = isinstance(value, torch.Tensor) and value.dim() == parameter.dim() > 0 and 1 not in value.shape
-        if comparable and value.shape != parameter.shape:
-            raise CheckpointError(
-                f"optimizer tensor {name!r} of parameter {index} is {_described(value)} in the checkpoint, its"
-                f" parameter is {_described(parameter)} here",
-                hint=_HINT,
-            )
+def parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names of the optimizer's parameters by group; its state knows them by position only."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _described(tensor: Any) -> str:

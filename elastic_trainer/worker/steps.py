@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.data.sampler import Batch
-from elastic_trainer.errors import ConfigError
+from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.worker import seeds
 from elastic_trainer.worker.control import Control, Purpose
 from elastic_trainer.worker.replica import Replica
@@ -30,7 +30,21 @@ _MOST_UNCHECKED = 64
 class Step:
     """A step in progress, then its result. ``committed`` says whether it counts."""
 
-    __slots__ = ("_backwards", "_batch", "_losses", "_mean", "_open_parts", "_steps", "_weight", "committed", "number")
+    __slots__ = (
+        "_backwards",
+        "_batch",
+        "_losses",
+        "_mean",
+        "_open_parts",
+        "_steps",
+        "_weight",
+        "committed",
+        "generation",
+        "number",
+        "rank",
+        "recorded",
+        "world_size",
+    )
 
     def __init__(self, steps: Steps, batch: Batch | None) -> None:
         self._steps, self._batch = steps, batch
@@ -39,7 +53,12 @@ class Step:
         self._mean: float | None = None
         self._backwards = 0
         self._open_parts = False
-        self.committed = False
+        self.committed = self.recorded = False
+        self.generation, self.rank, self.world_size = (
+            steps.position.generation,
+            steps.control.rank,
+            steps.control.world_size,
+        )
         self.number = steps.position.step + 1
 
     def __enter__(self) -> Step:
@@ -48,8 +67,8 @@ class Step:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._steps.closed(self, error)
+    ) -> bool:
+        return self._steps.closed(self, error)
 
     def micro_batches(self, batch: Batch | None = None) -> Iterator[Batch]:
         """The parts of ``batch`` to compute one after another; gradients are averaged over ranks with the last one."""
@@ -89,10 +108,18 @@ class Step:
         Found when first asked for, by a collective: ask on all ranks or on none.
         """
         if self._mean is None and self.committed:
-            control = self._steps.control
-            pending = control.start(Purpose.LOSS, [self.local_sum()])
-            self._mean = pending.wait(LOSS_TIMEOUT_S)[0] / control.world_size
+            try:
+                self._mean = self._global_mean()
+            except RoundBrokenError as error:
+                if not self._steps.absorb(self, error):
+                    raise
+                self._mean = self.local_mean()  # the round ended meanwhile: what is known here must do
         return self._mean
+
+    def _global_mean(self) -> float:
+        control = self._steps.control
+        pending = control.start(Purpose.LOSS, [self.local_sum()])
+        return pending.wait(LOSS_TIMEOUT_S)[0] / control.world_size
 
     def local_sum(self) -> float:
         """This rank's weighted losses; their sum over ranks is W times the global mean."""
@@ -145,7 +172,11 @@ class Steps:
         seed: int,
         device: torch.device,
         boundary: Callable[[Step], None],
+        absorb: Callable[[Step, BaseException], bool] = lambda step, error: False,
     ) -> None:
+        self.absorb = absorb
+        self.dirty = False
+        """Between the optimizer's first change and the commit: this state is neither the old nor the new one."""
         self.replica, self.scaling, self.position = replica, scaling, position
         self.control = Control()
         self._optimizer, self._scheduler = optimizer, scheduler
@@ -179,13 +210,15 @@ class Steps:
         if self._current is not None:
             raise ConfigError("session.step() inside another one", hint="end the first step before the next")
         self._current = step
+        self.scaling.begin()
+        self.replica.remember_buffers()
         self._optimizer.zero_grad(set_to_none=True)
         seeds.seed_all(seeds.key(seeds.STEP, self._seed, self.position.step, self.control.rank), self._device)
 
-    def closed(self, step: Step, error: BaseException | None) -> None:
-        """The body has ended."""
+    def closed(self, step: Step, error: BaseException | None) -> bool:
+        """The body has ended. True if its ``error`` was the end of a round, and has been dealt with."""
         if self._current is not step:
-            return
+            return False
         try:
             if error is None and not step.committed and self.scaling.skipped():
                 self._commit(step)
@@ -194,10 +227,21 @@ class Steps:
         finally:
             self._current = None
         if error is not None:
-            return
+            return self.absorb(step, error)
         if not step.committed:
             raise ConfigError("the step ended without optimizer.step()", hint="call it once inside session.step()")
-        self._boundary(step)
+        try:
+            self._boundary(step)
+        except (RoundBrokenError, RuntimeError) as broken:
+            if not self.absorb(step, broken):
+                raise
+        return False
+
+    def undo(self) -> None:
+        """Take back what a step that was not committed has left behind: gradients, buffers, the scaler's stage."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self.replica.restore_buffers()
+        self.scaling.reset()
 
     def nonfinite(self) -> bool:
         """Whether a loss since the beginning was NaN or infinite. Waits for the device once."""
@@ -212,13 +256,16 @@ class Steps:
             raise ConfigError("optimizer.step() outside session.step()", hint="wrap the step in `with session.step()`")
         step.ready()
         self.scaling.before_update()
+        self.dirty = True
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._current is not None:
             self._commit(self._current)
 
     def _commit(self, step: Step) -> None:
+        self.dirty = False
         self.position.step += 1
+        self.position.lineage = self.position.generation
         step.committed = True
         if step.batch is not None:
             step.batch.used = True

@@ -204,7 +204,7 @@ def test_the_state_of_every_common_scheduler_can_be_kept(make: Any) -> None:
     assert same(through_bytes(state), state)
 
 
-Point = namedtuple("Point", "x y")  # noqa: PYI024
+Point = namedtuple("Point", "x y")
 
 
 @pytest.mark.parametrize(
@@ -258,6 +258,14 @@ def test_bottomless_nesting_is_refused() -> None:
         deep = [deep]
     with pytest.raises(CheckpointError, match="nested deeper"):
         codec.encode({"deep": deep})
+
+
+def test_nesting_up_to_the_limit_comes_back() -> None:
+    """What is accepted can also be read again."""
+    deep: Any = torch.ones(1)
+    for level in range(codec.DEEPEST - 1):
+        deep = OrderedDict({level: deep})
+    assert same(through_bytes({"deep": deep}), {"deep": deep})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +64,8 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 def test_a_state_without_tensors_or_anything_comes_back(tmp_path: Path) -> None:
     """Empty states are states."""
     checkpoints, _ = manager(tmp_path)
-    for step, state in enumerate([{}, {"a": 1}, {"empty": torch.empty(0)}]):
+    states: list[dict[str, Any]] = [{}, {"a": 1}, {"empty": torch.empty(0)}]
+    for step, state in enumerate(states):
         checkpoints.save(state, SaveInfo(step))
         loaded = checkpoints.load_newest()
         assert loaded is not None
@@ -77,7 +80,7 @@ def test_many_small_and_some_large_tensors_come_back(tmp_path: Path) -> None:
         str(index): torch.randint(-128, 128, (size,), dtype=torch.int8, generator=generator)
         for index, size in enumerate(sizes + [11] * 3000)
     }
-    state["wide"] = torch.randn(3_000_017, generator=generator)  # type: ignore[assignment]
+    state["wide"] = torch.randn(3_000_017, generator=generator)
     checkpoints, _ = manager(tmp_path)
     checkpoints.save(state, SaveInfo(1))
     loaded = checkpoints.load_newest()
@@ -251,7 +254,7 @@ def test_if_the_only_one_was_replaced_meanwhile_the_new_one_is_found(tmp_path: P
         directory = tmp_path / find
         checkpoints, _ = manager(directory)
         (only,) = save(checkpoints, 1)
-        storage = Vanishing(directory, only, MANIFEST_FILE, lambda checkpoints=checkpoints: save(checkpoints, 2))
+        storage = Vanishing(directory, only, MANIFEST_FILE, partial(save, checkpoints, 2))
         found = getattr(CheckpointManager(directory, storage=storage), find)()
         assert found is not None
         assert found.name == str(next(iter(os.listdir(directory))))
@@ -266,9 +269,9 @@ def test_best_by_metric_and_by_flag(tmp_path: Path) -> None:
     for step, best in ((1, True), (2, True), (3, False)):
         flagged.save({}, SaveInfo(step, best=best))
     for checkpoints in (ranked, flagged):
-        best = checkpoints.best()
-        assert best is not None
-        assert best.step == 2
+        found = checkpoints.best()
+        assert found is not None
+        assert found.step == 2
 
 
 def test_retention_runs_after_the_commit_and_reports(tmp_path: Path) -> None:
@@ -358,7 +361,7 @@ def test_an_interrupt_leaves_nothing_partial(tmp_path: Path) -> None:
 def test_space_is_checked_before_writing(tmp_path: Path) -> None:
     """A checkpoint that cannot fit is refused with both sizes, before the first byte."""
     small = Failing(tmp_path, errno.EIO, at=0, free=1000)
-    with pytest.raises(StorageError, match="is full.*needs.*are free"):
+    with pytest.raises(StorageError, match=r"is full.*needs.*are free"):
         save(CheckpointManager(tmp_path, storage=small), 1)
     assert os.listdir(tmp_path) == []
 
@@ -454,3 +457,19 @@ def test_the_default_policy_keeps_three(tmp_path: Path) -> None:
     save(checkpoints, *range(5))
     assert [entry.step for entry in checkpoints.entries()] == [4, 3, 2]
     assert Retention().keep_last == 3
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_gpu_come_back_on_the_cpu(tmp_path: Path) -> None:
+    """Values and sharing survive; where they lay is not kept."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    weight = torch.randn(1000, 100, device="cuda")
+    checkpoints, _ = manager(tmp_path)
+    checkpoints.save({"w": weight, "tied": weight, "t": weight.t(), "h": weight.to(torch.bfloat16)}, SaveInfo(1))
+    loaded = checkpoints.load_newest()
+    assert loaded is not None
+    assert loaded.state["w"] is loaded.state["tied"]
+    assert torch.equal(loaded.state["w"], weight.cpu())
+    assert torch.equal(loaded.state["t"], weight.t().cpu())
+    assert torch.equal(loaded.state["h"], weight.to(torch.bfloat16).cpu())

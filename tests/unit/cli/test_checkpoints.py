@@ -19,7 +19,7 @@ def directory(tmp_path: Path) -> Path:
     for step in (10, 20):
         info = SaveInfo(
             step=step, round=1, epoch=step // 10, samples=step * 4, world_size=2, metrics={"accuracy": step / 100},
-            best=step == 20, fields={},
+            best=True, fields={},
         )  # fmt: skip
         manager.save({"value": step, "raw": bytes(range(256)) * 8}, info)
     return tmp_path / "checkpoints"
@@ -28,7 +28,9 @@ def directory(tmp_path: Path) -> Path:
 def damage(directory: Path) -> Path:
     """Flip one bit in the data of the newest checkpoint."""
     newest = sorted(directory.glob("step-*"))[-1]
-    path = max((file for file in newest.iterdir() if file.name != "manifest.json"), key=lambda file: file.stat().st_size)
+    path = max(
+        (file for file in newest.iterdir() if file.name != "manifest.json"), key=lambda file: file.stat().st_size
+    )
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.chmod(0o644)
@@ -42,6 +44,7 @@ def test_checkpoints_are_listed_newest_first(directory: Path, capsys: pytest.Cap
     rows = [line for line in capsys.readouterr().out.splitlines() if "step-0" in line]
     assert ["step-000000020" in rows[0], "step-000000010" in rows[1]] == [True, True]
     assert "accuracy 0.2 (best)" in rows[0]
+    assert "(best)" not in rows[1]
     assert "unverified" in rows[0]
 
 

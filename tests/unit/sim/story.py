@@ -45,9 +45,7 @@ def committed(
 def epochs(size: int, batch: int, count: int = 1) -> list[list[tuple[int, tuple[int, ...]]]]:
     """For each step of ``count`` epochs its (epoch, samples); the last batch of an epoch may be smaller."""
     order = range(size)
-    return [
-        [(epoch, tuple(order[begin : begin + batch])) for begin in range(0, size, batch)] for epoch in range(count)
-    ]
+    return [[(epoch, tuple(order[begin : begin + batch])) for begin in range(0, size, batch)] for epoch in range(count)]
 
 
 def struck(

@@ -37,9 +37,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Line], int, int]:
             for rank, part in enumerate(divide(samples, world)):
                 t += 0.01
                 lines.append(
-                    committed(
-                        index + 1, round_, t, samples=part, of=len(samples), epoch=epoch, rank=rank, world=world
-                    )
+                    committed(index + 1, round_, t, samples=part, of=len(samples), epoch=epoch, rank=rank, world=world)
                 )
         resume = until if until == len(plan) else draw(st.integers(done, until))
         rolled_back += until - resume

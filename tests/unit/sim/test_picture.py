@@ -10,7 +10,7 @@ from elastic_trainer.membership.documents import RoundDocument, RoundMember, Rou
 from elastic_trainer.sim.faults import FaultKind
 from elastic_trainer.sim.ledger import Line, LineKind
 from elastic_trainer.sim.picture import Incident, NodePhase, Picture
-from elastic_trainer.sim.view import LiveDisplay, PlainDisplay, display, progress_line, render
+from elastic_trainer.sim.view import LiveDisplay, PlainDisplay, display, progress_line, readable, render
 
 from .story import committed, opened, struck
 
@@ -64,7 +64,7 @@ def test_fault_and_recovery_are_told_with_what_they_cost() -> None:
     picture.observe([committed(step, 1, 100.0 + step, world=2) for step in (1, 2, 3)])
     told = texts(picture.fault(struck(FaultKind.KILL_WORKER, t=103.5, step=3)))
     assert told == ["worker 0 of n1 killed (pid 4711), at step 3"]
-    assert picture.nodes["n1"].phase is NodePhase.RESTARTING
+    assert picture.nodes["n1"].phase is NodePhase.REGROUPING
     told = texts(picture.observe([committed(3, 2, 104.0, world=2)]))
     assert told[-1] == "recovered 0.50 s after kill-worker of n1: step 3 in round 2 with 2 ranks, 1 step repeated"
 
@@ -91,10 +91,47 @@ def test_changes_of_the_round_document_are_told_with_their_reason_once() -> None
     assert texts(picture.document(closed, 104.0)) == ["run closed, succeeded: all done"]
 
 
-def test_a_metric_is_told() -> None:
-    """With its epoch and step."""
-    line = Line(event=LineKind.METRIC, t=101.0, step=40, epoch=2, name="accuracy", value=0.98765)
-    assert texts(started().observe([line])) == ["epoch 2, step 40: accuracy 0.9877"]
+def test_nodes_of_a_broken_round_regroup_until_they_train_in_a_later_one() -> None:
+    """Late lines of the broken round change nothing, nor does a document that comes after its round's first lines."""
+    picture = started()
+    picture.observe([committed(7, 1, 101.0, world=2)])
+    picture.document(document(1, RoundState.ACTIVE), 101.0)
+    phases = [picture.nodes["n0"].phase]
+    picture.document(document(1, RoundState.BROKEN), 102.0)
+    picture.observe([committed(8, 1, 102.1, world=2)])
+    phases.append(picture.nodes["n0"].phase)
+    picture.observe([committed(8, 2, 103.0, world=2)])
+    picture.document(document(2, RoundState.ACTIVE), 103.1)
+    phases.append(picture.nodes["n0"].phase)
+    assert phases == [NodePhase.TRAINING, NodePhase.REGROUPING, NodePhase.TRAINING]
+
+
+def test_log_lines_are_shown_as_people_read_them() -> None:
+    """Structured ones as event and values; anything else as it is."""
+    assert readable('{"round": 3, "step": 20, "event": "checkpoint.committed", "level": "info"}') == (
+        "checkpoint.committed step=20"
+    )
+    assert readable('{"torn": ') == '{"torn": '
+    assert readable("epoch 3 done") == "epoch 3 done"
+
+
+def test_metrics_of_one_step_are_told_together() -> None:
+    """With their epoch and step."""
+    values = {"accuracy": 0.98765, "loss": 0.5}
+    lines = [Line(event=LineKind.METRIC, t=101.0, step=40, epoch=2, name=k, value=v) for k, v in values.items()]
+    assert texts(started().observe(lines)) == ["epoch 2, step 40: accuracy 0.9877, loss 0.5"]
+
+
+def test_progress_tells_what_the_round_document_knows_and_the_ledger_does_not() -> None:
+    """A broken round, and the next one that has been formed and has not trained yet."""
+    picture = started()
+    picture.observe([committed(7, 1, 101.0, world=2)])
+    picture.document(document(1, RoundState.ACTIVE), 101.0)
+    assert progress_line(picture) == "step 7, epoch 0, round 1, 2 ranks"
+    picture.document(document(1, RoundState.BROKEN), 102.0)
+    assert progress_line(picture) == "step 7, epoch 0, round 1 (broken), 2 ranks"
+    picture.document(document(2, RoundState.ACTIVE), 103.0)
+    assert progress_line(picture) == "step 7, epoch 0, round 1 (round 2 is starting), 2 ranks"
 
 
 def test_without_a_terminal_each_incident_is_a_line_and_progress_comes_every_few_seconds() -> None:
@@ -111,7 +148,7 @@ def test_without_a_terminal_each_incident_is_a_line_and_progress_comes_every_few
         "[   0.00 s] node n0 started",
         "[   0.00 s] node n1 started",
         "[   1.25 s] round 1 trains with 1 rank from step 6",
-        "[   5.10 s] step 7, epoch 1, loss 0.2500, round 1, 1 ranks",
+        "[   5.10 s] step 7, epoch 1, loss 0.2500, round 1, 1 rank",
     ]
 
 

@@ -44,7 +44,9 @@ def told(
 ) -> Summary:
     codes = {"n0": 0, "n1": -9}
     end = Ending(**{"exit_codes": codes, **ending})  # type: ignore[arg-type]
-    return summarize("local-1", ("train.py", "x"), 7.0, job() if lines is None else lines, documents or {}, injected, end)
+    return summarize(
+        "local-1", ("train.py", "x"), 7.0, job() if lines is None else lines, documents or {}, injected, end
+    )
 
 
 def test_a_run_that_lost_a_node_and_finished_is_a_success() -> None:
@@ -133,8 +135,8 @@ def test_the_tables_say_what_the_user_wants_to_know() -> None:
     assert "1.50 s" in shown
     assert "step 3 of round 2" in shown
     assert "exact: each of 10 samples exactly once in 1 epoch" in shown
-    assert "3 committed, 1 rolled back and repeated; 1 checkpoints" in shown
-    assert "loss 0.125, accuracy 0.75" in shown
+    assert "3 committed, 1 rolled back and repeated; 1 checkpoint" in shown
+    assert "training loss 0.125, accuracy 0.75" in shown
     assert "0 after 7.0 s: 1 node finished the job" in shown
 
 

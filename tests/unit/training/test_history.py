@@ -102,6 +102,17 @@ def test_a_line_without_its_end_is_not_kept(tmp_path: Path) -> None:
     assert lines_to_keep([line.rstrip("\n")], history.records) == []
 
 
+def test_values_that_json_cannot_say_are_null_and_still_recognised(tmp_path: Path) -> None:
+    """The file stays readable for every JSON parser, and its lines are kept when the same state writes again."""
+    history = _history(float("nan"), float("inf"))
+    history.write(tmp_path, {"attempt": 1})
+    history.write(tmp_path, {"attempt": 2})
+    text = (tmp_path / FILE_NAME).read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert [(line["metrics"], line["attempt"]) for line in _lines(tmp_path)] == [({"accuracy": None}, 1)] * 2
+
+
 def test_a_directory_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
     """The error says which file, and has the exit code for it."""
     (tmp_path / FILE_NAME).mkdir()

@@ -19,7 +19,7 @@ optimizer: {name: sgd, lr: 0.1}
 """
 
 
-@pytest.fixture()
+@pytest.fixture
 def job(tmp_path: Path) -> Path:
     path = tmp_path / "job.yaml"
     path.write_text(JOB)
@@ -64,7 +64,12 @@ def test_overrides_replace_single_values_and_keep_their_neighbours(job: Path) ->
 
 def test_overrides_can_choose_another_member_of_a_section(job: Path) -> None:
     """A list value and a change of the kind of optimizer and scheduler work from the command line."""
-    overrides = ["optimizer.name=adamw", "optimizer.betas=[0.8, 0.9]", "scheduler.name=step", "scheduler.every_epochs=1"]
+    overrides = [
+        "optimizer.name=adamw",
+        "optimizer.betas=[0.8, 0.9]",
+        "scheduler.name=step",
+        "scheduler.every_epochs=1",
+    ]
     config = load_job(str(job), overrides)
     assert config.optimizer == AdamWConfig(lr=0.1, betas=(0.8, 0.9))
     assert config.scheduler == StepConfig(name="step", every_epochs=1)
@@ -139,7 +144,10 @@ def test_a_wrong_override_is_one_sentence(job: Path, override: str, parts: list[
         ("task: !!python/object/apply:os.system [true]\n", ["line 1"]),
         ("a: &a {b: *a}\n", ["line 1"]),
         ("1: 2\ntask: mnist\n", ["job.yaml"]),
-        ("taks: mnist\nepochs: 1\nglobal_batch: 2\n", ["job.yaml: unknown key 'taks'", "did you mean 'task'?", "1 more"]),
+        (
+            "taks: mnist\nepochs: 1\nglobal_batch: 2\n",
+            ["job.yaml: unknown key 'taks'", "did you mean 'task'?", "1 more"],
+        ),
         ("[" * 3000, ["job.yaml"]),
     ],
 )

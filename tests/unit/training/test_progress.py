@@ -32,7 +32,7 @@ class _Clock:
         return event.is_set()
 
 
-@pytest.fixture()
+@pytest.fixture
 def log() -> Iterator[io.StringIO]:
     stream = io.StringIO()
     logs.configure(stream, json=True)

@@ -30,9 +30,9 @@ def _job(**values: object) -> JobConfig:
     ("values", "expected"),
     [
         ({"epochs": 3}, RunLength(100, 4, 3, 12)),
-        ({"max_steps": 5}, RunLength(100, 4, 2, 5)),
-        ({"epochs": 1, "max_steps": 50}, RunLength(100, 4, 1, 4)),
-        ({"epochs": 9, "max_steps": 4}, RunLength(100, 4, 1, 4)),
+        ({"max_steps": 5}, RunLength(100, 4, 2, 5, 5)),
+        ({"epochs": 1, "max_steps": 50}, RunLength(100, 4, 1, 4, 50)),
+        ({"epochs": 9, "max_steps": 4}, RunLength(100, 4, 1, 4, 4)),
     ],
 )
 def test_the_length_is_the_shorter_of_epochs_and_steps(values: dict[str, int], expected: RunLength) -> None:
@@ -47,13 +47,20 @@ def test_the_length_is_the_shorter_of_epochs_and_steps(values: dict[str, int], e
         (Cursor(2, 90), 11, False),
         (Cursor(2, 100), 12, True),
         (Cursor(3, 0), 12, True),
-        (Cursor(1, 30), 12, True),
+        (Cursor(1, 30), 15, False),
         (Cursor(3, 0), 6, True),
     ],
 )
-def test_a_run_is_finished_by_its_steps_or_its_epochs(cursor: Cursor, step: int, finished: bool) -> None:
-    """Epochs count by samples, so a run resumed with another batch size ends where it should."""
+def test_a_run_is_finished_by_its_epochs(cursor: Cursor, step: int, finished: bool) -> None:
+    """Epochs count by samples, so a run resumed with another batch size sees all its data, in however many steps."""
     assert LENGTH.finished(cursor, step) is finished
+
+
+def test_a_run_is_finished_by_the_steps_that_it_may_take_at_most() -> None:
+    """max_steps is a limit of its own."""
+    length = RunLength(samples=100, steps_per_epoch=4, epochs=3, steps=7, max_steps=7)
+    assert not length.finished(Cursor(1, 60), 6)
+    assert length.finished(Cursor(1, 90), 7)
 
 
 def test_the_end_of_an_epoch_is_recognised_before_and_after_the_cursor_moves_on() -> None:

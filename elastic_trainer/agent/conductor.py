@@ -1,0 +1,344 @@
+"""Leads this node's workers through rounds in place: takes their reports to the run, and its decisions to them.
+
+*Runs in* the agent: reader threads of the channel, the deciding thread (``see``), torchrun's main thread (``begin``).
+Writes to the store are left to the announcer's thread, so that none of these waits for it.
+*Owns* the channel's listener and the table of workers.
+*Fails by* nothing: a worker that breaks the protocol is treated as lost.
+*Invariant*: a life of this node's workers ends once; after that nothing its workers say counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastic_trainer.agent.announcer import Announcer
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.errors import EXIT_FAILURE
+from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Listener
+from elastic_trainer.ipc.messages import (
+    CHANNEL_VERSION,
+    Drain,
+    Evicted,
+    Exit,
+    Failed,
+    Formation,
+    Hello,
+    Leaving,
+    Message,
+    MessageError,
+    Over,
+    Progress,
+    Ready,
+    Welcome,
+    read_from_worker,
+)
+from elastic_trainer.ipc.mutex import await_death
+from elastic_trainer.membership.documents import Identity, NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
+from elastic_trainer.telemetry.logs import logger
+
+
+@dataclass(slots=True)
+class Worker:
+    """One connected worker and the last things said."""
+
+    connection: Connection
+    pid: int
+    local_rank: int
+    life: int
+    ready: Ready | None = None
+    left: Leaving | None = None
+    told_formation: int = 0
+    told_over: int = 0
+    told_drain: int = 0
+
+
+@dataclass(slots=True)
+class _Life:
+    """One start of this node's workers."""
+
+    number: int
+    size: int
+    workers: dict[int, Worker] = field(default_factory=dict)
+    ended: bool = False
+
+
+class Conductor:
+    """See the module. ``base`` is the node's record without what changes; ``on_progress`` gets rank 0's reports."""
+
+    def __init__(
+        self,
+        run: str,
+        node: str,
+        base: NodeRecord,
+        announcer: Announcer,
+        on_progress: Callable[[Progress], None],
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._run, self._node, self._base, self._announcer = run, node, base, announcer
+        self._on_progress, self._clock = on_progress, clock
+        self._lock = threading.RLock()
+        self._life = _Life(0, 0, ended=True)
+        self._document: RoundDocument | None = None
+        self._acknowledged = 0
+        self._evicted = ""
+        self._create_revision: Callable[[], int] = lambda: 0
+        self.met = threading.Event()
+        """Set when the first worker of the present life has opened a session."""
+        self._listener = Listener(self._serve)
+
+    @property
+    def path(self) -> Path:
+        """Where workers connect."""
+        return self._listener.path
+
+    @property
+    def life(self) -> int:
+        """The number of the present life of the workers."""
+        return self._life.number
+
+    def know_incarnation(self, create_revision: Callable[[], int]) -> None:
+        """``create_revision()`` is that of this node's key."""
+        self._create_revision = create_revision
+
+    def close(self) -> None:
+        """Tell the workers that nobody leads them any more."""
+        self._listener.close()
+        with self._lock:
+            for worker in self._life.workers.values():
+                worker.connection.close()
+
+    # ---- lives
+
+    def begin(self, size: int) -> NodeRecord:
+        """torchrun starts ``size`` workers: the record of a node that warms up."""
+        with self._lock:
+            if not self._life.ended:
+                self._end_life("its workers failed", worker_failed=True)
+            self._life = _Life(self._life.number, size)
+            self.met.clear()
+            return self._record(NodeState.WARMING)
+
+    def _end_life(self, cause: str, *, worker_failed: bool, planned: bool = False) -> None:
+        """The workers of this life are gone, or are to go; called with the lock held."""
+        life, current = self._life, self._document
+        life.ended = True
+        for worker in life.workers.values():
+            self._tell(worker, Exit(code=EXIT_FAILURE, reason=cause))
+        mine = current.member(self._node) if current is not None else None
+        taking_part = mine is not None and mine.life == life.number and mine.create_revision == self._create_revision()
+        self._life = _Life(life.number + 1, life.size, ended=True)
+        if current is not None:
+            self._acknowledged = max(self._acknowledged, _last_number(current) + 1)
+        record = self._record(NodeState.WARMING, planned=planned, cause=cause)
+        if current is not None and taking_part and not planned:
+            reason = f"node {self._node} left the round: {cause}"
+            self._announcer.break_round(_last_number(current), reason, record, worker_failed=worker_failed)
+        else:
+            self._announcer.announce(record)
+
+    # ---- what the run decides (the deciding thread)
+
+    def see(self, document: RoundDocument) -> None:
+        """Pass ``document`` on to the workers, as far as it concerns them."""
+        with self._lock:
+            self._document = document
+            if self._life.ended:
+                return
+            mine = self._my_entry(document)
+            if document.state is RoundState.CLOSED:
+                self._tell_all(Exit(code=0 if document.result == "succeeded" else EXIT_FAILURE, reason=document.reason))
+            elif document.state is RoundState.BROKEN:
+                self._over(document.number, document.reason)
+            elif document.state is RoundState.ACTIVE and mine is not None:
+                self._form(document, mine)
+            elif document.state is RoundState.ACTIVE:
+                self._over(document.number - 1, f"round {document.number} was formed without this node")
+            elif document.state is RoundState.DRAINING:
+                self._drain(document, mine)
+
+    def _my_entry(self, document: RoundDocument | None) -> RoundMember | None:
+        """This life's entry in ``document``."""
+        mine = document.member(self._node) if document is not None else None
+        if mine is None or (mine.life, mine.create_revision) != (self._life.number, self._create_revision()):
+            return None
+        return mine
+
+    def _over(self, number: int, reason: str) -> None:
+        for worker in self._life.workers.values():
+            if worker.told_over < number:
+                worker.told_over = number
+                self._tell(worker, Over(number=number, reason=reason))
+        if self._acknowledged <= number and any(worker.told_formation for worker in self._life.workers.values()):
+            self._acknowledged = number + 1
+            self._publish()
+
+    def _form(self, document: RoundDocument, mine: RoundMember) -> None:
+        for worker in self._life.workers.values():
+            if worker.ready is not None and worker.told_formation < document.number:
+                worker.told_formation = document.number
+                self._tell(worker, formation_of(document, mine, worker.local_rank))
+
+    def _drain(self, document: RoundDocument, mine: RoundMember | None) -> None:
+        following = document.next
+        place = self._my_entry(following)
+        for worker in self._life.workers.values():
+            then = formation_of(following, place, worker.local_rank) if following and place else None
+            if mine is not None and worker.told_drain < document.number:
+                worker.told_drain = document.number
+                if following is not None:
+                    worker.told_formation = following.number
+                self._tell(
+                    worker,
+                    Drain(number=document.number, reason=document.reason, waits=following is None, next=then),
+                )
+            elif mine is None and then is not None and worker.told_formation < then.number:
+                worker.told_formation = then.number
+                self._tell(worker, then)
+
+    # ---- what the workers say (reader threads)
+
+    def _serve(self, connection: Connection) -> None:
+        worker: Worker | None = None
+        try:
+            for line in connection.lines():
+                message = read_from_worker(line)
+                if isinstance(message, Hello):
+                    worker = self._welcome(connection, message)
+                elif worker is not None:
+                    self._hear(worker, message)
+        except MessageError as error:
+            logger().error("worker.not_understood", pid=connection.peer()[0], error=str(error))
+        finally:
+            if worker is not None:
+                self._gone(worker)
+
+    def _welcome(self, connection: Connection, hello: Hello) -> Worker | None:
+        if hello.version != CHANNEL_VERSION:
+            reason = f"the worker speaks channel version {hello.version}, its agent {CHANNEL_VERSION}"
+            connection.send(Exit(code=78, reason=reason))
+            return None
+        with self._lock:
+            life = self._life
+            if life.ended or hello.local_rank in life.workers:
+                connection.send(Exit(code=EXIT_FAILURE, reason="the node's workers are being restarted"))
+                return None
+            worker = Worker(connection, connection.peer()[0], hello.local_rank, life.number)
+            life.workers[hello.local_rank] = worker
+            self._tell(worker, Welcome(run=self._run, node=self._node))
+            self.met.set()
+        if hello.mutex is not None:
+            arguments = (worker, Path(hello.mutex))
+            threading.Thread(target=self._await_death, args=arguments, name=f"life-{worker.pid}", daemon=True).start()
+        return worker
+
+    def _await_death(self, worker: Worker, mutex: Path) -> None:
+        try:
+            if await_death(mutex):
+                self._gone(worker)
+        except OSError as error:
+            logger().warning("worker.mutex_unusable", pid=worker.pid, error=str(error))
+
+    def _hear(self, worker: Worker, message: Message) -> None:
+        with self._lock:
+            if worker.life != self._life.number or self._life.ended:
+                return
+            if isinstance(message, Ready):
+                worker.ready = message
+                self._publish()
+                if self._document is not None:
+                    self.see(self._document)
+            elif isinstance(message, Failed):
+                self._failed(message)
+            elif isinstance(message, Leaving):
+                worker.left = message
+            elif isinstance(message, Evicted):
+                self._evict(message.reason)
+            elif isinstance(message, Progress):
+                self._on_progress(message)
+
+    def _failed(self, message: Failed) -> None:
+        """A collective failed: that is news for all, if nobody has told yet."""
+        current = self._document
+        if current is None or message.number not in (current.number, _last_number(current)):
+            return
+        if current.state in (RoundState.ACTIVE, RoundState.DRAINING):
+            reason = f"a collective failed on node {self._node}: {message.error}"
+            self._acknowledged = max(self._acknowledged, _last_number(current) + 1)
+            self._announcer.break_round(_last_number(current), reason, self._record(), worker_failed=False)
+
+    def _evict(self, reason: str) -> None:
+        """This node is asked to go: a planned change."""
+        if not self._evicted:
+            self._evicted = reason
+            logger().info("node.evicted", node=self._node, reason=reason)
+            self._publish()
+
+    def _gone(self, worker: Worker) -> None:
+        with self._lock:
+            if worker.life != self._life.number or self._life.ended:
+                return
+            if worker.left is not None and worker.left.status in ("done", "stopped"):
+                return
+            logger().warning("worker.lost", pid=worker.pid, local_rank=worker.local_rank, node=self._node)
+            self._end_life(f"its worker {worker.local_rank} was lost", worker_failed=True)
+
+    # ---- the node's record
+
+    def _publish(self) -> None:
+        self._announcer.announce(self._record())
+
+    def _record(self, state: NodeState | None = None, *, planned: bool | None = None, cause: str = "") -> NodeRecord:
+        """What this node shows now."""
+        workers = list(self._life.workers.values())
+        reports = [worker.ready for worker in workers if worker.ready is not None]
+        complete = bool(workers) and len(reports) == self._life.size and not self._life.ended
+        shown = state or (NodeState.READY if complete else NodeState.WARMING)
+        if self._evicted and shown is NodeState.READY:
+            shown = NodeState.DRAINING
+        states = [report.state for report in reports if report.state is not None]
+        newest = max(states, key=lambda each: (each.round, each.step)) if complete and states else None
+        reported = min((report.number for report in reports), default=0) if complete else 0
+        return self._base.model_copy(
+            update={
+                "state": shown,
+                "life": self._life.number,
+                "acknowledged": max(self._acknowledged, reported),
+                "reported": reported,
+                "planned": all(report.planned for report in reports) if planned is None else planned,
+                "identity": Identity(round=newest.round, step=newest.step, digest=newest.digest) if newest else None,
+                "step_time_s": max((report.step_time_s for report in reports), default=0.0),
+                "joinable": all(report.joinable for report in reports),
+                "cause": cause,
+            }
+        )
+
+    def _tell_all(self, message: Message) -> None:
+        for worker in self._life.workers.values():
+            self._tell(worker, message)
+
+    def _tell(self, worker: Worker, message: Message) -> None:
+        try:
+            worker.connection.send(message)
+        except ChannelClosedError:
+            logger().debug("worker.unreachable", pid=worker.pid)
+
+
+def _last_number(document: RoundDocument) -> int:
+    """The number of the newest round that ``document`` may have put into effect."""
+    return document.next.number if document.next is not None else document.number
+
+
+def formation_of(document: RoundDocument, mine: RoundMember, local_rank: int) -> Formation:
+    """The place of one worker in ``document``."""
+    return Formation(
+        number=document.number,
+        nonce=document.nonce,
+        store=document.store,
+        rank=mine.first_rank + local_rank,
+        world_size=document.world_size,
+        nodes=tuple(member.node for member in document.members),
+        reason=document.reason,
+    )

@@ -1,0 +1,206 @@
+"""torchrun's rendezvous handler for in-place mode: workers start at once and are led through rounds by the conductor.
+
+``next_rendezvous`` returns a provisional world of this node's first worker alone; the real ranks come to the workers
+through their Session.
+
+*Runs in* torchrun's main thread; its duties run in threads of the same process.
+*Owns* what the restart handler owns, and the conductor, the announcer, this node's TCP store, the trap.
+*Fails by* SystemExit with one sentence; a fatal verdict in a thread ends the process (``os._exit``) after its workers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+
+from elastic_trainer.agent.announcer import Announcer
+from elastic_trainer.agent.conductor import Conductor
+from elastic_trainer.agent.handler import Etcd3RendezvousHandler
+from elastic_trainer.agent.launcher import LocalWorkers, local_workers
+from elastic_trainer.agent.progress import ProgressWriter
+from elastic_trainer.agent.supervisor import kill_workers
+from elastic_trainer.agent.torchrun_store import RoundStore
+from elastic_trainer.agent.trap import Trap
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import ConfigError, ElasticTrainerError, RunClosedError
+from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.membership.documents import (
+    NodeRecord,
+    NodeState,
+    RoundDocument,
+    RoundMember,
+    RoundState,
+)
+from elastic_trainer.membership.member import closed_error
+from elastic_trainer.settings import ENV_CHANNEL, ENV_NODE, ENV_RECOVERY, ENV_ROUND
+from elastic_trainer.telemetry.logs import logger
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store as TorchStore
+
+_NO_SESSION = "--rdzv-conf recovery=in_place needs a training script that opens an elastic_trainer.Session"
+_NO_SESSION_HINT = "open one, or leave recovery=in_place out"
+
+
+class InPlaceHandler(Etcd3RendezvousHandler):
+    """One node's handler in in-place mode; see the module."""
+
+    _conductor: Conductor | None = None
+    _announcer: Announcer | None = None
+    _progress: ProgressWriter | None = None
+    _trap: Trap | None = None
+    _tcp_store: Any = None
+    _opened_a_session = False
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: a worker that calls ``init_process_group`` by itself must connect, and be caught, not serve."""
+        return True
+
+    def num_nodes_waiting(self) -> int:
+        """Healthy workers are never restarted."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """End this node's part."""
+        owned = (self._progress, self._announcer, self._trap)
+        self._progress = self._announcer = self._trap = None
+        for each in owned:
+            if each is not None:
+                each.close()
+        done = super().shutdown()
+        conductor, self._conductor = self._conductor, None
+        if conductor is not None:
+            conductor.close()
+        self._tcp_store = None
+        return done
+
+    # ---- starting workers
+
+    def _join(self) -> RendezvousInfo:
+        workers = local_workers()
+        deadline = Deadline.after(self._options.join_timeout, self._clock)
+        if self._conductor is None:
+            self._arrive_in_place(workers)
+        conductor, member = self._conductor, self._member
+        if conductor is None or member is None:
+            raise RuntimeError("the node has not arrived")
+        closed = member.look().round
+        if closed is not None and closed.state is RoundState.CLOSED:
+            raise closed_error(closed)
+        member.announce(conductor.begin(workers.count), deadline)
+        self._watch_for_session(conductor)
+        return self._provisional(workers, conductor)
+
+    def _arrive_in_place(self, workers: LocalWorkers) -> None:
+        if workers.max_restarts < 1:
+            raise ConfigError(
+                "in-place recovery restarts crashed workers on their own node, but torchrun's --max-restarts is 0",
+                hint="add --max-restarts 100, say",
+            )
+        from torch._C._distributed_c10d import TCPStore
+
+        member = self._arrive()
+        self._tcp_store = TCPStore("localhost", 0, None, True, wait_for_workers=False, timeout=timedelta(seconds=300))
+        self._trap = Trap(lambda: self._fatal(ConfigError(_NO_SESSION, hint=_NO_SESSION_HINT)))
+        self._announcer = Announcer(member, self._clock)
+        self._progress = ProgressWriter(self._store, self._keys, self._clock)
+        base = self._base_record(workers)
+        self._conductor = Conductor(self._run_id, self.node_id, base, self._announcer, self._report, self._clock)
+        self._conductor.know_incarnation(member.create_revision)
+        member.on_round(self._conductor.see)
+
+    def _base_record(self, workers: LocalWorkers) -> NodeRecord:
+        import socket
+
+        if self._liveness is None:
+            raise RuntimeError("the node has not arrived")
+        return NodeRecord(
+            host=socket.gethostname(),
+            address=self._address,
+            local_world_size=workers.count,
+            role=workers.role,
+            store_port=self._tcp_store.port,
+            probe_port=self._liveness.port,
+            state=NodeState.WARMING,
+        )
+
+    def _provisional(self, workers: LocalWorkers, conductor: Conductor) -> RendezvousInfo:
+        """A world of this node alone: enough for torchrun to start the workers and to watch them."""
+        os.environ[ENV_NODE] = self.node_id
+        os.environ[ENV_ROUND] = "0"
+        os.environ[ENV_RECOVERY] = str(self._options.recovery)
+        os.environ[ENV_CHANNEL] = str(conductor.path)
+        # torchrun exports 1, and NCCL's watchdog would then kill survivors of a failed collective.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
+        alone = RoundMember(
+            node=self.node_id,
+            create_revision=0,
+            life=conductor.life,
+            first_rank=0,
+            local_world_size=workers.count,
+            role=workers.role,
+        )
+        document = RoundDocument(number=0, nonce="", state=RoundState.ACTIVE, members=(alone,))
+        store = cast("TorchStore", RoundStore(document, self._finish))
+        port = self._trap.port if self._trap is not None else 0
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+
+    # ---- while they run
+
+    def _watch_round(self, document: RoundDocument) -> None:
+        """Workers are told by the conductor; none is killed for a round that is over."""
+
+    def _watch_for_session(self, conductor: Conductor) -> None:
+        limit_s = self._options.session_timeout
+
+        def watch() -> None:
+            if conductor.met.wait(limit_s):
+                self._opened_a_session = True
+            elif self._conductor is conductor and not self._finished:
+                self._fatal(ConfigError(f"{_NO_SESSION}: none was opened within {limit_s:g} s", hint=_NO_SESSION_HINT))
+
+        threading.Thread(target=watch, name="session-watch", daemon=True).start()
+
+    def _report(self, progress: Progress) -> None:
+        member, writer = self._member, self._progress
+        if member is None or writer is None:
+            return
+        seen = member.look()
+        if seen.round is not None and seen.round.number == progress.round:
+            writer.offer(progress, seen.round_revision)
+
+    def _finish(self, outage_limit_s: float) -> None:
+        """torchrun's exit barrier: this node's workers have ended with success."""
+        member, conductor = self._member, self._conductor
+        if member is None or conductor is None:
+            return
+        if not conductor.met.is_set():
+            self._fatal(ConfigError(f"{_NO_SESSION}: the script ended without one", hint=_NO_SESSION_HINT))
+        current = member.look().round
+        if current is None or current.member(self.node_id) is None:
+            return
+        self._finished = True
+        done: dict[str, Any] = {"state": NodeState.DONE, "planned": True}
+        if self._announcer is not None:
+            self._announcer.close()
+        member.announce(member.record().model_copy(update=done), Deadline.after(outage_limit_s, self._clock))
+        try:
+            ended = member.await_end(current.number, outage_limit_s)
+        except RunClosedError:
+            ended = None
+        if ended is not None:
+            logger().info("run.ended", result=ended.result, reason=ended.reason)
+
+    def _fatal(self, error: ElasticTrainerError) -> None:
+        """From any thread: the job cannot go on here; say why, end the workers, go."""
+        print(f"elastic-trainer: {error}", file=sys.stderr, flush=True)
+        kill_workers(self._run_id, str(error))
+        self.shutdown()
+        os._exit(error.exit_code)

@@ -1,0 +1,117 @@
+"""What happens between steps on all ranks alike: saves that are due, a stop, the end of a diverged training.
+
+*Runs in* the worker's main thread.
+*Fails by* NonFiniteError on all ranks at the same boundary.
+*Invariant*: a save that fails on schedule does not end the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+from elastic_trainer.errors import NonFiniteError
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker.consensus import Consensus, Flags
+from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.saving import Saver
+from elastic_trainer.worker.signals import Signals
+from elastic_trainer.worker.steps import Steps
+
+_STOP_BOUNDARIES = 4
+
+
+class Turn(StrEnum):
+    """What all ranks do behind a boundary."""
+
+    GO_ON = "go_on"
+    STOP = "stop"
+    SWITCH = "switch"
+    """Leave the round for the one that a planned change has agreed on."""
+
+
+class Boundaries:
+    """Passes boundaries. ``fatal``: whether a non-finite loss ends the training.
+
+    In place ``in_place`` says whether a planned change is known here, and a signal is the agent's business.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        signals: Signals,
+        saver: Saver,
+        *,
+        fatal: bool,
+        in_place: Callable[[], bool] | None = None,
+    ) -> None:
+        self._in_place = in_place
+        self._consensus = Consensus(control)
+        self._rank0 = control.rank == 0
+        self._signals, self._saver, self._fatal = signals, saver, fatal
+        self._steps: Steps | None = None
+        self._refused = False
+
+    @property
+    def span_s(self) -> float:
+        """The time from boundary to boundary, smoothed."""
+        return self._consensus.boundary_s
+
+    def slowest_stop_s(self) -> float:
+        """How long the ranks may need to agree to stop."""
+        return _STOP_BOUNDARIES * self._consensus.boundary_s
+
+    def watch(self, steps: Steps) -> None:
+        """From now on look at the losses of ``steps``."""
+        self._steps = steps
+
+    def after_step(self, step: int) -> Turn:
+        """Pass the boundary behind ``step``; what all ranks do now."""
+        saved = self._saver.due_by_step(step)
+        if saved:
+            self._save()
+        return self.cross(saved=saved)
+
+    def cross(self, *, saved: bool = False) -> Turn:
+        """Pass a boundary; what all ranks do now. ``saved``: this state was saved just now."""
+        agreed = self._consensus.boundary(self._wishes, urgent=self._signals.requested is not None)
+        if agreed is None:
+            return Turn.GO_ON
+        if agreed.nonfinite:
+            self._meet_nonfinite()
+        if agreed.stop:
+            return Turn.STOP
+        if agreed.save and not saved:
+            self._save()
+        return Turn.SWITCH if agreed.switch else Turn.GO_ON
+
+    def begin_phase(self) -> None:
+        """Boundaries of another kind follow, on all ranks."""
+        self._consensus.reset()
+
+    def end(self) -> None:
+        """The last boundary has been passed."""
+        self._consensus.drain()
+
+    def _wishes(self) -> Flags:
+        return Flags(
+            stop=self._in_place is None and self._signals.requested is not None,
+            save=self._saver.due_by_time(),
+            nonfinite=self._refused or (self._steps is not None and self._steps.nonfinite()),
+            switch=self._in_place is not None and self._in_place(),
+        )
+
+    def _save(self) -> None:
+        if self._rank0:
+            problem = self._saver.attempt()
+            self._refused |= isinstance(problem, NonFiniteError)
+
+    def _meet_nonfinite(self) -> None:
+        step = self._steps.position.step if self._steps is not None else 0
+        if self._fatal:
+            raise NonFiniteError(
+                f"the loss or a parameter became NaN or infinite by step {step}",
+                hint="lower the learning rate, clip gradients, or look for bad samples; nonfinite='warn' goes on",
+            )
+        logger().warning("loss.nonfinite", step=step)
+        self._refused = False

@@ -1,0 +1,142 @@
+"""In place, ranks that hold no state or another one get that of a survivor, straight from its memory.
+
+Every round chooses one source, job-wide: of the states that live in some rank, the one committed in the latest
+generation, at the highest step; the lowest rank breaks a tie. It goes only to ranks that differ. Where no rank holds a
+valid state, the newest checkpoint decides (:mod:`elastic_trainer.worker.resume`).
+
+*Runs in* the worker's main thread of all ranks at once.
+*Fails by* RoundBrokenError when a peer is gone: then nothing has been changed here, or the state is marked invalid.
+*Invariant*: a state is taken over only when it is complete and its digest is that of the source.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from elastic_trainer.errors import CheckpointError
+from elastic_trainer.model import StateIdentity
+from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.transfer import digest, share_state
+
+FEW = 3
+"""Up to this many ranks get the state one by one; more of them get it by a broadcast to all."""
+
+
+class Patient(Protocol):
+    """The training state of this rank, as healing sees it."""
+
+    def collect(self) -> dict[str, Any]: ...
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Make ``state`` the present one; it is not valid while this runs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Who gives the state to whom; ``source`` None: no rank holds a valid one."""
+
+    source: int | None
+    behind: tuple[int, ...] = ()
+
+
+def diagnose(states: Sequence[StateIdentity | None]) -> Diagnosis:
+    """Choose the source among the ``states`` of all ranks, in rank order. Pure."""
+    held = [(rank, state) for rank, state in enumerate(states) if state is not None]
+    if not held:
+        return Diagnosis(None)
+    newest = max((state.round, state.step) for _, state in held)
+    source, wanted = next((rank, state) for rank, state in held if (state.round, state.step) == newest)
+    return Diagnosis(source, tuple(rank for rank, state in enumerate(states) if state != wanted))
+
+
+def identity(state: Mapping[str, Any], lineage: int, step: int) -> StateIdentity:
+    """The name of ``state``, which was committed in generation ``lineage`` after ``step`` steps."""
+    return StateIdentity(lineage, step, f"{fingerprint(state):016x}")
+
+
+def fingerprint(state: Mapping[str, Any]) -> int:
+    """63 bits that depend on every byte of ``state`` but its random generators, which differ on purpose."""
+    return digest({name: part for name, part in state.items() if name != "random"})
+
+
+def heal(
+    control: Control, mine: StateIdentity | None, generation: int, patient: Patient, notes: Mapping[str, Any]
+) -> Healed:
+    """Bring all ranks to one state, if any rank holds a valid one.
+
+    ``generation`` is the least that this rank can go on with; ``notes`` of the source come with its state.
+    """
+    row = [0, 0, 0, 0] if mine is None else [1, mine.round, mine.step, int(mine.digest, 16)]
+    rows = control.gather([*row, generation])
+    states = [StateIdentity(r, s, f"{d:016x}") if held else None for held, r, s, d, _ in rows]
+    newest = max(each[4] for each in rows)
+    found = diagnose(states)
+    if found.source is None or not found.behind:
+        return Healed(found.source, (), newest, {})
+    told = json.loads(control.broadcast_bytes(json.dumps(dict(notes)).encode(), found.source))
+    _give(control, found, patient, rows[found.source][3])
+    return Healed(found.source, found.behind, newest, told)
+
+
+@dataclass(frozen=True, slots=True)
+class Healed:
+    """What was done: who gave (None: no rank holds a valid state), who received, and the source's notes."""
+
+    source: int | None
+    behind: tuple[int, ...]
+    generation: int
+    """Agreed by all ranks, and later than any before."""
+    notes: Mapping[str, Any]
+
+
+def _give(control: Control, found: Diagnosis, patient: Patient, wanted: int) -> None:
+    source = found.source
+    if source is None:
+        return
+    if len(found.behind) > FEW:
+        tree = patient.collect() if control.rank == source else None
+        received = share_state(control, source, tree)
+        if control.rank in found.behind:
+            _take(patient, received, wanted)
+        return
+    for target in found.behind:
+        pair = Pair(control, source, target)
+        if control.rank == source:
+            share_state(pair, source, patient.collect())
+        elif control.rank == target:
+            _take(patient, share_state(pair, source, None), wanted)
+
+
+def _take(patient: Patient, received: Mapping[str, Any], wanted: int) -> None:
+    if fingerprint(received) != wanted:
+        raise CheckpointError(
+            "the state received from another rank is not the one that was announced",
+            hint="a registered object's state_dict() must not change between two calls without a step",
+        )
+    patient.take_over(received)
+
+
+class Pair(Control):
+    """Two ranks of a round: what is broadcast goes from one to the other alone."""
+
+    def __init__(self, whole: Control, source: int, target: int) -> None:
+        super().__init__(None, whole.rank, whole.world_size)
+        self._whole, self._source, self._target = whole, source, target
+
+    def agree(self, error: Any) -> None:
+        """An error of the source ends its process, which the other learns as the end of the round."""
+        if error is not None:
+            raise error
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Pass ``tensor`` on."""
+        if self.rank == self._source:
+            self._whole.send(tensor, self._target)
+        else:
+            self._whole.receive(tensor, self._source)

@@ -1,0 +1,142 @@
+"""A worker's way from round to round in place: leave a broken or drained one, meet the others in the next.
+
+*Runs in* the worker's main thread; the link's thread calls ``sever`` to free it when the round is over.
+*Owns* the process groups of the present round and the sockets beneath them.
+*Fails by* the link ending the process (no agent, run closed); every other failure leads to another round.
+*Invariant*: a store prefix, a store connection and a group belong to one round only; nothing of an abandoned group is
+waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.errors import RejoinError, TransientError
+from elastic_trainer.ipc.messages import StateReport
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker import group as groups
+from elastic_trainer.worker.channel_link import ChannelLink
+from elastic_trainer.worker.device import Placement
+from elastic_trainer.worker.failures import is_collective_failure
+from elastic_trainer.worker.link import Formation
+from elastic_trainer.worker.sockets import Sockets
+
+SEVER_AGAIN_S = 0.005
+
+
+class Rounds:
+    """See the module. ``idle()`` is called while this worker waits for a round, about once a second."""
+
+    def __init__(
+        self, link: ChannelLink, *, form_timeout_s: float, group_timeout_s: float, clock: Clock = SYSTEM
+    ) -> None:
+        self.link = link
+        self._form_timeout_s, self._group_timeout_s, self._clock = form_timeout_s, group_timeout_s, clock
+        self._sockets = Sockets()
+        self._inside = threading.Event()
+        self._number = 0
+        link.on_over = self._over
+
+    @property
+    def number(self) -> int:
+        """The round that this worker is in or was in last."""
+        return self._number
+
+    def enter(
+        self,
+        placement: Placement,
+        report: Callable[[], StateReport | None],
+        settle: Callable[[groups.Group], None],
+        *,
+        planned: bool = False,
+        joinable: bool = True,
+        following: Formation | None = None,
+        idle: Callable[[], None] = lambda: None,
+        step_time_s: float = 0.0,
+    ) -> groups.Group:
+        """Come into a round with a group formed and ``settle(group)`` done (all ranks hold one state).
+
+        ``report()`` names the state held here. ``following`` is the place that a planned change has agreed on already.
+        """
+        if following is not None:
+            self.link.ready(following.round, report(), planned=True, step_time_s=step_time_s)
+        while True:
+            formation = following
+            following = None
+            if formation is None:
+                first = self._number + 1
+                self.link.ready(first, report(), planned=planned, joinable=joinable, step_time_s=step_time_s)
+                formation = self.link.await_formation(first, idle)
+            planned = False
+            try:
+                return self._form(formation, placement, settle)
+            except (RejoinError, TransientError, RuntimeError) as error:
+                if not is_collective_failure(error):
+                    raise
+                logger().info("round.not_entered", round=formation.round, error=str(error).partition("\n")[0])
+                self.link.failed(formation.round, str(error).partition("\n")[0])
+                self.abandon()
+                self.link.await_over(formation.round)
+
+    def _form(self, formation: Formation, placement: Placement, settle: Callable[[groups.Group], None]) -> groups.Group:
+        self._number = formation.round
+        self._sockets.forming()
+        self._inside.set()
+        if self.link.broken(formation.round) is not None:
+            raise RejoinError(f"round {formation.round} is broken already")
+        limit = threading.Timer(self._form_timeout_s, self._sockets.sever)
+        started = self._clock.monotonic()
+        try:
+            group = groups.form_in_place(formation, placement, self._group_timeout_s, limit.start)
+            self._sockets.formed()
+        finally:
+            limit.cancel()
+        formed_s = self._clock.monotonic() - started
+        settle(group)
+        settled_s = self._clock.monotonic() - started - formed_s
+        logger().info(
+            "round.entered",
+            round=formation.round,
+            rank=formation.rank,
+            world_size=formation.world_size,
+            form_s=round(formed_s, 4),
+            settle_s=round(settled_s, 4),
+        )
+        return group
+
+    def confirms(self, error: BaseException) -> bool:
+        """Whether ``error`` comes from the end of the present round.
+
+        A failed collective is news: the agent is told, and its word that the round is broken is waited for. Anything
+        else counts only if the agent has said so already; what it raised is then a consequence.
+        """
+        if not self._inside.is_set():
+            return False
+        if is_collective_failure(error):
+            self._sockets.sever()  # peers learn of it at the speed of the network
+            self.link.failed(self._number, str(error).partition("\n")[0])
+            return self.link.await_over(self._number)
+        return False
+
+    def abandon(self, *, planned: bool = False) -> None:
+        """Give the present group up without waiting for anybody; ``planned``: nobody waits in it either."""
+        if not planned:
+            self._sockets.sever()
+        self._inside.clear()
+        self._sockets.forget()
+        groups.abandon()
+
+    def _over(self, number: int) -> None:
+        """From the link's thread: free the main thread if it is in a round that is over."""
+        if self._inside.is_set() and number >= self._number:
+            self._sockets.sever()
+            threading.Thread(target=self._sever_until_free, args=(self._number,), name="sever", daemon=True).start()
+
+    def _sever_until_free(self, number: int) -> None:
+        """Again until the main thread has left the group: a socket may have been busy the first time."""
+        while self._inside.is_set() and self._number == number:
+            self._clock.wait(threading.Event(), SEVER_AGAIN_S)
+            if self._inside.is_set() and self._number == number:
+                self._sockets.sever()

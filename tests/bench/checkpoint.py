@@ -1,0 +1,251 @@
+"""Checkpoints: durable save, cold and warm load, SIGKILL and flipped bits, against raw input/output and torch.save.
+
+The state is that of a transformer with AdamW (parameters and two moments, tensors of many sizes). Raw is one file with
+as many bytes: written from memory in pieces and synced, or read into fresh memory. Cold means that the file's pages
+were dropped from the page cache before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+
+from elastic_trainer.checkpoint import CheckpointManager, Entry, SaveInfo
+from elastic_trainer.checkpoint.retention import Retention
+from tests.bench.report import Options, Report, alternate, at_most, emit, median, note, parse, ratio
+from tests.drills.checkpoint.flipping import unnoticed, unnoticed_by_torch
+from tests.drills.checkpoint.killing import Casualties, kill_overwriters, kill_savers
+
+MB = 1 << 20
+PIECE = 8 * MB
+WIDTH = 512
+KILLS, QUICK_KILLS = 200, 3
+FLIPS, QUICK_FLIPS = 200, 20
+LEAST_REPEATS = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and report."""
+    options = parse("checkpoint", __doc__, argv, repeats=7, quick_repeats=LEAST_REPEATS, extend=_own_options)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    torch.set_num_threads(1)
+    with _workplace(options.extra.directory) as place:
+        speed = measure_speed(place / "speed", options)
+        kills = options.extra.kills or (QUICK_KILLS if options.quick else KILLS)
+        flips = options.extra.flips or (QUICK_FLIPS if options.quick else FLIPS)
+        killed, killed_torch = measure_kills(place, kills)
+        missed, missed_torch = measure_flips(place / "flips", flips)
+    ratios = speed["ratios"]
+    figures = {
+        **speed,
+        "sigkill": {"elastic_trainer": _told(killed), "torch_save_in_place": _told(killed_torch)},
+        "bit_flips": {"flips": flips, "caught": flips - missed, "caught_by_torch_load": flips - missed_torch},
+    }
+    musts = [
+        at_most("durable save over raw write and fsync", ratios["durable_save_over_raw_write"], 1.5),
+        at_most("cold load over cold raw read", ratios["cold_load_over_raw_read"], 1.1),
+        at_most("warm load over warm raw read", ratios["warm_load_over_raw_read"], 1.1),
+        at_most(f"broken newest checkpoints after {killed.kills} SIGKILLs", len(killed.broken), 0),
+        at_most(f"silent ones of {flips} single bit flips", missed, 0),
+    ]
+    return emit(Report(options, figures, musts))
+
+
+def _own_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--megabytes", type=int, help="size of the state (512; quick: 32)")
+    parser.add_argument("--kills", type=int, help=f"SIGKILLs ({KILLS}; quick: {QUICK_KILLS})")
+    parser.add_argument("--flips", type=int, help=f"flipped bits ({FLIPS}; quick: {QUICK_FLIPS})")
+    parser.add_argument("--directory", type=Path, help="where to write (default: a temporary directory)")
+
+
+@contextmanager
+def _workplace(parent: Path | None) -> Iterator[Path]:
+    """A fresh directory, removed afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="elastic-bench-", dir=parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def _told(casualties: Casualties) -> dict[str, Any]:
+    return {
+        "kills": casualties.kills,
+        "saves": casualties.saves,
+        "kills_within_a_save": casualties.interrupted,
+        "broken": len(casualties.broken),
+        "examples": casualties.broken[:3],
+    }
+
+
+def training_state(megabytes: int) -> dict[str, Any]:
+    """Parameters and moments of a transformer, ``megabytes`` MB in all."""
+    layer: dict[str, tuple[int, ...]] = {"norm1": (WIDTH,), "norm2": (WIDTH,), "bias": (4 * WIDTH,)}
+    layer |= {"qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH)}
+    elements = sum(int(np.prod(shape)) for shape in layer.values())
+    layers = max(1, megabytes * MB // (3 * 4 * elements))
+    parameters = {f"{index}.{name}": torch.randn(shape) for index in range(layers) for name, shape in layer.items()}
+    moments = {
+        index: {"step": torch.tensor(7.0), "exp_avg": torch.randn_like(value), "exp_avg_sq": torch.rand_like(value)}
+        for index, value in enumerate(parameters.values())
+    }
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "params": list(moments)}]
+    return {"model": parameters, "optimizer": {"state": moments, "param_groups": groups}, "step": 7}
+
+
+def measure_speed(place: Path, options: Options) -> dict[str, Any]:
+    """Times and ratios of saving and loading."""
+    place.mkdir()
+    state = training_state(options.extra.megabytes or (32 if options.quick else 512))
+    checkpoints = CheckpointManager(place / "ours", Retention(keep_last=1))
+    entry = checkpoints.save(state, SaveInfo(0)).entry
+    size = entry.manifest.size
+    raw = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
+    repeats = max(LEAST_REPEATS, options.repeats)
+    saves = {
+        "elastic_trainer": lambda: _timed_save(place / "save", state, size),
+        "raw_write_fsync": lambda: _timed(lambda: _write(place / "raw", raw), place / "raw", size),
+        "torch_save_fsync": lambda: _timed(lambda: _torch_save(place / "torch.pt", state), place / "torch.pt", size),
+    }
+    saved = alternate(saves, repeats)
+    _write(place / "raw", raw)
+    _torch_save(place / "torch.pt", state)
+    loads: dict[str, Callable[[], object]] = {
+        "elastic_trainer": lambda: checkpoints.load(entry),
+        "raw_read": lambda: _read(place / "raw", size),
+        "torch_load": lambda: torch.load(place / "torch.pt", weights_only=True),
+    }
+    files = [*entry.path.iterdir(), place / "raw", place / "torch.pt"]
+    cold = alternate({name: partial(_cold, act, size, files) for name, act in loads.items()}, repeats)
+    for act in loads.values():
+        act()
+    warm = alternate({name: partial(_clocked, act, size) for name, act in loads.items()}, repeats)
+    shutil.rmtree(place)
+    return {"bytes": size, **_summary(saved, cold, warm)}
+
+
+def _summary(
+    saved: dict[str, list[float]], cold: dict[str, list[float]], warm: dict[str, list[float]]
+) -> dict[str, Any]:
+    seconds = {"durable_save": saved, "cold_load": cold, "warm_load": warm}
+    return {
+        "seconds": seconds,
+        "median_s": {what: {who: median(each) for who, each in times.items()} for what, times in seconds.items()},
+        "ratios": {
+            "durable_save_over_raw_write": ratio(saved["elastic_trainer"], saved["raw_write_fsync"]),
+            "torch_save_over_raw_write": ratio(saved["torch_save_fsync"], saved["raw_write_fsync"]),
+            "cold_load_over_raw_read": ratio(cold["elastic_trainer"], cold["raw_read"]),
+            "cold_torch_load_over_raw_read": ratio(cold["torch_load"], cold["raw_read"]),
+            "warm_load_over_raw_read": ratio(warm["elastic_trainer"], warm["raw_read"]),
+            "warm_torch_load_over_raw_read": ratio(warm["torch_load"], warm["raw_read"]),
+        },
+    }
+
+
+def _clocked(act: Callable[[], object], size: int) -> float:
+    """Seconds that ``act`` takes, which moves ``size`` bytes; what it returns is released after the clock has stopped.
+
+    A virtual machine may have given free memory back to its host, and the next to touch it pays for that (several
+    times the cost of the copy itself: measured). So all memory that the action can need is touched just before.
+    """
+    np.ones(3 * size, np.uint8)
+    began = time.perf_counter()
+    result = act()
+    took = time.perf_counter() - began
+    del result
+    return took
+
+
+def _timed(act: Callable[[], object], written: Path, size: int) -> float:
+    """Seconds to write a file that is not there yet; it is removed and the disk left quiet afterwards."""
+    took = _clocked(act, size)
+    written.unlink()
+    os.sync()
+    return took
+
+
+def _timed_save(directory: Path, state: dict[str, Any], size: int) -> float:
+    """Seconds of a save into a directory of its own, so that no retention is in it."""
+    checkpoints = CheckpointManager(directory)
+    checkpoints.check_writable()
+    took = _clocked(lambda: checkpoints.save(state, SaveInfo(1)), size)
+    shutil.rmtree(directory)
+    os.sync()
+    return took
+
+
+def _write(path: Path, content: Any) -> None:
+    """The least that makes bytes durable."""
+    view = content.data
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        while view:
+            view = view[os.write(descriptor, view[:PIECE]) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _torch_save(path: Path, state: dict[str, Any]) -> None:
+    with path.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path, size: int) -> Any:
+    """The least that brings bytes into fresh memory."""
+    content = np.empty(size, np.uint8)
+    view = content.data
+    with path.open("rb", buffering=0) as file:
+        while view:
+            view = view[file.readinto(view[:PIECE]) :]
+    return content
+
+
+def _cold(act: Callable[[], object], size: int, files: Iterable[Path]) -> float:
+    """Seconds of ``act`` after the pages of ``files`` were dropped from the page cache."""
+    os.sync()
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+    return _clocked(act, size)
+
+
+def measure_kills(place: Path, kills: int) -> tuple[Casualties, Casualties]:
+    """Kill savers of ours, and a tenth as many (at least 3) of the peer's."""
+    note(f"SIGKILL: {kills} times")
+    ours = kill_savers(place / "kills", kills, seed=1)
+    (place / "peer").mkdir()
+    return ours, kill_overwriters(place / "peer", max(3, kills // 10), seed=2)
+
+
+def measure_flips(place: Path, flips: int) -> tuple[int, int]:
+    """How many of ``flips`` went unnoticed, here and by torch.load."""
+    note(f"bit flips: {flips}")
+    state = training_state(1)
+    checkpoints = CheckpointManager(place)
+    entry: Entry = checkpoints.save(state, SaveInfo(1)).entry
+    torch.save(state, place / "torch.pt")
+    return len(unnoticed(checkpoints, entry, flips, seed=3)), len(unnoticed_by_torch(place / "torch.pt", flips, seed=4))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

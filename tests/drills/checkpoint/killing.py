@@ -1,0 +1,169 @@
+"""Kill a process that saves checkpoints, at a random moment, again and again; then look at what it left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_trainer.checkpoint import CheckpointManager, Retention, SaveInfo
+from elastic_trainer.checkpoint.layout import Kind, kind_of
+from elastic_trainer.clock import pause
+from elastic_trainer.errors import CheckpointError
+
+START_LIMIT_S = 100.0
+ELEMENTS = 500_000
+
+
+def content(step: int) -> dict[str, Any]:
+    """What the state of ``step`` holds: every element depends on the step."""
+    base = torch.arange(ELEMENTS, dtype=torch.float32)
+    return {
+        "model": {"w": base + step, "b": torch.full((1000,), step, dtype=torch.int64)},
+        "optimizer": {0: (base * 0.5 - step).to(torch.bfloat16)},
+        "step": step,
+    }
+
+
+def holds(state: dict[str, Any], step: int) -> bool:
+    """Whether ``state`` is exactly what ``step`` should hold."""
+    expected = content(step)
+    return (
+        state["step"] == step
+        and torch.equal(state["model"]["w"], expected["model"]["w"])
+        and torch.equal(state["model"]["b"], expected["model"]["b"])
+        and torch.equal(state["optimizer"][0], expected["optimizer"][0])
+    )
+
+
+def save_for_ever(directory: Path, say: Connection) -> None:
+    """Resume from the newest checkpoint and save one step after the other; say each that save() has returned from."""
+    torch.set_num_threads(1)
+    checkpoints = CheckpointManager(directory, Retention(keep_last=2))
+    checkpoints.sweep()
+    found = checkpoints.load_newest()
+    step = 0 if found is None else int(found.state["step"])
+    say.send(step)
+    while True:
+        step += 1
+        checkpoints.save(content(step), SaveInfo(step=step))
+        say.send(step)
+
+
+def overwrite_for_ever(directory: Path, say: Connection) -> None:
+    """The peer: torch.save over one file, in place."""
+    torch.set_num_threads(1)
+    step = 0
+    say.send(step)
+    while True:
+        step += 1
+        torch.save(content(step), directory / "latest.pt")
+        say.send(step)
+
+
+@dataclass(slots=True)
+class Casualties:
+    """What the kills did. ``interrupted`` counts those that hit a save half-way."""
+
+    kills: int = 0
+    saves: int = 0
+    interrupted: int = 0
+    broken: list[str] = field(default_factory=list)
+
+
+Saver = Callable[[Path, Connection], None]
+
+
+def forks() -> Any:
+    """Processes forked from a clean one that has torch imported already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "elastic_trainer.checkpoint", __name__])
+    return context
+
+
+def one_life(saver: Saver, directory: Path, random_s: float) -> tuple[int, int]:
+    """Run ``saver``, SIGKILL it ``random_s`` seconds after its start; first and last step that it said."""
+    context = forks()
+    hear, say = context.Pipe(duplex=False)
+    child = context.Process(target=saver, args=(directory, say), daemon=True)
+    child.start()
+    say.close()
+    try:
+        if not hear.poll(START_LIMIT_S):
+            raise TimeoutError(f"the saving process did not start within {START_LIMIT_S} s")
+        first = last = int(hear.recv())
+        pause(random_s)
+    finally:
+        child.kill()
+        child.join(START_LIMIT_S)
+    if child.exitcode != -signal.SIGKILL:
+        raise RuntimeError(f"the saving process ended by itself with {child.exitcode}")
+    try:
+        while hear.poll(0):
+            last = int(hear.recv())
+    except EOFError:
+        pass
+    hear.close()
+    return first, last
+
+
+def kill_savers(directory: Path, kills: int, seed: int, longest_s: float = 0.15) -> Casualties:
+    """Kill a saving process ``kills`` times; after each kill the newest checkpoint must hold what it should."""
+    draw = random.Random(seed)
+    result = Casualties()
+    for _ in range(kills):
+        first, said = one_life(save_for_ever, directory, draw.uniform(0.0, longest_s))
+        result.kills += 1
+        result.saves += said - first
+        kinds = {kind_of(name) for name in os.listdir(directory)} if directory.exists() else set()
+        result.interrupted += bool(kinds & {Kind.TEMPORARY, Kind.TRASH})
+        problem = problem_with(directory, said)
+        if problem:
+            result.broken.append(problem)
+    return result
+
+
+def problem_with(directory: Path, said: int) -> str:
+    """What is wrong with the newest checkpoint after a writer died that had said ``said``; empty if nothing is."""
+    try:
+        found = CheckpointManager(directory).load_newest()
+    except CheckpointError as error:
+        return str(error)
+    if found is None:
+        return f"step {said} was committed and nothing is there" if said else ""
+    step = found.manifest.step
+    if step not in (said, said + 1):
+        return f"step {said} was committed, the newest is {step}"
+    if any(kind_of(name) is Kind.QUARANTINED for name in os.listdir(directory)):
+        return f"something was quarantined: {sorted(os.listdir(directory))}"
+    return "" if holds(found.state, step) else f"step {step} holds something else"
+
+
+def kill_overwriters(directory: Path, kills: int, seed: int, longest_s: float = 0.15) -> Casualties:
+    """The same for the peer; broken is what torch.load refuses or what holds another content."""
+    draw = random.Random(seed)
+    result = Casualties()
+    path = directory / "latest.pt"
+    for _ in range(kills):
+        path.unlink(missing_ok=True)
+        first, said = one_life(overwrite_for_ever, directory, draw.uniform(0.0, longest_s))
+        result.kills += 1
+        result.saves += said - first
+        if not said:
+            continue
+        try:
+            state = torch.load(path, weights_only=True)
+            good = holds(state, state["step"])
+        except (RuntimeError, EOFError, OSError, KeyError):
+            good = False
+        if not good:
+            result.broken.append(f"after step {said}")
+    return result

@@ -1,0 +1,177 @@
+"""Full, read-only and forbidden directories: a clear error, and every earlier checkpoint intact."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, Status, describe
+from elastic_trainer.checkpoint.layout import TENSORS_FILE, temporary_name
+from elastic_trainer.checkpoint.storage import PosixStorage
+from elastic_trainer.errors import CheckpointError, StorageError
+from tests.support.requirements import needs, needs_root
+from tests.unit.checkpoint.states import Heard, flip_bit
+from tests.unit.checkpoint.test_janitor import dead_process
+
+MB = 1 << 20
+SMALL_DISK = 32 * MB
+
+
+def state(megabytes: int, value: int = 1) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((megabytes * MB,), value, dtype=torch.uint8)}
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 32 MB."""
+    needs_root("mounting a small tmpfs")
+    for tool in ("mount", "umount"):
+        needs(tool, "mounting a small tmpfs")
+    path = tmp_path / "disk"
+    path.mkdir()
+    try:
+        run("mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "elastic-test", str(path))
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this root may not mount: {error.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        run("umount", "-l", str(path))
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """Root may write everywhere, so be nobody for a while; an ordinary user stays who he is."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+class Boundless(PosixStorage):
+    """Does not know how much space is left, as some network file systems do not."""
+
+    def free_bytes(self) -> int | None:
+        return None
+
+
+def intact(directory: Path, value: int) -> bool:
+    loaded = CheckpointManager(directory).load_newest()
+    return loaded is not None and bool((loaded.state["w"] == value).all())
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("storage", [PosixStorage, Boundless], ids=["checked first", "found out while writing"])
+def test_a_full_disk_loses_nothing(small_disk: Path, storage: type[PosixStorage]) -> None:
+    """The save fails in a sentence, its partial files go, the earlier checkpoint loads, and a smaller save works."""
+    directory = small_disk / "checkpoints"
+    checkpoints = CheckpointManager(directory, storage=storage(directory))
+    first = checkpoints.save(state(10), SaveInfo(1)).name
+    for _ in range(3):
+        with pytest.raises(StorageError, match="is full") as caught:
+            checkpoints.save(state(25, 2), SaveInfo(2))
+        assert str(directory) in str(caught.value)
+        assert os.listdir(directory) == [first]
+    assert intact(directory, 1)
+    checkpoints.save(state(10, 3), SaveInfo(3))
+    assert intact(directory, 3)
+
+
+@pytest.mark.root
+def test_what_a_dead_writer_left_makes_room(small_disk: Path) -> None:
+    """If the space is held by an abandoned temporary, it is swept and the save succeeds."""
+    directory = small_disk
+    abandoned = directory / temporary_name(dead_process())
+    abandoned.mkdir()
+    (abandoned / TENSORS_FILE).write_bytes(b"x" * (20 * MB))
+    heard = Heard()
+    CheckpointManager(directory, on_event=heard.append).save(state(15), SaveInfo(1))
+    assert heard.kinds() == ["checkpoint.swept", "checkpoint.committed"]
+    assert intact(directory, 1)
+
+
+@pytest.mark.root
+def test_a_disk_without_any_space_is_found_at_the_start(small_disk: Path) -> None:
+    """check_writable does not wait for the first save to find out."""
+    (small_disk / "ballast").write_bytes(b"x" * (SMALL_DISK - MB))
+    with pytest.raises(StorageError, match="is full"):
+        CheckpointManager(small_disk / "checkpoints").check_writable()
+
+
+@pytest.mark.root
+def test_a_read_only_file_system_can_be_loaded_from(small_disk: Path) -> None:
+    """Writing is a clear error; loading works, and a damaged checkpoint is skipped since it cannot be renamed."""
+    checkpoints = CheckpointManager(small_disk)
+    checkpoints.save(state(1, 1), SaveInfo(1))
+    bad = checkpoints.save(state(1, 2), SaveInfo(2)).name
+    flip_bit(small_disk / bad / TENSORS_FILE, 100_000)
+    run("mount", "-o", "remount,ro", str(small_disk))
+    heard = Heard()
+    reading = CheckpointManager(small_disk, on_event=heard.append)
+    for act in (reading.check_writable, lambda: reading.save(state(1), SaveInfo(3))):
+        with pytest.raises(StorageError, match="read-only"):
+            act()
+    assert reading.sweep() == 0
+    loaded = reading.load_newest()
+    assert loaded is not None
+    assert loaded.manifest.step == 1
+    assert heard.kinds() == ["checkpoint.skipped", "checkpoint.loaded"]
+    assert "cannot be renamed" in heard[0].reason
+    assert [each.status for each in describe(small_disk)] == [Status.DAMAGED, Status.VERIFIED]
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A directory that other users can reach (pytest's own they cannot)."""
+    with tempfile.TemporaryDirectory() as text:
+        path = Path(text)
+        path.chmod(0o755)
+        yield path
+
+
+def test_a_directory_of_somebody_else_is_found_at_the_start(reachable: Path) -> None:
+    """Permission denied is one sentence with the path; loading from there works."""
+    CheckpointManager(reachable).save(state(1), SaveInfo(1))
+    reachable.chmod(0o555)
+    checkpoints = CheckpointManager(reachable)
+    with unprivileged():
+        for act in (checkpoints.check_writable, lambda: checkpoints.save(state(1), SaveInfo(2))):
+            with pytest.raises(StorageError, match="permission denied") as caught:
+                act()
+            assert str(reachable) in str(caught.value)
+        assert intact(reachable, 1)
+    reachable.chmod(0o755)
+
+
+def test_unreadable_files_are_skipped_and_an_unreadable_directory_is_an_error(reachable: Path) -> None:
+    """No permission to read is no damage: nothing is renamed, and nobody starts from scratch."""
+    checkpoints = CheckpointManager(reachable)
+    checkpoints.save(state(1, 1), SaveInfo(1))
+    secret = checkpoints.save(state(1, 2), SaveInfo(2)).entry.path / TENSORS_FILE
+    secret.chmod(0)
+    heard = Heard()
+    reading = CheckpointManager(reachable, on_event=heard.append)
+    with unprivileged():
+        loaded = reading.load_newest()
+    assert loaded is not None
+    assert loaded.manifest.step == 1
+    assert heard.kinds() == ["checkpoint.skipped", "checkpoint.loaded"]
+    reachable.chmod(0)
+    with unprivileged(), pytest.raises(CheckpointError, match="cannot be read") as caught:
+        reading.load_newest()
+    assert str(reachable) in str(caught.value)
+    reachable.chmod(0o755)

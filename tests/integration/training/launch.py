@@ -1,0 +1,77 @@
+"""Starts jobs the way users do, in processes of their own, and collects what they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 300.0
+QUICK = ("data.limit=200", "epochs=2", "global_batch=25", "model.width=4", "logging.loss_every=1")
+"""Overrides for a run of 16 steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished job."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The final report of rank 0."""
+        reports = [json.loads(line) for line in self.out.splitlines() if line.startswith("{")]
+        assert len(reports) == 1, f"one report was expected: {self.out!r}\n{self.err}"
+        report: dict[str, Any] = reports[0]
+        return report
+
+    @property
+    def complaints(self) -> list[str]:
+        """Lines that tell a user's mistake."""
+        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The log lines of one event."""
+        lines = [json.loads(line) for line in self.err.splitlines() if line.startswith("{")]
+        return [line for line in lines if line["event"] == name]
+
+
+def command(world: int = 1) -> list[str]:
+    """How a job is started: by torchrun, or alone."""
+    module = ["-m", "elastic_trainer.training"]
+    if world == 1:
+        return [sys.executable, *module]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *module]
+
+
+def environment() -> dict[str, str]:
+    """This process's, with one thread per rank and no launcher's variables."""
+    unset = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    return {**{name: value for name, value in os.environ.items() if name not in unset}, "OMP_NUM_THREADS": "1"}
+
+
+def train(*arguments: str, world: int = 1, cwd: Path | None = None) -> Outcome:
+    """Run a job to its end."""
+    done = subprocess.run(
+        [*command(world), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env=environment(),
+        cwd=cwd,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    """The lines of the metrics file without its notes."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    notes = ("wall", "round", "world_size")
+    return [{name: value for name, value in line.items() if name not in notes} for line in lines]

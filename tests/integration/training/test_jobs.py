@@ -1,0 +1,154 @@
+"""Whole jobs on real digits: alone, with several ranks, resumed, and to the accuracy that they promise."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.errors import EXIT_LEFT
+from elastic_trainer.training.loading import load_job
+from tests.integration.training.launch import LIMIT_S, QUICK, command, environment, records, train
+
+pytestmark = pytest.mark.timeout(900)
+
+USER_TASK = '''
+"""A task of a user's own: fits a plane."""
+import torch
+from elastic_trainer import Task
+from elastic_trainer.training.config import Section
+from elastic_trainer.training.task import Datasets
+
+
+class Plane(Task):
+    """Fits a plane through exact points."""
+
+    class Data(Section):
+        points: int = 64
+
+    def datasets(self):
+        generator = torch.Generator().manual_seed(1)
+        x = torch.rand(self.data_options.points, 2, generator=generator)
+        data = torch.utils.data.TensorDataset(x, x @ torch.tensor([[2.0], [-1.0]]) + 0.5)
+        return Datasets(train=data, test=data)
+
+    def model(self):
+        return torch.nn.Linear(2, 1)
+
+    def loss(self, model, batch):
+        return torch.nn.functional.mse_loss(model(batch.x), batch.y)
+
+    def metrics(self, model, batch):
+        return {"error": ((model(batch.x) - batch.y).square().sum(), len(batch.x))}
+'''
+
+USER_JOB = """
+task: plane:Plane
+epochs: 60
+global_batch: 16
+optimizer: {name: sgd, lr: 0.2, momentum: 0.9}
+scheduler: {name: step, every_epochs: 40, gamma: 0.1}
+evaluation: {every_epochs: 20}
+checkpoint: {directory: out, metric: error, mode: min}
+"""
+
+
+def test_a_users_own_task_runs_from_its_own_directory(tmp_path: Path) -> None:
+    """module:Class and a YAML file are all that a user writes; the plane is found, config and metrics are kept."""
+    (tmp_path / "plane.py").write_text(USER_TASK)
+    (tmp_path / "job.yaml").write_text(USER_JOB)
+    outcome = train("job.yaml", "data.points=40", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    report = outcome.report
+    assert report["step"] == 60 * 3
+    assert report["metrics"]["error"] < 1e-6
+    assert report["best"]["error"] == min(record["metrics"]["error"] for record in records(tmp_path / "out"))
+    assert [record["epoch"] for record in records(tmp_path / "out")] == [20, 40, 60]
+    kept = load_job(str(tmp_path / "out" / "config.yaml"))
+    assert kept.data == {"points": 40}
+    assert kept.task == "plane:Plane"
+
+
+def test_two_ranks_train_together_and_a_finished_job_stays_finished(tmp_path: Path) -> None:
+    """One report, one set of files; the same command again trains nothing and reports the same metrics."""
+    arguments = ["mnist", *QUICK, f"checkpoint.directory={tmp_path}", "micro_batch=4", "clip_norm=1.0"]
+    first = train(*arguments, world=2)
+    assert first.code == 0, first.err
+    report = first.report
+    assert (report["rank"], report["world_size"], report["step"], report["epoch"]) == (0, 2, 16, 2)
+    assert [record["step"] for record in records(tmp_path)] == [8, 16]
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    again = train(*arguments, world=2)
+    assert again.code == 0, again.err
+    assert again.report["metrics"] == report["metrics"]
+    assert again.report["step"] == 16
+    assert again.report["resumed_from"] is not None
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_metrics_do_not_depend_on_how_the_data_are_divided(tmp_path: Path) -> None:
+    """997 samples over 3 ranks in batches of 100 leave uneven parts: each sample still counts exactly once.
+
+    A vanishing learning rate keeps the model what the seed made it, so one and three ranks measure the same model.
+    """
+    frozen = ["optimizer.lr=1e-30", "optimizer.weight_decay=0", "max_steps=1"]
+    uneven = ["data.test_size=997", "evaluation.batch_size=100"]
+    found = {}
+    for world in (1, 3):
+        directory = f"checkpoint.directory={tmp_path / str(world)}"
+        outcome = train("mnist", *QUICK, *frozen, *uneven, directory, world=world)
+        assert outcome.code == 0, outcome.err
+        found[world] = outcome.report["metrics"]
+    assert found[1]["accuracy"] == found[3]["accuracy"]
+    assert round(found[1]["accuracy"] * 997, 9) == round(found[1]["accuracy"] * 997)
+    assert found[1]["loss"] == pytest.approx(found[3]["loss"], rel=1e-6)
+
+
+def test_a_job_stopped_by_sigterm_continues_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """SIGTERM in mid-run: exit code 143, and the resumed run ends with the very metrics of one without a stop."""
+    long = ["mnist", *QUICK, "epochs=15", "data.limit=400", "checkpoint.every_s=null"]
+    whole = train(*long, f"checkpoint.directory={tmp_path / 'whole'}")
+    assert whole.code == 0, whole.err
+    interrupted = tmp_path / "interrupted"
+    arguments = [*command(), *long, f"checkpoint.directory={interrupted}"]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    assert process.stderr is not None
+    for line in process.stderr:
+        if '"training.evaluated"' in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    _, rest = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == EXIT_LEFT, rest
+    assert "Traceback" not in rest
+    assert len(records(interrupted)) < 15
+    resumed = train(*long, f"checkpoint.directory={interrupted}")
+    assert resumed.code == 0, resumed.err
+    assert resumed.report["resumed_from"] is not None
+    assert resumed.report["metrics"] == whole.report["metrics"]
+    assert records(interrupted) == records(tmp_path / "whole")
+
+
+def test_bf16_on_the_cpu_trains(tmp_path: Path) -> None:
+    """Mixed precision by configuration alone; the digits are learnt all the same."""
+    overrides = ["precision=bf16", "epochs=3", "data.limit=1500", "optimizer.lr=0.003"]
+    outcome = train("mnist", *overrides, f"checkpoint.directory={tmp_path}")
+    assert outcome.code == 0, outcome.err
+    assert outcome.report["metrics"]["accuracy"] > 0.85
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_shipped_job_reads_97_of_100_unseen_digits(tmp_path: Path, world: int) -> None:
+    """The ready-made job keeps its promise, alone and with ranks that hold unequal parts of each batch."""
+    outcome = train("mnist", f"checkpoint.directory={tmp_path}", world=world)
+    assert outcome.code == 0, outcome.err
+    report = outcome.report
+    assert report["world_size"] == world
+    assert report["step"] == 630
+    assert report["metrics"]["accuracy"] >= 0.97
+    steps = [record["step"] for record in records(tmp_path)]
+    assert steps == list(range(63, 631, 63))
+    progressed = outcome.events("training.progressed")
+    assert {line["rank"] for line in progressed} == {0}
+    assert all(line["world_size"] == world and line["samples_per_s"] > 0 for line in progressed)

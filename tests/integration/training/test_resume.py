@@ -1,0 +1,166 @@
+"""Wherever a run is cut off, the resumed one has the same history and the same parameters, bit for bit."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_trainer.checkpoint import CheckpointManager
+from elastic_trainer.tasks.mnist import Mnist
+from elastic_trainer.telemetry import logs
+from elastic_trainer.training.config import JobConfig
+from elastic_trainer.training.loading import load_job
+from elastic_trainer.training.trainer import Trainer
+from tests.integration.training.launch import QUICK, records
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 16
+
+
+class PowerCutError(Exception):
+    """What ends a run in these tests, at a place of their choice."""
+
+
+class Cut(Mnist):
+    """Training that ends abruptly at a given forward pass."""
+
+    losses_left = 10**9
+    measures_left = 10**9
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        Cut.losses_left -= 1
+        if Cut.losses_left < 0:
+            raise PowerCutError
+        return super().loss(model, batch)
+
+    def metrics(self, model: torch.nn.Module, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+        Cut.measures_left -= 1
+        if Cut.measures_left < 0:
+            raise PowerCutError
+        return super().metrics(model, batch)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logs.configure(io.StringIO())
+    yield
+    logs.configure()
+
+
+def _config(directory: Path, *overrides: str) -> JobConfig:
+    """16 steps in 2 epochs of 8, with dropout, so that random numbers matter."""
+    fixed = [f"checkpoint.directory={directory}", "model.dropout=0.2", "checkpoint.every_s=null", "device=cpu"]
+    return load_job("mnist", [*QUICK, *fixed, *overrides])
+
+
+def _final_state(directory: Path) -> dict[str, Any]:
+    """What was saved after the last evaluation (a scheduled checkpoint of that step came before it)."""
+    manager = CheckpointManager(directory)
+    (entry,) = [each for each in manager.entries() if each.manifest.step == STEPS and each.manifest.metrics]
+    return dict(manager.load(entry).state)
+
+
+def _assert_equal(here: Any, there: Any, place: str = "") -> None:
+    if isinstance(here, torch.Tensor):
+        assert torch.equal(here, there), place
+    elif isinstance(here, Mapping):
+        assert here.keys() == there.keys(), place
+        for name in here:
+            _assert_equal(here[name], there[name], f"{place}/{name}")
+    elif isinstance(here, list | tuple):
+        assert len(here) == len(there), place
+        for number, (mine, theirs) in enumerate(zip(here, there, strict=True)):
+            _assert_equal(mine, theirs, f"{place}/{number}")
+    else:
+        assert here == there, place
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A run without interruption."""
+    logs.configure(io.StringIO())
+    directory = tmp_path_factory.mktemp("whole")
+    report = Trainer(Mnist, _config(directory, "checkpoint.every_steps=1")).run()
+    return report, directory
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "losses", "measures"),
+    [
+        pytest.param(1, 5, None, id="mid-epoch"),
+        pytest.param(3, 7, None, id="some steps after a checkpoint"),
+        pytest.param(4, None, 0, id="between the end of an epoch and its evaluation"),
+        pytest.param(4, None, 2, id="in the middle of an evaluation"),
+        pytest.param(3, 10, None, id="after a record that the checkpoint does not have"),
+        pytest.param(1, None, 5, id="in the last evaluation"),
+    ],
+)
+def test_a_resumed_run_ends_bitwise_like_an_uninterrupted_one(
+    tmp_path: Path,
+    whole: tuple[dict[str, Any], Path],
+    every_steps: int,
+    losses: int | None,
+    measures: int | None,
+) -> None:
+    """Parameters, optimizer, learning rates, histories and final metrics are equal."""
+    Cut.losses_left = losses if losses is not None else 10**9
+    Cut.measures_left = (measures if measures is not None else 10**9) + 1  # one sample is measured beforehand
+    config = _config(tmp_path, f"checkpoint.every_steps={every_steps}")
+    with pytest.raises(PowerCutError):
+        Trainer(Cut, config).run()
+    resumed = Trainer(Mnist, config).run()
+    report, directory = whole
+    assert resumed["resumed_from"] is not None
+    for name in ("step", "epoch", "metrics", "train_loss", "best"):
+        assert resumed[name] == report[name], name
+    assert records(tmp_path) == records(directory)
+    mine, theirs = _final_state(tmp_path), _final_state(directory)
+    for part in ("model", "optimizer", "scheduler", "user"):
+        _assert_equal(mine[part], theirs[part], part)
+
+
+def test_a_longer_run_continues_a_finished_one(tmp_path: Path) -> None:
+    """More epochs in the configuration go on where the run had ended, and the history grows."""
+    Trainer(Mnist, _config(tmp_path)).run()
+    report = Trainer(Mnist, _config(tmp_path, "epochs=3")).run()
+    assert report["step"] == 24
+    assert [record["epoch"] for record in records(tmp_path)] == [1, 2, 3]
+
+
+def test_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
+    """Of many checkpoints the last few and the one with the best metric stay."""
+    overrides = ["evaluation.every_steps=1", "checkpoint.keep_last=1", "optimizer.lr=0.03"]
+    best_by = ["checkpoint.metric=loss", "checkpoint.mode=min"]
+    report = Trainer(Mnist, _config(tmp_path, *overrides, *best_by)).run()
+    losses = {record["step"]: record["metrics"]["loss"] for record in records(tmp_path)}
+    best_step = min(losses, key=lambda step: losses[step])
+    assert report["best"]["step"] == best_step
+    best = CheckpointManager(tmp_path).best()
+    assert best is not None
+    assert best.manifest.step == best_step
+    kept = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert len(kept) == len({best_step, report["step"]})
+
+
+def test_without_a_metric_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
+    """No best metric, no evaluation but the last: the end of the run is saved and measured all the same."""
+    config = _config(tmp_path, "checkpoint.metric=null", "evaluation.every_epochs=null")
+    report = Trainer(Mnist, config).run()
+    assert report["best"] is None
+    assert [record["step"] for record in records(tmp_path)] == [16]
+    assert len(list(tmp_path.glob("step-*"))) == 1
+
+
+def test_max_steps_ends_in_mid_epoch_and_can_be_raised(tmp_path: Path, whole: tuple[dict[str, Any], Path]) -> None:
+    """A run cut short by max_steps is measured there and goes on from the same sample when the limit is raised."""
+    short = Trainer(Mnist, _config(tmp_path, "max_steps=3")).run()
+    assert (short["step"], short["epoch"]) == (3, 0)
+    longer = Trainer(Mnist, _config(tmp_path)).run()
+    assert longer["step"] == whole[0]["step"]
+    assert [(record["step"], record["samples"]) for record in records(tmp_path)] == [(3, 75), (8, 0), (16, 0)]

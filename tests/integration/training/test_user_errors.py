@@ -1,0 +1,92 @@
+"""What a user does wrong ends with one line and the right exit code, before any rank waits for another."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.errors import EXIT_CANNOT_WRITE, EXIT_CONFIG
+from tests.integration.training.launch import QUICK, train
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["absent.yaml"], "error: absent.yaml: there is no such file"),
+        (["mnist", "epochz=3"], "error: command line: unknown key 'epochz' (did you mean 'epochs'?)"),
+        (["mnist", "precision=fp16", "device=cpu"], "error: precision fp16 needs a CUDA device"),
+        (["mnist", "checkpoint.metric=acuracy"], "error: checkpoint.metric is 'acuracy'"),
+        (["mnist", "--fast"], "error: unrecognized arguments: --fast"),
+        ([], "error: no job was given"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_78(arguments: list[str], sentence: str, tmp_path: Path) -> None:
+    """Nothing else is on standard error, no traceback least of all, and nothing on standard output."""
+    outcome = train(*arguments, cwd=tmp_path)
+    assert outcome.code == EXIT_CONFIG
+    assert outcome.err.startswith(sentence)
+    assert outcome.err.count("\n") == 1
+    assert outcome.out == ""
+
+
+def test_damaged_data_are_named(tmp_path: Path) -> None:
+    """A truncated download is refused with the name of its file."""
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"\0\0\x08\x03" + b"\0" * 900)[:-4])
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\0")
+    outcome = train("mnist", f"data.directory={tmp_path}", f"checkpoint.directory={tmp_path / 'run'}")
+    assert outcome.code == EXIT_CONFIG
+    assert f"{tmp_path / 'train-images-idx3-ubyte.gz'}: not a whole IDX file" in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_a_directory_that_cannot_be_written_has_its_own_exit_code(tmp_path: Path) -> None:
+    """It is found before training, not at the first checkpoint."""
+    (tmp_path / "file").write_text("in the way")
+    outcome = train("mnist", *QUICK, f"checkpoint.directory={tmp_path / 'file' / 'run'}")
+    assert outcome.code == EXIT_CANNOT_WRITE
+    assert outcome.err.startswith("error: ")
+    assert "cannot be written" in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_of_several_ranks_one_speaks(tmp_path: Path) -> None:
+    """Under torchrun all ranks find the mistake by themselves, and one of them tells it; no group is formed."""
+    outcome = train("mnist", "data.shfit=1", f"checkpoint.directory={tmp_path}", world=2)
+    assert outcome.code != 0
+    assert outcome.complaints == ["error: task mnist: unknown key 'data.shfit' (did you mean 'shift'?)"]
+    assert outcome.events("session.opened") == []
+
+
+def test_another_global_batch_on_resuming_is_refused_or_accepted_on_request(tmp_path: Path) -> None:
+    """A run cannot change its order of samples by accident."""
+    where = f"checkpoint.directory={tmp_path}"
+    assert train("mnist", *QUICK, where, "max_steps=3").code == 0
+    refused = train("mnist", *QUICK, where, "global_batch=50")
+    assert refused.code == EXIT_CONFIG
+    assert "global_batch" in refused.complaints[0]
+    accepted = train("mnist", *QUICK, where, "global_batch=50", "checkpoint.allow_changed=[global_batch]")
+    assert accepted.code == 0, accepted.err
+    assert accepted.report["epoch"] == 2
+
+
+def test_the_effective_configuration_can_be_printed(tmp_path: Path) -> None:
+    """It shows defaults and overrides, and is itself a job file; nothing is trained or written."""
+    printed = train("mnist", "--print-config", "epochs=3", "data.shift=1", cwd=tmp_path)
+    assert printed.code == 0
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "job.yaml").write_text(printed.out)
+    again = train("job.yaml", "--print-config", cwd=tmp_path)
+    assert again.out == printed.out
+    assert "shift: 1" in again.out
+
+
+def test_help_shows_how_to_start() -> None:
+    """The help names both ways to start and the exit codes."""
+    shown = train("--help")
+    assert shown.code == 0
+    for part in ("torchrun --standalone", "key=value", "78"):
+        assert part in shown.out

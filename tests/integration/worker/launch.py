@@ -1,0 +1,97 @@
+"""Starts training scripts alone, under torchrun and by hand, and ends what it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+SCRIPTS = Path(__file__).parent / "scripts"
+LIMIT_S = 150.0
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's environment without a launcher's variables, for small processes."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MASTER_"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        ours.pop(name, None)
+    return {**ours, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **extra}
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def plain(script: str, *arguments: object) -> list[str]:
+    """The command of a process without a launcher."""
+    return [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
+
+
+def torchrun(options: Sequence[str], script: str, *arguments: object) -> list[str]:
+    """The command of a torchrun agent."""
+    return [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPTS / script), *map(str, arguments)]
+
+
+def standalone(workers: int, script: str, *arguments: object, restarts: int = 0) -> list[str]:
+    """torchrun with ``workers`` on this machine."""
+    return torchrun(["--standalone", f"--nproc-per-node={workers}", f"--max-restarts={restarts}"], script, *arguments)
+
+
+@contextmanager
+def started(
+    command: Sequence[str], log: Path, extra: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The running ``command``; it and its descendants are killed in the end."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment(**(extra or {})))
+    try:
+        yield process
+    finally:
+        kill_tree(process.pid)
+        process.wait()
+
+
+def finished(process: subprocess.Popen[bytes], log: Path) -> int:
+    """The exit code, once it has ended; fails with its output if it does not."""
+    try:
+        return process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.send_signal(signal.SIGABRT)  # faulthandler writes all stacks
+        raise AssertionError(f"still running after {LIMIT_S} s:\n{tail(log)}") from None
+
+
+def run(command: Sequence[str], log: Path, extra: Mapping[str, str] | None = None, *, expected: int = 0) -> None:
+    """Run ``command`` to its end, which must be ``expected``."""
+    with started(command, log, extra) as process:
+        code = finished(process, log)
+    assert code == expected, f"exit code {code}, not {expected}:\n{tail(log)}"
+
+
+def tail(log: Path) -> str:
+    """The end of a log, for a failing test."""
+    return log.read_text(errors="replace")[-6000:]
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL to a process and all its descendants."""
+    try:
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue

@@ -1,0 +1,49 @@
+"""Writes the gradients of every step of several small jobs: ``gradients.py OUTPUT``. One session after another."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from elastic_trainer import Session
+
+CASES: list[tuple[int, int, int | None]] = [
+    (40, 16, None),  # a tail of 8
+    (37, 12, 4),  # accumulation, and a tail of one sample
+    (10, 4, 4),  # fewer micro-batches than ranks
+    (5, 2, None),  # fewer samples than ranks
+    (29, 14, 3),  # uneven micro-batches
+]
+
+
+def gradients(length: int, size: int, micro: int | None) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    data = TensorDataset(torch.randn(length, 5, generator=generator), torch.randn(length, 1, generator=generator))
+    found, losses = [], []
+    with Session(device="cpu", seed=2) as session:
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        wrapped = session.wrap(model, optimizer=optimizer)
+        for batch in session.batches(data, global_batch_size=size, micro_batch_size=micro, epochs=2):
+            with session.step() as step:
+                for part in step.micro_batches(batch):
+                    step.backward(nn.functional.mse_loss(wrapped(part.x), part.y))
+                found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+                optimizer.step()
+            losses.append(torch.tensor([step.loss or 0.0]))
+    return found + losses
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    results = [gradients(*case) for case in CASES]
+    with Session(device="cpu") as session:
+        torch.save(results, Path(sys.argv[1]) / f"gradients-{session.world_size}-{session.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

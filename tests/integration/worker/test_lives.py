@@ -1,0 +1,113 @@
+"""Jobs that are killed, resumed, and moved to other numbers of ranks and other launchers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_trainer.checkpoint import CheckpointManager
+from tests.integration.worker.launch import finished, free_port, plain, run, standalone, started, tail, torchrun
+
+SAMPLES = 86
+
+
+def final(directory: Path, rank: int = 0) -> dict[str, torch.Tensor]:
+    loaded: dict[str, torch.Tensor] = torch.load(directory / f"final-{rank}.pt", weights_only=True)
+    return loaded
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    texts = [path.read_text().splitlines() for path in (directory / "ledger").iterdir()]
+    return sorted((json.loads(line) for text in texts for line in text), key=lambda line: float(line["t"]))
+
+
+def lineage(directory: Path) -> dict[int, list[dict[str, Any]]]:
+    """The lines of the steps that survive, by step: a life rolls back what came after the state it began from."""
+    surviving: dict[int, list[dict[str, Any]]] = {}
+    seen = set()
+    for line in lines(directory):
+        if line["event"] == "opened" and line["round"] not in seen:
+            seen.add(line["round"])
+            surviving = {step: each for step, each in surviving.items() if step <= line["step"]}
+        elif line["event"] == "step":
+            surviving.setdefault(line["step"], []).append(line)
+    return surviving
+
+
+def assert_each_sample_once(directory: Path, epochs: int) -> None:
+    survivors = lineage(directory)
+    assert sorted(survivors) == list(range(1, max(survivors) + 1))
+    for epoch in range(epochs):
+        mine = [line for step in survivors.values() for line in step if line["epoch"] == epoch]
+        used = Counter(sample for line in mine for sample in line["samples"])
+        assert used == Counter(range(SAMPLES)), f"epoch {epoch}: {used - Counter(range(SAMPLES))}"
+    for step, parts in survivors.items():
+        assert len(parts) == parts[0]["world"], f"step {step} has lines of {len(parts)} ranks"
+        assert sum(len(part["samples"]) for part in parts) == parts[0]["global_samples"]
+
+
+def ledger(directory: Path) -> dict[str, str]:
+    return {"ELASTIC_TRAINER_LEDGER_DIR": str(directory / "ledger")}
+
+
+def test_one_script_runs_alone_under_torchrun_and_on_two_nodes(tmp_path: Path) -> None:
+    """Plain python, --standalone with two workers, and the c10d backend with two agents: same steps, all exact."""
+    for name in ("plain", "standalone", "nodes"):
+        (tmp_path / name).mkdir()
+    run(plain("train.py", tmp_path / "plain", 2), tmp_path / "log", ledger(tmp_path / "plain"))
+    two = standalone(2, "train.py", tmp_path / "standalone", 2)
+    run(two, tmp_path / "log", ledger(tmp_path / "standalone"))
+    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    node = torchrun([*options, "--rdzv-id=job", "--local-addr=127.0.0.1"], "train.py", tmp_path / "nodes", 2)
+    logs = [tmp_path / "log-a", tmp_path / "log-b"]
+    extra = ledger(tmp_path / "nodes")
+    with started(node, logs[0], extra) as first, started(node, logs[1], extra) as second:
+        assert finished(first, logs[0]) == 0, tail(logs[0])
+        assert finished(second, logs[1]) == 0, tail(logs[1])
+    for name, ranks in (("plain", 1), ("standalone", 2), ("nodes", 2)):
+        assert_each_sample_once(tmp_path / name, 2)
+        assert max(lineage(tmp_path / name)) == 12
+        parameters = [final(tmp_path / name, rank)["4.weight"] for rank in range(ranks)]
+        assert all(torch.equal(each, parameters[0]) for each in parameters)
+    assert equal(final(tmp_path / "standalone"), final(tmp_path / "nodes"))
+
+
+def test_a_worker_killed_and_restarted_by_torchrun_changes_no_bit_of_the_result(tmp_path: Path) -> None:
+    """SIGKILL in mid-epoch; with dropout, random augmentation, BatchNorm, AdamW and a schedule, two ranks."""
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    common = ["2", "--save-every", "4", "--micro-batch", "4"]
+    run(standalone(2, "train.py", tmp_path / "whole", *common), tmp_path / "log")
+    dying = [*common, "--die-at", "9", "--die-rank", "1", "--mark", str(tmp_path / "mark")]
+    killed = standalone(2, "train.py", tmp_path / "killed", *dying, restarts=1)
+    run(killed, tmp_path / "log", ledger(tmp_path / "killed"))
+    opened = [line for line in lines(tmp_path / "killed") if line["event"] == "opened" and line["rank"] == 0]
+    assert [(line["round"], line["step"]) for line in opened] == [(0, 0), (1, 8)]
+    assert equal(final(tmp_path / "whole"), final(tmp_path / "killed"))
+    assert_each_sample_once(tmp_path / "killed", 2)
+
+
+def test_each_sample_is_used_once_when_a_killed_job_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """Three ranks, killed in mid-epoch; then two, killed again; then one process alone ends it."""
+    (tmp_path / "job").mkdir()
+    common = ["2", "--save-every", "2", "--micro-batch", "4"]
+    for world, step in ((3, 3), (2, 7)):
+        dying = ["--die-at", str(step), "--die-rank", "1", "--mark", str(tmp_path / f"mark-{world}")]
+        command = standalone(world, "train.py", tmp_path / "job", *common, *dying)
+        run(command, tmp_path / "log", ledger(tmp_path / "job"), expected=1)
+    run(plain("train.py", tmp_path / "job", *common), tmp_path / "log", ledger(tmp_path / "job"))
+    opened = [line for line in lines(tmp_path / "job") if line["event"] == "opened" and line["rank"] == 0]
+    assert [(line["world"], line["step"]) for line in opened] == [(3, 0), (2, 2), (1, 6)]
+    assert [line["round"] for line in opened] == [0, 1, 2]
+    assert_each_sample_once(tmp_path / "job", 2)
+    newest = CheckpointManager(tmp_path / "job" / "checkpoints").newest()
+    assert newest is not None
+    assert (newest.step, newest.round, newest.manifest.world_size) == (12, 2, 1)

@@ -1,0 +1,125 @@
+"""Stopping: all ranks agree on a step, save it, and leave; if they cannot agree, they leave in time."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elastic_trainer.checkpoint import CheckpointManager
+from elastic_trainer.clock import SYSTEM, Deadline, pause
+from tests.integration.worker.launch import LIMIT_S, finished, free_port, plain, standalone, started, tail
+
+LONG = ["1000", "--step-s", "0.02"]
+
+
+def ledger(directory: Path) -> dict[str, str]:
+    return {"ELASTIC_TRAINER_LEDGER_DIR": str(directory / "ledger")}
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    found = []
+    for path in (directory / "ledger").glob("*.jsonl"):
+        found += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return found
+
+
+def eventually(condition: Callable[[], bool], log: Path) -> None:
+    deadline = Deadline.after(LIMIT_S)
+    while not condition():
+        assert not deadline.expired, tail(log)
+        pause(0.05)
+
+
+def steps_of(directory: Path, rank: int) -> int:
+    return max(
+        (line["step"] for line in lines(directory) if line["event"] == "step" and line["rank"] == rank), default=0
+    )
+
+
+def assert_stopped_together(directory: Path, world: int) -> None:
+    """All ranks have closed as stopped at one step, which is the newest checkpoint."""
+    closed = [line for line in lines(directory) if line["event"] == "closed"]
+    newest = CheckpointManager(directory / "checkpoints").newest()
+    assert newest is not None
+    assert sorted(line["rank"] for line in closed) == list(range(world))
+    assert {(line["step"], line["status"]) for line in closed} == {(newest.step, "stopped")}
+    assert {steps_of(directory, rank) for rank in range(world)} == {newest.step}
+
+
+def test_sigterm_to_a_plain_process_saves_and_exits_with_143(tmp_path: Path) -> None:
+    """Never 0, which would complete a Kubernetes Job."""
+    log = tmp_path / "log"
+    with started(plain("train.py", tmp_path, *LONG), log, ledger(tmp_path)) as process:
+        eventually(lambda: steps_of(tmp_path, 0) > 3, log)
+        process.send_signal(signal.SIGTERM)
+        assert finished(process, log) == 143, tail(log)
+    assert_stopped_together(tmp_path, 1)
+
+
+def test_sigterm_to_torchrun_stops_all_workers_at_one_step(tmp_path: Path) -> None:
+    """They save before torchrun gives up on them."""
+    log = tmp_path / "log"
+    with started(standalone(2, "train.py", tmp_path, *LONG), log, ledger(tmp_path)) as process:
+        eventually(lambda: steps_of(tmp_path, 1) > 3, log)
+        process.send_signal(signal.SIGTERM)
+        assert finished(process, log) != 0
+    assert_stopped_together(tmp_path, 2)
+
+
+def test_sigterm_to_one_worker_stops_all_at_one_step(tmp_path: Path) -> None:
+    """The wish of one rank is the decision of all."""
+    log = tmp_path / "log"
+    with started(standalone(2, "train.py", tmp_path, *LONG), log, ledger(tmp_path)) as process:
+        eventually(lambda: steps_of(tmp_path, 1) > 3, log)
+        pid = next(line["pid"] for line in lines(tmp_path) if line["rank"] == 1)
+        psutil.Process(pid).send_signal(signal.SIGTERM)
+        assert finished(process, log) != 0
+    assert_stopped_together(tmp_path, 2)
+
+
+def by_hand(stack: ExitStack, directory: Path, log: Path, *options: str) -> list[subprocess.Popen[bytes]]:
+    """Two ranks without any launcher: rank 0 hosts the store."""
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    return [
+        stack.enter_context(
+            started(
+                plain("train.py", directory, *LONG, *options),
+                log,
+                {"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **ledger(directory)},
+            )
+        )
+        for rank in range(2)
+    ]
+
+
+def test_a_rank_that_waits_for_a_frozen_peer_leaves_in_time_when_told_to(tmp_path: Path) -> None:
+    """Blocked in a collective, it ends within its stop timeout, without a checkpoint that the peer lacks."""
+    log = tmp_path / "log"
+    with ExitStack() as stack:
+        survivor, _ = by_hand(stack, tmp_path, log, "--freeze-at", "5", "--die-rank", "1", "--stop-timeout-s", "1.0")
+        eventually(lambda: steps_of(tmp_path, 1) == 5, log)
+        pause(0.5)
+        began = SYSTEM.monotonic()
+        survivor.send_signal(signal.SIGTERM)
+        assert finished(survivor, log) == 143, tail(log)
+        assert SYSTEM.monotonic() - began < 30.0
+    assert "the ranks did not agree to stop in time" in log.read_text()
+
+
+def test_a_rank_whose_peer_was_killed_ends_by_itself(tmp_path: Path) -> None:
+    """The lost connection ends it; nobody has to wait for a timeout."""
+    log = tmp_path / "log"
+    with ExitStack() as stack:
+        mark = str(tmp_path / "mark")
+        survivor, victim = by_hand(stack, tmp_path, log, "--die-at", "5", "--die-rank", "1", "--mark", mark)
+        assert finished(victim, log) == -signal.SIGKILL
+        began = SYSTEM.monotonic()
+        assert finished(survivor, log) == 1, tail(log)
+        assert SYSTEM.monotonic() - began < 60.0

@@ -1,0 +1,146 @@
+"""The plan of an epoch: exact under any schedule of world sizes."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_trainer.data.plan import EpochPlan, cut, divide, epoch_order, share
+from elastic_trainer.errors import ConfigError, DataError
+from elastic_trainer.model import Cursor
+
+plans = st.tuples(st.integers(1, 400), st.integers(1, 64), st.integers(0, 2**31), st.booleans()).flatmap(
+    lambda t: st.one_of(st.none(), st.integers(1, t[1])).map(lambda micro: EpochPlan(t[0], t[1], micro, t[2], t[3]))
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plan=plans, worlds=st.lists(st.integers(1, 12), min_size=1, max_size=20), even=st.booleans())
+def test_each_sample_is_used_once_per_epoch_whatever_the_world_sizes(
+    plan: EpochPlan, worlds: list[int], even: bool
+) -> None:
+    """World sizes that change at every step neither repeat nor miss a sample."""
+    used: list[int] = []
+    cursor, step = Cursor(3, 0), 0
+    while not plan.ended(cursor):
+        whole = plan.global_batch_at(cursor)
+        for pieces in divide(len(whole.ids), plan.micro_batch, worlds[step % len(worlds)], even=even):
+            used += [int(i) for piece in pieces if piece.counts for i in whole.ids[piece.start : piece.stop]]
+        cursor, step = whole.following, step + 1
+    assert sorted(used) == list(range(plan.length))
+    assert step == plan.batches_per_epoch
+
+
+@given(plan=plans, world=st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_the_order_does_not_depend_on_the_world_size(plan: EpochPlan, world: int) -> None:
+    """Read rank by rank, a global batch is in the same order as for one rank."""
+    whole = plan.global_batch_at(Cursor(0, 0))
+    parts = divide(len(whole.ids), plan.micro_batch, world)
+    read = [int(i) for pieces in parts for piece in pieces if piece.counts for i in whole.ids[piece.start : piece.stop]]
+    assert read == [int(i) for i in plan.order(0)[: len(read)]]
+
+
+@given(
+    count=st.integers(1, 500),
+    world=st.integers(1, 20),
+    micro=st.one_of(st.none(), st.integers(1, 64)),
+    even=st.booleans(),
+)
+def test_weights_give_the_gradient_of_the_mean_over_the_global_batch(
+    count: int, world: int, micro: int | None, even: bool
+) -> None:
+    """Each sample's influence is 1/count after the average over ranks, for every sample alike."""
+    for pieces in divide(count, micro, world, even=even):
+        for piece in pieces:
+            if piece.counts:
+                assert piece.weight / world / piece.size == pytest.approx(1 / count)
+    assert sum(p.weight for pieces in divide(count, micro, world, even=even) for p in pieces) == pytest.approx(world)
+
+
+@given(count=st.integers(1, 500), world=st.integers(1, 20), micro=st.integers(1, 64), even=st.booleans())
+def test_shares_differ_by_at_most_one_micro_batch_and_none_is_empty(
+    count: int, world: int, micro: int, even: bool
+) -> None:
+    """A rank has at least one micro-batch with at least one sample; with ``even`` all have equally many."""
+    shares = divide(count, micro, world, even=even)
+    real = [sum(piece.counts for piece in pieces) for pieces in shares]
+    assert max(real) - min(real) <= 1
+    assert sum(real) == -(-count // micro)
+    assert all(pieces and all(0 < piece.size <= micro for piece in pieces) for pieces in shares)
+    if even:
+        assert len({len(pieces) for pieces in shares}) == 1
+
+
+def test_ranks_without_work_get_one_filler_of_real_samples() -> None:
+    """More ranks than samples: the rest compute a weightless piece, so that collectives match."""
+    shares = divide(2, None, 4)
+    assert [len(pieces) for pieces in shares] == [1, 1, 1, 1]
+    assert [pieces[0].weight for pieces in shares] == [2.0, 2.0, 0.0, 0.0]
+    assert all(pieces[0].size == 1 for pieces in shares)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    """Two epochs, or two seeds, are shuffled differently; the same pair always alike, and unshuffled is in order."""
+    first = epoch_order(1000, 7, 0, True)
+    assert not np.array_equal(first, epoch_order(1000, 7, 1, True))
+    assert not np.array_equal(first, epoch_order(1000, 8, 0, True))
+    epoch_order.cache_clear()
+    assert np.array_equal(first, epoch_order(1000, 7, 0, True))
+    assert np.array_equal(epoch_order(1000, 7, 0, False), np.arange(1000))
+
+
+def test_the_order_is_the_one_that_older_checkpoints_were_trained_in() -> None:
+    """A changed permutation would make resumed jobs repeat and miss samples: these numbers must never change."""
+    assert epoch_order(10, 0, 0, True).tolist() == [4, 6, 2, 7, 3, 5, 9, 0, 8, 1]
+    assert epoch_order(10, 12345, 3, True).tolist() == [3, 0, 2, 6, 1, 4, 7, 8, 5, 9]
+
+
+def test_resuming_in_the_middle_of_ten_million_samples_is_fast() -> None:
+    """Finding a position costs one permutation, not a walk over what came before it."""
+    plan = EpochPlan(10_000_000, 256, seed=99)
+    began = time.process_time()
+    assert len(plan.global_batch_at(Cursor(5, 256 * 20_000)).ids) == 256
+    assert time.process_time() - began < 4.0  # 0.6 s on a quiet core
+
+
+def test_the_tail_batch_is_smaller_and_the_epoch_then_ends() -> None:
+    """Nothing is dropped at the end of an epoch."""
+    plan = EpochPlan(10, 4)
+    tail = plan.global_batch_at(Cursor(0, 8))
+    assert (len(tail.ids), tail.following, tail.index) == (2, Cursor(0, 10), 2)
+    assert plan.ended(tail.following)
+    with pytest.raises(ValueError, match="nothing is left"):
+        plan.global_batch_at(tail.following)
+
+
+def test_cutting_covers_everything_once() -> None:
+    """Parts are contiguous and differ by at most one."""
+    assert [cut(10, 4, part) for part in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 10)]
+    assert [cut(1, 3, part) for part in range(3)] == [(0, 1), (1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "says"),
+    [
+        ((0, 4), DataError, "empty"),
+        ((5, 0), ConfigError, "global_batch_size is 0"),
+        ((5, 4, 8), ConfigError, "micro_batch_size is 8"),
+        ((5, 4, 0), ConfigError, "micro_batch_size is 0"),
+        ((5, 4, None, -1), ConfigError, "seed is -1"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(values: tuple[int, ...], kind: type[Exception], says: str) -> None:
+    """The message names the wrong value."""
+    with pytest.raises(kind, match=says):
+        EpochPlan(*values)  # type: ignore[arg-type]
+
+
+def test_a_share_for_a_rank_that_does_not_exist_is_a_mistake() -> None:
+    """Caught, not answered with an empty share."""
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        share(10, None, 2, 2)

@@ -1,0 +1,161 @@
+"""Admission to a run: one spec for all nodes, no way into a closed run but on request."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_trainer.errors import EXIT_CONFIG, RunClosedError, SpecMismatchError, StoreUnavailableError
+from elastic_trainer.membership.admission import admit
+from elastic_trainer.membership.documents import (
+    DocumentError,
+    NodeRecord,
+    NodeState,
+    RoundDocument,
+    RoundMember,
+    RoundState,
+    RunResult,
+    Spec,
+)
+from elastic_trainer.model import RecoveryMode
+from elastic_trainer.store.api import Put
+from elastic_trainer.store.memory import MemoryStore
+from tests.support.crew import KEYS, LIMIT_S, Crew, soon
+
+SPEC = Spec(min_nodes=2, max_nodes=4)
+NODE = NodeRecord(host="h", address="127.0.0.1", local_world_size=1, store_port=1, probe_port=0, state=NodeState.READY)
+
+
+def spec_of(store: MemoryStore) -> Spec:
+    found = store.get(KEYS.spec, soon()).first
+    assert found is not None
+    return Spec.decode(found.value, found.key)
+
+
+def round_of(store: MemoryStore) -> RoundDocument:
+    found = store.get(KEYS.round, soon()).first
+    assert found is not None
+    return RoundDocument.decode(found.value, found.key)
+
+
+def close(store: MemoryStore, result: RunResult, reason: str = "said so") -> None:
+    member = RoundMember(node="a", create_revision=1, life=1, first_rank=0, local_world_size=1)
+    closed = RoundDocument(
+        number=7, nonce="n", state=RoundState.CLOSED, members=(member,), result=result, reason=reason
+    )
+    store.transact([], [Put(KEYS.round, closed.encode())], deadline=soon())
+
+
+def test_the_first_node_writes_the_spec_and_others_agree_with_it() -> None:
+    """The second node with the same limits is let in and changes nothing."""
+    store = MemoryStore()
+    admit(store, KEYS, SPEC, reopen=False, deadline=soon())
+    before = store.get(KEYS.spec, soon()).first
+    admit(store, KEYS, SPEC, reopen=False, deadline=soon())
+    assert spec_of(store) == SPEC
+    assert store.get(KEYS.spec, soon()).first == before
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (Spec(min_nodes=1, max_nodes=4), "min nodes 1 here, 2 in the run"),
+        (Spec(min_nodes=2, max_nodes=5), "max nodes 5 here, 4 in the run"),
+        (Spec(min_nodes=2, max_nodes=4, recovery=RecoveryMode.IN_PLACE), "recovery in_place here, restart in the run"),
+    ],
+)
+def test_a_node_that_disagrees_with_a_live_run_is_refused(other: Spec, difference: str) -> None:
+    """Exit code 78, the difference with both values, and what to do."""
+    store = MemoryStore()
+    admit(store, KEYS, SPEC, reopen=False, deadline=soon())
+    store.transact([], [Put(KEYS.node("a"), NODE.encode())], deadline=soon())
+    with pytest.raises(SpecMismatchError, match=difference) as raised:
+        admit(store, KEYS, other, reopen=False, deadline=soon())
+    assert raised.value.exit_code == EXIT_CONFIG
+    assert "--nnodes" in str(raised.value.hint)
+    assert spec_of(store) == SPEC
+
+
+def test_a_run_without_nodes_takes_over_new_limits() -> None:
+    """Everybody was stopped and comes back with another --nnodes: that is no disagreement."""
+    store = MemoryStore()
+    admit(store, KEYS, SPEC, reopen=False, deadline=soon())
+    wider = Spec(min_nodes=1, max_nodes=8)
+    admit(store, KEYS, wider, reopen=False, deadline=soon())
+    assert spec_of(store) == wider
+
+
+def test_two_first_nodes_at_once_agree_on_one_spec() -> None:
+    """The one whose write came second finds the other's spec and is judged by it."""
+    store = MemoryStore()
+    original = store.transact
+
+    def late(*args: object, **named: object) -> object:
+        if store.get(KEYS.spec, soon()).first is None:
+            wider = Spec(min_nodes=1, max_nodes=8)
+            original([], [Put(KEYS.spec, wider.encode()), Put(KEYS.node("a"), NODE.encode())], deadline=soon())
+        return original(*args, **named)  # type: ignore[arg-type]
+
+    store.transact = late  # type: ignore[method-assign, assignment]
+    with pytest.raises(SpecMismatchError):
+        admit(store, KEYS, SPEC, reopen=False, deadline=soon())
+
+
+@pytest.mark.parametrize("result", list(RunResult))
+def test_a_closed_run_is_refused_and_says_how_it_ended(result: RunResult) -> None:
+    """Success and failure are told apart, and the hint names the way back in."""
+    store = MemoryStore()
+    close(store, result, "3 failures of workers")
+    with pytest.raises(RunClosedError) as raised:
+        admit(store, KEYS, SPEC, reopen=False, deadline=soon())
+    assert raised.value.succeeded is (result is RunResult.SUCCEEDED)
+    assert "reopen=true" in str(raised.value.hint)
+    told = "has finished" if result is RunResult.SUCCEEDED else "has failed: 3 failures of workers"
+    assert told in str(raised.value)
+
+
+def test_reopening_begins_a_new_epoch_and_keeps_the_number() -> None:
+    """Round numbers go on, so that checkpoints of the new epoch are newer than those of the old one."""
+    store = MemoryStore()
+    close(store, RunResult.FAILED)
+    admit(store, KEYS, SPEC, reopen=True, deadline=soon())
+    opened = round_of(store)
+    assert (opened.epoch, opened.number, opened.state, opened.members) == (2, 7, RoundState.BROKEN, ())
+    admit(store, KEYS, SPEC, reopen=True, deadline=soon())
+    assert round_of(store) == opened, "a run that is open is not opened again"
+
+
+def test_a_reopened_run_forms_its_next_round() -> None:
+    """Number 8 follows 7, in the second epoch."""
+    with Crew() as crew:
+        close(crew.observer, RunResult.SUCCEEDED)
+        admit(crew.observer, KEYS, Spec(min_nodes=2, max_nodes=4), reopen=True, deadline=soon())
+        crew.join("a", "b")
+        formed = crew.await_round("ab")
+        assert (formed.number, formed.epoch) == (8, 2)
+
+
+def test_foreign_content_under_the_run_is_an_error() -> None:
+    """Another program's key is neither overwritten nor taken for a run."""
+    for key in (KEYS.round, KEYS.spec):
+        store = MemoryStore()
+        store.transact([], [Put(key, b"hello")], deadline=soon())
+        with pytest.raises(DocumentError, match="another program or another version"):
+            admit(store, KEYS, SPEC, reopen=True, deadline=soon())
+        found = store.get(key, soon()).first
+        assert found is not None
+        assert found.value == b"hello"
+
+
+def test_a_spec_that_never_settles_ends_in_an_error() -> None:
+    """Somebody rewrites the spec before each of our writes: that ends, and says why."""
+    store = MemoryStore()
+    admit(store, KEYS, SPEC, reopen=False, deadline=soon())
+    original = store.transact
+
+    def meddled(*args: object, **named: object) -> object:
+        original([], [Put(KEYS.spec, SPEC.encode())], deadline=soon())
+        return original(*args, **named)  # type: ignore[arg-type]
+
+    store.transact = meddled  # type: ignore[method-assign, assignment]
+    with pytest.raises(StoreUnavailableError, match="changed too often"):
+        admit(store, KEYS, Spec(min_nodes=1, max_nodes=2), reopen=False, deadline=soon().at_most(LIMIT_S))

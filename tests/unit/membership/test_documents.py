@@ -1,0 +1,146 @@
+"""The documents that nodes share: read back as written, refused when somebody else wrote them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.errors import EXIT_FAILURE
+from elastic_trainer.membership.documents import (
+    Document,
+    DocumentError,
+    Ghost,
+    Identity,
+    JournalEntry,
+    NodeRecord,
+    NodeState,
+    RoundDocument,
+    RoundMember,
+    RoundState,
+    RunResult,
+    Spec,
+    join_address,
+    split_address,
+)
+from elastic_trainer.model import RecoveryMode
+
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
+numbers = st.integers(0, 2**53)
+ports = st.integers(0, 65535)
+texts = st.text(max_size=30).filter(lambda text: text.isprintable())
+identities = st.builds(Identity, round=numbers, step=numbers, digest=texts)
+members = st.builds(
+    RoundMember, node=names, create_revision=numbers, life=numbers, first_rank=numbers, local_world_size=numbers
+)
+specs = st.builds(
+    Spec, epoch=numbers, min_nodes=st.integers(1), max_nodes=st.integers(1), recovery=st.sampled_from(RecoveryMode)
+)
+records = st.builds(
+    NodeRecord,
+    host=texts,
+    address=texts,
+    local_world_size=st.integers(1, 1024),
+    store_port=ports,
+    probe_port=ports,
+    state=st.sampled_from(NodeState),
+    life=numbers,
+    acknowledged=numbers,
+    reported=numbers,
+    step_time_s=st.floats(0.0, 1e9),
+    planned=st.booleans(),
+    identity=st.none() | identities,
+    unreachable=st.tuples(names),
+    cause=texts,
+)
+plain_rounds = st.builds(
+    RoundDocument,
+    epoch=numbers,
+    number=numbers,
+    nonce=texts,
+    state=st.sampled_from(RoundState),
+    members=st.lists(members, max_size=4).map(tuple),
+    store=texts,
+    source=st.none() | names,
+    last_step=st.none() | numbers,
+    ghosts=st.lists(st.builds(Ghost, node=names, mod_revision=numbers), max_size=2).map(tuple),
+    reason=texts,
+    result=st.none() | st.sampled_from(RunResult),
+    next=st.none(),
+)
+rounds = plain_rounds | st.builds(
+    lambda document, following: document.model_copy(update={"next": following}), plain_rounds, plain_rounds
+)
+entries = st.builds(
+    JournalEntry,
+    wall=st.floats(0.0, 1e10),
+    by=names,
+    round=numbers,
+    state=st.sampled_from(RoundState),
+    reason=texts,
+    nodes=st.lists(names, max_size=3).map(tuple),
+    world_size=numbers,
+)
+
+
+@given(specs | records | rounds | entries)
+def test_every_document_is_read_back_as_it_was_written(document: Document) -> None:
+    """Nothing is lost on the way through the store, nested rounds included."""
+    assert type(document).decode(document.encode(), "/key") == document
+
+
+@pytest.mark.parametrize("kind", [Spec, NodeRecord, RoundDocument, JournalEntry])
+@pytest.mark.parametrize(
+    "value", [b"", b"null", b"{}", b"[]", b"7", b"\xff\xfe", b'{"version": 1}', b"host=n1", b"\x80\x04}."]
+)
+def test_content_of_others_is_refused_with_the_name_of_its_key(kind: type[Document], value: bytes) -> None:
+    """Whatever it is, it ends in one sentence that says where it stands and what may have happened."""
+    with pytest.raises(DocumentError, match="'/elastic_trainer/run/round' holds no") as raised:
+        kind.decode(value, "/elastic_trainer/run/round")
+    assert raised.value.exit_code == EXIT_FAILURE
+    assert raised.value.hint is not None
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_protocol_version_is_refused(version: Any) -> None:
+    """A node never guesses what a document of another version means."""
+    value = json.loads(Spec(min_nodes=1, max_nodes=2).encode()) | {"version": version}
+    with pytest.raises(DocumentError, match="protocol version 1"):
+        Spec.decode(json.dumps(value).encode(), "/spec")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("local_world_size", 0), ("store_port", 65536), ("state", "asleep"), ("life", -1), ("step_time_s", "NaN")],
+)
+def test_values_that_cannot_be_are_refused(field: str, value: Any) -> None:
+    """The store is not trusted: a record is checked when it is read."""
+    good = NodeRecord(host="h", address="a", local_world_size=1, store_port=1, probe_port=1)
+    changed = json.loads(good.encode()) | {field: value}
+    with pytest.raises(DocumentError):
+        NodeRecord.decode(json.dumps(changed).encode(), "/nodes/a")
+
+
+def test_fields_of_a_later_version_are_passed_over() -> None:
+    """A newer node may add fields without shutting older ones out."""
+    value = json.loads(Spec(min_nodes=1, max_nodes=2).encode()) | {"colour": "green"}
+    assert Spec.decode(json.dumps(value).encode(), "/spec") == Spec(min_nodes=1, max_nodes=2)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "node-7.example.org", "::1", "fe80::1"])
+def test_addresses_survive_the_way_through_one_string(host: str) -> None:
+    """IPv6 hosts get brackets and lose them again."""
+    assert split_address(join_address(host, 29500)) == (host, 29500)
+
+
+def test_a_disagreement_is_told_in_words() -> None:
+    """The first point in which two specs differ, with both values."""
+    mine = Spec(min_nodes=2, max_nodes=4)
+    assert mine.disagreement(mine) is None
+    assert mine.disagreement(Spec(min_nodes=2, max_nodes=8)) == "max nodes 8 here, 4 in the run"
+    assert mine.disagreement(Spec(min_nodes=1, max_nodes=8)) == "min nodes 1 here, 2 in the run"
+    in_place = Spec(min_nodes=2, max_nodes=4, recovery=RecoveryMode.IN_PLACE)
+    assert mine.disagreement(in_place) == "recovery in_place here, restart in the run"

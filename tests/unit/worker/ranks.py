@@ -1,0 +1,44 @@
+"""Several ranks as threads of one process, with real gloo groups between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from elastic_trainer.settings import prefer_loopback
+from elastic_trainer.worker.control import Control
+
+T = TypeVar("T")
+TIMEOUT_S = 60.0
+
+
+def run_ranks(world: int, body: Callable[[Control], T], timeout_s: float = TIMEOUT_S) -> list[T]:
+    """What ``body(control)`` returns on each of ``world`` ranks; the first exception is raised."""
+    if world == 1:
+        return [body(Control())]
+    prefer_loopback()
+    store = HashStore()
+
+    def one(rank: int) -> T:
+        group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout_s))
+        return body(Control(group, rank, world))
+
+    with ThreadPoolExecutor(world) as pool:
+        return [future.result(timeout_s) for future in [pool.submit(one, rank) for rank in range(world)]]
+
+
+def outcome(call: Callable[[], object]) -> str:
+    """What ``call`` raised, in words, or an empty text."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is compared
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+__all__ = ["TIMEOUT_S", "outcome", "run_ranks"]

@@ -1,0 +1,81 @@
+"""Small collectives: right results, and clear errors when ranks do different things."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elastic_trainer.errors import CheckpointError, ConfigError, RoundBrokenError, StorageError
+from elastic_trainer.worker.control import Control, Purpose
+from tests.unit.worker.ranks import outcome, run_ranks
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_sums_gathers_and_broadcasts(world: int) -> None:
+    """Every collective gives the same answer on all ranks, also for a process that is alone."""
+
+    def body(control: Control) -> tuple[object, ...]:
+        tensor = torch.full((2,), float(control.rank))
+        control.broadcast(tensor, world - 1)
+        return (
+            control.sum(Purpose.BARRIER, [control.rank, 1.5])[:2],
+            control.gather([control.rank, -1]),
+            control.gather_bytes(b"x" * control.rank),
+            control.broadcast_bytes(f"from {control.rank}".encode(), world - 1),
+            tensor.tolist(),
+        )
+
+    expected = (
+        [sum(range(world)), 1.5 * world],
+        [[rank, -1] for rank in range(world)],
+        [b"x" * rank for rank in range(world)],
+        f"from {world - 1}".encode(),
+        [world - 1.0] * 2,
+    )
+    assert run_ranks(world, body) == [expected] * world
+
+
+def test_ranks_that_do_different_things_are_told_so() -> None:
+    """A rank that saves alone while the others train gets an error, and so do they; no numbers are mixed up."""
+
+    def body(control: Control) -> str:
+        purpose = Purpose.SAVE if control.rank == 0 else Purpose.BOUNDARY
+        return outcome(lambda: control.sum(purpose, [1.0]))
+
+    first, second, third = run_ranks(3, body)
+    assert "'save' while another rank did something else" in first
+    assert second.replace("rank 1", "rank 2") == third
+    assert "'boundary' while another" in second
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    """With its kind, and the rank's number on the others; without an error nothing is raised."""
+
+    def body(control: Control) -> list[str]:
+        error = StorageError("disk full") if control.rank == 1 else None
+        return [outcome(lambda: control.agree(None)), outcome(lambda: control.agree(error))]
+
+    assert run_ranks(2, body) == [["", "StorageError: rank 1: disk full"], ["", "StorageError: disk full"]]
+    with pytest.raises(CheckpointError, match="alone"):
+        Control().agree(CheckpointError("alone"))
+
+
+def test_a_peer_that_is_gone_breaks_the_round() -> None:
+    """Waiting ends with RoundBrokenError, in the time that was asked for."""
+
+    def body(control: Control) -> str:
+        if control.rank == 1:
+            return ""
+        return outcome(lambda: control.start(Purpose.LOSS, [1.0]).wait(0.2))
+
+    first, _ = run_ranks(2, body, timeout_s=30.0)
+    assert first.startswith(RoundBrokenError.__name__)
+    assert "a peer of rank 0 was lost (loss" in first
+
+
+def test_purposes_cannot_be_confused_by_a_coincidence_of_sums() -> None:
+    """1 + 3 = 2 + 2: the squares tell different purposes from equal ones with the same sum."""
+    control = Control(None, 0, 2)
+    with pytest.raises(ConfigError):
+        control.checked([4.0, 10.0, 0.0], Purpose.LOSS)
+    assert control.checked([4.0, 8.0, 7.0], Purpose.LOSS) == [7.0]

@@ -1,0 +1,55 @@
+"""Metrics over shards of any size, and storage that only rank 0 can judge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from elastic_trainer.checkpoint import Retention
+from elastic_trainer.data.sampler import Fetcher
+from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.evaluation import evaluate
+from elastic_trainer.worker.saving import checked_manager
+from tests.unit.worker.ranks import outcome, run_ranks
+
+
+@pytest.mark.parametrize(("count", "world"), [(10, 1), (10, 3), (2, 4), (1, 3), (7, 2)])
+def test_each_sample_is_counted_once_over_uneven_and_empty_shards(count: int, world: int) -> None:
+    """Sums and counts are those of one process, all ranks get them, and all take equally many turns."""
+    data = TensorDataset(torch.arange(float(count)))
+
+    def body(control: Control) -> tuple[dict[str, float], int, list[int]]:
+        turns: list[int] = []
+        seen: list[int] = []
+
+        def measure(module: nn.Module, batch: Any) -> dict[str, Any]:
+            seen.extend(int(i) for i in batch.ids)
+            return {"mean": (batch.x.sum(), len(batch)), "none": (1.0, 0)}
+
+        fetch = Fetcher(data, torch.device("cpu"))
+        result = evaluate(nn.Identity(), fetch, 2, measure, control, lambda: turns.append(1))
+        return result, len(turns), seen
+
+    results = run_ranks(world, body)
+    assert {result["mean"] for result, _, _ in results} == {(count - 1) / 2}
+    assert all(result["none"] != result["none"] for result, _, _ in results)  # nan: nothing was counted
+    assert len({turns for _, turns, _ in results}) == 1
+    assert [i for _, _, seen in results for i in seen] == list(range(count))
+
+
+def test_a_directory_that_rank_0_cannot_write_ends_all_ranks(tmp_path: Path) -> None:
+    """Nobody waits for rank 0; each rank says why."""
+    (tmp_path / "file").write_text("")
+
+    def body(control: Control) -> str:
+        directory = tmp_path / ("file" if control.rank == 0 else "fine") / "runs"
+        return outcome(lambda: checked_manager(directory, Retention(), None, control, 0))
+
+    first, second = run_ranks(2, body)
+    assert first.startswith("StorageError: ")
+    assert second.startswith("StorageError: rank 0: ")

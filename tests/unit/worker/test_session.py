@@ -1,0 +1,329 @@
+"""A session in one process: saving, resuming, refusing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_trainer.checkpoint import CheckpointManager
+from elastic_trainer.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StorageError
+from elastic_trainer.model import Cursor
+from elastic_trainer.worker.session import Session
+from tests.unit.worker.toys import Counter, Job, data, model
+
+
+def uninterrupted(epochs: int) -> list[torch.Tensor]:
+    with Session(device="cpu") as session:
+        job = Job(session)
+        job.train(epochs)
+        return job.fingerprint()
+
+
+def test_a_resumed_job_ends_bit_by_bit_like_one_that_was_never_interrupted(tmp_path: Path) -> None:
+    """With dropout, BatchNorm, AdamW and a schedule, left three times in mid-epoch."""
+    for stop_at in (3, 6, 9):
+        with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
+            job = Job(session)
+            job.train(3, stop_at=stop_at)
+    with Session(tmp_path, device="cpu") as session:
+        job = Job(session)
+        assert (session.step_number, session.cursor, session.round) == (9, Cursor(2, 16), 3)
+        job.train(3)
+        assert job.counter.values == list(range(1, 13))
+        resumed = job.fingerprint()
+    assert all(torch.equal(a, b) for a, b in zip(resumed, uninterrupted(3), strict=True))
+
+
+def test_a_job_that_has_ended_has_nothing_left_to_do(tmp_path: Path) -> None:
+    """Started again it trains no step and writes no checkpoint."""
+    with Session(tmp_path, device="cpu") as session:
+        Job(session).train(2)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    with Session(tmp_path, device="cpu") as session:
+        job = Job(session)
+        job.train(2)
+        assert (session.step_number, session.resumed_from) == (8, names[-1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_epochs_continue_in_the_middle_and_end_their_body_once_more(tmp_path: Path) -> None:
+    """What follows the batches of an epoch (evaluation) is repeated if the job was left inside it."""
+    seen: list[tuple[int, int]] = []
+
+    def run(leave: bool) -> None:
+        with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
+            job = Job(session)
+            for epoch in session.epochs(2):
+                for batch in session.batches(data(), global_batch_size=30):
+                    with session.step() as step:
+                        step.backward(job.wrapped(batch.x).square().mean())
+                        job.optimizer.step()
+                seen.append((epoch, session.step_number))
+                if leave:
+                    return
+
+    run(leave=True)
+    run(leave=False)
+    assert seen == [(0, 2), (0, 2), (1, 4)]
+
+
+def test_checkpoints_are_written_every_so_many_steps_and_the_oldest_go(tmp_path: Path) -> None:
+    """Rank 0's directory holds the newest ones; steps are exact."""
+    with Session(tmp_path, device="cpu", checkpoint_every_steps=3, checkpoint_every_s=None, keep_last=2) as session:
+        Job(session).train(2)
+    assert [entry.step for entry in CheckpointManager(tmp_path).entries()] == [8, 6]
+
+
+def test_checkpoints_are_written_every_so_many_seconds(tmp_path: Path) -> None:
+    """A cadence of almost nothing saves during the first steps already."""
+    with Session(tmp_path, device="cpu", checkpoint_every_s=1e-9, keep_last=100) as session:
+        Job(session).train(2)
+    assert len(CheckpointManager(tmp_path).entries()) > 1
+
+
+def test_save_takes_metrics_and_keeps_the_best(tmp_path: Path) -> None:
+    """The metrics are in the manifest, and known after resuming."""
+    with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
+        job = Job(session)
+        job.train(1)
+        name = session.save({"accuracy": 0.75}, best=True)
+        job.train(2)
+    best = CheckpointManager(tmp_path).best()
+    assert best is not None
+    assert (best.name, best.manifest.metrics) == (name, {"accuracy": 0.75})
+    with Session(tmp_path, device="cpu") as session:
+        Job(session)
+        assert session.best_metrics == {"accuracy": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("field", "options", "dataset", "size"),
+    [
+        ("length", {}, data(50), 16),
+        ("global_batch", {}, data(), 12),
+        ("seed", {"seed": 5}, data(), 16),
+    ],
+)
+def test_a_job_whose_data_changed_is_refused_by_name(
+    tmp_path: Path, field: str, options: dict[str, Any], dataset: Any, size: int
+) -> None:
+    """Unless the change is allowed; the message says from what to what."""
+    with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
+        Job(session).train(1, stop_at=2)
+    with Session(tmp_path, device="cpu", **options) as session:
+        Job(session)
+        with pytest.raises(ConfigError, match=f"'{field}' is .* here and was"):
+            session.batches(dataset, global_batch_size=size, epochs=1)
+    with Session(tmp_path, device="cpu", allow_changed=[field], **options) as session:
+        Job(session)
+        assert next(session.batches(dataset, global_batch_size=size, epochs=1)).ids.size
+    with Session(tmp_path, device="cpu", allow_changed=["colour"]) as session:
+        Job(session)
+        with pytest.raises(ConfigError, match="no field 'colour'"):
+            session.batches(data(), global_batch_size=16, epochs=1)
+
+
+def test_a_changed_model_is_refused_by_its_first_tensor(tmp_path: Path) -> None:
+    """The sentence names the tensor and both shapes."""
+    with Session(tmp_path, device="cpu") as session:
+        Job(session).train(1)
+    with Session(tmp_path, device="cpu") as session:
+        other = nn.Linear(4, 2)
+        with pytest.raises(CheckpointError, match="model tensor 'weight' is not in the checkpoint"):
+            session.wrap(other, optimizer=torch.optim.AdamW(other.parameters()))
+
+
+def test_a_directory_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:
+    """Not after the first hour."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError), Session(tmp_path / "file" / "runs", device="cpu"):
+        pass
+
+
+def full_disk(manager: CheckpointManager, state: Any, info: Any) -> Any:
+    raise StorageError("no space left")
+
+
+def test_a_save_that_fails_on_schedule_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the user's own save that raises, and the last one that decides the exit code."""
+    steps: list[int] = []
+
+    def run() -> None:
+        with Session(tmp_path, device="cpu", checkpoint_every_steps=2) as session:
+            job = Job(session)
+            monkeypatch.setattr(CheckpointManager, "save", full_disk)
+            job.train(2)
+            steps.append(session.step_number)
+            with pytest.raises(StorageError, match="no space"):
+                session.save()
+
+    with pytest.raises(SystemExit) as left:
+        run()
+    assert (steps, left.value.code) == ([8], 73)
+
+
+def test_a_diverged_state_is_never_saved(tmp_path: Path) -> None:
+    """The newest checkpoint stays a good one, and the message names the parameter."""
+
+    def run() -> None:
+        with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
+            job = Job(session)
+            job.train(1, stop_at=2)
+            session.save()
+            with torch.no_grad():
+                job.module[4].bias.fill_(float("nan"))  # type: ignore[index]
+            session.save()
+
+    with pytest.raises(NonFiniteError, match=r"'4\.bias' is not finite"):
+        run()
+    assert [entry.step for entry in CheckpointManager(tmp_path).entries()] == [2]
+
+
+def measured(module: nn.Module, batch: Any) -> dict[str, Any]:
+    assert not module.training
+    assert not torch.is_grad_enabled()
+    return {"x": (batch.x.sum(), len(batch)), "half": (float(len(batch)), 2 * len(batch))}
+
+
+def test_evaluation_counts_each_sample_once_and_leaves_the_model_as_it_was() -> None:
+    """Exact means, training modes (also frozen ones) and BatchNorm statistics untouched."""
+    with Session(device="cpu") as session:
+        job = Job(session)
+        job.module[1].eval()  # type: ignore[index]
+        before = job.fingerprint()
+        result = session.evaluate(job.wrapped, data(), 7, measured)
+        assert [each.training for each in job.module] == [True, False, True, True, True]  # type: ignore[attr-defined]
+        assert all(torch.equal(a, b) for a, b in zip(before, job.fingerprint(), strict=True))
+    assert result == {"x": pytest.approx(float(data().tensors[0].double().sum()) / 60), "half": 0.5}
+
+
+def test_a_measure_without_counts_is_refused() -> None:
+    """A mean of means would be wrong."""
+    with Session(device="cpu") as session:
+        with pytest.raises(ConfigError, match=r"'loss' is not a \(sum, count\) pair"):
+            session.evaluate(model(), data(), 8, lambda module, batch: {"loss": torch.tensor(1.0)})  # type: ignore[dict-item]
+        with pytest.raises(DataError, match="empty"):
+            session.evaluate(model(), [], 8, measured)
+
+
+def test_the_ledger_tells_each_step_with_its_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines in order: opened, steps, checkpoints, metrics, closed; the steps name every sample once."""
+    monkeypatch.setenv("ELASTIC_TRAINER_LEDGER_DIR", str(tmp_path / "ledger"))
+    with Session(tmp_path / "runs", device="cpu", checkpoint_every_s=None) as session:
+        Job(session).train(1)
+        session.save({"accuracy": 0.5})
+    (path,) = (tmp_path / "ledger").iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["opened", *["step"] * 4, "metric", "checkpoint", "closed"]
+    assert sorted(i for line in lines for i in line.get("samples", [])) == list(range(60))
+    steps = lines[1:5]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert [line["global_samples"] for line in steps] == [16, 16, 16, 12]
+    identity = {"t", "wall", "run", "node", "rank", "local_rank", "world", "round", "pid"}
+    assert all(identity <= line.keys() for line in lines)
+    assert (lines[0]["resumed_from"], lines[-1]["status"]) == (None, "done")
+    assert lines[5]["name"] == "accuracy"
+    assert lines[6]["name"] == CheckpointManager(tmp_path / "runs").entries()[0].name
+
+
+def wrapped_twice(session: Session) -> None:
+    Job(session)
+    Job(session)
+
+
+def without_wrap(session: Session) -> None:
+    session.batches(data(), global_batch_size=4, epochs=1)
+
+
+def without_epochs(session: Session) -> None:
+    Job(session)
+    session.batches(data(), global_batch_size=4)
+
+
+def plateau(session: Session) -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters())
+    session.wrap(module, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
+def foreign(session: Session) -> None:
+    session.wrap(model(), optimizer=torch.optim.SGD(model().parameters()))
+
+
+def static(session: Session) -> None:
+    module = model()
+    session.wrap(module, optimizer=torch.optim.SGD(module.parameters()), ddp_options={"static_graph": True})
+
+
+def own_option(session: Session) -> None:
+    module = model()
+    session.wrap(module, optimizer=torch.optim.SGD(module.parameters()), ddp_options={"init_sync": True})
+
+
+class ShardedOptimizer(torch.optim.SGD):
+    """Stands where torch's own optimizers that communicate stand."""
+
+    __module__ = "torch.distributed.optim.zero_redundancy_optimizer"
+
+
+def sharded(session: Session) -> None:
+    module = model()
+    session.wrap(module, optimizer=ShardedOptimizer(module.parameters()))
+
+
+def taken_name(session: Session) -> None:
+    session.register("a", Counter())
+    session.register("a", Counter())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        (wrapped_twice, "the name is taken"),
+        (without_wrap, "no model yet"),
+        (without_epochs, "how many epochs"),
+        (plateau, "needs a metric"),
+        (foreign, "not in the model"),
+        (static, "static_graph"),
+        (own_option, "'init_sync' is set by the session"),
+        (sharded, "communicates with other ranks"),
+        (taken_name, "the name is taken"),
+    ],
+)
+def test_mistakes_are_refused_in_one_sentence(mistake: Any, says: str) -> None:
+    """At the call that is wrong."""
+    with Session(device="cpu") as session, pytest.raises(ConfigError, match=says):
+        mistake(session)
+
+
+def test_a_session_must_be_opened_and_its_options_make_sense() -> None:
+    """Also before anything is opened."""
+    with pytest.raises(ConfigError, match="not open"):
+        _ = Session().rank
+    for options, says in (
+        ({"seed": -1}, "seed is -1"),
+        ({"nonfinite": "ignore"}, "'ignore'"),
+        ({"checkpoint_every_steps": 0}, "checkpoint_every_steps is 0"),
+        ({"checkpoint_every_s": 0.0}, "checkpoint_every_s is 0"),
+        ({"keep_last": 0}, "keep_last is 0"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            Session(**options)
+
+
+def test_a_plain_process_wraps_nothing_around_the_model() -> None:
+    """No process group, no port, no wrapper; the small collectives answer for themselves."""
+    with Session(device="cpu") as session:
+        module = model()
+        assert session.wrap(module, optimizer=torch.optim.SGD(module.parameters())) is module
+        assert not torch.distributed.is_initialized()
+        assert (session.rank, session.world_size, session.is_rank0) == (0, 1, True)
+        assert session.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
+        session.barrier()

@@ -1,0 +1,247 @@
+"""One step counts exactly once, or not at all, whatever the script does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_trainer.data.sampler import Batch
+from elastic_trainer.errors import ConfigError, NonFiniteError
+from elastic_trainer.model import Cursor
+from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps import Step
+from tests.unit.worker.toys import Job, data, loss_of, model
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with Session(device="cpu") as session:
+        yield Job(session)
+
+
+def batch_of(job: Job, **options: Any) -> Any:
+    return next(iter(job.session.batches(data(), global_batch_size=16, epochs=1, **options)))
+
+
+def test_a_step_commits_with_the_optimizer_step(job: Job) -> None:
+    """Step number, cursor and scheduler advance together, exactly once; the loss is there afterwards."""
+    batch = batch_of(job)
+    with job.session.step() as step:
+        loss = loss_of(job.wrapped, batch)
+        step.backward(loss)
+        assert (step.committed, step.loss, job.session.step_number) == (False, None, 0)
+        job.optimizer.step()
+        assert (step.committed, job.session.step_number, job.session.cursor) == (True, 1, Cursor(0, 16))
+    assert step.loss == pytest.approx(float(loss.detach()))
+    assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.99)
+
+
+def failing(job: Job, step: Step, batch: Batch, *, commit: bool) -> None:
+    with step:
+        step.backward(loss_of(job.wrapped, batch))
+        if commit:
+            job.optimizer.step()
+        raise RuntimeError("user")
+
+
+def test_what_is_raised_before_the_commit_leaves_the_step_undone(job: Job) -> None:
+    """The same batch comes again."""
+    batches = job.session.batches(data(), global_batch_size=16, epochs=1)
+    first = next(batches)
+    step = job.session.step()
+    with pytest.raises(RuntimeError, match="user"):
+        failing(job, step, first, commit=False)
+    assert (step.committed, job.session.step_number, job.session.cursor) == (False, 0, Cursor(0, 0))
+    again = next(batches)
+    assert again.ids.tolist() == first.ids.tolist()
+
+
+def test_what_is_raised_after_the_commit_neither_repeats_nor_loses_the_step(job: Job) -> None:
+    """The step counts and the next batch is another one."""
+    batches = job.session.batches(data(), global_batch_size=16, epochs=1)
+    first = next(batches)
+    step = job.session.step()
+    with pytest.raises(RuntimeError, match="user"):
+        failing(job, step, first, commit=True)
+    assert (step.committed, job.session.step_number) == (True, 1)
+    assert next(batches).index == 1
+
+
+def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
+    """Accumulated in uneven parts or computed at once: the same parameters to rounding."""
+    results = []
+    for micro in (None, 3, 16):
+        with Session(device="cpu") as session:
+            module = torch.nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            wrapped = session.wrap(module, optimizer=optimizer)
+            for batch in session.batches(data(), global_batch_size=16, micro_batch_size=micro, epochs=1):
+                with session.step() as step:
+                    for part in step.micro_batches(batch):
+                        step.backward(loss_of(wrapped, part))
+                    optimizer.step()
+            results.append(module.weight.detach().clone())
+    assert torch.allclose(results[0], results[1], atol=1e-6)
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_whole_batch_can_be_used_at_once_although_it_has_micro_batches(job: Job) -> None:
+    """The simple form works with any micro_batch_size: the batch has the weight of all its parts."""
+    batch = batch_of(job, micro_batch_size=5)
+    assert (len(batch), len(batch.micro_batches), batch.weight) == (16, 4, pytest.approx(1.0))
+
+
+def two_updates(job: Job, step: Any, batch: Any) -> None:
+    step.backward(loss_of(job.wrapped, batch))
+    job.optimizer.step()
+    job.optimizer.step()
+
+
+def no_update(job: Job, step: Any, batch: Any) -> None:
+    step.backward(loss_of(job.wrapped, batch))
+
+
+def plain_backward(job: Job, step: Any, batch: Any) -> None:
+    loss_of(job.wrapped, batch).backward()  # type: ignore[no-untyped-call]
+    job.optimizer.step()
+
+
+def left_early(job: Job, step: Any, batch: Any) -> None:
+    for part in step.micro_batches(batch):
+        step.backward(loss_of(job.wrapped, part))
+        break
+    job.optimizer.step()
+
+
+def nested(job: Job, step: Any, batch: Any) -> None:
+    with job.session.step():
+        pass
+
+
+def saved_inside(job: Job, step: Any, batch: Any) -> None:
+    job.session.save()
+
+
+def schedule_twice(job: Job, step: Any, batch: Any) -> None:
+    job.optimizer.zero_grad()
+    step.backward(loss_of(job.wrapped, batch))
+    job.scheduler._step_count += 1
+    job.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (two_updates, "a second optimizer step"),
+        (no_update, "without optimizer.step"),
+        (plain_backward, "without step.backward"),
+        (left_early, "not all micro-batches"),
+        (nested, "inside another one"),
+        (saved_inside, "inside a step"),
+        (schedule_twice, "remove scheduler.step"),
+    ],
+)
+def test_a_step_that_would_train_wrongly_is_refused(job: Job, body: Any, says: str) -> None:
+    """The sentence says what to do instead."""
+    batch = batch_of(job, micro_batch_size=8)
+    with pytest.raises(ConfigError, match=says), job.session.step() as step:
+        body(job, step, batch)
+
+
+def test_an_update_outside_a_step_and_a_batch_used_twice_are_refused(job: Job) -> None:
+    """Neither would be counted."""
+    with pytest.raises(ConfigError, match=r"outside session\.step"):
+        job.optimizer.step()
+    batch = batch_of(job)
+    with job.session.step() as step:
+        step.backward(loss_of(job.wrapped, batch))
+        job.optimizer.step()
+    with pytest.raises(ConfigError, match="has been committed already"):
+        job.session.step()
+
+
+def test_random_numbers_of_a_step_depend_on_the_step_alone(job: Job) -> None:
+    """Whatever was drawn before, a repeated step draws the same; the next one draws others."""
+
+    def drawn(before: int) -> torch.Tensor:
+        torch.rand(before)
+        values = torch.zeros(3)
+        with suppress(InterruptedError), job.session.step():
+            values = torch.rand(3)
+            raise InterruptedError
+        return values
+
+    first = drawn(0)
+    assert torch.equal(first, drawn(5))
+    job.train(1, stop_at=1)
+    assert not torch.equal(first, drawn(0))
+
+
+def scaled(overflow_at: int, *, by_scaler: bool, update: bool = False) -> tuple[list[float], list[torch.Tensor], int]:
+    """Five steps with a scaler, one of which overflows: scales, weights, committed steps."""
+    with Session(device="cpu", checkpoint_every_s=None) as session:
+        module = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        wrapped = session.wrap(module, optimizer=optimizer, scaler=scaler)
+        scales, weights = [], []
+        for batch in session.batches(data(), global_batch_size=12, epochs=1):
+            with session.step() as step:
+                loss = loss_of(wrapped, batch)
+                step.backward(loss * float("inf") if session.step_number == overflow_at else loss)
+                step.clip(1.0)
+                if by_scaler:
+                    scaler.step(optimizer)
+                    if update:
+                        scaler.update()
+                else:
+                    optimizer.step()
+            assert step.committed
+            scales.append(scaler.get_scale())
+            weights.append(module.weight.detach().clone())
+        return scales, weights, session.step_number
+
+
+@pytest.mark.parametrize(("by_scaler", "update"), [(False, False), (True, False), (True, True)])
+def test_a_step_that_overflows_counts_and_changes_nothing_but_the_scale(by_scaler: bool, update: bool) -> None:
+    """With optimizer.step() or scaler.step(), with or without update() by the script."""
+    scales, weights, steps = scaled(2, by_scaler=by_scaler, update=update)
+    assert steps == 5
+    assert torch.equal(weights[1], weights[2])
+    assert not torch.equal(weights[2], weights[3])
+    assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
+
+
+def test_a_loss_that_is_not_finite_ends_the_training() -> None:
+    """Soon, with the step in the message; with nonfinite='warn' it goes on."""
+
+    def run(nonfinite: str) -> int:
+        with Session(device="cpu", nonfinite=nonfinite) as session:
+            job = Job(session)
+            for batch in session.batches(data(), global_batch_size=16, epochs=40):
+                with session.step() as step:
+                    loss = loss_of(job.wrapped, batch)
+                    step.backward(loss * float("nan") if session.step_number == 1 else loss)
+                    job.optimizer.step()
+            return session.step_number
+
+    with pytest.raises(NonFiniteError, match="NaN or infinite by step"):
+        run("raise")
+    assert run("warn") == 160
+
+
+def test_a_loader_of_ones_own_works_without_a_cursor() -> None:
+    """Steps about no batch count, and the position in the data stays."""
+    with Session(device="cpu") as session:
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer)
+        for _ in range(3):
+            with session.step() as step:
+                step.backward(wrapped(torch.randn(8, 4)).square().mean())
+                optimizer.step()
+        assert (session.step_number, session.cursor) == (3, Cursor())
