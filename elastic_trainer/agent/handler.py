@@ -12,9 +12,12 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import signal
 import socket
+import sys
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from elastic_trainer.agent.addresses import LivenessPort, ReservedPort, own_address
@@ -23,7 +26,7 @@ from elastic_trainer.agent.plugin import BACKEND, end
 from elastic_trainer.agent.supervisor import Supervisor
 from elastic_trainer.agent.torchrun_store import RoundStore
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
-from elastic_trainer.errors import ConfigError, ElasticTrainerError, RunClosedError
+from elastic_trainer.errors import EXIT_LEFT, ConfigError, ElasticTrainerError, RunClosedError
 from elastic_trainer.membership.admission import admit
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, Spec, split_address
 from elastic_trainer.membership.member import Member
@@ -162,6 +165,18 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._store.close()
         return True
 
+    def _at_exit(self) -> None:
+        """The process ends, in whatever way: take this node's key away, and name the right exit code.
+
+        torchrun would exit with 1 after a SIGTERM, which a job controller cannot tell from a failure.
+        """
+        evicted = was_terminated(getattr(sys, "last_value", None))
+        self.shutdown()
+        if evicted:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_LEFT)
+
     # ---- joining
 
     def _join(self) -> RendezvousInfo:
@@ -191,7 +206,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         member.on_round(self._watch_round)
         member.start(deadline)
         self._member = member
-        atexit.register(self.shutdown)
+        atexit.register(self._at_exit)
         return member
 
     def _leave_round(self, member: Member, deadline: Deadline) -> tuple[bool, str]:
@@ -279,6 +294,11 @@ def round_is_over(mine: RoundDocument, seen: RoundDocument | None) -> bool:
     return seen.number > mine.number or (
         seen.number == mine.number and seen.state in (RoundState.BROKEN, RoundState.DRAINING)
     )
+
+
+def was_terminated(error: BaseException | None) -> bool:
+    """Whether ``error``, which ended this process, is how torchrun takes a SIGTERM."""
+    return isinstance(error, SignalException) and error.sigval == signal.SIGTERM
 
 
 def default_node_id() -> str:

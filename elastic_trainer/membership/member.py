@@ -225,7 +225,7 @@ class Member:
     def _turn(self, seen: Observation) -> float:
         """One look and at most one act; seconds until the next look if nothing changes."""
         self._tell(seen)
-        if self._presence.lost:
+        if self._presence.away:
             self._presence.return_from_loss(Deadline.after(WRITE_TIMEOUT_S, self._clock))
             self._view.wake()
             return 0.0

@@ -59,6 +59,11 @@ class Presence:
         """Whether the store has ended the lease, and with it the key."""
         return self._session.lost.is_set()
 
+    @property
+    def away(self) -> bool:
+        """Whether the key is to be shown (again): its lease has ended, or no write of it is known to have worked."""
+        return self._record is not None and (self.lost or self.create_revision == 0)
+
     def show(self, record: NodeRecord, deadline: Deadline) -> None:
         """Write ``record``; repeats over an outage of the store until ``deadline``."""
         while True:
@@ -78,12 +83,13 @@ class Presence:
             pause(0.1, clock=self._clock)
 
     def return_from_loss(self, deadline: Deadline) -> None:
-        """After the lease was lost: show the same record as a new incarnation."""
+        """After the lease was lost: show the same record as a new incarnation; once more if that remained unknown."""
         with self._lock:
-            if not self.lost or self._record is None:
+            if not self.away:
                 return
-            self._session.renew(deadline)
-            self.create_revision = 0
+            if self.lost:
+                self._session.renew(deadline)
+                self.create_revision = 0
             self._write(deadline)
             logger().warning("node.returned", node=self.node_id, create_revision=self.create_revision)
 

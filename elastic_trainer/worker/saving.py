@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, Committed, EventSink, Retention, SaveInfo
+from elastic_trainer.checkpoint import CheckpointManager, Committed, SaveInfo
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
 from elastic_trainer.telemetry.logs import logger
@@ -120,17 +119,9 @@ class Saver:
         return None
 
 
-def checked_manager(
-    directory: Path | None, retention: Retention, listener: EventSink | None, control: Control, local_rank: int
-) -> CheckpointManager | None:
-    """The manager of ``directory``: one rank of each node looks for checkpoints, rank 0 must be able to write them.
-
-    Raises on all ranks if rank 0 cannot.
-    """
-    manager: CheckpointManager | None = None
+def check_storage(manager: CheckpointManager | None, control: Control) -> None:
+    """Rank 0 must be able to write checkpoints. Raises on all ranks if it cannot."""
     problem: ElasticTrainerError | None = None
-    if directory is not None and (control.rank == 0 or local_rank == 0):
-        manager = CheckpointManager(directory, retention, listener)
     if manager is not None and control.rank == 0:
         try:
             manager.check_writable()
@@ -138,7 +129,6 @@ def checked_manager(
         except CheckpointError as error:
             problem = error
     control.agree(problem)
-    return manager
 
 
 def check_finite(module: torch.nn.Module) -> None:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic_trainer import settings
-from elastic_trainer.checkpoint import Committed, EventSink, Retention
+from elastic_trainer.checkpoint import CheckpointManager, Committed, EventSink, Retention
 from elastic_trainer.data.sampler import Batch, Collate, Fetcher
 from elastic_trainer.errors import (
     EXIT_CANNOT_WRITE,
@@ -55,7 +55,7 @@ from elastic_trainer.worker.link import EnvironmentLink, Formation, Link, Progre
 from elastic_trainer.worker.replica import Replica, check_optimizer
 from elastic_trainer.worker.resume import Origin, restore
 from elastic_trainer.worker.rounds import Rounds
-from elastic_trainer.worker.saving import Cadence, Saver, checked_manager
+from elastic_trainer.worker.saving import Cadence, Saver, check_storage
 from elastic_trainer.worker.scaling import Scaling
 from elastic_trainer.worker.signals import Signals
 from elastic_trainer.worker.state import Position, Stateful, TrainingState, check_part, reseed
@@ -117,6 +117,7 @@ class Session:
         self._stopped = self._evaluating = False
         self._link_given = link is not None
         self._rounds: Rounds | None = None
+        self._manager: CheckpointManager | None = None
         self._saver: Saver | None = None
         self._boundaries: Boundaries | None = None
         self._valid = False
@@ -147,6 +148,7 @@ class Session:
         self._group = groups.form(formation, self._placement, self._group_timeout_s)
         self._position.generation = formation.round
         self._lead()
+        check_storage(self._manager, self._control)
 
     def _open_in_place(self) -> None:
         """Rounds come and go: meet the others when the model is there."""
@@ -166,9 +168,9 @@ class Session:
         """Take up this rank's duties in the round just formed: look for checkpoints, save them, agree."""
         logs.bind(rank=self.rank)
         if self._saver is None:
-            self._manager = checked_manager(
-                self._directory, self._retention, self._on_checkpoint_event, self._control, self.local_rank
-            )
+            # One rank of each node looks for checkpoints.
+            if self._directory is not None and (self.is_rank0 or self.local_rank == 0):
+                self._manager = CheckpointManager(self._directory, self._retention, self._on_checkpoint_event)
             self._saver = Saver(None, self._cadence, self._on_saved)
         self._saver.serve(self._manager if self.is_rank0 else None)
         known = self._knows_drain if self._rounds is not None else None
@@ -418,6 +420,7 @@ class Session:
         healed = heal(self._control, mine, least, self, {"fields": self._feed.fields or dict(self._origin.fields)})
         if healed.source is None:
             self._valid = False
+            check_storage(self._manager, self._control)
             self._resume(state)
             self._valid = True
             return

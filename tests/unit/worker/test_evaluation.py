@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from elastic_trainer.checkpoint import Retention
+from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.data.sampler import Fetcher
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.evaluation import evaluate
-from elastic_trainer.worker.saving import checked_manager
+from elastic_trainer.worker.saving import check_storage
 from tests.unit.worker.ranks import outcome, run_ranks
 
 
@@ -48,7 +48,7 @@ def test_a_directory_that_rank_0_cannot_write_ends_all_ranks(tmp_path: Path) -> 
 
     def body(control: Control) -> str:
         directory = tmp_path / ("file" if control.rank == 0 else "fine") / "runs"
-        return outcome(lambda: checked_manager(directory, Retention(), None, control, 0))
+        return outcome(lambda: check_storage(CheckpointManager(directory), control))
 
     first, second = run_ranks(2, body)
     assert first.startswith("StorageError: ")

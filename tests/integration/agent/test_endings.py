@@ -1,0 +1,68 @@
+"""How nodes and runs end: for good, in failure, reopened, refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.membership.documents import RoundState, RunResult
+from tests.support.plainjob import PlainJob
+
+
+@pytest.mark.timeout(200)
+def test_a_node_that_fails_for_good_leaves_and_a_node_that_disagrees_is_refused(
+    tmp_path: Path, etcd_endpoint: str, run_id: str
+) -> None:
+    """A node with no restarts left ends with status 1; the others are at least min and go on. One that was started
+    with other limits gets one sentence and status 78, and disturbs nobody."""
+    with PlainJob(tmp_path, etcd_endpoint, run_id, flags=["--alone"]) as job:
+        job.start(2)
+        job.add_with(max_restarts=0)
+        order = job.await_order()
+        first = job.await_world(*order)
+        job.tell("fail-n2")
+        assert job.exit_code(job.node("n2")) == 1
+        others = [name for name in order if name != "n2"]
+        second = job.await_world(*others, after=first)
+        assert not job.present("n2")
+
+        stranger = job.add_with(max_nodes=4)
+        assert job.exit_code(stranger) == 78
+        sentence = "elastic-trainer: this node disagrees with the run: max nodes 4 here, 3 in the run (start all nodes"
+        assert sentence in job.log(stranger.name)
+        assert "Traceback" not in job.log(stranger.name)
+        assert job.document().number == second
+        job.tell("stop")
+        assert [job.exit_code(job.node(name)) for name in others] == [0, 0]
+
+
+@pytest.mark.timeout(200)
+def test_a_run_that_failed_is_closed_until_it_is_reopened(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """One node finishes, the one of rank 0 fails for good: the run has failed. Whoever comes later is told so, with
+    the way back in, and exits with 1. Reopened, it goes on with the next round number and ends in success."""
+    with PlainJob(tmp_path, etcd_endpoint, run_id, most=2, flags=["--alone"], max_restarts=0) as job:
+        job.start(2)
+        order = job.await_order()
+        job.await_world(*order)
+        job.tell(f"finish-{order[1]}")
+        job.tell(f"fail-{order[0]}")
+        assert job.exit_code(job.node(order[0])) == 1
+        assert job.exit_code(job.node(order[1])) in (0, 1)
+        closed = job.document()
+        assert (closed.state, closed.result) == (RoundState.CLOSED, RunResult.FAILED)
+
+        late = job.add()
+        assert job.exit_code(late) == 1
+        assert "elastic-trainer: the run has failed" in job.log(late.name)
+        assert "reopen=true" in job.log(late.name)
+        assert "Traceback" not in job.log(late.name)
+
+        options = {**job.spec.options, "reopen": "true"}
+        again = [job.add_with(options=options).name for _ in range(2)]
+        job.await_round(*again, after=closed.number)
+        opened = job.document()
+        assert (opened.number, opened.epoch) == (closed.number + 1, closed.epoch + 1)
+        job.tell("stop")
+        assert [job.exit_code(job.node(name)) for name in again] == [0, 0]
+        assert job.document().result is RunResult.SUCCEEDED

@@ -1,0 +1,114 @@
+"""Whole nodes die, freeze, leave, join and wait while a plain script trains under torchrun."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.membership.documents import JournalEntry, RoundState
+from tests.support.plainjob import LIMIT_S, PlainJob
+
+
+@pytest.mark.timeout(300)
+def test_nodes_are_lost_replaced_and_added(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """The node of rank 0 is killed: the two others go on, in order, and no step is made with the lost one any more.
+    A new node joins behind them by a planned change. One more node, above max, waits and disturbs nobody; when a
+    member is killed it is in the very next round."""
+    with PlainJob(tmp_path, etcd_endpoint, run_id, options={"last_call": "0.5"}) as job:
+        job.start(2)
+        first = job.await_world(*(order := job.await_order()))
+        job.add()
+        order.append("n2")
+        second = job.await_world(*order, after=first)
+        assert second == first + 1
+
+        head, *others = order
+        assert job.node(head).kill() is not None
+        third = job.await_world(*others, after=second)
+        assert third == second + 1
+        assert job.document().member(head) is None
+
+        job.add()
+        fourth = job.await_world(*others, "n3", after=third)
+        assert fourth == third + 1
+        assert _reason(job, third, RoundState.DRAINING) == "node n3 joins"
+
+        spare = job.add()
+        _await_presence(job, spare.name)
+        job.await_steps(others[0], 100)
+        assert job.document().number == fourth
+        assert job.last(spare.name) is None
+
+        assert job.node(others[1]).kill() is not None
+        assert job.await_world(others[0], "n3", spare.name, after=fourth) == fourth + 1
+        job.tell("stop")
+        for name in (others[0], "n3", spare.name):
+            assert job.exit_code(job.node(name)) == 0
+
+
+def _reason(job: PlainJob, number: int, state: RoundState) -> str:
+    return "; ".join(entry.reason for entry in job.journal() if (entry.round, entry.state) == (number, state))
+
+
+def _await_presence(job: PlainJob, node: str, present: bool = True) -> None:
+    deadline = Deadline.after(LIMIT_S)
+    while job.present(node) is not present:
+        assert not deadline.expired, job.describe()
+        pause(0.02)
+
+
+@pytest.mark.timeout(300)
+def test_a_frozen_node_is_left_behind_and_comes_back(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """All of one node stands still, so that its peers hang in a collective; their Python SIGTERM handlers cannot run
+    there. Soon after its lease has ended they train without it, long before torchrun's own 30 seconds. Thawed, it
+    joins again by a planned change: no round is broken for it."""
+    with PlainJob(tmp_path, etcd_endpoint, run_id, flags=["--handler"]) as job:
+        job.start(3)
+        order = job.await_order()
+        first = job.await_world(*order)
+        victim, others = job.node(order[1]), [order[0], order[2]]
+        assert len(victim.freeze()) >= 2
+        job.await_world(*others, after=first)
+        broken_at = _wall(job.journal(), RoundState.BROKEN)
+        formed_at = max(entry.wall for entry in job.journal() if entry.state is RoundState.ACTIVE)
+        assert formed_at - broken_at < 25.0, "torchrun's own 30 s were waited for"
+        assert any("worker.killed" in job.log(name) for name in others)
+
+        victim.thaw()
+        job.await_world(*others, victim.name, after=first + 1)
+        states = [entry.state for entry in job.journal()]
+        assert states.count(RoundState.BROKEN) == 1, [entry.reason for entry in job.journal()]
+        _no_step_of_two_rounds_at_once(job, order)
+        assert set(job.finish().values()) == {0}
+
+
+def _wall(journal: list[JournalEntry], state: RoundState) -> float:
+    return next(entry.wall for entry in journal if entry.state is state)
+
+
+def _no_step_of_two_rounds_at_once(job: PlainJob, nodes: list[str]) -> None:
+    """No worker steps in a round after another has stepped in a later one."""
+    steps = sorted((step for node in nodes for step in job.steps(node)), key=lambda step: step.t)
+    for earlier, later in pairwise(steps):
+        assert later.round >= earlier.round, (earlier, later)
+
+
+@pytest.mark.timeout(200)
+def test_a_terminated_node_is_missed_at_once(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """SIGTERM to one torchrun, as an eviction does it: its key goes with it, although its lease would last for ten
+    minutes, and the others go on."""
+    with PlainJob(tmp_path, etcd_endpoint, run_id, flags=["--alone"], options={"ttl": "600"}) as job:
+        job.start(3)
+        order = job.await_order()
+        first = job.await_world(*order)
+        leaver, others = job.node(order[2]), order[:2]
+        leaver.terminate()
+        assert job.exit_code(leaver) != 0
+        job.await_world(*others, after=first)
+        assert not job.present(leaver.name)
+        assert SYSTEM.monotonic() < 600.0 + min(step.t for step in job.steps(others[0]))
+        job.tell("stop")
+        assert [job.exit_code(job.node(name)) for name in others] == [0, 0]
