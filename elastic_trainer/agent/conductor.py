@@ -265,7 +265,7 @@ class Conductor:
         if current is None or message.number not in (current.number, _last_number(current)):
             return
         if current.state in (RoundState.ACTIVE, RoundState.DRAINING):
-            reason = f"a collective failed on node {self._node}: {message.error}"
+            reason = f"node {self._node} lost contact with a peer ({message.error})"
             self._acknowledged = max(self._acknowledged, _last_number(current) + 1)
             self._announcer.break_round(_last_number(current), reason, self._record(), worker_failed=False)
 

@@ -194,8 +194,9 @@ def _report_bound_s(view: View, node: NodeView) -> float:
 def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decision:
     """The round after a broken one, unless the run has failed too often at one place."""
     steps = [node.record.identity.step for node in ready if node.record.identity is not None]
+    reason = _what_was_lost(view, current, ready)
     if not steps:
-        return _form(view, ready, current.reason)
+        return _form(view, ready, reason)
     step = max(steps)
     stuck = step == current.last_step
     failures = (current.failures if stuck else 0) + (1 if current.worker_failed else 0)
@@ -207,13 +208,19 @@ def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decisi
             if failures >= limits.failure_limit
             else f"{stalled} rounds in a row ended"
         )
-        reason = f"{what} after step {step}, without a step committed since: {current.reason}"
+        reason = f"{what} after step {step}, without a step committed since: {reason}"
         update = {"state": RoundState.CLOSED, "result": RunResult.FAILED, "reason": reason}
         return Decision(Action.CLOSE, reason, current.model_copy(update=update))
-    document = compose(
-        view, ready[: limits.max_nodes], current.reason, last_step=step, failures=failures, stalled=stalled
-    )
-    return Decision(Action.FORM, current.reason, document)
+    document = compose(view, ready[: limits.max_nodes], reason, last_step=step, failures=failures, stalled=stalled)
+    return Decision(Action.FORM, reason, document)
+
+
+def _what_was_lost(view: View, current: RoundDocument, ready: list[NodeView]) -> str:
+    """Why there is a next round: the nodes that are gone, rather than whoever noticed first."""
+    here = {node.id for node in ready}
+    here |= {node.id for _, node in live_members(view) if node.record.state is NodeState.WARMING}
+    gone = [member.node for member in current.members if member.node not in here]
+    return f"node {', '.join(gone)} was lost" if gone else current.reason
 
 
 def _ending(view: View, current: RoundDocument) -> Decision:

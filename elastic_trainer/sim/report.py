@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from elastic_trainer.errors import StorageError
@@ -65,14 +66,14 @@ def _rounds(summary: Summary) -> Table:
     table = _table("Rounds", "round", "ranks", "nodes", "steps", "reason")
     for each in summary.rounds:
         steps = "none" if each.first_step is None else f"{each.first_step} to {each.last_step}"
-        table.add_row(str(each.number), str(each.world), " ".join(each.nodes), steps, each.reason)
+        table.add_row(str(each.number), str(each.world), " ".join(each.nodes), steps, escape(each.reason))
     return table
 
 
 def _faults(summary: Summary) -> Table:
     table = _table("Faults", "at step", "what", "recovery", "pause", "repeated", "back at")
     for each in summary.faults:
-        table.add_row(str(each.step), each.what, *_cells(each.recovery))
+        table.add_row(str(each.step), escape(each.what), *_cells(each.recovery))
     return table
 
 
@@ -86,5 +87,5 @@ def _cells(found: Recovery | None) -> tuple[str, str, str, str]:
 def _nodes(summary: Summary) -> Table:
     table = _table("Nodes", "node", "how it ended")
     for each in summary.nodes:
-        table.add_row(each.name, each.why)
+        table.add_row(each.name, escape(each.why))
     return table

@@ -39,6 +39,8 @@ class History:
         self._records: list[Record] = []
         self._loss_sum = 0.0
         self._loss_samples = 0
+        self.saved_step: int | None = None
+        """The last step whose record has been saved on purpose: as the best, or as the end of the run."""
 
     @property
     def records(self) -> Sequence[Record]:
@@ -70,11 +72,13 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         records = [asdict(record) for record in self._records]
-        return {"records": records, "loss_sum": self._loss_sum, "loss_samples": self._loss_samples}
+        sums = {"loss_sum": self._loss_sum, "loss_samples": self._loss_samples}
+        return {"records": records, **sums, "saved_step": self.saved_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._records = [Record(**record) for record in state["records"]]
         self._loss_sum, self._loss_samples = float(state["loss_sum"]), int(state["loss_samples"])
+        self.saved_step = state["saved_step"]
 
     def write(self, directory: Path, notes: Mapping[str, Any]) -> None:
         """Bring the file in ``directory`` up to date; ``notes`` are added to new lines but not part of the state."""

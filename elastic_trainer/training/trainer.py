@@ -104,8 +104,9 @@ class Run:
             scaler=trainer.arithmetic.scaler(),
             sync_batchnorm=self.config.sync_batchnorm,
         )
-        self._unsaved = False  # whether the history knows more than the newest checkpoint
         self._loss = float("nan")
+        if session.resumed_from is not None and self._finished() and self.history.at(session.step_number) is not None:
+            self.history.saved_step = session.step_number  # a finished run started again: nothing is left to save
         if session.is_rank0:
             write_atomically(trainer.directory / CONFIG_FILE, as_yaml(self.config))
             self._write_history()
@@ -120,7 +121,7 @@ class Run:
 
     def train(self) -> None:
         """The loop."""
-        self._evaluate_if_due()  # a checkpoint may lie between a step and its evaluation
+        self._settle()  # a checkpoint may lie between a step and its evaluation
         for batch in self._batches():
             with self.session.step() as step:
                 for micro_batch in step.micro_batches(batch):
@@ -133,9 +134,7 @@ class Run:
                 self._observe(step, batch)  # before the step ends, where a checkpoint of it may be taken
             if step.committed:
                 self._show(batch)
-                self._evaluate_if_due()
-        if self._unsaved:
-            self._save()
+            self._settle()  # even if not committed here: a membership change may have brought a peer's later state
 
     def report(self) -> dict[str, Any]:
         """What came of the run, as plain values."""
@@ -174,9 +173,13 @@ class Run:
     def _observe(self, step: Step, batch: Batch) -> None:
         """Look at the global loss now and then: at the same steps on all ranks, since it takes a collective."""
         if step.number == 1 or step.number % self.config.logging.loss_every == 0:
-            loss = step.loss
-            if loss is not None:
-                self._loss = loss
+            before, loss = self.session.round, step.loss
+            if loss is None:
+                return
+            self._loss = loss
+            if self.session.round == before:
+                # Else a membership change came in between: the loss is this rank's own, and the history is a peer's
+                # by now, which may include this step already.
                 self.history.observe(loss, batch.global_size)
 
     def _show(self, batch: Batch) -> None:
@@ -196,26 +199,36 @@ class Run:
             round=session.round,
         )
 
-    def _evaluate_if_due(self) -> None:
+    def _settle(self) -> None:
+        """Evaluate and save what is due where the run stands.
+
+        Decided by the shared state alone, so that ranks which have just got it from a peer decide alike.
+        """
         step, cursor = self.session.step_number, self.session.cursor
-        due = evaluation_due(self.config.evaluation, self.job.length, cursor, step)
-        if due and self.history.at(step) is None:
+        if evaluation_due(self.config.evaluation, self.job.length, cursor, step) and self.history.at(step) is None:
             self._evaluate()
+        if self._save_due():
+            self._save()
+
+    def _save_due(self) -> bool:
+        step = self.session.step_number
+        if self.history.at(step) is None or self.history.saved_step == step:
+            return False
+        return self._is_best() or self._finished()
 
     def _evaluate(self) -> None:
         step, cursor, length = self.session.step_number, self.session.cursor, self.job.length
         job = self.job
         size = self.config.evaluation.batch_size
         metrics = evaluate(self.session, job.task, self.model, job.data.test, size, job.arithmetic)
+        if self.session.step_number != step or self.history.at(step) is not None:
+            return  # a membership change meanwhile: all went back to a checkpoint, or a peer's history has it already
         done = epochs_done(cursor, length.samples)
         samples = cursor.samples % length.samples
         self.history.add(step, done, samples, float(job.optimizer.param_groups[0]["lr"]), metrics)
-        self._unsaved = True
         self.progress.evaluated(self._moment(), metrics)
         if self.session.is_rank0:
             self._write_history()
-        if self._is_best() and not self._finished():  # the end of the run is saved in any case
-            self._save()
 
     def _is_best(self) -> bool:
         checkpoint = self.config.checkpoint
@@ -225,7 +238,7 @@ class Run:
     def _save(self) -> None:
         last = self.history.at(self.session.step_number)
         self.session.save(metrics=dict(last.metrics) if last is not None else {}, best=self._is_best())
-        self._unsaved = False
+        self.history.saved_step = self.session.step_number  # afterwards, so that whoever joins meanwhile saves too
 
     def _write_history(self) -> None:
         notes = {"world_size": self.session.world_size, "round": self.session.round, "wall": SYSTEM.wall()}

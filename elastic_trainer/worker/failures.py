@@ -6,6 +6,7 @@ round is broken is waited for before anything is repeated.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -34,6 +35,13 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(current))
         yield current
         current = current.__cause__ or current.__context__
+
+
+def summary(error: BaseException) -> str:
+    """``error`` in a few words for people: without the file names and the advice that gloo wraps around its own."""
+    text = str(error).partition("\n")[0]
+    text = re.sub(r"\[/[^\]]*\]\s*", "", text)
+    return text.partition(". This is")[0][:160]
 
 
 def is_collective_failure(error: BaseException) -> bool:

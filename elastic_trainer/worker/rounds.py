@@ -19,7 +19,7 @@ from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.channel_link import ChannelLink
 from elastic_trainer.worker.device import Placement
-from elastic_trainer.worker.failures import is_collective_failure
+from elastic_trainer.worker.failures import is_collective_failure, summary
 from elastic_trainer.worker.link import Formation
 from elastic_trainer.worker.sockets import Sockets
 
@@ -75,8 +75,8 @@ class Rounds:
             except (RejoinError, TransientError, RuntimeError) as error:
                 if not is_collective_failure(error):
                     raise
-                logger().info("round.not_entered", round=formation.round, error=str(error).partition("\n")[0])
-                self.link.failed(formation.round, str(error).partition("\n")[0])
+                logger().info("round.not_entered", round=formation.round, error=summary(error))
+                self.link.failed(formation.round, summary(error))
                 self.abandon()
                 self.link.await_over(formation.round)
 
@@ -116,7 +116,7 @@ class Rounds:
             return False
         if is_collective_failure(error):
             self._sockets.sever()  # peers learn of it at the speed of the network
-            self.link.failed(self._number, str(error).partition("\n")[0])
+            self.link.failed(self._number, summary(error))
             return self.link.await_over(self._number)
         return False
 

@@ -90,7 +90,8 @@ class PlainJob(LocalCluster):
 
     def last(self, node: str, local_rank: int = 0) -> Step | None:
         """The newest line."""
-        return (self.steps(node, local_rank) or [None])[-1]
+        steps = self.steps(node, local_rank)
+        return steps[-1] if steps else None
 
     def await_order(self) -> list[str]:
         """The nodes in rank order, once a round is formed."""

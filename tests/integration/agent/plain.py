@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -55,7 +56,7 @@ def _alone(stop: bool) -> bool:
     return stop
 
 
-def _grouped():  # type: ignore[no-untyped-def]
+def _grouped() -> Callable[[bool], bool]:
     import torch
     import torch.distributed as dist
 
