@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastic_trainer.agent.announcer import Announcer
+from elastic_trainer.agent.strikes import Strikes
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import EXIT_FAILURE
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Listener
@@ -63,6 +64,15 @@ class _Life:
     size: int
     workers: dict[int, Worker] = field(default_factory=dict)
     ended: bool = False
+    first_step: int | None = None
+    last_step: int = 0
+    joins_at: float = 0.0
+    """Monotonic time before which this node does not offer itself."""
+
+    @property
+    def steps(self) -> int:
+        """Steps known to have been committed in this life."""
+        return 0 if self.first_step is None else self.last_step - self.first_step
 
 
 class Conductor:
@@ -84,6 +94,7 @@ class Conductor:
         self._document: RoundDocument | None = None
         self._acknowledged = 0
         self._evicted = ""
+        self._strikes = Strikes()
         self._create_revision: Callable[[], int] = lambda: 0
         self.met = threading.Event()
         """Set when the first worker of the present life has opened a session."""
@@ -117,14 +128,26 @@ class Conductor:
         with self._lock:
             if not self._life.ended:
                 self._end_life("its workers failed", worker_failed=True)
-            self._life = _Life(self._life.number, size)
+            back_off_s = self._strikes.back_off_s()
+            self._life = _Life(self._life.number, size, joins_at=self._clock.monotonic() + back_off_s)
+            if back_off_s:
+                logger().warning("node.backs_off", node=self._node, seconds=back_off_s, failures=self._strikes.count)
+                threading.Timer(back_off_s, self._offer, args=(self._life.number,)).start()
             self.met.clear()
             return self._record(NodeState.WARMING)
+
+    def _offer(self, life: int) -> None:
+        """The back-off is over."""
+        with self._lock:
+            if life == self._life.number and not self._life.ended:
+                self._publish()
 
     def _end_life(self, cause: str, *, worker_failed: bool, planned: bool = False) -> None:
         """The workers of this life are gone, or are to go; called with the lock held."""
         life, current = self._life, self._document
         life.ended = True
+        if worker_failed and life.size:
+            self._strikes = self._strikes.after(life.steps)
         for worker in life.workers.values():
             self._tell(worker, Exit(code=EXIT_FAILURE, reason=cause))
         mine = current.member(self._node) if current is not None else None
@@ -247,6 +270,8 @@ class Conductor:
                 return
             if isinstance(message, Ready):
                 worker.ready = message
+                if message.state is not None:
+                    self._note_step(message.state.step)
                 self._publish()
                 if self._document is not None:
                     self.see(self._document)
@@ -257,7 +282,15 @@ class Conductor:
             elif isinstance(message, Evicted):
                 self._evict(message.reason)
             elif isinstance(message, Progress):
-                self._on_progress(message)
+                self._note_step(message.step)
+                mine = self._my_entry(self._document)
+                if mine is not None and mine.first_rank + worker.local_rank == 0:
+                    self._on_progress(message)
+
+    def _note_step(self, step: int) -> None:
+        life = self._life
+        life.first_step = step if life.first_step is None else life.first_step
+        life.last_step = max(life.last_step, step)
 
     def _failed(self, message: Failed) -> None:
         """A collective failed: that is news for all, if nobody has told yet."""
@@ -295,6 +328,7 @@ class Conductor:
         workers = list(self._life.workers.values())
         reports = [worker.ready for worker in workers if worker.ready is not None]
         complete = bool(workers) and len(reports) == self._life.size and not self._life.ended
+        complete = complete and self._clock.monotonic() >= self._life.joins_at
         shown = state or (NodeState.READY if complete else NodeState.WARMING)
         if self._evicted and shown is NodeState.READY:
             shown = NodeState.DRAINING

@@ -22,6 +22,7 @@ from elastic_trainer.agent.announcer import Announcer
 from elastic_trainer.agent.conductor import Conductor
 from elastic_trainer.agent.handler import Etcd3RendezvousHandler
 from elastic_trainer.agent.launcher import LocalWorkers, local_workers
+from elastic_trainer.agent.patience import Patience
 from elastic_trainer.agent.progress import ProgressWriter
 from elastic_trainer.agent.supervisor import kill_workers
 from elastic_trainer.agent.torchrun_store import RoundStore
@@ -54,6 +55,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
     _announcer: Announcer | None = None
     _progress: ProgressWriter | None = None
     _trap: Trap | None = None
+    _patience: Patience | None = None
     _tcp_store: Any = None
     _opened_a_session = False
 
@@ -68,8 +70,8 @@ class InPlaceHandler(Etcd3RendezvousHandler):
 
     def shutdown(self) -> bool:
         """End this node's part."""
-        owned = (self._progress, self._announcer, self._trap)
-        self._progress = self._announcer = self._trap = None
+        owned = (self._patience, self._progress, self._announcer, self._trap)
+        self._patience = self._progress = self._announcer = self._trap = None
         for each in owned:
             if each is not None:
                 each.close()
@@ -114,6 +116,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         self._conductor = Conductor(self._run_id, self.node_id, base, self._announcer, self._report, self._clock)
         self._conductor.know_incarnation(member.create_revision)
         member.on_round(self._conductor.see)
+        self._patience = Patience(member, self._options.join_timeout, self._fatal, self._clock)
 
     def _base_record(self, workers: LocalWorkers) -> NodeRecord:
         import socket

@@ -169,7 +169,7 @@ class Member:
                 idle_since = self._clock.monotonic()
             left = idle_since + join_timeout_s - self._clock.monotonic()
             if left <= 0.0:
-                raise self._join_timeout(seen, join_timeout_s)
+                raise self.join_timeout(join_timeout_s)
             self._view.wait_change(seen.serial, min(left, LOOK_AGAIN_S))
 
     def _pass_over(self, number: int, limit_s: float) -> None:
@@ -308,7 +308,9 @@ class Member:
             writes.append(Delete(self._keys.event(0), range_end=self._keys.event(number - JOURNAL_LENGTH)))
         return writes
 
-    def _join_timeout(self, seen: Observation, join_timeout_s: float) -> JoinTimeoutError:
+    def join_timeout(self, join_timeout_s: float) -> JoinTimeoutError:
+        """The error of a node that has waited ``join_timeout_s`` seconds in vain."""
+        seen = self._view.look()
         present = ", ".join(sorted(seen.nodes)) or "none"
         return JoinTimeoutError(
             f"fewer than {self._limits.min_nodes} nodes were ready within {join_timeout_s:g} s (present: {present})",

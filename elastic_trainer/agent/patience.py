@@ -1,0 +1,49 @@
+"""Ends a node that has waited too long for a round: too few nodes came, or came back.
+
+*Runs in* the agent: a thread named ``patience``. *Owns* that thread.
+*Fails by* calling ``give_up`` once with the JoinTimeoutError.
+*Invariant*: an unreachable store is no reason to end: nobody can form a round then, and training may go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.errors import JoinTimeoutError
+from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.membership.member import Member
+
+LOOK_EVERY_S = 0.5
+
+
+class Patience:
+    """Counts the time in which the run has no round that is on, up to ``join_timeout_s`` seconds."""
+
+    def __init__(
+        self,
+        member: Member,
+        join_timeout_s: float,
+        give_up: Callable[[JoinTimeoutError], None],
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._member, self._join_timeout_s, self._give_up, self._clock = member, join_timeout_s, give_up, clock
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="patience", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        since = self._clock.monotonic()
+        while not self._clock.wait(self._stop, min(LOOK_EVERY_S, self._join_timeout_s / 4)):
+            seen = self._member.look()
+            idle = seen.round is None or seen.round.state is RoundState.BROKEN
+            if not idle or not seen.connected:
+                since = self._clock.monotonic()
+            elif self._clock.monotonic() - since >= self._join_timeout_s:
+                self._give_up(self._member.join_timeout(self._join_timeout_s))
+                return

@@ -1,0 +1,26 @@
+"""How long a node whose workers keep failing waits before it joins again. Pure.
+
+Each join is a planned change for everybody. A node whose workers do not get anywhere doubles its distance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ENOUGH_STEPS = 10
+LONGEST_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Strikes:
+    """Lives in a row that ended before they had committed :data:`ENOUGH_STEPS` steps."""
+
+    count: int = 0
+
+    def after(self, steps: int) -> Strikes:
+        """The strikes after a life of ``steps`` committed steps."""
+        return Strikes(0 if steps >= ENOUGH_STEPS else self.count + 1)
+
+    def back_off_s(self) -> float:
+        """Seconds to wait before joining: 0 after the first such life, then 1, 2, 4, ... up to a minute."""
+        return 0.0 if self.count < 2 else float(min(LONGEST_S, 2.0 ** (self.count - 2)))

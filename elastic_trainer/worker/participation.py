@@ -1,0 +1,255 @@
+"""This process's part in the present round: its group, its duties beside computing, and the state it begins from.
+
+A rank looks for checkpoints, saves them, passes boundaries, records what it committed, and tells its agent. The duties
+depend on the rank, so they are taken up anew in each round.
+
+*Runs in* the worker's main thread. *Owns* the ledger and the process group at hand.
+*Fails by* ConfigError when a rank is asked for where there is none; StorageError and CheckpointError for what cannot be
+saved or resumed, RoundBrokenError when a peer is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.checkpoint import CheckpointManager, Committed, EventSink, Retention
+from elastic_trainer.errors import EXIT_CANNOT_WRITE, ConfigError
+from elastic_trainer.settings import WorkerEnvironment
+from elastic_trainer.telemetry import logs
+from elastic_trainer.worker import group as groups
+from elastic_trainer.worker import seeds
+from elastic_trainer.worker.boundaries import Boundaries
+from elastic_trainer.worker.control import Control, Purpose
+from elastic_trainer.worker.device import Placement
+from elastic_trainer.worker.feed import Feed
+from elastic_trainer.worker.ledger import Ledger
+from elastic_trainer.worker.link import Link, Progress
+from elastic_trainer.worker.replica import Replica
+from elastic_trainer.worker.resume import Origin, restore
+from elastic_trainer.worker.saving import Cadence, Saver, check_storage
+from elastic_trainer.worker.signals import Signals
+from elastic_trainer.worker.state import Position, TrainingState, reseed
+from elastic_trainer.worker.steps import Step, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the script asked of its session, as far as every round needs it. See ``Session``."""
+
+    directory: Path | None
+    retention: Retention
+    cadence: Cadence
+    seed: int
+    allow_changed: Collection[str]
+    fatal: bool
+    on_checkpoint_event: EventSink | None
+    in_place: Callable[[], bool] | None = field(default=None)
+    """In place: whether a planned change of ranks is known here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What is trained, and with what."""
+
+    state: TrainingState
+    replica: Replica
+    steps: Steps
+
+
+class Participation:
+    """See the module."""
+
+    def __init__(
+        self, plan: Plan, environment: WorkerEnvironment, link: Link, placement: Placement, position: Position
+    ) -> None:
+        self.plan, self.environment, self.placement, self.position = plan, environment, placement, position
+        self.origin = Origin()
+        self.stopped = False
+        """Whether this process leaves because it was asked to."""
+        self.ledger = Ledger(environment)
+        self.feed = Feed(position, plan.seed, placement.device, plan.allow_changed)
+        self._link = link
+        self._group: groups.Group | None = None
+        self._trained: Trained | None = None
+        self._manager: CheckpointManager | None = None
+        self._saver: Saver | None = None
+        self._boundaries: Boundaries | None = None
+        logs.bind(run=environment.run_id, node=environment.node, role="worker")
+        seeds.seed_all(seeds.key(seeds.START, plan.seed), placement.device)
+
+    # ---- where this process is
+
+    @property
+    def formed(self) -> groups.Group:
+        """The group of the present round."""
+        if self._group is None:
+            raise ConfigError(
+                "in place a process has no rank before its model is ready", hint="ask after session.wrap()"
+            )
+        return self._group
+
+    @property
+    def entered(self) -> groups.Group | None:
+        """The group of the present round, or None before the first."""
+        return self._group
+
+    @property
+    def control(self) -> Control:
+        """The collectives of the present round."""
+        return self.formed.control
+
+    @property
+    def rank(self) -> int:
+        """This process's number among all."""
+        return self.formed.formation.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its node."""
+        return self.environment.local_rank if self._group is None else self._group.formation.local_rank
+
+    @property
+    def is_rank0(self) -> bool:
+        """Whether this is the process that saves and reports."""
+        return self.rank == 0
+
+    @property
+    def saver(self) -> Saver:
+        """What saves here."""
+        if self._saver is None:
+            raise RuntimeError("no round has been entered")
+        return self._saver
+
+    @property
+    def boundaries(self) -> Boundaries:
+        """What happens between steps."""
+        if self._boundaries is None:
+            raise RuntimeError("no round has been entered")
+        return self._boundaries
+
+    @property
+    def span_s(self) -> float:
+        """The time that a step takes, smoothed; 0 before the first."""
+        return self._boundaries.span_s if self._boundaries is not None else 0.0
+
+    def slowest_stop_s(self) -> float:
+        """How long the ranks may need to agree to stop."""
+        return self._boundaries.slowest_stop_s() if self._boundaries is not None else 0.0
+
+    @property
+    def trained(self) -> Trained | None:
+        """What is trained; None before the script has said so."""
+        return self._trained
+
+    # ---- rounds
+
+    def enter(self, group: groups.Group, signals: Signals) -> None:
+        """Take up this rank's duties in the round just formed."""
+        self._group = group
+        logs.bind(rank=self.rank)
+        plan = self.plan
+        if self._saver is None:
+            # One rank of each node looks for checkpoints.
+            if plan.directory is not None and (self.is_rank0 or self.local_rank == 0):
+                self._manager = CheckpointManager(plan.directory, plan.retention, plan.on_checkpoint_event)
+            self._saver = Saver(None, plan.cadence, self._on_saved)
+        self._saver.serve(self._manager if self.is_rank0 else None)
+        self._boundaries = Boundaries(self.control, signals, self._saver, fatal=plan.fatal, in_place=plan.in_place)
+
+    def check_storage(self) -> None:
+        """Rank 0 must be able to write checkpoints. Raises on all ranks if it cannot."""
+        check_storage(self._manager, self.control)
+
+    def train(self, trained: Trained) -> None:
+        """From now on this is what is trained."""
+        self._trained = trained
+
+    def resume(self) -> None:
+        """Bring all ranks of the present round to one state, out of storage, and let them train together."""
+        state = self._training.state
+        formation = self.formed.formation
+
+        def take_over(tree: Mapping[str, Any]) -> None:
+            state.apply(tree, first_rank=self.is_rank0)
+
+        self.origin = restore(self.control, self._manager, state.collect, take_over)
+        first = self.position.generation + 1 if self.origin.name is not None else 0
+        newest = max(row[0] for row in self.control.gather([max(formation.round, first)]))
+        self.take_part(newest, self.origin.fields)
+        if self.origin.name is not None:
+            self.saver.resumed()
+
+    def take_part(self, generation: int, fields: Mapping[str, Any]) -> None:
+        """All ranks hold one state: bind everything to the round, and begin."""
+        trained, control, world = self._training, self.control, self.formed.formation.world_size
+        self.position.generation = generation
+        if not self.is_rank0:
+            reseed(self.plan.seed, self.position, self.rank, self.placement.device)
+        trained.replica.bind(control)
+        trained.steps.bind(control)
+        self.feed.bind(control, fields, even=trained.replica.even)
+        self.saver.bind(trained.state, world, lambda: self.feed.fields)
+        self.boundaries.watch(trained.steps)
+        self.ledger.identify(rank=self.rank, local_rank=self.local_rank, world=world, round=generation)
+        where = {"epoch": self.position.cursor.epoch, "resumed_from": self.origin.name}
+        self.ledger.write("opened", step=self.position.step, **where)
+        logs.logger().info("session.opened", world=world, round=generation, step=self.position.step, **where)
+
+    @property
+    def _training(self) -> Trained:
+        if self._trained is None:
+            raise RuntimeError("nothing is trained yet")
+        return self._trained
+
+    # ---- telling
+
+    def report(self, phase: str) -> None:
+        """Tell the agent how far this rank is."""
+        cursor = self.position.cursor
+        self._link.report(Progress(phase, self.position.step, cursor.epoch, cursor.samples, self.span_s))
+
+    def record(self, step: Step, **place: int) -> None:
+        """Write a committed step to the ledger."""
+        batch = step.batch
+        step.recorded = True
+        self.ledger.write(
+            "step",
+            **place,
+            step=step.number,
+            epoch=batch.epoch if batch is not None else self.position.cursor.epoch,
+            samples=[int(each) for each in batch.ids] if batch is not None else [],
+            global_samples=batch.global_size if batch is not None else 0,
+            loss=step.local_mean(),
+        )
+
+    def _on_saved(self, committed: Committed) -> None:
+        self.ledger.write(
+            "checkpoint", step=self.position.step, name=committed.name, duration_s=committed.duration_s
+        )
+
+    # ---- the last checkpoints
+
+    def save_last(self, status: str) -> None:
+        """Save what is not saved, all ranks together, before they leave. SystemExit 73 on all if rank 0 cannot."""
+        problem = self.saver.attempt() if self.saver.unsaved else None
+        if self.control.sum(Purpose.STOP, [float(problem is not None)])[0]:
+            logs.logger().error("session.failed", reason="the last checkpoint could not be saved")
+            raise SystemExit(EXIT_CANNOT_WRITE) from problem
+        self.ledger.write("closed", step=self.position.step, status=status)
+
+    def save_before_waiting(self) -> None:
+        """Too few nodes will be left: what is only in memory is made durable first, while all wait."""
+        if self.saver.unsaved:
+            self.saver.attempt()
+        self.control.sum(Purpose.STOP)
+
+    def save_alone(self) -> None:
+        """Make durable what is only in memory, in no round; one rank of each node can."""
+        if self._manager is None or self._saver is None:
+            return
+        self._saver.serve(self._manager)
+        if self._saver.unsaved:
+            self._saver.attempt()

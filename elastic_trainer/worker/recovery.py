@@ -1,0 +1,163 @@
+"""Carries the training of this process from one round into the next, in place: the process and its loop go on.
+
+A step that was not committed when its round ended is undone, and its batch comes again; what was committed stays.
+Before a rank trains on in the next round it holds the state that all its ranks hold.
+
+*Runs in* the worker's main thread.
+*Fails by* whatever error was no end of a round; SystemExit where the process leaves by a planned change.
+*Invariant*: only a state that is whole is ever reported or given to another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from elastic_trainer.errors import RejoinError
+from elastic_trainer.ipc.messages import StateReport
+from elastic_trainer.worker import group as groups
+from elastic_trainer.worker.healing import heal, identity
+from elastic_trainer.worker.link import Formation
+from elastic_trainer.worker.participation import Participation, Trained
+from elastic_trainer.worker.resume import Origin
+from elastic_trainer.worker.rounds import Rounds
+from elastic_trainer.worker.signals import Signals
+from elastic_trainer.worker.steps import Step
+
+Result = TypeVar("Result")
+
+
+class Recovery:
+    """See the module. ``evaluating`` is set while the script evaluates: no planned change is agreed on then."""
+
+    def __init__(self, rounds: Rounds, part: Participation, signals: Signals) -> None:
+        self._rounds, self._part, self._signals = rounds, part, signals
+        self.evaluating = False
+        self._valid = False
+        """Whether the state held here may be given to others."""
+        self._unrecorded: Step | None = None
+        """The last step that this rank had to give up."""
+
+    @property
+    def _trained(self) -> Trained:
+        trained = self._part.trained
+        if trained is None:
+            raise RuntimeError("a round is entered only when there is a model")
+        return trained
+
+    # ---- entering a round
+
+    def enter(self, *, planned: bool = False, joinable: bool = True, following: Formation | None = None) -> None:
+        """Come into the next round with the state that is held here, or get it from those who hold it."""
+        self._rounds.enter(
+            self._part.placement,
+            self._report,
+            self._settle,
+            planned=planned,
+            joinable=joinable,
+            following=following,
+            idle=self._while_waiting,
+            step_time_s=self._part.span_s,
+        )
+
+    def _report(self) -> StateReport | None:
+        position = self._part.position
+        return StateReport(round=position.lineage, step=position.step) if self._valid else None
+
+    def _settle(self, group: groups.Group) -> None:
+        """A round has been formed: all ranks come to one state."""
+        part, position = self._part, self._part.position
+        part.enter(group, self._signals)
+        mine = identity(self.collect(), position.lineage, position.step) if self._valid else None
+        least = max(group.formation.round, position.generation + 1)
+        notes = {"fields": part.feed.fields or dict(part.origin.fields)}
+        healed = heal(part.control, mine, least, self, notes)
+        if healed.source is None:
+            self._valid = False
+            part.check_storage()
+            part.resume()
+            self._valid = True
+            return
+        if part.rank in healed.behind:
+            part.origin = Origin(None, healed.notes["fields"])
+        part.take_part(healed.generation, part.origin.fields)
+        self._record_late()
+
+    def collect(self) -> dict[str, Any]:
+        """The whole training state, for a rank that needs it (its tensors are the live ones)."""
+        return self._trained.state.collect()
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Make ``state`` of another rank this rank's own. It is no valid source while that goes on."""
+        self._valid = False
+        self._trained.state.apply(state, first_rank=False)
+        self._trained.steps.dirty = False
+        self._valid = True
+
+    def _record_late(self) -> None:
+        """Peers may have committed the step that this rank had to give up: then its samples count as well."""
+        step, self._unrecorded = self._unrecorded, None
+        position = self._part.position
+        if step is None or not self._part.ledger.enabled or position.step != step.number:
+            return
+        if position.lineage == step.generation:
+            self._part.record(step, round=step.generation, rank=step.rank, world=step.world_size)
+
+    def _while_waiting(self) -> None:
+        """No round for a second: too few nodes, or no store. What is only in memory is made durable."""
+        if self._valid:
+            self._part.save_alone()
+
+    # ---- the end of a round
+
+    def absorb(self, step: Step, error: BaseException) -> bool:
+        """If ``error`` is the end of the round: come into the next one, and let the batch come again."""
+        if not self._rounds.confirms(error):
+            return False
+        if step.committed:
+            if self._unrecorded is not step and self._part.ledger.enabled and not step.recorded:
+                self._part.record(step)
+        else:
+            self._valid = self._valid and not self._trained.steps.dirty
+            self._trained.steps.undo()
+            self._unrecorded = step
+        self._regroup(joinable=True)
+        return True
+
+    def repeated(self, attempt: Callable[[], Result], *, joinable: bool = False) -> Result:
+        """``attempt()``, again after each round that ends in the middle of it."""
+        while True:
+            try:
+                return attempt()
+            except (RejoinError, RuntimeError) as error:
+                if self._part.trained is None or not self._rounds.confirms(error):
+                    raise
+                self._regroup(joinable=joinable)
+
+    def _regroup(self, *, joinable: bool) -> None:
+        self._trained.replica.release()
+        self._rounds.abandon()
+        self.enter(joinable=joinable)
+
+    # ---- planned changes
+
+    def knows_change(self) -> bool:
+        """Whether a planned change of the present round is known here."""
+        return not self.evaluating and self._rounds.link.drain(self._rounds.number) is not None
+
+    def switch(self) -> None:
+        """All ranks know of the planned change and are behind the same step: leave, or go on in the next round."""
+        rounds = self._rounds
+        drain = rounds.link.drain(rounds.number)
+        if drain is None:
+            raise RuntimeError("a planned change was agreed on that this rank does not know")
+        if drain.waits:
+            self._part.save_before_waiting()
+        if drain.next is None and self._signals.requested is not None:
+            self._part.stopped = True
+            self._part.ledger.write("closed", step=self._part.position.step, status="stopped")
+            raise SystemExit(self._signals.exit_code)
+        self._trained.replica.release()
+        rounds.abandon(planned=True)
+        following = rounds.link.place(drain.next) if drain.next is not None else None
+        self.enter(planned=True, following=following)
