@@ -4,8 +4,9 @@ PYTHON ?= $(shell for p in python3.11 python3; do $$p -c $(AT_LEAST_3_11) 2>/dev
 VENV ?= .venv
 DEMO_NODES ?= 2:3
 DEMO_START ?= 3
-DEMO_KILL_WORKER_AT ?= 30
-DEMO_KILL_NODE_AT ?= 60
+DEMO_RECOVERY ?= in_place
+DEMO_KILL_WORKER_AT ?= 100
+DEMO_KILL_NODE_AT ?= 300
 DEMO_ARGS ?=
 TEST_LIMIT_S ?= 1200
 PYTEST_ARGS ?=
@@ -26,7 +27,7 @@ help: ## list these targets
 install: $(STAMP) ## create .venv with everything needed for development
 
 demo: $(STAMP) ## train on three nodes of this machine, kill a worker and a node, watch the run recover
-	$(BIN)/elastic-trainer local --nodes $(DEMO_NODES) --start $(DEMO_START) --kill-worker-at $(DEMO_KILL_WORKER_AT) --kill-node-at $(DEMO_KILL_NODE_AT) $(DEMO_ARGS) -- mnist
+	$(BIN)/elastic-trainer local --nodes $(DEMO_NODES) --start $(DEMO_START) --recovery $(DEMO_RECOVERY) --kill-worker-at $(DEMO_KILL_WORKER_AT) --kill-node-at $(DEMO_KILL_NODE_AT) $(DEMO_ARGS) -- mnist
 
 test: $(STAMP) ## run all tests (PYTEST_ARGS='tests/unit -k page' for some); what is missing here is skipped
 	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) $(PYTEST_ARGS)
