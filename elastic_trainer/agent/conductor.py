@@ -54,6 +54,20 @@ class Worker:
     told_formation: int = 0
     told_over: int = 0
     told_drain: int = 0
+    offered: int = 0
+    """The round in which a planned change would give it a place."""
+    inside: int = 0
+    """The newest round that it may have entered: one whose place it was given and had no reason to refuse."""
+
+    def free_for(self) -> int:
+        """The least round number that this worker is free for; 0 before it is ready.
+
+        A round that was over before it was told of its place in it is behind it too: it will say nothing of that one.
+        """
+        if self.ready is None:
+            return 0
+        unmet = self.told_over + 1 if self.inside < self.ready.number else 0
+        return max(self.ready.number, unmet)
 
 
 @dataclass(slots=True)
@@ -65,14 +79,21 @@ class _Life:
     workers: dict[int, Worker] = field(default_factory=dict)
     ended: bool = False
     first_step: int | None = None
-    last_step: int = 0
+    reached: Identity | None = None
+    """How far the job is known to have come in this life."""
     joins_at: float = 0.0
     """Monotonic time before which this node does not offer itself."""
 
     @property
     def steps(self) -> int:
         """Steps known to have been committed in this life."""
-        return 0 if self.first_step is None else self.last_step - self.first_step
+        return 0 if self.first_step is None or self.reached is None else self.reached.step - self.first_step
+
+    def note(self, place: Identity) -> None:
+        """A worker has told how far it is."""
+        self.first_step = place.step if self.first_step is None else self.first_step
+        if self.reached is None or place.step >= self.reached.step:
+            self.reached = place
 
 
 class Conductor:
@@ -94,6 +115,8 @@ class Conductor:
         self._document: RoundDocument | None = None
         self._acknowledged = 0
         self._evicted = ""
+        self._reached: Identity | None = None
+        """How far the last life came."""
         self._strikes = Strikes()
         self._create_revision: Callable[[], int] = lambda: 0
         self.met = threading.Event()
@@ -133,6 +156,7 @@ class Conductor:
             if back_off_s:
                 logger().warning("node.backs_off", node=self._node, seconds=back_off_s, failures=self._strikes.count)
                 threading.Timer(back_off_s, self._offer, args=(self._life.number,)).start()
+            self._evicted = ""  # only a worker was told to go: torchrun itself would not start it again
             self.met.clear()
             return self._record(NodeState.WARMING)
 
@@ -146,6 +170,7 @@ class Conductor:
         """The workers of this life are gone, or are to go; called with the lock held."""
         life, current = self._life, self._document
         life.ended = True
+        self._reached = life.reached
         if worker_failed and life.size:
             self._strikes = self._strikes.after(life.steps)
         for worker in life.workers.values():
@@ -174,11 +199,11 @@ class Conductor:
             if document.state is RoundState.CLOSED:
                 self._tell_all(Exit(code=0 if document.result == "succeeded" else EXIT_FAILURE, reason=document.reason))
             elif document.state is RoundState.BROKEN:
-                self._over(document.number, document.reason)
+                self._over(document, document.number, document.reason)
             elif document.state is RoundState.ACTIVE and mine is not None:
                 self._form(document, mine)
             elif document.state is RoundState.ACTIVE:
-                self._over(document.number - 1, f"round {document.number} was formed without this node")
+                self._over(document, document.number - 1, f"round {document.number} was formed without this node")
             elif document.state is RoundState.DRAINING:
                 self._drain(document, mine)
 
@@ -189,19 +214,27 @@ class Conductor:
             return None
         return mine
 
-    def _over(self, number: int, reason: str) -> None:
+    def _over(self, document: RoundDocument, number: int, reason: str) -> None:
+        """Rounds up to ``number`` are over: the workers are told, and the run that this node knows."""
+        self._tell_over(number, reason)
+        waited_for = document.member(self._node) is not None or self._node in (ghost.node for ghost in document.ghosts)
+        waited_for |= any(worker.told_formation for worker in self._life.workers.values())
+        if self._acknowledged <= number and waited_for:
+            self._acknowledged = number + 1
+            self._publish()
+
+    def _tell_over(self, number: int, reason: str) -> None:
         for worker in self._life.workers.values():
             if worker.told_over < number:
                 worker.told_over = number
                 self._tell(worker, Over(number=number, reason=reason))
-        if self._acknowledged <= number and any(worker.told_formation for worker in self._life.workers.values()):
-            self._acknowledged = number + 1
-            self._publish()
 
     def _form(self, document: RoundDocument, mine: RoundMember) -> None:
+        """Where all leases were lost at once a round follows on one that nobody has seen the end of."""
+        self._tell_over(document.number - 1, f"round {document.number} was formed")
         for worker in self._life.workers.values():
             if worker.ready is not None and worker.told_formation < document.number:
-                worker.told_formation = document.number
+                worker.told_formation = worker.inside = document.number
                 self._tell(worker, formation_of(document, mine, worker.local_rank))
 
     def _drain(self, document: RoundDocument, mine: RoundMember | None) -> None:
@@ -213,12 +246,13 @@ class Conductor:
                 worker.told_drain = document.number
                 if following is not None:
                     worker.told_formation = following.number
+                worker.offered = then.number if then is not None else 0
                 self._tell(
                     worker,
                     Drain(number=document.number, reason=document.reason, waits=following is None, next=then),
                 )
             elif mine is None and then is not None and worker.told_formation < then.number:
-                worker.told_formation = then.number
+                worker.told_formation = worker.inside = then.number
                 self._tell(worker, then)
 
     # ---- what the workers say (reader threads)
@@ -269,28 +303,37 @@ class Conductor:
             if worker.life != self._life.number or self._life.ended:
                 return
             if isinstance(message, Ready):
-                worker.ready = message
-                if message.state is not None:
-                    self._note_step(message.state.step)
-                self._publish()
+                self._ready(worker, message)
                 if self._document is not None:
                     self.see(self._document)
             elif isinstance(message, Failed):
                 self._failed(message)
             elif isinstance(message, Leaving):
-                worker.left = message
+                self._left(worker, message)
             elif isinstance(message, Evicted):
                 self._evict(message.reason)
             elif isinstance(message, Progress):
-                self._note_step(message.step)
+                self._life.note(
+                    Identity(round=message.round, step=message.step, epoch=message.epoch, samples=message.samples)
+                )
                 mine = self._my_entry(self._document)
                 if mine is not None and mine.first_rank + worker.local_rank == 0:
                     self._on_progress(message)
 
-    def _note_step(self, step: int) -> None:
-        life = self._life
-        life.first_step = step if life.first_step is None else life.first_step
-        life.last_step = max(life.last_step, step)
+    def _ready(self, worker: Worker, message: Ready) -> None:
+        worker.ready = message
+        if message.planned and message.number == worker.offered:
+            worker.inside = message.number
+        if message.state is not None:
+            self._life.note(Identity.model_validate(message.state.model_dump()))
+        self._publish()
+
+    def _left(self, worker: Worker, message: Leaving) -> None:
+        worker.left = message
+        if message.status == "stopped" and self._document is not None:
+            # It left by agreement, so nobody need wait until its process and its key are gone.
+            worker.ready = Ready(number=_last_number(self._document) + 1, planned=True)
+            self._publish()
 
     def _failed(self, message: Failed) -> None:
         """A collective failed: that is news for all, if nobody has told yet."""
@@ -300,7 +343,8 @@ class Conductor:
         if current.state in (RoundState.ACTIVE, RoundState.DRAINING):
             reason = f"node {self._node} lost contact with a peer ({message.error})"
             self._acknowledged = max(self._acknowledged, _last_number(current) + 1)
-            self._announcer.break_round(_last_number(current), reason, self._record(), worker_failed=False)
+            record = self._record(planned=False)
+            self._announcer.break_round(_last_number(current), reason, record, worker_failed=False)
 
     def _evict(self, reason: str) -> None:
         """This node is asked to go: a planned change."""
@@ -334,7 +378,7 @@ class Conductor:
             shown = NodeState.DRAINING
         states = [report.state for report in reports if report.state is not None]
         newest = max(states, key=lambda each: (each.round, each.step)) if complete and states else None
-        reported = min((report.number for report in reports), default=0) if complete else 0
+        reported = min((worker.free_for() for worker in workers), default=0) if complete else 0
         return self._base.model_copy(
             update={
                 "state": shown,
@@ -342,7 +386,8 @@ class Conductor:
                 "acknowledged": max(self._acknowledged, reported),
                 "reported": reported,
                 "planned": all(report.planned for report in reports) if planned is None else planned,
-                "identity": Identity(round=newest.round, step=newest.step, digest=newest.digest) if newest else None,
+                "identity": Identity.model_validate(newest.model_dump()) if newest else None,
+                "reached": self._reached,
                 "step_time_s": max((report.step_time_s for report in reports), default=0.0),
                 "joinable": all(report.joinable for report in reports),
                 "cause": cause,

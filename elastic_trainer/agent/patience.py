@@ -14,6 +14,7 @@ from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import JoinTimeoutError
 from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.membership.member import Member
+from elastic_trainer.membership.view import Observation
 
 LOOK_EVERY_S = 0.5
 
@@ -41,9 +42,21 @@ class Patience:
         since = self._clock.monotonic()
         while not self._clock.wait(self._stop, min(LOOK_EVERY_S, self._join_timeout_s / 4)):
             seen = self._member.look()
-            idle = seen.round is None or seen.round.state is RoundState.BROKEN
-            if not idle or not seen.connected:
+            if not seen.connected or _under_way(seen):
                 since = self._clock.monotonic()
             elif self._clock.monotonic() - since >= self._join_timeout_s:
                 self._give_up(self._member.join_timeout(self._join_timeout_s))
                 return
+
+
+def _under_way(seen: Observation) -> bool:
+    """Whether the run has ended, or a round is on, with members that live, or about to be on."""
+    current = seen.round
+    if current is None or current.state is RoundState.BROKEN:
+        return False
+    if current.state is RoundState.CLOSED:
+        return True
+    if current.state is RoundState.DRAINING and current.next is None:
+        return False  # too few will be left
+    names = {(node.id, node.create_revision) for node in seen.nodes.values()}
+    return any((member.node, member.create_revision) in names for member in current.members)

@@ -96,6 +96,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self._positions)
 
+    def become(self, other: Batch) -> None:
+        """Be ``other`` from now on, for whoever holds this one."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(other, name))
+        if len(self.micro_batches) == 1:
+            self.micro_batches = (self,)
+
     def release(self) -> None:
         """Forget the data; they are fetched again when asked for again."""
         self._data, self._fetched = None, False

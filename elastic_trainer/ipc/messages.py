@@ -38,6 +38,11 @@ class StateReport(BaseModel):
     round: int
     step: int
     digest: str = ""
+    epoch: int = 0
+    samples: int = 0
+    """How far it is in the data: samples of ``epoch`` used."""
+    batch: int = 0
+    """How many samples the next step takes, where that is known."""
 
 
 # ---- worker to agent

@@ -81,6 +81,11 @@ class Identity(BaseModel):
     round: int
     step: int
     digest: str = ""
+    epoch: int = 0
+    samples: int = 0
+    """How far it is in the data: samples of ``epoch`` used."""
+    batch: int = 0
+    """How many samples the next step takes, where that is known."""
 
 
 class NodeRecord(Document):
@@ -107,6 +112,8 @@ class NodeRecord(Document):
     planned: bool = False
     """Whether it left its last round by agreement rather than by a failure."""
     identity: Identity | None = None
+    reached: Identity | None = None
+    """How far its last life is known to have come, from a report that may be a moment old."""
     joinable: bool = True
     """In place: whether its workers could go on beside a newcomer now (not in the middle of an evaluation)."""
     unreachable: tuple[str, ...] = ()

@@ -6,17 +6,17 @@ result is committed by one compare on the round document.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
 from elastic_trainer.membership.composition import broken, compose
-from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.documents import Identity, NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.standing import (
     NodeView,
     View,
     by_seniority,
     candidates,
-    is_free,
     is_ghost,
     live_members,
     losses,
@@ -54,10 +54,10 @@ def decide(view: View, now: float) -> Decision:
     turn = _turn(view, now)
     if turn is None:
         return Decision(Action.WAIT, "this node is not present")
-    if current is None or not live_members(view):
-        decision = _first_round(view, now)
-    else:
+    if current is not None and (live_members(view) or _head_has_finished(view, current)):
         decision = _next_round(view, current, now)
+    else:
+        decision = _first_round(view, now)
     if decision.action is Action.WAIT or turn <= 0.0:
         return decision
     return Decision(Action.WAIT, f"a more senior node decides: {decision.reason}", again_in_s=turn)
@@ -92,7 +92,8 @@ def _first_round(view: View, now: float) -> Decision:
 
 def _next_round(view: View, current: RoundDocument, now: float) -> Decision:
     """Members of the present round are alive: end it, break it, open it to newcomers, or follow it up."""
-    if any(node.record.state is NodeState.DONE for _, node in live_members(view)):
+    done = any(node.record.state is NodeState.DONE for _, node in live_members(view))
+    if done or _head_has_finished(view, current):
         return _ending(view, current)
     if current.state is RoundState.ACTIVE:
         lost = "; ".join(losses(view))
@@ -136,8 +137,8 @@ def _after_drain(view: View, current: RoundDocument, joining: list[str], reason:
         return None
     staying = [node for _, node in live_members(view) if node.record.state is NodeState.READY]
     chosen = staying + [view.nodes[name] for name in joining]
-    if len(chosen) < view.limits.min_nodes:
-        return None
+    if not staying or len(chosen) < view.limits.min_nodes:
+        return None  # the state must be made durable before the last who hold it in memory are gone
     return compose(
         view, chosen, reason, last_step=current.last_step, failures=current.failures, stalled=current.stalled
     )
@@ -162,9 +163,7 @@ def _regroup(view: View, current: RoundDocument, now: float) -> Decision:
     for member, node in live_members(view):
         if node.record.life != member.life or node.id in view.suspects or node.record.reported > current.number:
             continue
-        bound_s = (
-            view.limits.regroup_grace_s if node.record.acknowledged <= current.number else _report_bound_s(view, node)
-        )
+        bound_s = _bound_s(view, current, node)
         if waited_s < bound_s:
             silent.append(node.id)
             left.append(bound_s - waited_s)
@@ -186,33 +185,81 @@ def _without_haste(view: View, current: RoundDocument, ready: list[NodeView]) ->
     return ready[: max(view.limits.min_nodes, len(survivors), len(current.members))]
 
 
-def _report_bound_s(view: View, node: NodeView) -> float:
-    """How long a node that has acknowledged may take to free its workers."""
+def _bound_s(view: View, current: RoundDocument, node: NodeView) -> float:
+    """How long ``node`` may take to leave the round, since that is over."""
+    if current.state is RoundState.DRAINING and view.limits.recovery is RecoveryMode.IN_PLACE:
+        return math.inf  # by agreement: the step goes on to its end, and a checkpoint is saved
+    if node.record.acknowledged <= current.number:
+        return view.limits.regroup_grace_s
     return max(2.0 * node.record.step_time_s, view.limits.report_floor_s)
 
 
 def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decision:
-    """The round after a broken one, unless the run has failed too often at one place."""
-    steps = [node.record.identity.step for node in ready if node.record.identity is not None]
+    """The round after one that is over, unless the run has failed too often at one place."""
     reason = _what_was_lost(view, current, ready)
-    if not steps:
-        return _form(view, ready, reason)
-    step = max(steps)
-    stuck = step == current.last_step
-    failures = (current.failures if stuck else 0) + (1 if current.worker_failed else 0)
-    stalled = current.stalled + 1 if stuck else 0
-    limits = view.limits
-    if failures >= limits.failure_limit or stalled >= limits.stalled_rounds:
-        what = (
-            f"{failures} failures of workers"
-            if failures >= limits.failure_limit
-            else f"{stalled} rounds in a row ended"
-        )
-        reason = f"{what} after step {step}, without a step committed since: {reason}"
-        update = {"state": RoundState.CLOSED, "result": RunResult.FAILED, "reason": reason}
+    if view.limits.recovery is RecoveryMode.RESTART:
+        return _form(view, ready, reason)  # how far unmodified scripts have come is not known
+    tally = _tally(view, current, ready)
+    verdict = _verdict(view, tally)
+    if verdict:
+        reason = f"{verdict}: {reason}"
+        update = {"state": RoundState.CLOSED, "result": RunResult.FAILED, "reason": reason, "next": None}
         return Decision(Action.CLOSE, reason, current.model_copy(update=update))
-    document = compose(view, ready[: limits.max_nodes], reason, last_step=step, failures=failures, stalled=stalled)
+    document = compose(
+        view,
+        ready[: view.limits.max_nodes],
+        reason,
+        last_step=tally.step,
+        failures=tally.failures,
+        stalled=tally.stalled,
+    )
     return Decision(Action.FORM, reason, document)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tally:
+    """What has gone wrong since the job last came further than ``step``."""
+
+    step: int | None
+    failures: int
+    stalled: int
+    place: Identity | None = None
+
+
+def _tally(view: View, current: RoundDocument, ready: list[NodeView]) -> _Tally:
+    """Count the end of the present round."""
+    if current.state is RoundState.DRAINING:
+        return _Tally(current.last_step, current.failures, current.stalled)
+    ended = [node for member, node in live_members(view) if node.record.life > member.life]
+    # Whoever lives knows exactly how far the job has come; what is known of the dead may be a moment old.
+    known = [node.record.identity for node in ready if node.record.identity is not None]
+    known = known or [node.record.reached for node in ended if node.record.reached is not None]
+    place = max(known, key=lambda each: each.step, default=None)
+    failed = current.worker_failed or bool(ended)
+    if place is not None and (current.last_step is None or place.step > current.last_step):
+        return _Tally(place.step, int(failed), 0, place)
+    return _Tally(current.last_step, current.failures + int(failed), current.stalled + 1, place)
+
+
+def _verdict(view: View, tally: _Tally) -> str:
+    """Why the run has to end, or nothing."""
+    if tally.failures >= view.limits.failure_limit:
+        what = f"{tally.failures} failures of workers"
+    elif tally.stalled >= view.limits.stalled_rounds:
+        what = f"{tally.stalled} rounds in a row ended"
+    else:
+        return ""
+    if tally.step is None:
+        return f"{what} before the training had begun"
+    return f"{what} after step {tally.step}, without a step committed since{_samples(tally.place)}"
+
+
+def _samples(place: Identity | None) -> str:
+    """Which samples come next after ``place``, for people: each epoch has an order of its own."""
+    if place is None or not place.batch:
+        return ""
+    last = place.samples + place.batch - 1
+    return f" (epoch {place.epoch}, samples {place.samples} to {last} of its order)"
 
 
 def _what_was_lost(view: View, current: RoundDocument, ready: list[NodeView]) -> str:
@@ -225,23 +272,40 @@ def _what_was_lost(view: View, current: RoundDocument, ready: list[NodeView]) ->
 
 def _ending(view: View, current: RoundDocument) -> Decision:
     """Some member has finished its work: no further round; close when nobody is still at work in this one."""
-    live = {member.node: node for member, node in live_members(view)}
+    lives = _lives(view, current)
     working = [
         name
-        for name, node in live.items()
-        if node.record.state is not NodeState.DONE and not is_free(view, node) and name not in view.suspects
+        for name, node in lives.items()
+        if node.record.state is not NodeState.DONE
+        and node.record.reported <= current.number
+        and name not in view.suspects
     ]
     if working:
         return Decision(Action.WAIT, f"waiting for {', '.join(working)} to finish")
     first = current.members[0].node
     unfinished = [
-        m.node for m in current.members if m.node not in live or live[m.node].record.state is not NodeState.DONE
+        m.node for m in current.members if m.node not in lives or lives[m.node].record.state is not NodeState.DONE
     ]
     succeeded = first not in unfinished
     reason = "all nodes have finished" if not unfinished else f"{', '.join(unfinished)} did not finish"
     result = RunResult.SUCCEEDED if succeeded else RunResult.FAILED
     document = current.model_copy(update={"state": RoundState.CLOSED, "result": result, "reason": reason})
     return Decision(Action.CLOSE, reason, document)
+
+
+def _lives(view: View, current: RoundDocument) -> dict[str, NodeView]:
+    """Members that still are in the life that the round means, also where a lease was lost and their key is another."""
+    return {
+        member.node: view.nodes[member.node]
+        for member in current.members
+        if member.node in view.nodes and view.nodes[member.node].record.life == member.life
+    }
+
+
+def _head_has_finished(view: View, current: RoundDocument) -> bool:
+    """Whether rank 0's node is done, which decides the run's result, whatever became of its lease since."""
+    head = _lives(view, current).get(current.members[0].node) if current.members else None
+    return head is not None and head.record.state is NodeState.DONE
 
 
 def _form(view: View, ready: list[NodeView], reason: str) -> Decision:

@@ -28,7 +28,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All keys of one read, in key order, with the store revision at which they were read."""
+    """The keys of one read, in the order asked for, with the store revision at which they were read."""
 
     items: tuple[KeyValue, ...]
     revision: int
@@ -89,12 +89,25 @@ class Delete:
     range_end: str | None = None
 
 
+class Order(StrEnum):
+    """What the items of a read are sorted by, the least first."""
+
+    KEY = "key"
+    CREATE_REVISION = "create_revision"
+
+
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read ``key``, or all keys of ``[key, range_end)`` in key order."""
+    """Read ``key``, or the first ``limit`` keys (0: all) of ``[key, range_end)`` in ``order``.
+
+    With ``keys_only`` the values come empty; revisions and leases are there.
+    """
 
     key: str
     range_end: str | None = None
+    limit: int = 0
+    order: Order = Order.KEY
+    keys_only: bool = False
 
 
 Operation = Put | Delete | Read
@@ -166,8 +179,10 @@ class Store(Protocol):
         """Read one key (linearizable)."""
         ...
 
-    def range(self, prefix: str, deadline: Deadline, *, limit: int = 0) -> Snapshot:
-        """Read all keys that begin with ``prefix`` (linearizable); ``limit`` 0 means all."""
+    def range(
+        self, prefix: str, deadline: Deadline, *, limit: int = 0, order: Order = Order.KEY, keys_only: bool = False
+    ) -> Snapshot:
+        """Read the first ``limit`` (0: all) of the keys that begin with ``prefix`` (linearizable), as a Read does."""
         ...
 
     def transact(

@@ -24,11 +24,13 @@ from elastic_trainer.store.api import (
     Compare,
     Lease,
     Operation,
+    Order,
     Read,
     Snapshot,
     TransactionResult,
     Watch,
     WatchListener,
+    prefix_end,
 )
 from elastic_trainer.store.connection import Connection, Method
 from elastic_trainer.store.retry import read_attempt, within
@@ -47,10 +49,12 @@ class EtcdStore:
         self._watches: set[_EtcdWatch] = set()
 
     def get(self, key: str, deadline: Deadline) -> Snapshot:
-        return self._range(wire.bounds(key, None), 0, deadline)
+        return self._range(Read(key), deadline)
 
-    def range(self, prefix: str, deadline: Deadline, *, limit: int = 0) -> Snapshot:
-        return self._range(wire.prefix_bounds(prefix), limit, deadline)
+    def range(
+        self, prefix: str, deadline: Deadline, *, limit: int = 0, order: Order = Order.KEY, keys_only: bool = False
+    ) -> Snapshot:
+        return self._range(Read(prefix, prefix_end(prefix), limit, order, keys_only), deadline)
 
     def transact(
         self,
@@ -130,8 +134,8 @@ class EtcdStore:
         with self._lock:
             self._watches.discard(watch)
 
-    def _range(self, fields: dict[str, bytes], limit: int, deadline: Deadline) -> Snapshot:
-        request = self._connection.rpc.RangeRequest(limit=limit, **fields)
+    def _range(self, wanted: Read, deadline: Deadline) -> Snapshot:
+        request = wire.reading(self._connection.rpc, wanted)
         response = self._read(lambda stubs: stubs.kv.Range, request, deadline)
         return wire.snapshot(response.kvs, response.header.revision)
 

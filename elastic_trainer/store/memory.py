@@ -18,6 +18,7 @@ from elastic_trainer.store.api import (
     Compare,
     Lease,
     Operation,
+    Order,
     Put,
     Read,
     Snapshot,
@@ -53,11 +54,12 @@ class MemoryStore:
         return not (self.backend.down or self._cut or self._closed)
 
     def get(self, key: str, deadline: Deadline) -> Snapshot:
-        return self._read(key, None, deadline)
+        return self._read(Read(key), deadline)
 
-    def range(self, prefix: str, deadline: Deadline, *, limit: int = 0) -> Snapshot:
-        found = self._read(prefix, prefix_end(prefix), deadline)
-        return Snapshot(found.items[:limit], found.revision) if limit else found
+    def range(
+        self, prefix: str, deadline: Deadline, *, limit: int = 0, order: Order = Order.KEY, keys_only: bool = False
+    ) -> Snapshot:
+        return self._read(Read(prefix, prefix_end(prefix), limit, order, keys_only), deadline)
 
     def transact(
         self,
@@ -115,10 +117,10 @@ class MemoryStore:
         for watch in self._watches:
             watch.close()
 
-    def _read(self, key: str, range_end: str | None, deadline: Deadline) -> Snapshot:
+    def _read(self, wanted: Read, deadline: Deadline) -> Snapshot:
         with self.backend.changed:
             self._enter(deadline)
-            return Snapshot(self.backend.read(key, range_end), self.backend.revision)
+            return Snapshot(self.backend.perform(wanted), self.backend.revision)
 
     def _enter(self, deadline: Deadline) -> None:
         if not self.reachable or deadline.expired:

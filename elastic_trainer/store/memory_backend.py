@@ -14,7 +14,7 @@ import itertools
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from elastic_trainer.clock import SYSTEM, Clock
@@ -27,6 +27,7 @@ from elastic_trainer.store.api import (
     KeyValue,
     Lease,
     Operation,
+    Order,
     Put,
     Read,
     Relation,
@@ -160,6 +161,15 @@ class MemoryBackend:
             return (item,) if item is not None else ()
         return tuple(self._keys[name] for name in sorted(self._keys) if key <= name < range_end)
 
+    def perform(self, wanted: Read) -> tuple[KeyValue, ...]:
+        """What a read asks for, in its order."""
+        found = self.read(wanted.key, wanted.range_end)
+        if wanted.order is Order.CREATE_REVISION:  # a stable sort: keys of one transaction stay in key order
+            found = tuple(sorted(found, key=lambda item: item.create_revision))
+        if wanted.limit:
+            found = found[: wanted.limit]
+        return tuple(replace(item, value=b"") for item in found) if wanted.keys_only else found
+
     def expire(self) -> float | None:
         """Let leases expire that are due; seconds until the next one is, None if there is none."""
         self._expire()
@@ -172,7 +182,7 @@ class MemoryBackend:
         reads = []
         for operation in operations:
             if isinstance(operation, Read):
-                reads.append(self.read(operation.key, operation.range_end))
+                reads.append(self.perform(operation))
             elif isinstance(operation, Put):
                 events.append(self._put(operation, revision))
             else:

@@ -12,7 +12,9 @@ from elastic_trainer.store.api import (
     Field,
     KeyValue,
     Operation,
+    Order,
     Put,
+    Read,
     Relation,
     Snapshot,
     WatchEvent,
@@ -57,6 +59,18 @@ def compare(rpc: Any, guard: Compare) -> Any:
     )
 
 
+def reading(rpc: Any, wanted: Read) -> Any:
+    """A read as etcd's RangeRequest; without a sort target etcd answers in key order."""
+    target = rpc.RangeRequest.CREATE if wanted.order is Order.CREATE_REVISION else rpc.RangeRequest.KEY
+    return rpc.RangeRequest(
+        limit=wanted.limit,
+        sort_target=target,
+        sort_order=rpc.RangeRequest.ASCEND if wanted.order is Order.CREATE_REVISION else rpc.RangeRequest.NONE,
+        keys_only=wanted.keys_only,
+        **bounds(wanted.key, wanted.range_end),
+    )
+
+
 def operation(rpc: Any, wanted: Operation) -> Any:
     """An operation as etcd's RequestOp."""
     if isinstance(wanted, Put):
@@ -64,7 +78,7 @@ def operation(rpc: Any, wanted: Operation) -> Any:
         return rpc.RequestOp(request_put=put)
     if isinstance(wanted, Delete):
         return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(**bounds(wanted.key, wanted.range_end)))
-    return rpc.RequestOp(request_range=rpc.RangeRequest(**bounds(wanted.key, wanted.range_end)))
+    return rpc.RequestOp(request_range=reading(rpc, wanted))
 
 
 def transaction(rpc: Any, guards: Sequence[Compare], success: Sequence[Operation], failure: Sequence[Operation]) -> Any:

@@ -72,6 +72,11 @@ class Boundaries:
             self._save()
         return self.cross(saved=saved)
 
+    def save_due(self, step: int) -> None:
+        """Save after ``step`` if that is due, where the end of a round came between the step and its boundary."""
+        if self._saver.due_by_step(step) and self._saver.unsaved:
+            self._save()
+
     def cross(self, *, saved: bool = False) -> Turn:
         """Pass a boundary; what all ranks do now. ``saved``: this state was saved just now."""
         agreed = self._consensus.boundary(self._wishes, urgent=self._signals.requested is not None)

@@ -8,7 +8,7 @@ The position moves when a step commits, not when a batch is drawn; so a batch co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,10 +33,23 @@ class Feed:
         self._resumed: Mapping[str, Any] = {}
         self._control = Control()
         self._even = self._in_epochs = False
+        self._sampler: Sampler | None = None
+        self.change: Callable[[], bool] = lambda: False
+        """Called before a batch is drawn: lets the ranks change there; whether they did."""
 
     def bind(self, control: Control, resumed: Mapping[str, Any], *, even: bool) -> None:
         """Draw for the rank of the present round. ``resumed``: the fields of the checkpoint that it began from."""
         self._control, self._resumed, self._even = control, resumed, even
+
+    def redraw(self) -> None:
+        """The ranks changed between a batch and its step: make it this rank's part of what comes next now."""
+        batch, sampler, cursor = self.batch, self._sampler, self._position.cursor
+        if batch is None or batch.used or sampler is None:
+            return
+        if sampler.plan.ended(cursor):
+            batch.used = True  # by the others
+        else:
+            batch.become(sampler.draw(cursor, self._control.rank, self._control.world_size))
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs from the position's to ``total - 1``; the position moves on when the body of one ends."""
@@ -61,8 +74,11 @@ class Feed:
 
     def _drawn(self, sampler: Sampler, epochs: int | None) -> Iterator[Batch]:
         position = self._position
+        self._sampler = sampler
         while epochs is None or position.cursor.epoch < epochs:
             while not sampler.plan.ended(position.cursor):
+                if self.change():
+                    continue
                 self.batch = sampler.draw(position.cursor, self._control.rank, self._control.world_size)
                 yield self.batch
             self.batch = None

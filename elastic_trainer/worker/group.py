@@ -16,14 +16,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elastic_trainer import settings
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, TransientError
+from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.control import Control
-from elastic_trainer.worker.device import Placement
+from elastic_trainer.worker.device import NCCL, Placement
 from elastic_trainer.worker.link import Formation, StoreAddress
 from elastic_trainer.worker.meeting import meet
 
@@ -134,3 +136,13 @@ def abandon() -> None:
     kept: list[Any] = [dist.group.WORLD]
     dist.destroy_process_group()
     threading.Thread(target=kept.clear, name="group-teardown", daemon=True).start()
+
+
+def abort_nccl() -> None:
+    """Free kernels of NCCL that wait for a lost peer; from any thread. gloo's collectives need other means."""
+    if not dist.is_initialized() or dist.get_backend() != NCCL:
+        return
+    try:
+        dist.group.WORLD._get_backend(torch.device("cuda")).abort()
+    except RuntimeError as error:
+        logger().warning("nccl.not_aborted", error=str(error).partition("\n")[0])

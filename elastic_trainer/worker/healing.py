@@ -4,6 +4,11 @@ Every round chooses one source, job-wide: of the states that live in some rank, 
 generation, at the highest step; the lowest rank breaks a tie. It goes only to ranks that differ. Where no rank holds a
 valid state, the newest checkpoint decides (:mod:`elastic_trainer.worker.resume`).
 
+What names a state is what a step's commit changes: parameters, optimizer, scheduler, scaler. Buffers (BatchNorm
+statistics) do not: each rank moves its own, and rank 0's are sent to all in the next forward pass. Nor do registered
+objects and the position in the data: between two steps the script moves them, and of two ranks one may be through with
+that. Whoever is healed gets all of it.
+
 *Runs in* the worker's main thread of all ranks at once.
 *Fails by* RoundBrokenError when a peer is gone: then nothing has been changed here, or the state is marked invalid.
 *Invariant*: a state is taken over only when it is complete and its digest is that of the source.
@@ -12,7 +17,7 @@ valid state, the newest checkpoint decides (:mod:`elastic_trainer.worker.resume`
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +36,11 @@ class Patient(Protocol):
     """The training state of this rank, as healing sees it."""
 
     def collect(self) -> dict[str, Any]: ...
+
+    @property
+    def buffers(self) -> Collection[str]:
+        """Names of the model's buffers."""
+        ...
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Make ``state`` the present one; it is not valid while this runs."""
@@ -55,12 +65,19 @@ def diagnose(states: Sequence[StateIdentity | None]) -> Diagnosis:
     return Diagnosis(source, tuple(rank for rank, state in enumerate(states) if state != wanted))
 
 
-def identity(state: Mapping[str, Any], lineage: int, step: int) -> StateIdentity:
+def identity(state: Mapping[str, Any], lineage: int, step: int, buffers: Collection[str] = ()) -> StateIdentity:
     """The name of ``state``, which was committed in generation ``lineage`` after ``step`` steps."""
-    return StateIdentity(lineage, step, f"{fingerprint(state):016x}")
+    return StateIdentity(lineage, step, f"{fingerprint(state, buffers):016x}")
 
 
-def fingerprint(state: Mapping[str, Any]) -> int:
+def fingerprint(state: Mapping[str, Any], buffers: Collection[str] = ()) -> int:
+    """63 bits that depend on every byte of ``state`` that a commit changes, except tensors named in ``buffers``."""
+    named = {name: state[name] for name in ("optimizer", "scheduler", "scaler")}
+    named["model"] = {name: tensor for name, tensor in state["model"].items() if name not in buffers}
+    return digest(named)
+
+
+def whole(state: Mapping[str, Any]) -> int:
     """63 bits that depend on every byte of ``state`` but its random generators, which differ on purpose."""
     return digest({name: part for name, part in state.items() if name != "random"})
 
@@ -79,9 +96,11 @@ def heal(
     found = diagnose(states)
     if found.source is None or not found.behind:
         return Healed(found.source, (), newest, {})
-    told = json.loads(control.broadcast_bytes(json.dumps(dict(notes)).encode(), found.source))
-    _give(control, found, patient, rows[found.source][3])
-    return Healed(found.source, found.behind, newest, told)
+    sent = whole(patient.collect()) if control.rank == found.source else 0
+    text = json.dumps({"notes": dict(notes), "whole": sent}).encode()
+    told = json.loads(control.broadcast_bytes(text, found.source))
+    _give(control, found, patient, told["whole"])
+    return Healed(found.source, found.behind, newest, told["notes"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +133,10 @@ def _give(control: Control, found: Diagnosis, patient: Patient, wanted: int) -> 
 
 
 def _take(patient: Patient, received: Mapping[str, Any], wanted: int) -> None:
-    if fingerprint(received) != wanted:
+    if whole(received) != wanted:
         raise CheckpointError(
-            "the state received from another rank is not the one that was announced",
-            hint="a registered object's state_dict() must not change between two calls without a step",
+            "the state received from another rank is not the one that it announced",
+            hint="a registered object's state_dict() must not change from one call to the next",
         )
     patient.take_over(received)
 

@@ -11,7 +11,7 @@ saved or resumed, RoundBrokenError when a peer is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,6 @@ class Plan:
     allow_changed: Collection[str]
     fatal: bool
     on_checkpoint_event: EventSink | None
-    in_place: Callable[[], bool] | None = field(default=None)
-    """In place: whether a planned change of ranks is known here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +67,8 @@ class Participation:
         self.origin = Origin()
         self.stopped = False
         """Whether this process leaves because it was asked to."""
+        self.knows_change: Callable[[], bool] | None = None
+        """In place: whether a planned change of the ranks is known here."""
         self.ledger = Ledger(environment)
         self.feed = Feed(position, plan.seed, placement.device, plan.allow_changed)
         self._link = link
@@ -157,7 +157,7 @@ class Participation:
                 self._manager = CheckpointManager(plan.directory, plan.retention, plan.on_checkpoint_event)
             self._saver = Saver(None, plan.cadence, self._on_saved)
         self._saver.serve(self._manager if self.is_rank0 else None)
-        self._boundaries = Boundaries(self.control, signals, self._saver, fatal=plan.fatal, in_place=plan.in_place)
+        self._boundaries = Boundaries(self.control, signals, self._saver, fatal=plan.fatal, in_place=self.knows_change)
 
     def check_storage(self) -> None:
         """Rank 0 must be able to write checkpoints. Raises on all ranks if it cannot."""
@@ -226,9 +226,7 @@ class Participation:
         )
 
     def _on_saved(self, committed: Committed) -> None:
-        self.ledger.write(
-            "checkpoint", step=self.position.step, name=committed.name, duration_s=committed.duration_s
-        )
+        self.ledger.write("checkpoint", step=self.position.step, name=committed.name, duration_s=committed.duration_s)
 
     # ---- the last checkpoints
 
@@ -245,6 +243,12 @@ class Participation:
         if self.saver.unsaved:
             self.saver.attempt()
         self.control.sum(Purpose.STOP)
+
+    def leave(self) -> None:
+        """The session ends."""
+        self.ledger.close()
+        if self._group is not None:
+            groups.leave(self._group)
 
     def save_alone(self) -> None:
         """Make durable what is only in memory, in no round; one rank of each node can."""

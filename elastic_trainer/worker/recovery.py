@@ -32,11 +32,14 @@ class Recovery:
 
     def __init__(self, rounds: Rounds, part: Participation, signals: Signals) -> None:
         self._rounds, self._part, self._signals = rounds, part, signals
+        part.knows_change = self.knows_change
         self.evaluating = False
         self._valid = False
         """Whether the state held here may be given to others."""
-        self._unrecorded: Step | None = None
-        """The last step that this rank had to give up."""
+        self._given_up: Step | None = None
+        """The step that this rank had to give up when the last round ended."""
+        self._change_due = False
+        part.feed.change = self.change
 
     @property
     def _trained(self) -> Trained:
@@ -68,9 +71,15 @@ class Recovery:
         """A round has been formed: all ranks come to one state."""
         part, position = self._part, self._part.position
         part.enter(group, self._signals)
-        mine = identity(self.collect(), position.lineage, position.step) if self._valid else None
+        if part.placement.device.type == "cuda":
+            device = part.placement.device
+            self._trained.steps.check_gradients = lambda: self._rounds.check_device(device)
+        mine = None
+        if self._valid:
+            mine = identity(self.collect(), position.lineage, position.step, self.buffers)
         least = max(group.formation.round, position.generation + 1)
-        notes = {"fields": part.feed.fields or dict(part.origin.fields)}
+        attempted = self._given_up.number if self._given_up is not None else 0
+        notes = {"fields": part.feed.fields or dict(part.origin.fields), "attempted": attempted}
         healed = heal(part.control, mine, least, self, notes)
         if healed.source is None:
             self._valid = False
@@ -78,14 +87,22 @@ class Recovery:
             part.resume()
             self._valid = True
             return
-        if part.rank in healed.behind:
+        behind = part.rank in healed.behind
+        if behind:
             part.origin = Origin(None, healed.notes["fields"])
         part.take_part(healed.generation, part.origin.fields)
-        self._record_late()
+        given_up, self._given_up = self._given_up, None
+        if behind and given_up is not None:
+            self._count(given_up, attempted_since=healed.notes["attempted"] > given_up.number)
 
     def collect(self) -> dict[str, Any]:
         """The whole training state, for a rank that needs it (its tensors are the live ones)."""
         return self._trained.state.collect()
+
+    @property
+    def buffers(self) -> frozenset[str]:
+        """Names of the model's buffers."""
+        return self._trained.replica.buffer_names
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Make ``state`` of another rank this rank's own. It is no valid source while that goes on."""
@@ -94,13 +111,17 @@ class Recovery:
         self._trained.steps.dirty = False
         self._valid = True
 
-    def _record_late(self) -> None:
-        """Peers may have committed the step that this rank had to give up: then its samples count as well."""
-        step, self._unrecorded = self._unrecorded, None
+    def _count(self, step: Step, *, attempted_since: bool) -> None:
+        """This rank got its state from a peer that may have committed the very step that was given up here.
+
+        Then its samples count. What the script does behind a step it does here too, unless that is in the peer's state
+        already because the peer was inside the next step (``attempted_since``).
+        """
         position = self._part.position
-        if step is None or not self._part.ledger.enabled or position.step != step.number:
+        if (position.step, position.lineage) != (step.number, step.generation):
             return
-        if position.lineage == step.generation:
+        step.committed = not attempted_since
+        if self._part.ledger.enabled:
             self._part.record(step, round=step.generation, rank=step.rank, world=step.world_size)
 
     def _while_waiting(self) -> None:
@@ -114,17 +135,19 @@ class Recovery:
         """If ``error`` is the end of the round: come into the next one, and let the batch come again."""
         if not self._rounds.confirms(error):
             return False
-        if step.committed:
-            if self._unrecorded is not step and self._part.ledger.enabled and not step.recorded:
-                self._part.record(step)
-        else:
+        if not step.committed:
             self._valid = self._valid and not self._trained.steps.dirty
             self._trained.steps.undo()
-            self._unrecorded = step
-        self._regroup(joinable=True)
+            self._given_up = step
+        elif self._part.ledger.enabled and not step.recorded:
+            self._part.record(step)
+        # Who comes new cannot follow what the script does behind a step.
+        self._regroup(joinable=not step.committed)
+        if step.committed:
+            self._part.boundaries.save_due(step.number)
         return True
 
-    def repeated(self, attempt: Callable[[], Result], *, joinable: bool = False) -> Result:
+    def repeated(self, attempt: Callable[[], Result]) -> Result:
         """``attempt()``, again after each round that ends in the middle of it."""
         while True:
             try:
@@ -132,9 +155,11 @@ class Recovery:
             except (RejoinError, RuntimeError) as error:
                 if self._part.trained is None or not self._rounds.confirms(error):
                     raise
-                self._regroup(joinable=joinable)
+                self._regroup(joinable=False)
+                self._part.feed.redraw()
 
     def _regroup(self, *, joinable: bool) -> None:
+        self._change_due = False
         self._trained.replica.release()
         self._rounds.abandon()
         self.enter(joinable=joinable)
@@ -145,8 +170,24 @@ class Recovery:
         """Whether a planned change of the present round is known here."""
         return not self.evaluating and self._rounds.link.drain(self._rounds.number) is not None
 
-    def switch(self) -> None:
-        """All ranks know of the planned change and are behind the same step: leave, or go on in the next round."""
+    def agreed(self) -> None:
+        """All ranks know of the planned change, and are behind the same step."""
+        self._change_due = True
+
+    def change(self) -> bool:
+        """Make the change that was agreed on, if any; whether the ranks may be others now.
+
+        It is made before the next batch is drawn: what the script does behind a step is done then, on all ranks alike,
+        and whoever comes new begins where they are.
+        """
+        if not self._change_due:
+            return False
+        self._change_due = False
+        self._switch()
+        return True
+
+    def _switch(self) -> None:
+        """Leave, or go on in the next round."""
         rounds = self._rounds
         drain = rounds.link.drain(rounds.number)
         if drain is None:

@@ -72,6 +72,11 @@ class Replica:
         self._buffers = [buffer.detach() for buffer in self.module.buffers()]
         self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
 
+    @property
+    def buffer_names(self) -> frozenset[str]:
+        """Names of the bare module's buffers."""
+        return frozenset(name for name, _ in self.module.named_buffers())
+
     def remember_buffers(self) -> None:
         """A step begins: the forward pass moves buffers (BatchNorm) before anything is committed."""
         if self._buffers:

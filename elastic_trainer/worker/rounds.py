@@ -12,8 +12,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import torch
+
 from elastic_trainer.clock import SYSTEM, Clock
-from elastic_trainer.errors import RejoinError, TransientError
+from elastic_trainer.errors import RejoinError, RoundBrokenError, TransientError
 from elastic_trainer.ipc.messages import StateReport
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker import group as groups
@@ -106,6 +108,16 @@ class Rounds:
         )
         return group
 
+    def check_device(self, device: torch.device) -> None:
+        """Before an update on a CUDA device: wait for the gradients, and refuse those of a round that is over.
+
+        CUDA runs behind the host, so after an abort the update would be computed from half-summed gradients.
+        """
+        torch.cuda.current_stream(device).synchronize()
+        reason = self.link.broken(self._number)
+        if reason is not None:
+            raise RoundBrokenError(f"round {self._number} ended before its gradients were complete: {reason}")
+
     def confirms(self, error: BaseException) -> bool:
         """Whether ``error`` comes from the end of the present round.
 
@@ -131,6 +143,7 @@ class Rounds:
     def _over(self, number: int) -> None:
         """From the link's thread: free the main thread if it is in a round that is over."""
         if self._inside.is_set() and number >= self._number:
+            groups.abort_nccl()
             self._sockets.sever()
             threading.Thread(target=self._sever_until_free, args=(self._number,), name="sever", daemon=True).start()
 

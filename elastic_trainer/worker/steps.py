@@ -33,6 +33,7 @@ class Step:
     __slots__ = (
         "_backwards",
         "_batch",
+        "_control",
         "_losses",
         "_mean",
         "_open_parts",
@@ -47,7 +48,7 @@ class Step:
     )
 
     def __init__(self, steps: Steps, batch: Batch | None) -> None:
-        self._steps, self._batch = steps, batch
+        self._steps, self._batch, self._control = steps, batch, steps.control
         self._weight = batch.weight if batch is not None else 1.0
         self._losses: list[tuple[torch.Tensor, float]] = []
         self._mean: float | None = None
@@ -105,7 +106,8 @@ class Step:
     def loss(self) -> float | None:
         """The mean loss over the global batch; None before the commit.
 
-        Found when first asked for, by a collective: ask on all ranks or on none.
+        Found when first asked for, by a collective: ask on all ranks or on none. If the ranks have changed since, it
+        is the mean over this rank's own samples.
         """
         if self._mean is None and self.committed:
             try:
@@ -116,8 +118,10 @@ class Step:
                 self._mean = self.local_mean()  # the round ended meanwhile: what is known here must do
         return self._mean
 
-    def _global_mean(self) -> float:
-        control = self._steps.control
+    def _global_mean(self) -> float | None:
+        control = self._control
+        if control is not self._steps.control:
+            return self.local_mean()  # its ranks are together no more, and others may have come
         pending = control.start(Purpose.LOSS, [self.local_sum()])
         return pending.wait(LOSS_TIMEOUT_S)[0] / control.world_size
 
@@ -175,6 +179,8 @@ class Steps:
         absorb: Callable[[Step, BaseException], bool] = lambda step, error: False,
     ) -> None:
         self.absorb = absorb
+        self.check_gradients: Callable[[], None] = lambda: None
+        """Raises if the gradients at hand are not those of all ranks (asked right before the update)."""
         self.dirty = False
         """Between the optimizer's first change and the commit: this state is neither the old nor the new one."""
         self.replica, self.scaling, self.position = replica, scaling, position
@@ -255,6 +261,7 @@ class Steps:
         if step is None:
             raise ConfigError("optimizer.step() outside session.step()", hint="wrap the step in `with session.step()`")
         step.ready()
+        self.check_gradients()
         self.scaling.before_update()
         self.dirty = True
 

@@ -11,6 +11,7 @@ from elastic_trainer.store.api import (
     Delete,
     Field,
     Operation,
+    Order,
     Put,
     Read,
     Relation,
@@ -60,6 +61,41 @@ def test_a_prefix_is_read_in_key_order_and_can_be_limited(store: Store, world: W
     found = store.range(world.prefix + "n/", soon())
     assert [item.value for item in found.items] == [b"n/a", b"n/b", b"n/c"]
     assert [item.value for item in store.range(world.prefix + "n/", soon(), limit=2).items] == [b"n/a", b"n/b"]
+
+
+def test_the_oldest_keys_are_found_without_their_values(store: Store, world: World) -> None:
+    """Sorted by creation and limited, a read names the most senior keys; later writes of a key change nothing, its
+    deletion and return do. ``keys_only`` leaves out the values alone."""
+    lease = store.grant(60.0, soon())
+    try:
+        created = {name: write(store, Put(f"{world.prefix}s/{name}", b"v", lease.id)).revision for name in "cadb"}
+        changed = write(store, Put(world.prefix + "s/a", b"again")).revision
+        write(store, Delete(world.prefix + "s/d"))
+        created["d"] = write(store, Put(world.prefix + "s/d", b"back")).revision
+        found = store.range(world.prefix + "s/", soon(), limit=3, order=Order.CREATE_REVISION, keys_only=True)
+        assert [item.key[-1] for item in found.items] == ["c", "a", "b"]
+        assert [item.create_revision for item in found.items] == [created[name] for name in "cab"]
+        assert [item.mod_revision for item in found.items] == [created["c"], changed, created["b"]]
+        assert [item.lease for item in found.items] == [lease.id, 0, lease.id]
+        assert {item.value for item in found.items} == {b""}
+        everything = store.range(world.prefix + "s/", soon(), order=Order.CREATE_REVISION)
+        assert [item.value for item in everything.items] == [b"v", b"again", b"v", b"back"]
+    finally:
+        store.revoke(lease.id, soon())
+
+
+def test_a_transaction_reads_the_oldest_keys_with_its_own_write_among_them(store: Store, world: World) -> None:
+    """A node learns its seniority from the very transaction that creates its key."""
+    start, end = world.prefix + "t/", prefix_end(world.prefix + "t/")
+    for name, oldest in (("z", ["z"]), ("y", ["z", "y"]), ("x", ["z", "y"])):
+        wanted = Read(start, end, limit=2, order=Order.CREATE_REVISION, keys_only=True)
+        done = store.transact([absent(start + name)], [Put(start + name, b"v"), wanted], deadline=soon())
+        assert [item.key for item in done.reads[0].items] == [start + each for each in oldest]
+    only = store.transact([], [Read(start, end, limit=2), Read(start + "z", keys_only=True)], deadline=soon())
+    assert [[(item.key, item.value) for item in read.items] for read in only.reads] == [
+        [(start + "x", b"v"), (start + "y", b"v")],
+        [(start + "z", b"")],
+    ]
 
 
 def test_a_transaction_is_one_revision_and_reads_see_its_writes(store: Store, world: World) -> None:

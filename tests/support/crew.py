@@ -30,6 +30,7 @@ from elastic_trainer.store.api import (
     Compare,
     Lease,
     Operation,
+    Order,
     Put,
     Snapshot,
     TransactionResult,
@@ -131,8 +132,12 @@ class GatedStore:
         found: Snapshot = self._through("get", lambda: self.inner.get(key, deadline))
         return found
 
-    def range(self, prefix: str, deadline: Deadline, *, limit: int = 0) -> Snapshot:
-        found: Snapshot = self._through("range", lambda: self.inner.range(prefix, deadline, limit=limit))
+    def range(
+        self, prefix: str, deadline: Deadline, *, limit: int = 0, order: Order = Order.KEY, keys_only: bool = False
+    ) -> Snapshot:
+        found: Snapshot = self._through(
+            "range", lambda: self.inner.range(prefix, deadline, limit=limit, order=order, keys_only=keys_only)
+        )
         return found
 
     def transact(

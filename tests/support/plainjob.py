@@ -11,6 +11,7 @@ from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.membership.documents import JournalEntry, RoundDocument
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.sim.cluster import ClusterSpec, LocalCluster, Node
+from elastic_trainer.sim.tail import FileTail
 from elastic_trainer.store import connect
 from elastic_trainer.store.keys import RunKeys
 
@@ -33,7 +34,42 @@ class Step:
     pid: int
 
 
-class PlainJob(LocalCluster):
+class SteppingCluster(LocalCluster):
+    """Nodes whose workers write the lines of the plain script."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        super().__init__(spec)
+        self._tails: dict[tuple[str, int], FileTail] = {}
+        self._steps: dict[tuple[str, int], list[Step]] = {}
+
+    def steps(self, node: str, local_rank: int = 0) -> list[Step]:
+        """All lines of the workers with this local rank on this node, in order."""
+        key = (node, local_rank)
+        tail = self._tails.setdefault(key, FileTail(self.spec.directory / f"{node}-{local_rank}.txt"))
+        known = self._steps.setdefault(key, [])
+        rows = [line.split() for line in tail.read()]
+        known += [Step(float(t), int(n), int(r), int(w), int(s), int(p)) for t, n, r, w, s, p in rows]
+        return known
+
+    def last(self, node: str, local_rank: int = 0) -> Step | None:
+        """The newest line."""
+        steps = self.steps(node, local_rank)
+        return steps[-1] if steps else None
+
+    def log(self, node: str) -> str:
+        """What the node printed."""
+        return (self.spec.logs / f"{node}.log").read_text(errors="replace")
+
+    def describe(self) -> str:
+        """The end of all logs, for a failure's message."""
+        parts = [f"--- {n.name} (exit {n.exit_code()}), last {self.last(n.name)}" for n in self.nodes]
+        return "\n".join(
+            f"{part}\n" + "\n".join(self.log(node.name).splitlines()[-12:])
+            for part, node in zip(parts, self.nodes, strict=True)
+        )
+
+
+class PlainJob(SteppingCluster):
     """The nodes of one run of the plain script."""
 
     def __init__(
@@ -77,21 +113,6 @@ class PlainJob(LocalCluster):
             self.spec = common
 
     # ---- what the workers wrote
-
-    def steps(self, node: str, local_rank: int = 0) -> list[Step]:
-        """All lines of the workers with this local rank on this node, in order."""
-        path = self.spec.directory / f"{node}-{local_rank}.txt"
-        if not path.exists():
-            return []
-        text = path.read_text()
-        whole = text[: text.rfind("\n") + 1]
-        rows = [line.split() for line in whole.splitlines()]
-        return [Step(float(t), int(n), int(r), int(w), int(s), int(p)) for t, n, r, w, s, p in rows]
-
-    def last(self, node: str, local_rank: int = 0) -> Step | None:
-        """The newest line."""
-        steps = self.steps(node, local_rank)
-        return steps[-1] if steps else None
 
     def await_order(self) -> list[str]:
         """The nodes in rank order, once a round is formed."""
@@ -169,15 +190,3 @@ class PlainJob(LocalCluster):
     def present(self, node: str) -> bool:
         """Whether the node's key is there."""
         return self.store.get(self.keys.node(node), Deadline.after(LIMIT_S)).first is not None
-
-    def log(self, node: str) -> str:
-        """What the node printed."""
-        return (self.spec.logs / f"{node}.log").read_text(errors="replace")
-
-    def describe(self) -> str:
-        """The end of all logs, for a failure's message."""
-        parts = [f"--- {n.name} (exit {n.exit_code()}), last {self.last(n.name)}" for n in self.nodes]
-        return "\n".join(
-            f"{part}\n" + "\n".join(self.log(node.name).splitlines()[-12:])
-            for part, node in zip(parts, self.nodes, strict=True)
-        )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.membership.documents import JournalEntry, RoundState
 from tests.support.plainjob import LIMIT_S, PlainJob
 
@@ -106,7 +107,7 @@ def test_a_terminated_node_is_missed_at_once(tmp_path: Path, etcd_endpoint: str,
         first = job.await_world(*order)
         leaver, others = job.node(order[2]), order[:2]
         leaver.terminate()
-        assert job.exit_code(leaver) != 0
+        assert job.exit_code(leaver) == EXIT_LEFT
         job.await_world(*others, after=first)
         assert not job.present(leaver.name)
         assert SYSTEM.monotonic() < 600.0 + min(step.t for step in job.steps(others[0]))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_trainer.agent import plugin
-from elastic_trainer.agent.handler import Etcd3RendezvousHandler, default_node_id, round_is_over
+from elastic_trainer.agent.handler import Etcd3RendezvousHandler, default_node_id, round_is_over, was_terminated
 from elastic_trainer.agent.launcher import local_workers
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
 from elastic_trainer.membership.documents import RoundDocument, RoundState
@@ -275,6 +277,14 @@ def test_torchrun_s_own_options_are_no_error() -> None:
     with pytest.raises(SystemExit) as raised:
         plugin.handler()(parameters)
     assert raised.value.code != EXIT_CONFIG
+
+
+def test_only_a_sigterm_is_an_eviction() -> None:
+    """torchrun raises one kind of error for all signals; Ctrl-C and crashes keep their own exit codes."""
+    assert was_terminated(SignalException("told to end", signal.SIGTERM))
+    assert not was_terminated(SignalException("interrupted", signal.SIGINT))
+    assert not was_terminated(RuntimeError("crashed"))
+    assert not was_terminated(None)
 
 
 @pytest.mark.parametrize(

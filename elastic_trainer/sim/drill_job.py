@@ -1,0 +1,145 @@
+"""The job that drills break: a small network on made-up data, trained until a file appears.
+
+``python -m elastic_trainer.sim.drill_job --directory DIR`` below torchrun. It ends on all ranks behind the same step
+once any of them has seen ``DIR/stop``.
+
+*Runs in* the main thread of a worker process. *Owns* one file of digests in ``DIR/digests``.
+*Invariant*: the same data, model and order in every life of the job, so that only a fault can make a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from elastic_trainer.clock import pause
+from elastic_trainer.worker.session import Session
+
+STOP_FILE, DIGESTS = "stop", "digests"
+FEATURES, CLASSES = 32, 8
+DIGEST_EVERY = 10
+_FOREVER = 1_000_000
+
+
+class Ending:
+    """Whether all ranks are to end behind the present step. Part of the state, so that healing carries it over."""
+
+    def __init__(self) -> None:
+        self.agreed = False
+
+    def state_dict(self) -> dict[str, bool]:
+        """What is kept of it."""
+        return {"agreed": self.agreed}
+
+    def load_state_dict(self, state: Mapping[str, bool]) -> None:
+        """Take over another rank's. A job that is resumed from storage has not been asked to end."""
+        self.agreed = state["agreed"]
+
+
+class Digests:
+    """Writes what this rank's state was, as a digest of all its bytes, for a comparison of the ranks."""
+
+    def __init__(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
+        self._session, self._model, self._optimizer = session, model, optimizer
+        environment = session.environment
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{environment.node}-{environment.local_rank}-{os.getpid()}.jsonl"
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, event: str) -> None:
+        """Add a line."""
+        session = self._session
+        line = {
+            "event": event,
+            "node": session.environment.node,
+            "pid": os.getpid(),
+            "round": session.round,
+            "step": session.step_number,
+            "digest": self._digest(),
+        }
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """End the file."""
+        self._file.close()
+
+    def _digest(self) -> str:
+        hasher = xxhash.xxh3_128()
+        for tensor in self._tensors():
+            hasher.update(memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+        return hasher.hexdigest()
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from self._model.state_dict().values()
+        kept: dict[int, dict[str, Any]] = self._optimizer.state_dict()["state"]
+        for number in sorted(kept):
+            yield from (value for _, value in sorted(kept[number].items()) if isinstance(value, torch.Tensor))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train until the file appears."""
+    options = _options(argv)
+    torch.manual_seed(0)
+    model = _model(options.width)
+    data = _data(options.samples)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    ending = Ending()
+    with Session(checkpoint_dir=options.directory / "checkpoints", checkpoint_every_s=None) as session:
+        session.register("ending", ending)
+        wrapped = session.wrap(model, optimizer=optimizer)
+        digests = Digests(session, model, optimizer, options.directory / DIGESTS)
+        for batch in session.batches(data, global_batch_size=options.batch, epochs=_FOREVER):
+            if ending.agreed:
+                break
+            pause(options.pause)
+            with session.step() as step:
+                step.backward(nn.functional.cross_entropy(wrapped(batch.x), batch.y))
+                ending.agreed = _asked(session, options.directory / STOP_FILE)
+                optimizer.step()
+            if step.committed and session.step_number % DIGEST_EVERY == 0:
+                digests.write("step")
+            if ending.agreed:
+                break
+    digests.write("end")
+    digests.close()
+
+
+def _asked(session: Session, stop: Path) -> bool:
+    """Whether any rank has seen the file; all ranks hear the same within one step."""
+    return bool(session.all_reduce(torch.tensor([float(stop.exists())])).item() > 0)
+
+
+def _model(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+    )
+
+
+def _data(samples: int) -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(
+        torch.randn(samples, FEATURES, generator=generator), torch.arange(samples) % CLASSES
+    )
+
+
+def _options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="the job that drills break", allow_abbrev=False)
+    parser.add_argument("--directory", type=Path, required=True, help="where the stop file is looked for")
+    parser.add_argument("--samples", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

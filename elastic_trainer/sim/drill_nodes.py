@@ -1,0 +1,181 @@
+"""The drills in which workers and nodes are lost, leave and come.
+
+Each function strikes once, measures, and leaves the stage as it found it: all its nodes train.
+*Runs in* the main thread of the command or test. *Owns* nothing. *Fails by* DrillError.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from elastic_trainer.errors import EXIT_LEFT, ConfigError
+from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.sim.drill_measure import Effect
+from elastic_trainer.sim.drill_stage import DrillError, Stage, now
+from elastic_trainer.sim.drill_strikes import aftermath, freeze, kill_nodes, kill_workers, restarted, worker
+
+WATCHDOG = "elastic_trainer.agent.watchdog"
+MOST_APART_S = 0.05
+
+
+def worker_kill(stage: Stage, repeat: int) -> Effect:
+    """SIGKILL the worker of each rank in turn."""
+    before = stage.settled()
+    name = before.nodes[-1 - repeat % len(before.nodes)]
+    t = kill_workers([worker(stage, before, name)])
+    effect = aftermath(stage, before, f"worker of {name} (rank {before.nodes.index(name)}) killed", t, [name])
+    stage.restore()
+    return effect
+
+
+def worker_freeze(stage: Stage, repeat: int) -> Effect:
+    """SIGSTOP the worker of a node whose agent lives on: only a watchdog can tell."""
+    before = stage.settled()
+    name = before.nodes[-1 - repeat % len(before.nodes)]
+    t = freeze(stage, [worker(stage, before, name)])
+    effect = aftermath(stage, before, f"worker of {name} frozen", t, [name])
+    stage.restore()
+    return effect
+
+
+def check_watchdog() -> None:
+    """Nothing notices a frozen worker without one."""
+    if find_spec(WATCHDOG) is None:
+        raise ConfigError(
+            "worker-freeze needs the health watchdog, which this version does not have: while its agent lives, nothing"
+            " notices a worker that stands still",
+            hint="node-freeze freezes the agent too, whose lease then ends",
+        )
+
+
+def node_kill(stage: Stage, repeat: int) -> Effect:
+    """SIGKILL agent and worker of a node that does not host rank 0."""
+    before = stage.settled()
+    return _lose(stage, [before.nodes[1 + repeat % (len(before.nodes) - 1)]])
+
+
+def rank0_node_kill(stage: Stage, repeat: int) -> Effect:
+    """SIGKILL the node that hosts rank 0 and the store at which the ranks meet."""
+    return _lose(stage, [stage.settled().nodes[0]])
+
+
+def double_kill(stage: Stage, repeat: int) -> Effect:
+    """SIGKILL two nodes at once, rank 0's among them every other time."""
+    nodes = stage.settled().nodes
+    return _lose(stage, [nodes[0], nodes[-1]] if repeat % 2 else [nodes[1], nodes[2]])
+
+
+def _lose(stage: Stage, names: list[str]) -> Effect:
+    before = stage.settled()
+    t = kill_nodes(stage, names)
+    what = f"node{'s' * (len(names) > 1)} {' and '.join(names)} killed"
+    effect = aftermath(stage, before, what, t, names)
+    stage.restore()
+    return effect
+
+
+def node_freeze(stage: Stage, repeat: int) -> Effect:
+    """SIGSTOP a whole node: its lease ends and the others go on; thawed, it comes back by a planned change."""
+    before = stage.settled()
+    name = before.nodes[-1 - repeat % len(before.nodes)]
+    stage.retire(name)
+    t = freeze(stage, stage.node(name).family())
+    effect = aftermath(stage, before, f"node {name} frozen", t, [name])
+    thawed = now()
+    stage.node(name).thaw()
+    return _back(stage, name, effect, thawed)
+
+
+def _back(stage: Stage, name: str, effect: Effect, since: float) -> Effect:
+    """The node ``name`` comes back without breaking a round of the others."""
+    stage.settled(3)
+    broken = sum(document.state is RoundState.BROKEN for document in stage.history)
+    stage.welcome(name)
+    back = stage.settled(1)
+    problems = list(effect.problems)
+    if sum(document.state is RoundState.BROKEN for document in stage.history) > broken:
+        problems.append(f"the return of {name} broke a round")
+    details = {**effect.details, "rejoin_s": (stage.book.first_step(name, back.round) or since) - since}
+    return effect.amended(details, problems)
+
+
+def node_join(stage: Stage, repeat: int) -> Effect:
+    """One more node comes while the others train; it leaves again afterwards. Recovery counts from its start."""
+    before = stage.settled()
+    t = now()
+    name = stage.cluster.add().name
+    joined = stage.settled(5)
+    if name not in joined.nodes:
+        raise DrillError(f"{name} did not join")
+    effect = aftermath(stage, before, f"node {name} joined", t)
+    _leave(stage, name)
+    return effect.amended({}, [*effect.problems, *restarted(stage, before.pids)])
+
+
+def node_drain(stage: Stage, repeat: int) -> Effect:
+    """SIGTERM to a node: it leaves by a planned change, with exit code 143."""
+    before = stage.settled()
+    name = before.nodes[-1 - repeat % len(before.nodes)]
+    t = now()
+    stage.retire(name)
+    stage.node(name).terminate()
+    effect = aftermath(stage, before, f"node {name} drained", t, [name])
+    left_s = _gone(stage, name) - t
+    problems = list(effect.problems)
+    if any(document.state is RoundState.BROKEN for document in stage.history):
+        problems.append(f"the departure of {name} broke a round")
+    stage.restore()
+    return effect.amended({"left_s": left_s}, problems)
+
+
+def _leave(stage: Stage, name: str) -> None:
+    stage.retire(name)
+    stage.node(name).terminate()
+    _gone(stage, name)
+    stage.settled()
+
+
+def _gone(stage: Stage, name: str) -> float:
+    """Wait until node ``name`` has ended, as an evicted one does; when."""
+    stage.until(lambda: not stage.node(name).running, f"the end of {name}")
+    code = stage.node(name).exit_code()
+    if code != EXIT_LEFT:
+        raise DrillError(f"{name} was asked to leave and exited with {code}, not {EXIT_LEFT}")
+    return now()
+
+
+def kill_during_recovery(stage: Stage, repeat: int) -> Effect:
+    """SIGKILL a second worker while the loss of a first is dealt with, each time a little later."""
+    before = stage.settled()
+    apart_s = MOST_APART_S * (repeat % 6) / 5
+    names = [before.nodes[-1], before.nodes[1]] if repeat % 2 else [before.nodes[1], before.nodes[0]]
+    t = kill_workers([worker(stage, before, name) for name in names], apart_s)
+    what = f"workers of {names[0]} and, {apart_s * 1000:.0f} ms later, {names[1]} killed"
+    effect = aftermath(stage, before, what, t, names)
+    stage.restore()
+    return effect
+
+
+def kill_during_join(stage: Stage, repeat: int) -> Effect:
+    """SIGKILL a worker in the moment in which a planned change begins: of a member, or of the newcomer."""
+    first = stage.settled()
+    newcomer = first.nodes[-1]
+    kill_workers([worker(stage, first, newcomer)])
+    # The others must be left alone for a while: the restarted worker then comes back by a planned change.
+    before = stage.training_without(newcomer)
+    name = newcomer if repeat % 2 else before.nodes[0]
+    member = worker(stage, before, before.nodes[0])
+    stage.until(lambda: _draining(stage, before.round), "a planned change")
+    found = stage.node(newcomer).worker() if name == newcomer else member
+    if found is None:
+        raise DrillError(f"{newcomer} has no worker")
+    t = kill_workers([found])
+    who = "the newcomer" if name == newcomer else "a member"
+    effect = aftermath(stage, before, f"worker of {name}, {who}, killed while {newcomer} joined", t, [name])
+    stage.restore()
+    return effect
+
+
+def _draining(stage: Stage, number: int) -> bool:
+    stage.look()
+    return any(each.state is RoundState.DRAINING and each.number >= number for each in stage.history)

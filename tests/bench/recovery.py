@@ -1,0 +1,199 @@
+"""Recovery of a plain script: start below max, a worker and a node killed, a node joining, against torchrun's c10d.
+
+Columns are ways to launch the same script on three nodes of this machine; each is measured in turn, several times. A
+run that does not recover within its limit is reported as failed and counts as infinite. ``pause_s`` is how long the
+members that were at work stood still; ``rendezvous_s`` is the part of it from the moment the last node asked torchrun
+for a new round until the last one had it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from elastic_trainer.clock import SYSTEM
+from elastic_trainer.sim.etcd import EtcdServer
+from tests.bench.recovery_jobs import Column, Cost, Job, join, kill_node, kill_worker, start
+from tests.bench.report import Must, Options, Report, alternate, at_least, at_most, emit, median, note, parse
+
+TTL_S = 3.0
+LAST_CALL_S = 1.0
+ROWS = ("start_below_max", "node_join", "worker_kill", "node_kill")
+SHARED_STORE_OFF = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+TUNED = {"last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
+WORKER_KILLS, QUICK_WORKER_KILLS = 50, 3
+STOCK_KILLS, QUICK_STOCK_KILLS = 5, 0
+LIMIT_S, QUICK_LIMIT_S = 150.0, 60.0
+"""After this a recovery has failed; stock torchrun's slowest takes about 50 s."""
+
+
+def columns(endpoint: str, quick: bool) -> dict[str, Column]:
+    """The configurations, by name. The first is this project's; ``c10d_tuned`` is as fast as torchrun itself can be."""
+    restart = {"ttl": f"{TTL_S:g}", "last_call": f"{LAST_CALL_S:g}", "join_interval": "1"}
+    chosen = [
+        Column("etcd3_restart", "etcd3", endpoint, restart),
+        Column("c10d_tuned", "c10d", options=TUNED, environment=SHARED_STORE_OFF),
+        *([] if quick else [Column("c10d_default", "c10d")]),
+    ]
+    return {column.name: column for column in chosen}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and report."""
+    options = parse("recovery", __doc__, argv, repeats=3, quick_repeats=1, extend=_own_options)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, EtcdServer() as etcd:
+        chosen = columns(etcd.endpoint, options.quick)
+        limit_s = QUICK_LIMIT_S if options.quick else LIMIT_S
+        calls = {name: partial(measure, column, Path(place), limit_s) for name, column in chosen.items()}
+        costs = alternate(calls, options.repeats)
+        process_s = [process_start(Path(place), limit_s) for _ in range(options.repeats)]
+        series = {
+            "etcd3_restart": kill_series(chosen["etcd3_restart"], Path(place), _kills(options), limit_s),
+            "c10d_default": kill_series(Column("c10d_default", "c10d"), Path(place), _stock_kills(options), limit_s),
+        }
+    rows = {row: {name: [cost[row] for cost in found] for name, found in costs.items()} for row in ROWS}
+    figures = {
+        "columns": {name: column.told() for name, column in chosen.items()},
+        "rows": {row: {name: _told(found) for name, found in by_column.items()} for row, by_column in rows.items()},
+        "process_start_s": process_s,
+        "worker_kills_in_a_row": {name: _told(found) for name, found in series.items() if found},
+    }
+    return emit(Report(options, figures, musts(rows, process_s, series["etcd3_restart"])))
+
+
+def _own_options(parser: argparse.ArgumentParser) -> None:
+    kills = f"workers killed in a row ({WORKER_KILLS}; quick: {QUICK_WORKER_KILLS})"
+    parser.add_argument("--worker-kills", type=int, help=kills)
+    stock = f"the same under torchrun's defaults ({STOCK_KILLS}; quick: {QUICK_STOCK_KILLS})"
+    parser.add_argument("--stock-kills", type=int, help=stock)
+
+
+def _kills(options: Options) -> int:
+    given: int | None = options.extra.worker_kills
+    return given if given is not None else (QUICK_WORKER_KILLS if options.quick else WORKER_KILLS)
+
+
+def _stock_kills(options: Options) -> int:
+    given: int | None = options.extra.stock_kills
+    return given if given is not None else (QUICK_STOCK_KILLS if options.quick else STOCK_KILLS)
+
+
+def measure(column: Column, place: Path, limit_s: float) -> dict[str, Cost]:
+    """All rows once: on one job as long as it recovers, on a fresh one after a failure."""
+    found: dict[str, Cost] = {}
+    with Job(column, place) as job:
+        found["start_below_max"] = start(job, 2, limit_s)
+        if found["start_below_max"].recovered:
+            found["node_join"] = join(job, limit_s)
+        if found.get("node_join", found["start_below_max"]).recovered:
+            found["worker_kill"] = kill_worker(job, job.nodes[1].name, limit_s)
+            if found["worker_kill"].recovered:
+                found["node_kill"] = kill_node(job, job.nodes[2].name, limit_s)
+    for row in ROWS:
+        if row not in found:
+            found[row] = _afresh(row, column, place, limit_s)
+        note(f"  {column.name} {row}: {found[row].seconds:.2f} s (rendezvous {found[row].rendezvous_s:.2f} s)")
+    return found
+
+
+def _afresh(row: str, column: Column, place: Path, limit_s: float) -> Cost:
+    """One row on a job of its own."""
+    with Job(column, place) as job:
+        begun = start(job, 2 if row == "node_join" else 3, limit_s)
+        if not begun.recovered:
+            return begun
+        if row == "node_join":
+            return join(job, limit_s)
+        return (kill_worker if row == "worker_kill" else kill_node)(job, job.nodes[2].name, limit_s)
+
+
+def process_start(place: Path, limit_s: float) -> float:
+    """What starting costs without any meeting: two jobs of one node each, at the same time, until both have stepped."""
+    alone = Column("alone", "c10d")
+    with Job(alone, place, least=1, most=1) as one, Job(alone, place, least=1, most=1) as other:
+        begun_at = SYSTEM.monotonic()
+        other.start(1)
+        one.start(1)
+        if not one.await_world(1, limit_s) or not other.await_world(1, limit_s):
+            return math.inf
+        return max(job.steps("n0")[0].t for job in (one, other)) - begun_at
+
+
+def kill_series(column: Column, place: Path, kills: int, limit_s: float) -> list[Cost]:
+    """Workers of all nodes in turn are killed ``kills`` times; a job that does not recover is replaced."""
+    found: list[Cost] = []
+    while len(found) < kills:
+        with Job(column, place) as job:
+            if not start(job, 3, limit_s).recovered:
+                return [*found, *[Cost(math.inf)] * (kills - len(found))]
+            while len(found) < kills:
+                found.append(kill_worker(job, f"n{len(found) % 3}", limit_s))
+                note(f"  {column.name}: kill {len(found)} of {kills}: {found[-1].seconds:.2f} s")
+                if not found[-1].recovered:
+                    break
+    return found
+
+
+def _told(costs: Sequence[Cost]) -> dict[str, Any]:
+    """For the report."""
+    told: dict[str, Any] = {
+        "seconds": [cost.seconds for cost in costs],
+        "median_s": median(cost.seconds for cost in costs),
+        "recovered": sum(cost.recovered for cost in costs),
+        "of": len(costs),
+    }
+    for name in ("pause_s", "rendezvous_s"):
+        values = [value for value in (getattr(cost, name) for cost in costs) if not math.isnan(value)]
+        if values:
+            told[f"median_{name}"] = median(values)
+    return told
+
+
+Rows = Mapping[str, Mapping[str, Sequence[Cost]]]
+"""Costs by row, then by column."""
+
+
+def musts(rows: Rows, process_s: Sequence[float], kills: Sequence[Cost]) -> list[Must]:
+    """What the project promises of restart mode."""
+
+    def middle(row: str, column: str, name: str = "seconds") -> float:
+        return float(median(getattr(cost, name) for cost in rows[row][column]))
+
+    promised = [
+        at_most(f"{row}: etcd3 over tuned c10d", _over(middle(row, "etcd3_restart"), middle(row, "c10d_tuned")), 1.0)
+        for row in ROWS
+        if row != "node_join"
+    ]
+    pauses = [middle("node_join", name, "pause_s") for name in ("etcd3_restart", "c10d_tuned")]
+    return [
+        *promised,
+        at_most("node_join, members standing still: etcd3 over tuned c10d", _over(*pauses), 1.0),
+        at_most(
+            "start_below_max over process start and last call",
+            middle("start_below_max", "etcd3_restart") / (median(process_s) + LAST_CALL_S),
+            1.3,
+        ),
+        at_most("worker_kill, rendezvous part, s", middle("worker_kill", "etcd3_restart", "rendezvous_s"), 1.0),
+        at_most("node_kill, rendezvous part, s", middle("node_kill", "etcd3_restart", "rendezvous_s"), 1.0 + TTL_S),
+        at_least("worker kills in a row that recovered", sum(cost.recovered for cost in kills), len(kills)),
+    ]
+
+
+def _over(mine: float, peer: float) -> float:
+    """Their ratio; a peer that never recovered makes any finite time good."""
+    if math.isinf(mine):
+        return math.inf
+    return mine / peer
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

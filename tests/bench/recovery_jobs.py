@@ -1,0 +1,186 @@
+"""The jobs whose recovery is measured: one script under several launch configurations, faults, and their cost.
+
+Times are monotonic seconds of one host. What did not happen within its limit counts as infinite, never as missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.sim.cluster import ClusterSpec
+from elastic_trainer.sim.ports import free_ports
+from tests.support.plainjob import SCRIPT, SteppingCluster
+
+STEADY_STEPS = 25
+"""Steps between two faults, so that each meets a job that is at work."""
+_NUMBERS = itertools.count(1)
+_ASKED, _FORMED = "Rendezvous'ing worker group", "Rendezvous complete for workers"
+_STAMP = re.compile(r"^I\d{4} (\d\d):(\d\d):(\d\d\.\d+) ", re.MULTILINE)
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One way to launch the job. ``endpoint`` None: a free port of this host (torchrun's own store)."""
+
+    name: str
+    backend: str
+    endpoint: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    script: Path = SCRIPT
+
+    def told(self) -> dict[str, object]:
+        """For the report."""
+        return {"backend": self.backend, "rdzv_conf": dict(self.options), "environment": dict(self.environment)}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a fault cost: until the next step, standing still, and in the rendezvous (see :meth:`Job.rendezvous_s`)."""
+
+    seconds: float
+    pause_s: float = math.nan
+    rendezvous_s: float = math.nan
+
+    @property
+    def recovered(self) -> bool:
+        """Whether there was a next step."""
+        return math.isfinite(self.seconds)
+
+
+LOST = Cost(math.inf, math.inf, math.inf)
+
+
+class Job(SteppingCluster):
+    """Nodes of ``column``, 2 to 3. A context manager: leaving it kills everything at once."""
+
+    def __init__(self, column: Column, place: Path, *, least: int = 2, most: int = 3) -> None:
+        number = next(_NUMBERS)
+        directory = place / f"{column.name}-{number}"
+        directory.mkdir(parents=True)
+        super().__init__(
+            ClusterSpec(
+                run=f"bench-{os.getpid()}-{number}",
+                directory=directory,
+                endpoint=column.endpoint or f"127.0.0.1:{free_ports(1)[0]}",
+                entry=[str(column.script), str(directory)],
+                min_nodes=least,
+                max_nodes=most,
+                max_restarts=1000,
+                backend=column.backend,
+                options=column.options,
+                environment={"OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO", **column.environment},
+            )
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.running:
+            node.kill()
+        self.stop()
+
+    def lives(self) -> dict[str, tuple[int, int]]:
+        """Round and process of the newest step of each running node."""
+        last = {node.name: self.last(node.name) for node in self.running}
+        return {name: (step.round, step.pid) for name, step in last.items() if step is not None}
+
+    def await_world(self, world: int, limit_s: float, before: Mapping[str, tuple[int, int]] | None = None) -> bool:
+        """Wait until all running nodes step in a world of this size, in a later life than ``before``."""
+        deadline = Deadline.after(limit_s)
+        while not self._all_in(world, before or {}):
+            if deadline.expired:
+                return False
+            pause(0.02)
+        return True
+
+    def _all_in(self, world: int, before: Mapping[str, tuple[int, int]]) -> bool:
+        lives = self.lives()
+        last = [self.last(node.name) for node in self.running]
+        return len(last) == world and all(
+            step is not None and step.world == world and lives[node.name] != before.get(node.name)
+            for node, step in zip(self.running, last, strict=True)
+        )
+
+    def settle(self, limit_s: float) -> None:
+        """Let it work for a moment."""
+        goals = {node.name: len(self.steps(node.name)) + STEADY_STEPS for node in self.running}
+        deadline = Deadline.after(limit_s)
+        while any(len(self.steps(name)) < goal for name, goal in goals.items()) and not deadline.expired:
+            pause(0.02)
+
+    def cost(self, t: float, before: Mapping[str, tuple[int, int]], survivors: Sequence[str]) -> Cost:
+        """Of a fault at ``t``, from the survivors' lines: their first step in a new life."""
+        first, last = math.inf, -math.inf
+        for name in survivors:
+            steps = self.steps(name)
+            later = [step.t for step in steps if step.t > t and (step.round, step.pid) != before[name]]
+            earlier = [step.t for step in steps if (step.round, step.pid) == before[name]]
+            first, last = min([first, *later[:1]]), max([last, *earlier[-1:]])
+        return Cost(first - t, first - last, self.rendezvous_s())
+
+    def rendezvous_s(self) -> float:
+        """The newest rendezvous: from the moment the last node asked for it until the last one had its answer."""
+        asked = [_stamps(self.log(node.name), _ASKED) for node in self.running]
+        formed = [_stamps(self.log(node.name), _FORMED) for node in self.running]
+        if not all(asked) or not all(formed):
+            return math.nan
+        return (max(each[-1] for each in formed) - max(each[-1] for each in asked)) % _DAY_S
+
+
+def _stamps(log: str, event: str) -> list[float]:
+    """Seconds of the day at which torchrun logged ``event``."""
+    found = []
+    for line in log.splitlines():
+        if event in line and (stamp := _STAMP.match(line)):
+            hours, minutes, seconds = stamp.groups()
+            found.append(int(hours) * 3600.0 + int(minutes) * 60.0 + float(seconds))
+    return found
+
+
+def start(job: Job, nodes: int, limit_s: float) -> Cost:
+    """From the start of ``nodes`` nodes to the first step of all."""
+    t = SYSTEM.monotonic()
+    job.start(nodes)
+    if not job.await_world(nodes, limit_s):
+        return LOST
+    return Cost(max(job.steps(node.name)[0].t for node in job.nodes) - t, rendezvous_s=job.rendezvous_s())
+
+
+def join(job: Job, limit_s: float) -> Cost:
+    """A node is started beside a working job: until it takes part, and how long the others stand still for it."""
+    job.settle(limit_s)
+    before, members = job.lives(), [node.name for node in job.running]
+    t = SYSTEM.monotonic()
+    job.add()
+    return job.cost(t, before, members) if job.await_world(len(members) + 1, limit_s, before) else LOST
+
+
+def kill_worker(job: Job, victim: str, limit_s: float) -> Cost:
+    """One worker is killed: until the others' next step, with everybody back in."""
+    job.settle(limit_s)
+    before, world = job.lives(), len(job.running)
+    killed = job.node(victim).kill_worker()
+    if killed is None or not job.await_world(world, limit_s, before):
+        return LOST
+    return job.cost(killed.t, before, [name for name in before if name != victim])
+
+
+def kill_node(job: Job, victim: str, limit_s: float) -> Cost:
+    """All of one node is killed: until the others' next step."""
+    job.settle(limit_s)
+    before, world = job.lives(), len(job.running) - 1
+    killed = job.node(victim).kill()
+    if killed is None or not job.await_world(world, limit_s, before):
+        return LOST
+    return job.cost(killed.t, before, [name for name in before if name != victim])

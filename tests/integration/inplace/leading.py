@@ -1,0 +1,251 @@
+"""Leads real worker processes through rounds in place, in the agents' stead: no torchrun, no etcd, faults where wanted.
+
+One :class:`Lead` stands for all agents of a run. Each :class:`Worker` is a process with a channel of its own, as on a
+node with one device. What workers say is kept, and can be waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from torch._C._distributed_c10d import TCPStore
+
+from elastic_trainer.clock import Deadline
+from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Listener
+from elastic_trainer.ipc.messages import (
+    Drain,
+    Exit,
+    Failed,
+    Formation,
+    Hello,
+    Leaving,
+    Message,
+    Over,
+    Progress,
+    Ready,
+    StateReport,
+    Welcome,
+    read_from_worker,
+)
+from elastic_trainer.settings import ENV_CHANNEL, ENV_LEDGER_DIR, ENV_NODE, ENV_RECOVERY
+from tests.integration.worker.launch import environment, tail
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ROOT = Path(__file__).parents[3]
+LIMIT_S = 90.0
+Said = TypeVar("Said", bound=Message)
+
+
+class Worker:
+    """One worker process, and what it has said."""
+
+    def __init__(self, lead: Lead, name: str, command: Sequence[str]) -> None:
+        self.name, self._lead = name, lead
+        self.said: list[Message] = []
+        self.log = lead.directory / f"{name}.log"
+        self._connection: Connection | None = None
+        self._listener = Listener(self._serve)
+        extra = {
+            ENV_CHANNEL: str(self._listener.path),
+            ENV_RECOVERY: "in_place",
+            ENV_NODE: name,
+            ENV_LEDGER_DIR: str(lead.ledger),
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment(**extra), cwd=lead.directory
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self.process.pid
+
+    def _serve(self, connection: Connection) -> None:
+        for line in connection.lines():
+            message = read_from_worker(line)
+            with self._lead.changed:
+                if isinstance(message, Hello):
+                    self._connection = connection
+                    connection.send(Welcome(run="test", node=self.name))
+                self.said.append(message)
+                self._lead.changed.notify_all()
+
+    def tell(self, message: Message) -> None:
+        """Send ``message``; a worker that is gone does not hear it."""
+        if self._connection is not None:
+            try:
+                self._connection.send(message)
+            except ChannelClosedError:
+                return
+
+    def last(self, kind: type[Said]) -> Said | None:
+        """The last message of this kind."""
+        return next((message for message in reversed(self.said) if isinstance(message, kind)), None)
+
+    def readiness(self, number: int) -> Ready | None:
+        """What it said when it became free for round ``number``."""
+        found = self.last(Ready)
+        return found if found is not None and found.number >= number else None
+
+    @property
+    def step(self) -> int:
+        """Steps committed, as last told."""
+        progress = self.last(Progress)
+        return progress.step if progress is not None else 0
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and the end of it."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """Nothing of it stays."""
+        self.kill()
+        self._listener.close()
+
+
+class Lead:
+    """The agents of a run. Use it as a context; it ends all that it started."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.ledger = directory / "ledger"
+        self.changed = threading.Condition()
+        self.number = 0
+        self.members: list[Worker] = []
+        self.workers: list[Worker] = []
+        timeout = timedelta(seconds=LIMIT_S)
+        self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self.workers:
+            worker.close()
+
+    def start(self, name: str, script: str, *arguments: object) -> Worker:
+        """A worker that runs one of the scripts."""
+        worker = Worker(self, name, [sys.executable, "-u", str(SCRIPTS / script), *map(str, arguments)])
+        self.workers.append(worker)
+        return worker
+
+    # ---- leading
+
+    def place(self, members: Sequence[Worker], number: int, worker: Worker, store: str | None = None) -> Formation:
+        """The place of ``worker`` in round ``number`` of ``members``, in rank order."""
+        return Formation(
+            number=number,
+            nonce=f"round-{number}",
+            store=store if store is not None else f"127.0.0.1:{self._store.port}",
+            rank=list(members).index(worker),
+            world_size=len(members),
+        )
+
+    def form(self, members: Sequence[Worker], *, store: str | None = None) -> int:
+        """Form the next round of ``members`` once they are free; its number."""
+        number = self.number + 1
+        for worker in members:
+            self.wait(lambda worker=worker: worker.readiness(number), f"{worker.name} free for round {number}")  # type: ignore[misc]
+        self.number, self.members = number, list(members)
+        for worker in members:
+            worker.tell(self.place(members, number, worker, store))
+        return number
+
+    def end(self, reason: str = "the test says so", also: Sequence[Worker] = ()) -> None:
+        """The present round is broken."""
+        for worker in [*self.members, *also]:
+            worker.tell(Over(number=self.number, reason=reason))
+
+    def change(self, members: Sequence[Worker], *, waits: bool = False) -> None:
+        """A planned change: the present round is to be left for one of ``members``."""
+        before, number = list(self.members), self.number
+        self.number, self.members = number + 1, list(members)
+        for worker in before:
+            then = self.place(members, number + 1, worker) if worker in members else None
+            worker.tell(Drain(number=number, reason="the test says so", waits=waits, next=then))
+        for worker in members:
+            if worker not in before:
+                worker.tell(self.place(members, number + 1, worker))
+
+    def dismiss(self, workers: Sequence[Worker], code: int = 0) -> None:
+        """The run is over."""
+        for worker in workers:
+            worker.tell(Exit(code=code, reason="the test says so"))
+
+    # ---- waiting
+
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        """Wait for ``condition``; fails with ``what`` and the workers' logs if it never comes, or a worker fails."""
+        deadline = Deadline.after(LIMIT_S)
+        with self.changed:
+            while not condition():
+                failed = [w for w in self.workers if w.process.poll() not in (None, 0, -signal.SIGKILL)]
+                assert not failed, f"{failed[0].name} failed while waiting for {what}:\n{tail(failed[0].log)}"
+                assert not deadline.expired, f"{what}: not within {LIMIT_S} s\n" + "\n".join(
+                    f"--- {w.name}: {w.said[-3:]}\n{tail(w.log)[-2500:]}" for w in self.workers
+                )
+                self.changed.wait(0.05)
+
+    def await_failed(self, workers: Sequence[Worker]) -> None:
+        """Wait until a collective of the present round has failed on each of ``workers``."""
+        for worker in workers:
+            self.wait(
+                lambda worker=worker: (said := worker.last(Failed)) is not None and said.number == self.number,  # type: ignore[misc]
+                f"{worker.name} to fail in round {self.number}",
+            )
+
+    def await_ready(self, workers: Sequence[Worker]) -> list[StateReport | None]:
+        """Wait until ``workers`` are free for the next round; the states that they report."""
+        found: list[StateReport | None] = []
+        for worker in workers:
+            self.wait(lambda worker=worker: worker.readiness(self.number + 1), f"{worker.name} to be free")  # type: ignore[misc]
+            report = worker.readiness(self.number + 1)
+            found.append(report.state if report is not None else None)
+        return found
+
+    def await_steps(self, count: int) -> None:
+        """Wait until the first member says that ``count`` steps are committed."""
+        self.wait(lambda: self.members[0].step >= count, f"{count} steps")
+
+    def await_file(self, name: str) -> None:
+        """Wait until a script has written ``name``."""
+        self.wait(lambda: (self.directory / name).exists(), name)
+
+    def open(self, gate: str) -> None:
+        """Let the workers that wait at ``gate`` go on."""
+        (self.directory / f"{gate}.open").touch()
+
+    def await_done(self, workers: Sequence[Worker]) -> None:
+        """Wait until ``workers`` have ended with success."""
+        for worker in workers:
+            self.wait(lambda worker=worker: worker.process.poll() is not None, f"{worker.name} to end")  # type: ignore[misc]
+            left = worker.last(Leaving)
+            assert (worker.process.returncode, left and left.status) == (0, "done"), tail(worker.log)
+
+
+@contextmanager
+def leading(directory: Path) -> Iterator[Lead]:
+    """A lead for one test."""
+    with Lead(directory) as lead:
+        yield lead

@@ -1,0 +1,147 @@
+"""A small training job in place: ``job.py SCENARIO``, a JSON object. It fails where the scenario says, once.
+
+``faults``: ``{"node", "step", "where", "what"}``. Where: ``forward``, ``before_update``, ``inside_update``,
+``after_update`` (still in the step's body) or ``after_step``. What: ``lose`` (as if a collective had lost a peer),
+``kill``, ``error`` (the script's own), ``gate:NAME`` (waits until the file NAME.open is there), ``sum`` (a collective
+of the script's own, on all nodes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_trainer import Session
+from elastic_trainer.clock import pause
+from elastic_trainer.worker import transfer
+from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.healing import fingerprint
+from elastic_trainer.worker.transfer import digest
+from tests.unit.worker.toys import Counter, data, loss_of, model
+
+LOST = "[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"
+
+
+class Scenario:
+    """What is to happen on this node."""
+
+    def __init__(self, text: str) -> None:
+        self.values: dict[str, Any] = {"epochs": 2, "size": 16, "optimizer": "adamw", "pace_s": 0.0, **json.loads(text)}
+        self.node = os.environ["ELASTIC_TRAINER_NODE"]
+        self.faults = [each for each in self.values.get("faults", ()) if each["node"] in (self.node, "all")]
+
+    def at(self, step: int, where: str, session: Session) -> None:
+        """Fail here if the scenario says so."""
+        for fault in list(self.faults):
+            if (fault["step"], fault["where"]) == (step, where):
+                self.faults.remove(fault)
+                strike(fault["what"], session)
+
+
+def strike(what: str, session: Session) -> None:
+    if what == "lose":
+        raise RuntimeError(LOST)
+    if what == "error":
+        raise RuntimeError("a mistake of the script")
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "sum":
+        session.all_reduce(torch.ones(3))
+    if what.startswith("gate:"):
+        name = what.removeprefix("gate:")
+        Path(f"{name}.{os.environ['ELASTIC_TRAINER_NODE']}").touch()
+        while not Path(f"{name}.open").exists():
+            pause(0.01)
+
+
+def dying_source(after: int) -> None:
+    """Send a healing state in small pieces, and die behind one of them."""
+    transfer.CHUNK = 512
+    send, sent = Control.send, [0]
+
+    def counted(self: Control, tensor: torch.Tensor, target: int) -> None:
+        send(self, tensor, target)
+        sent[0] += 1
+        if sent[0] == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Control.send = counted  # type: ignore[method-assign]
+
+
+def build(scenario: Scenario) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, Any]:
+    torch.manual_seed(len(scenario.node) + sum(map(ord, scenario.node)))  # nodes begin differently, and are made alike
+    module = model()
+    kind = torch.optim.AdamW if scenario.values["optimizer"] == "adamw" else torch.optim.SGD
+    optimizer = kind(module.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    scaler = (
+        torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) if scenario.values.get("scaled") else None
+    )
+    return module, optimizer, scheduler, scaler
+
+
+def main(scenario: Scenario) -> None:
+    torch.set_num_threads(1)
+    values = scenario.values
+    counter, seen, losses = Counter(), [], []
+    options = {"checkpoint_every_steps": values.get("save_every"), "checkpoint_every_s": None}
+    with Session(values.get("checkpoints"), seed=3, device="cpu", **options) as session:
+        module, optimizer, scheduler, scaler = build(scenario)
+        session.register("counter", counter)
+        if values.get("dies_after_pieces"):
+            dying_source(values["dies_after_pieces"])
+        wrapped = session.wrap(module, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+
+        def spoil(*_: Any) -> None:
+            if any(each["where"] == "inside_update" for each in scenario.faults):
+                before = [p.detach().clone() for p in module.parameters()]
+                with torch.no_grad():
+                    next(iter(module.parameters())).add_(1.0)
+                scenario.at(session.step_number + 1, "inside_update", session)
+                with torch.no_grad():
+                    for parameter, value in zip(module.parameters(), before, strict=True):
+                        parameter.copy_(value)
+
+        optimizer.register_step_pre_hook(spoil)
+        for batch in session.batches(data(), global_batch_size=values["size"], epochs=values["epochs"]):
+            number = session.step_number + 1
+            with session.step() as step:
+                scenario.at(number, "forward", session)
+                loss = loss_of(wrapped, batch)
+                step.backward(loss)
+                step.clip(5.0)
+                scenario.at(number, "before_update", session)
+                optimizer.step()
+                scenario.at(number, "after_update", session)
+            seen.append(session.step_number)
+            if step.committed:
+                counter.values.append(session.step_number)
+                if values.get("losses"):
+                    losses.append(step.loss)
+            scenario.at(number, "after_step", session)
+            if values["pace_s"]:
+                pause(values["pace_s"])
+        state = session._trained.state.collect()
+        state["position"].update(generation=0, lineage=0)  # these count rounds; all else must be equal, bit by bit
+    buffers = {name for name, _ in module.named_buffers()}
+    result = {
+        "pid": os.getpid(),
+        "digest": f"{fingerprint(state, buffers):016x}",
+        "buffers": f"{digest({name: state['model'][name] for name in sorted(buffers)}):016x}",
+        "step": session.step_number,
+        "counter": counter.values,
+        "seen": seen,
+        "losses": losses,
+        "resumed_from": session.resumed_from,
+    }
+    Path(f"{scenario.node}.result").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Scenario(sys.argv[1]))

@@ -1,0 +1,80 @@
+"""What the loop decides when the membership changes: by the state that all ranks share, and nothing twice."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_trainer.model import Cursor
+from elastic_trainer.training.history import History
+from elastic_trainer.training.loading import load_job
+from elastic_trainer.training.schedule import RunLength
+from elastic_trainer.training.trainer import Run
+
+LENGTH = RunLength(samples=100, steps_per_epoch=4, epochs=2, steps=8)
+
+
+class _Step:
+    """A step whose loss takes a collective, during which the round may change."""
+
+    def __init__(self, session: SimpleNamespace, *, breaks: bool) -> None:
+        self.number = 10
+        self._session, self._breaks = session, breaks
+
+    @property
+    def loss(self) -> float:
+        self._session.round += self._breaks
+        return 0.5
+
+
+def _run(*, step: int = 4, cursor: Cursor | None = None) -> Any:
+    """A run without processes: where it stands and what it remembers."""
+    run: Any = Run.__new__(Run)
+    run.config = load_job("mnist", ["logging.loss_every=10"])
+    run.history = History()
+    run.session = SimpleNamespace(round=3, step_number=step, cursor=cursor or Cursor(0, 100))
+    run.job = SimpleNamespace(length=LENGTH)
+    return run
+
+
+def _peer(run: Any) -> Any:
+    """A rank that joined just now: its state is that of ``run``, as it travels between ranks."""
+    joined = _run(step=run.session.step_number, cursor=run.session.cursor)
+    joined.history.load_state_dict(json.loads(json.dumps(run.history.state_dict())))
+    return joined
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_loss_found_across_a_change_of_the_round_is_not_counted(breaks: bool) -> None:
+    """The history came from a peer meanwhile, which may have counted this step; the loss is this rank's own."""
+    run = _run()
+    run._observe(_Step(run.session, breaks=breaks), SimpleNamespace(global_size=32))
+    counted = run.history.add(10, 0, 0, 0.1, {}).train_loss
+    assert counted == (None if breaks else 0.5)
+    assert run._loss == 0.5
+
+
+def test_a_rank_that_joins_before_a_save_takes_part_in_it() -> None:
+    """Whether a save is due follows from the shared state: survivor and newcomer agree before it and after it."""
+    survivor = _run()
+    assert not survivor._save_due()
+    survivor.history.add(4, 1, 0, 0.1, {"accuracy": 0.9})
+    assert survivor._save_due()
+    assert _peer(survivor)._save_due()
+    survivor.history.saved_step = 4
+    assert not survivor._save_due()
+    assert not _peer(survivor)._save_due()
+
+
+def test_only_the_best_and_the_last_state_are_saved_on_purpose() -> None:
+    """An evaluation that is not the best needs no checkpoint of its own, except at the end of the run."""
+    run = _run(step=3, cursor=Cursor(0, 75))
+    run.history.add(2, 0, 50, 0.1, {"accuracy": 0.9})
+    run.history.add(3, 0, 75, 0.1, {"accuracy": 0.8})
+    assert not run._save_due()
+    run.session.step_number, run.session.cursor = 8, Cursor(1, 100)
+    run.history.add(8, 2, 0, 0.1, {"accuracy": 0.7})
+    assert run._save_due()
