@@ -266,6 +266,8 @@ class Conductor:
                     worker = self._welcome(connection, message)
                 elif worker is not None:
                     self._hear(worker, message)
+                if isinstance(message, Leaving):
+                    return  # hanging up tells the worker that its word has been taken, so it may end now
         except MessageError as error:
             logger().error("worker.not_understood", pid=connection.peer()[0], error=str(error))
         finally:

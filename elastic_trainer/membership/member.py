@@ -1,7 +1,7 @@
 """One node's membership: its presence in the store, the decisions it may carry out, the rounds it waits for.
 
 *Runs in* the node agent: one thread that decides (``membership``), calls from torchrun's main thread.
-*Owns* the node's lease and key, the watch on the run.
+*Owns* the node's lease and key, the view of the run.
 *Fails by* RunClosedError, JoinTimeoutError, SpecMismatchError and StoreUnavailableError (at the start only: later an
 outage of the store is waited out).
 *Invariant*: the round document is written only against the revision last seen and while this node's own key stands,
@@ -13,7 +13,6 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import (
@@ -33,11 +32,12 @@ from elastic_trainer.membership.documents import (
     RoundState,
     RunResult,
 )
+from elastic_trainer.membership.outlook import Outlook, RollCall, named
 from elastic_trainer.membership.presence import Presence
 from elastic_trainer.membership.probe import Prober
 from elastic_trainer.membership.rules import Action, Decision, decide
 from elastic_trainer.membership.sightings import Tracker
-from elastic_trainer.membership.standing import Limits, View, live_members
+from elastic_trainer.membership.standing import Limits, Sightings, View, live_members
 from elastic_trainer.membership.view import Observation, RunView
 from elastic_trainer.store.api import Compare, Delete, Operation, Put, Store, created_at, unchanged
 from elastic_trainer.store.keys import RunKeys
@@ -68,9 +68,9 @@ class Member:
         self._presence = presence
         self._prober = prober if prober is not None else Prober(clock)
         self._view = RunView(keys)
+        self._outlook = Outlook(store, keys, presence, self._view, clock)
         self._tracker = Tracker()
         self._stop = threading.Event()
-        self._watch: Any = None
         self._thread: threading.Thread | None = None
         self._listeners: list[Callable[[RoundDocument], None]] = []
         self._told_revision = -1
@@ -86,7 +86,7 @@ class Member:
 
     def start(self, deadline: Deadline) -> None:
         """Follow the run and begin to decide. The node becomes visible with the first ``announce``."""
-        self._watch = self._store.watch(self._keys.root, self._view)
+        self._view.start(self._store)
         if not self._view.wait_loaded(deadline.remaining_s()):
             raise StoreUnavailableError(
                 "the store did not send the run's state in time", hint="check its load and the network"
@@ -169,7 +169,10 @@ class Member:
                 idle_since = self._clock.monotonic()
             left = idle_since + join_timeout_s - self._clock.monotonic()
             if left <= 0.0:
-                raise self.join_timeout(join_timeout_s)
+                roll = self._roll_call(seen)
+                if not (active and roll.round_lives):
+                    raise self._join_timeout(join_timeout_s, roll)
+                idle_since = self._clock.monotonic()
             self._view.wait_change(seen.serial, min(left, LOOK_AGAIN_S))
 
     def _pass_over(self, number: int, limit_s: float) -> None:
@@ -202,8 +205,7 @@ class Member:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * WRITE_TIMEOUT_S)
         self._presence.close()
-        if self._watch is not None:
-            self._watch.close()
+        self._view.close()
 
     # ---- the deciding thread
 
@@ -230,15 +232,25 @@ class Member:
             self._view.wake()
             return 0.0
         now = self._clock.monotonic()
-        view = self._as_view(seen)
-        self._tracker = self._tracker.advance(view, seen.round_revision, now)
+        outlook_s = self._outlook.turn(seen, now)
+        self._track(seen, now)
+        if not seen.decidable:
+            return min(LOOK_AGAIN_S, outlook_s)
         view = self._as_view(seen)
         decision = decide(view, now)
         if decision.action is not Action.WAIT:
             done = self._commit(decision, seen, Deadline.after(WRITE_TIMEOUT_S, self._clock))
             return 0.0 if done else 0.1
         probing_s = self._prober.look(view, self._view.wake)
-        return min(LOOK_AGAIN_S, probing_s, decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S)
+        again_s = decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
+        return min(LOOK_AGAIN_S, outlook_s, probing_s, again_s)
+
+    def _track(self, seen: Observation, now: float) -> None:
+        """Note since when things are as they are; of the nodes nothing is known where they are not followed."""
+        if seen.follows_nodes:
+            self._tracker = self._tracker.advance(self._as_view(seen), seen.round_revision, now)
+        elif seen.round_revision != self._tracker.round_revision:
+            self._tracker = Tracker(Sightings(round_since=now), round_revision=seen.round_revision)
 
     def _tell(self, seen: Observation) -> None:
         if seen.round is None or seen.round_revision <= self._told_revision:
@@ -310,10 +322,17 @@ class Member:
 
     def join_timeout(self, join_timeout_s: float) -> JoinTimeoutError:
         """The error of a node that has waited ``join_timeout_s`` seconds in vain."""
-        seen = self._view.look()
-        present = ", ".join(sorted(seen.nodes)) or "none"
+        return self._join_timeout(join_timeout_s, self._roll_call(self._view.look()))
+
+    def _roll_call(self, seen: Observation) -> RollCall:
+        if not seen.follows_nodes:
+            return self._outlook.roll_call(seen)
+        return RollCall(named(sorted(seen.nodes)), bool(live_members(self._as_view(seen))))
+
+    def _join_timeout(self, join_timeout_s: float, roll: RollCall) -> JoinTimeoutError:
+        least = self._limits.min_nodes
         return JoinTimeoutError(
-            f"fewer than {self._limits.min_nodes} nodes were ready within {join_timeout_s:g} s (present: {present})",
+            f"fewer than {least} nodes were ready within {join_timeout_s:g} s (present: {roll.present})",
             hint="start more nodes, lower the minimum of --nnodes, or raise --rdzv-conf join_timeout",
         )
 

@@ -14,7 +14,20 @@ from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, LeaseLostError, StoreUnavailableError, TransientError
 from elastic_trainer.membership.documents import DocumentError, NodeRecord
 from elastic_trainer.membership.probe import refuses
-from elastic_trainer.store.api import Delete, KeyValue, Put, Read, Store, absent, created_at, unchanged
+from elastic_trainer.membership.seniority import SENIORS
+from elastic_trainer.store.api import (
+    Delete,
+    KeyValue,
+    Order,
+    Put,
+    Read,
+    Snapshot,
+    Store,
+    absent,
+    created_at,
+    prefix_end,
+    unchanged,
+)
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.telemetry.logs import logger
@@ -27,8 +40,13 @@ class Presence:
 
     def __init__(self, store: Store, keys: RunKeys, node_id: str, session: LeaseSession, clock: Clock = SYSTEM) -> None:
         self._store, self._key, self._session, self._clock = store, keys.node(node_id), session, clock
+        self._oldest = Read(
+            keys.nodes, prefix_end(keys.nodes), limit=SENIORS, order=Order.CREATE_REVISION, keys_only=True
+        )
         self.node_id = node_id
         self.create_revision = 0
+        self.senior = False
+        """Whether it was among the most senior nodes when its key was created."""
         self._record: NodeRecord | None = None
         self._shown: NodeRecord | None = None
         self._lock = threading.RLock()
@@ -53,6 +71,11 @@ class Presence:
         """Such a transaction went through."""
         with self._lock:
             self._record = self._shown = record
+
+    @property
+    def ttl_s(self) -> float:
+        """How long the key stays after its owner has fallen silent."""
+        return self._session.ttl_s
 
     @property
     def lost(self) -> bool:
@@ -116,11 +139,10 @@ class Presence:
         waiting_until = Deadline.after(2 * self._session.ttl_s + 2.0, self._clock)
         while True:
             result = self._store.transact(
-                [absent(self._key)], [put], [Read(self._key)], deadline=deadline.at_most(ATTEMPT_S)
+                [absent(self._key)], [put, self._oldest], [Read(self._key)], deadline=deadline.at_most(ATTEMPT_S)
             )
             if result.succeeded:
-                self.create_revision = result.revision
-                self._shown = self.record
+                self._created(result.revision, result.reads[0])
                 return
             left_behind = result.reads[0].first
             if left_behind is None:
@@ -144,9 +166,14 @@ class Presence:
     def _adopt(self, mine: KeyValue, put: Put, deadline: Deadline) -> None:
         """An earlier write of ours went through unnoticed (its answer was lost)."""
         guard = created_at(self._key, mine.create_revision)
-        if self._store.transact([guard], [put], deadline=deadline.at_most(ATTEMPT_S)).succeeded:
-            self.create_revision = mine.create_revision
-            self._shown = self.record
+        result = self._store.transact([guard], [put, self._oldest], deadline=deadline.at_most(ATTEMPT_S))
+        if result.succeeded:
+            self._created(mine.create_revision, result.reads[0])
+
+    def _created(self, revision: int, oldest: Snapshot) -> None:
+        self.senior = any(item.key == self._key for item in oldest.items)
+        self.create_revision = revision
+        self._shown = self.record
 
 
 def _owner_is_dead(item: KeyValue) -> bool:

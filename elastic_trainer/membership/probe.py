@@ -17,6 +17,8 @@ from elastic_trainer.telemetry.logs import logger
 
 PROBE_TIMEOUT_S = 0.5
 PROBE_INTERVAL_S = 0.1
+PROBES_AT_ONCE = 32
+"""A thousand nodes may be silent together; those that were asked longest ago come first."""
 
 
 def refuses(host: str, port: int, timeout_s: float) -> bool:
@@ -37,6 +39,7 @@ class Prober:
         self._clock, self._probe = clock, probe
         self._dead: set[tuple[str, int]] = set()
         self._asked: dict[str, float] = {}
+        self._asking = 0
         self._lock = threading.Lock()
 
     def dead(self, nodes: Mapping[str, NodeView]) -> frozenset[str]:
@@ -53,13 +56,24 @@ class Prober:
         """
         silent = silent_members(view)
         now = self._clock.monotonic()
-        for node in silent:
-            if now - self._asked.get(node.id, -PROBE_INTERVAL_S) >= PROBE_INTERVAL_S:
-                self._asked[node.id] = now
-                threading.Thread(target=self._ask, args=(node, found), name=f"probe-{node.id}", daemon=True).start()
+        before = now - PROBE_INTERVAL_S
+        due = sorted((self._asked.get(node.id, before), node.id, node) for node in silent)
+        with self._lock:
+            chosen = [node for asked, _, node in due if asked <= before][: PROBES_AT_ONCE - self._asking]
+            self._asking += len(chosen)
+        for node in chosen:
+            self._asked[node.id] = now
+            threading.Thread(target=self._ask, args=(node, found), name=f"probe-{node.id}", daemon=True).start()
         return PROBE_INTERVAL_S if silent else float("inf")
 
     def _ask(self, node: NodeView, found: Callable[[], None]) -> None:
+        try:
+            self._find_out(node, found)
+        finally:
+            with self._lock:
+                self._asking -= 1
+
+    def _find_out(self, node: NodeView, found: Callable[[], None]) -> None:
         if self._probe(node.record.address, node.record.probe_port, PROBE_TIMEOUT_S):
             with self._lock:
                 known = (node.id, node.mod_revision) in self._dead

@@ -1,25 +1,27 @@
-"""What a node knows of its run: the nodes and the round document, fed by one watch.
+"""What a node knows of its run: the round document, and the nodes too while it follows them.
 
-*Runs in* the watch's thread (writes) and any thread (reads). *Owns* a condition that is notified at each change.
-*Invariant*: nodes and round come from one ordered stream, so a round never shows before the nodes that it names.
+*Runs in* the watches' threads (writes), the deciding thread (``open``, ``tidy``) and any thread (reads).
+*Owns* the watch on the run, a second one while it changes over, and a condition that is notified at each change.
+*Invariant*: what is shown comes from one ordered stream at a time, so a round never shows before the nodes that it
+names, and the change from one stream to another never shows an older round.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastic_trainer.membership.documents import DocumentError, NodeRecord, RoundDocument
 from elastic_trainer.membership.standing import NodeView
-from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, WatchEvent
+from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, Store, Watch, WatchEvent
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.logs import logger
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One consistent look at the run."""
+    """One consistent look at the run. ``nodes`` is empty for a node that follows the round alone."""
 
     nodes: dict[str, NodeView]
     round: RoundDocument | None
@@ -28,59 +30,155 @@ class Observation:
     connected: bool
     serial: int
     """Grows with each change, so that a waiter knows whether it has seen the newest."""
+    follows_nodes: bool = True
+    revision: int = 0
+    """Everything up to this revision of the store is in here."""
+
+    @property
+    def decidable(self) -> bool:
+        """Whether the nodes are known, and as they were at the round document or later."""
+        return self.follows_nodes and self.revision >= self.round_revision
 
 
-class RunView:
-    """Listens to the run's keys."""
+class Feed:
+    """One watch, on the whole run or on the round document alone, and what has come through it.
 
-    def __init__(self, keys: RunKeys) -> None:
-        self._keys = keys
-        self._nodes_prefix = keys.nodes
-        self.changed = threading.Condition()
-        self._nodes: dict[str, NodeView] = {}
-        self._round: RoundDocument | None = None
-        self._round_revision = 0
-        self._connected = True
-        self._serial = 0
-        self._loaded = False
+    ``moved(self)`` is called with ``lock`` held after each change.
+    """
+
+    def __init__(self, keys: RunKeys, lock: threading.Condition, moved: Callable[[Feed], None], *, nodes: bool) -> None:
+        self._keys, self._lock, self._moved = keys, lock, moved
+        self.follows_nodes = nodes
+        self.nodes: dict[str, NodeView] = {}
+        self.round: RoundDocument | None = None
+        self.round_revision = 0
+        self.revision = 0
+        self.connected = True
+        self.loaded = False
+        self._watch: Watch | None = None
+
+    def begin(self, store: Store) -> None:
+        """Start the watch."""
+        if self.follows_nodes:
+            self._watch = store.watch(self._keys.root, self)
+        else:
+            self._watch = store.watch(self._keys.round, self, exact=True)
+
+    def end(self) -> None:
+        """Close the watch; not with the lock held, which its thread may be waiting for."""
+        if self._watch is not None:
+            self._watch.close()
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
         """Replace everything."""
-        with self.changed:
-            self._nodes.clear()
-            self._round, self._round_revision = None, 0
+        with self._lock:
+            self.nodes.clear()
+            self.round, self.round_revision = None, 0
             for item in snapshot.items:
                 self._put(item)
-            self._loaded = True
-            self._bump()
+            self.revision, self.loaded = snapshot.revision, True
+            self._moved(self)
 
     def on_events(self, events: Sequence[WatchEvent]) -> None:
         """Apply changes in order."""
-        with self.changed:
+        with self._lock:
             for event in events:
                 if event.kind is EventKind.PUT:
                     self._put(event.item)
                 else:
                     self._delete(event.item)
-            self._bump()
+                self.revision = event.item.mod_revision
+            self._moved(self)
 
     def on_connected(self, connected: bool) -> None:
         """Note that the stream is down or up."""
+        with self._lock:
+            self.connected = connected
+            self._moved(self)
+
+    def _put(self, item: KeyValue) -> None:
+        try:
+            if item.key == self._keys.round:
+                if item.mod_revision > self.round_revision:
+                    self.round = RoundDocument.decode(item.value, item.key)
+                    self.round_revision = item.mod_revision
+            elif (name := self._keys.node_id(item.key)) is not None:
+                record = NodeRecord.decode(item.value, item.key)
+                self.nodes[name] = NodeView(name, item.create_revision, item.mod_revision, record)
+        except DocumentError as error:
+            logger().error("document.refused", key=item.key, error=str(error))
+
+    def _delete(self, item: KeyValue) -> None:
+        if item.key == self._keys.round:
+            self.round, self.round_revision = None, 0
+        elif (name := self._keys.node_id(item.key)) is not None:
+            self.nodes.pop(name, None)
+
+
+class RunView:
+    """Shows one feed. Another may be opened beside it, and takes over when it knows no older round."""
+
+    def __init__(self, keys: RunKeys) -> None:
+        self._keys = keys
+        self.changed = threading.Condition()
+        self._shown = Feed(keys, self.changed, self._moved, nodes=False)
+        self._next: Feed | None = None
+        self._retired: list[Feed] = []
+        self._serial = 0
+
+    def start(self, store: Store) -> None:
+        """Begin by following the round alone."""
+        self._shown.begin(store)
+
+    @property
+    def changing(self) -> bool:
+        """Whether another feed has been opened and has not taken over yet."""
         with self.changed:
-            self._connected = connected
-            self._bump()
+            return self._next is not None
+
+    def change(self, store: Store, *, nodes: bool) -> None:
+        """Go over to following the nodes with the round, or the round alone; returns at once."""
+        feed = Feed(self._keys, self.changed, self._moved, nodes=nodes)
+        with self.changed:
+            if self._next is not None:
+                return
+            self._next = feed
+        feed.begin(store)
+
+    def tidy(self) -> None:
+        """Close the watch of a feed that is not shown any more."""
+        with self.changed:
+            retired, self._retired = self._retired, []
+        for feed in retired:
+            feed.end()
+
+    def close(self) -> None:
+        """Close all watches."""
+        with self.changed:
+            self._retired += [self._shown, *([self._next] if self._next is not None else [])]
+        self.tidy()
 
     def note_round(self, document: RoundDocument, revision: int) -> None:
         """Take over a round document that this node has just committed, ahead of the watch."""
         with self.changed:
-            if revision > self._round_revision:
-                self._round, self._round_revision = document, revision
+            shown = self._shown
+            if revision > shown.round_revision:
+                shown.round, shown.round_revision = document, revision
                 self._bump()
 
     def look(self) -> Observation:
         """The present state."""
         with self.changed:
-            return Observation(dict(self._nodes), self._round, self._round_revision, self._connected, self._serial)
+            shown = self._shown
+            return Observation(
+                dict(shown.nodes),
+                shown.round,
+                shown.round_revision,
+                shown.connected,
+                self._serial,
+                shown.follows_nodes,
+                shown.revision,
+            )
 
     def wait_change(self, serial: int, timeout_s: float) -> None:
         """Wait until something is newer than ``serial``, or ``timeout_s`` seconds passed."""
@@ -90,32 +188,23 @@ class RunView:
     def wait_loaded(self, timeout_s: float) -> bool:
         """Wait for the first snapshot."""
         with self.changed:
-            return self.changed.wait_for(lambda: self._loaded, timeout=timeout_s)
+            return self.changed.wait_for(lambda: self._shown.loaded, timeout=timeout_s)
 
     def wake(self) -> None:
         """Make waiters look again."""
         with self.changed:
             self._bump()
 
+    def _moved(self, feed: Feed) -> None:
+        following = self._next
+        # A store that was wiped begins with small revisions again: then the shown feed forgets its round first.
+        if following is not None and following.loaded and following.revision >= self._shown.round_revision:
+            self._retired.append(self._shown)
+            self._shown, self._next = following, None
+            self._bump()
+        elif feed is self._shown:
+            self._bump()
+
     def _bump(self) -> None:
         self._serial += 1
         self.changed.notify_all()
-
-    def _put(self, item: KeyValue) -> None:
-        try:
-            if item.key == self._keys.round:
-                if item.mod_revision > self._round_revision:
-                    self._round = RoundDocument.decode(item.value, item.key)
-                    self._round_revision = item.mod_revision
-            elif item.key.startswith(self._nodes_prefix):
-                name = item.key.removeprefix(self._nodes_prefix)
-                record = NodeRecord.decode(item.value, item.key)
-                self._nodes[name] = NodeView(name, item.create_revision, item.mod_revision, record)
-        except DocumentError as error:
-            logger().error("document.refused", key=item.key, error=str(error))
-
-    def _delete(self, item: KeyValue) -> None:
-        if item.key == self._keys.round:
-            self._round, self._round_revision = None, 0
-        elif item.key.startswith(self._nodes_prefix):
-            self._nodes.pop(item.key.removeprefix(self._nodes_prefix), None)

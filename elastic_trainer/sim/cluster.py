@@ -208,11 +208,15 @@ class LocalCluster:
             directory.mkdir(parents=True, exist_ok=True)
         leash = [sys.executable, "-m", "elastic_trainer.sim.leash", str(os.getpid())]
         log = self.spec.logs / f"{name}.log"
-        command = [*leash, *torchrun(self.spec, name, first=not self.nodes)]
+        command = [*leash, *self.command(name)]
         process = _SPAWNER.submit(_spawn, command, log, self._environment(name)).result()
         node = Node(name, process, log, self.ledger_marks | {ENV_NODE: name})
         self.nodes.append(node)
         return node
+
+    def command(self, name: str) -> list[str]:
+        """What starts the next node; overridden where nodes live in networks of their own."""
+        return torchrun(self.spec, name, first=not self.nodes)
 
     def node(self, name: str) -> Node:
         """The node called ``name``."""

@@ -6,7 +6,7 @@ Times are monotonic seconds of one host.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from elastic_trainer.sim.ledger import Line, LineKind
@@ -41,6 +41,10 @@ class Effect:
     details: Mapping[str, float] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
+    def amended(self, details: Mapping[str, float], problems: Iterable[str]) -> Effect:
+        """The same with more ``details``, and these ``problems`` instead."""
+        return replace(self, details={**self.details, **details}, problems=tuple(problems))
+
 
 class Book:
     """The ledger lines of a run, kept so that questions are cheap while it grows."""
@@ -72,10 +76,10 @@ class Book:
             steps={node: len(lines) for node, lines in self._in_round[number].items()},
         )
 
-    def newest_step(self, pid: int) -> Line | None:
-        """The last step that process ``pid`` has committed."""
-        steps = self._steps.get(pid)
-        return steps[-1] if steps else None
+    def first_step(self, node: str, round_: int) -> float | None:
+        """When ``node`` had committed its first step in ``round_``; None if it has not."""
+        steps = self._in_round.get(round_, {}).get(node)
+        return steps[0].t if steps else None
 
     def steps_after(self, pid: int, t: float, round_: int = 0) -> list[Line]:
         """Steps of process ``pid`` recorded after ``t`` in ``round_`` or later."""

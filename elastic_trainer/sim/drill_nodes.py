@@ -81,22 +81,27 @@ def node_freeze(stage: Stage, repeat: int) -> Effect:
     stage.retire(name)
     t = freeze(stage, stage.node(name).family())
     effect = aftermath(stage, before, f"node {name} frozen", t, [name])
+    broken = broken_rounds(stage)
     thawed = now()
     stage.node(name).thaw()
-    return _back(stage, name, effect, thawed)
+    return back(stage, name, effect, thawed, broken)
 
 
-def _back(stage: Stage, name: str, effect: Effect, since: float) -> Effect:
-    """The node ``name`` comes back without breaking a round of the others."""
-    stage.settled(3)
-    broken = sum(document.state is RoundState.BROKEN for document in stage.history)
+def back(stage: Stage, name: str, effect: Effect, since: float, broken: int) -> Effect:
+    """Wait for the return of ``name``; it must not break a round (``broken`` were so before)."""
     stage.welcome(name)
-    back = stage.settled(1)
+    standing = stage.settled()
     problems = list(effect.problems)
-    if sum(document.state is RoundState.BROKEN for document in stage.history) > broken:
+    if broken_rounds(stage) > broken:
         problems.append(f"the return of {name} broke a round")
-    details = {**effect.details, "rejoin_s": (stage.book.first_step(name, back.round) or since) - since}
-    return effect.amended(details, problems)
+    first = stage.book.first_step(name, standing.round)
+    return effect.amended({"rejoin_s": first - since} if first is not None else {}, problems)
+
+
+def broken_rounds(stage: Stage) -> int:
+    """How many rounds have been broken so far."""
+    stage.look()
+    return len({document.number for document in stage.history if document.state is RoundState.BROKEN})
 
 
 def node_join(stage: Stage, repeat: int) -> Effect:
@@ -122,7 +127,7 @@ def node_drain(stage: Stage, repeat: int) -> Effect:
     effect = aftermath(stage, before, f"node {name} drained", t, [name])
     left_s = _gone(stage, name) - t
     problems = list(effect.problems)
-    if any(document.state is RoundState.BROKEN for document in stage.history):
+    if broken_rounds(stage):
         problems.append(f"the departure of {name} broke a round")
     stage.restore()
     return effect.amended({"left_s": left_s}, problems)
@@ -161,8 +166,10 @@ def kill_during_join(stage: Stage, repeat: int) -> Effect:
     first = stage.settled()
     newcomer = first.nodes[-1]
     kill_workers([worker(stage, first, newcomer)])
-    # The others must be left alone for a while: the restarted worker then comes back by a planned change.
-    before = stage.training_without(newcomer)
+    # The others train on without it; its restarted worker comes back by a planned change.
+    stage.retire(newcomer)
+    before = stage.settled(5)
+    stage.welcome(newcomer)
     name = newcomer if repeat % 2 else before.nodes[0]
     member = worker(stage, before, before.nodes[0])
     stage.until(lambda: _draining(stage, before.round), "a planned change")

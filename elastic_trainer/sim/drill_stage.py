@@ -221,6 +221,10 @@ class Stage:
         """``name`` is not expected to train any more."""
         self._gone.add(name)
 
+    def welcome(self, name: str) -> None:
+        """``name`` is expected again."""
+        self._gone.discard(name)
+
     def restore(self) -> None:
         """Start nodes in the place of those that are gone, and wait until all train."""
         while len(self.expected) < self.setting.nodes:

@@ -29,6 +29,7 @@ from elastic_trainer.worker.link import Formation, Progress, StoreAddress
 WELCOME_TIMEOUT_S = 30.0
 REPORT_EVERY_S = 0.2
 IDLE_EVERY_S = 1.0
+FAREWELL_TIMEOUT_S = 5.0
 
 
 class ChannelLink:
@@ -86,8 +87,11 @@ class ChannelLink:
         """Say how this worker ended, and hang up."""
         if self._closing:
             return
-        self._send(messages.Leaving(status=status if status in ("done", "stopped") else "failed", step=0))
         self._closing = True
+        self._send(messages.Leaving(status=status if status in ("done", "stopped") else "failed", step=0))
+        # The agent hangs up when it has taken note. Ending earlier could tell of the death before the farewell.
+        if self._thread is not threading.current_thread():
+            self._thread.join(FAREWELL_TIMEOUT_S)
         self._connection.close()
 
     # ---- rounds

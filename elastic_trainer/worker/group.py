@@ -22,12 +22,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from elastic_trainer import settings
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import ConfigError, TransientError
+from elastic_trainer.errors import ConfigError, RoundBrokenError, TransientError
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.device import NCCL, Placement
 from elastic_trainer.worker.link import Formation, StoreAddress
 from elastic_trainer.worker.meeting import meet
+
+REACH_S = 10.0
+REACH_ATTEMPT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +102,25 @@ def leave_torch() -> None:
         dist.destroy_process_group()
 
 
-def form_in_place(formation: Formation, placement: Placement, timeout_s: float, begun: Callable[[], None]) -> Group:
+def form_in_place(
+    formation: Formation,
+    placement: Placement,
+    timeout_s: float,
+    begun: Callable[[], None],
+    over: Callable[[], str | None],
+) -> Group:
     """The groups of a round in place: through a store connection of this form only, under the round's own prefix.
 
     Ranks that wait for a planned change may be early by a whole step: all wait for rank 0's word, and ``begun`` is
-    called then, from when on the forming itself may be bounded.
+    called then, from when on the forming itself may be bounded. ``over()`` says why the round has ended already.
     """
     if formation.store is None or formation.store.prefix is None:
         raise ConfigError("the agent named no meeting place for the round", hint="update elastic_trainer on all nodes")
     if formation.one_host:
         settings.prefer_loopback()
     timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(formation.store.host, formation.store.port, None, False, timeout=timeout, wait_for_workers=False)
+    store = _reach(formation.store, over)
+    store.set_timeout(timeout)
     fresh = PrefixStore(f"round/{formation.store.prefix}", store)
     if formation.rank == 0:
         fresh.set("go", "1")
@@ -127,6 +137,26 @@ def form_in_place(formation: Formation, placement: Placement, timeout_s: float, 
     )
     control = dist.ProcessGroupGloo(PrefixStore("control", fresh), formation.rank, formation.world_size, timeout)
     return Group(formation, Control(control, formation.rank, formation.world_size), store)
+
+
+def _reach(address: StoreAddress, over: Callable[[], str | None]) -> TCPStore:
+    """A connection to the store of a round in place, tried in short attempts: nothing else ends one.
+
+    The store's agent may be gone by now; the others then learn that, and the round is over.
+    """
+    deadline, attempt = Deadline.after(REACH_S), timedelta(seconds=REACH_ATTEMPT_S)
+    while True:
+        try:
+            return TCPStore(address.host, address.port, None, False, timeout=attempt, wait_for_workers=False)
+        except dist.DistNetworkError as error:
+            reason = over()
+            if reason is not None:
+                raise RoundBrokenError(f"the round ended while its store was looked for: {reason}") from error
+            if deadline.expired:
+                raise TransientError(
+                    f"the store of the round at {address.host}:{address.port} cannot be reached",
+                    hint="check that all nodes reach each other; --rdzv-conf interface=... says by which address",
+                ) from error
 
 
 def abandon() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Committed, EventSink, Retention
-from elastic_trainer.errors import EXIT_CANNOT_WRITE, ConfigError
+from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker import group as groups
@@ -167,15 +167,18 @@ class Participation:
         """From now on this is what is trained."""
         self._trained = trained
 
-    def resume(self) -> None:
-        """Bring all ranks of the present round to one state, out of storage, and let them train together."""
+    def resume(self, unfit: CheckpointError | None = None) -> None:
+        """Bring all ranks of the present round to one state, out of storage, and let them train together.
+
+        Where there is nothing in storage they begin with that of rank 0, unless one rank says that it is ``unfit``.
+        """
         state = self._training.state
         formation = self.formed.formation
 
         def take_over(tree: Mapping[str, Any]) -> None:
             state.apply(tree, first_rank=self.is_rank0)
 
-        self.origin = restore(self.control, self._manager, state.collect, take_over)
+        self.origin = restore(self.control, self._manager, state.collect, take_over, unfit)
         first = self.position.generation + 1 if self.origin.name is not None else 0
         newest = max(row[0] for row in self.control.gather([max(formation.round, first)]))
         self.take_part(newest, self.origin.fields)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from elastic_trainer.errors import RejoinError
+from elastic_trainer.errors import CheckpointError, RejoinError
 from elastic_trainer.ipc.messages import StateReport
 from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.healing import heal, identity
@@ -64,8 +64,16 @@ class Recovery:
         )
 
     def _report(self) -> StateReport | None:
+        if not self._valid:
+            return None
         position = self._part.position
-        return StateReport(round=position.lineage, step=position.step) if self._valid else None
+        return StateReport(
+            round=position.lineage,
+            step=position.step,
+            epoch=position.cursor.epoch,
+            samples=position.cursor.samples,
+            batch=self._part.feed.next_size,
+        )
 
     def _settle(self, group: groups.Group) -> None:
         """A round has been formed: all ranks come to one state."""
@@ -84,8 +92,8 @@ class Recovery:
         if healed.source is None:
             self._valid = False
             part.check_storage()
-            part.resume()
-            self._valid = True
+            part.resume(self._unfit())
+            self._trained.steps.dirty, self._valid = False, True
             return
         behind = part.rank in healed.behind
         if behind:
@@ -94,6 +102,16 @@ class Recovery:
         given_up, self._given_up = self._given_up, None
         if behind and given_up is not None:
             self._count(given_up, attempted_since=healed.notes["attempted"] > given_up.number)
+
+    def _unfit(self) -> CheckpointError | None:
+        """Why this rank's state is none to begin with."""
+        if not self._trained.steps.dirty:
+            return None
+        return CheckpointError(
+            "no rank holds a whole state any more: the round ended while the optimizer was at work, and there is no"
+            " checkpoint",
+            hint="give Session a checkpoint_dir",
+        )
 
     def collect(self) -> dict[str, Any]:
         """The whole training state, for a rank that needs it (its tensors are the live ones)."""

@@ -90,12 +90,16 @@ def restore(
     manager: CheckpointManager | None,
     collect: Callable[[], Tree],
     apply: Callable[[Tree], None],
+    unfit: CheckpointError | None = None,
 ) -> Origin:
-    """Bring all ranks to one state. ``collect`` gives this rank's present state, ``apply`` takes a new one over."""
+    """Bring all ranks to one state. ``collect`` gives this rank's present state, ``apply`` takes a new one over.
+
+    ``unfit`` says why nobody may begin with the present state of this rank, if so.
+    """
     inventory = Inventory(manager)
     source, loaded = _elect(control, inventory)
     if source is None:
-        control.agree(inventory.error)
+        control.agree(inventory.error or unfit)
     mine = control.rank == (source or 0)
     tree: Tree | None = None
     if mine:

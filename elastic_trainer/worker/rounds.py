@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -91,7 +92,8 @@ class Rounds:
         limit = threading.Timer(self._form_timeout_s, self._sockets.sever)
         started = self._clock.monotonic()
         try:
-            group = groups.form_in_place(formation, placement, self._group_timeout_s, limit.start)
+            over = partial(self.link.broken, formation.round)
+            group = groups.form_in_place(formation, placement, self._group_timeout_s, limit.start, over)
             self._sockets.formed()
         finally:
             limit.cancel()

@@ -1,0 +1,75 @@
+"""``elastic-trainer drill``: options in, report out; the work is sim/drill_run's.
+
+*Fails by* ConfigError for options that cannot be meant and drills that cannot be played here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+from elastic_trainer.errors import EXIT_FAILURE, ConfigError
+
+_WIDTH_OF_FILES = 140
+_EXAMPLE = "example: elastic-trainer drill worker-kill --repeats 5"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    from elastic_trainer.sim.drills import DRILLS
+
+    width = max(map(len, DRILLS))
+    listed = "\n".join(f"  {drill.name:<{width}}  {drill.summary}" for drill in DRILLS.values())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"drills:\n{listed}\n\n{_EXAMPLE}"
+    add = parser.add_argument
+    add("name", metavar="NAME", help="which drill, see below")
+    add("--repeats", type=int, default=1, metavar="N", help="strike so many times (default: 1)")
+    add("--seconds", type=float, default=60.0, metavar="S", help="how long etcd-outage lasts (default: 60)")
+    add("--slack", type=float, default=1.0, metavar="S", help="seconds allowed beyond a lease (default: 1)")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    add("--run-dir", type=Path, metavar="DIR", help="where logs and ledger go; they are kept then")
+    add("--keep", action="store_true", help="keep the run directory of a success too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Play the drill and report; 0 only if all went as it must."""
+    from rich.console import Console
+
+    from elastic_trainer.sim.drill_report import show
+    from elastic_trainer.sim.drill_run import DrillOptions, run_drill
+
+    options = DrillOptions(
+        name=arguments.name,
+        repeats=_repeats(arguments.repeats),
+        seconds=_seconds(arguments.seconds, "--seconds"),
+        slack_s=_seconds(arguments.slack, "--slack"),
+        directory=arguments.run_dir,
+        keep=arguments.keep,
+    )
+    report = run_drill(options, tell=lambda text: print(text, file=sys.stderr, flush=True))
+    if arguments.json:
+        print(json.dumps(report.as_json()))
+        if not report.ok:
+            print(f"kept {report.directory}", file=sys.stderr)
+    else:
+        console = Console()
+        if not console.is_terminal:
+            console.width = _WIDTH_OF_FILES
+        show(report, console)
+    return 0 if report.ok else EXIT_FAILURE
+
+
+def _repeats(value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"--repeats {value} is below 1", hint="give 1 or more")
+    return value
+
+
+def _seconds(value: float, option: str) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{option} {value} is not a number of seconds above 0", hint="give for example 10")
+    return value

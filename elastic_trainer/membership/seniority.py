@@ -1,0 +1,76 @@
+"""Who watches the nodes: the most senior three, and in time whoever must take their place. Pure.
+
+A watch on the nodes sees every change of every node; were all to watch, N changes would cost N x N events. So the most
+senior node, which decides, and its two deputies watch the nodes, and everybody else the round document alone. That a
+decider is gone shows in the next round document, which names the members with their create-revisions. Only when none
+of the three is left does nobody write one; for that case everybody else looks from time to time who is the most senior.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic_trainer.membership.documents import Ghost, RoundDocument, RoundState
+
+SENIORS = 3
+"""The decider and its deputies."""
+HEIR_PATIENCE_S = 1.0
+"""For so long a round may be over before those next in line watch the nodes beside the deciders."""
+CROWD = 16
+"""Up to so many nodes it does not matter who watches them, so nobody stops."""
+LONGEST_PATIENCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a node that follows the round alone does ``after_s`` seconds of silence.
+
+    ``places``: ask the store for so many of the oldest nodes, and watch the nodes if this one is among them; None:
+    watch them without asking.
+    """
+
+    after_s: float
+    places: int | None
+
+
+def plan(
+    document: RoundDocument | None, node: str, create_revision: int, asked: int, asked_at_s: float, patience_s: float
+) -> Plan:
+    """What ``node`` does if ``document`` stays as it is.
+
+    ``asked``: how often it has asked since the document or its own key last changed, ``asked_at_s``: how many seconds
+    after that it did so last. ``patience_s``: after so long the leases of dead nodes have ended.
+    """
+    if document is not None and document.state is RoundState.CLOSED:
+        return Plan(math.inf, None)
+    line = elders(document, create_revision)
+    member = document is not None and document.member(node) is not None
+    if member and line < SENIORS and not asked:
+        return Plan(0.0, SENIORS)
+    if document is not None and document.state is RoundState.ACTIVE:
+        # The k-th three ask every k-th time: all together as seldom as a few nodes, and any number may be dead.
+        return Plan(asked_at_s + patience_s * max(1, line // SENIORS), SENIORS)
+    if member and line < 2 * SENIORS:
+        return Plan(HEIR_PATIENCE_S, None)
+    # Deciders that live and yet do nothing are passed by, three more each time.
+    return Plan(asked_at_s + patience_s * min(2**asked, LONGEST_PATIENCE), SENIORS * (1 + asked))
+
+
+def elders(document: RoundDocument | None, create_revision: int) -> int:
+    """How many members of the round are more senior."""
+    members = document.members if document is not None else ()
+    return sum(member.create_revision < create_revision for member in members)
+
+
+def first_names(keys: Iterable[tuple[str, int]], ghosts: Iterable[Ghost], places: int) -> list[str]:
+    """The nodes that hold the first ``places`` of ``keys``: (node, mod-revision), the oldest first, without ghosts."""
+    passed_over = {(ghost.node, ghost.mod_revision) for ghost in ghosts}
+    return [name for name, revision in keys if (name, revision) not in passed_over][:places]
+
+
+def is_one_too_many(document: RoundDocument | None, older: int, present: int) -> bool:
+    """Whether a node that watches the nodes, ``older`` of the ``present`` ones being more senior, need not do so."""
+    on = document is not None and document.state is RoundState.ACTIVE
+    return on and older >= SENIORS and present > CROWD

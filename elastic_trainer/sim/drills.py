@@ -1,0 +1,124 @@
+"""The table of drills: what each is called, what it does, and what it is played with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.sim import drill_nodes
+from elastic_trainer.sim.drill_etcd import etcd_leader_loss, etcd_outage
+from elastic_trainer.sim.drill_measure import Effect
+from elastic_trainer.sim.drill_partition import node_partition
+from elastic_trainer.sim.drill_stage import Setting, Stage
+from elastic_trainer.sim.namespaces import Segment, check_possible
+
+LEAST_TTL_S = 2.0
+"""The least lease that etcd grants with its defaults."""
+SLACK_S = 1.0
+"""What a recovery that waits for a lease may take beyond it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What a drill may need beside the stage. ``seconds``: how long an outage lasts."""
+
+    seconds: float = 60.0
+    segment: Segment | None = None
+
+
+Act = Callable[[Stage, int, Circumstances], Effect]
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """One drill. ``act`` strikes once and leaves the stage as it was; ``recovery_limit_s`` bounds the recovery."""
+
+    name: str
+    summary: str
+    act: Act
+    setting: Setting = field(default_factory=Setting)
+    networks: bool = False
+    """Whether each node gets a network of its own."""
+    lease_limited: bool = False
+    """Whether only the end of a lease can tell of the fault: recovery is then bounded by it."""
+    check: Callable[[], None] = lambda: None
+    """Raises ConfigError where the drill cannot be played."""
+
+
+def _plain(act: Callable[[Stage, int], Effect]) -> Act:
+    return lambda stage, repeat, _: act(stage, repeat)
+
+
+def _outage(stage: Stage, repeat: int, circumstances: Circumstances) -> Effect:
+    return etcd_outage(stage, repeat, circumstances.seconds)
+
+
+def _partition(stage: Stage, repeat: int, circumstances: Circumstances) -> Effect:
+    if circumstances.segment is None:
+        raise RuntimeError("a partition needs a network segment")
+    return node_partition(stage, repeat, circumstances.segment)
+
+
+_SHORT = Setting(options={"ttl": f"{LEAST_TTL_S:g}"})
+_FOUR = Setting(nodes=4, max_nodes=4)
+DRILLS: dict[str, Drill] = {
+    drill.name: drill
+    for drill in (
+        Drill("worker-kill", "SIGKILL one worker process", _plain(drill_nodes.worker_kill)),
+        Drill("node-kill", "SIGKILL a whole node, agent and worker", _plain(drill_nodes.node_kill)),
+        Drill("rank0-node-kill", "SIGKILL the node that hosts rank 0", _plain(drill_nodes.rank0_node_kill)),
+        Drill(
+            "worker-freeze",
+            "SIGSTOP one worker whose agent lives on (needs the health watchdog)",
+            _plain(drill_nodes.worker_freeze),
+            check=drill_nodes.check_watchdog,
+        ),
+        Drill(
+            "node-freeze",
+            "SIGSTOP a whole node, then thaw it",
+            _plain(drill_nodes.node_freeze),
+            _SHORT,
+            lease_limited=True,
+        ),
+        Drill(
+            "node-partition",
+            "cut a node's network silently, then mend it (needs root)",
+            _partition,
+            _SHORT,
+            networks=True,
+            lease_limited=True,
+            check=check_possible,
+        ),
+        Drill("node-join", "one more node joins", _plain(drill_nodes.node_join), Setting(nodes=2)),
+        Drill("node-drain", "SIGTERM to a node, which leaves by a planned change", _plain(drill_nodes.node_drain)),
+        Drill("double-kill", "SIGKILL two of four nodes at once", _plain(drill_nodes.double_kill), _FOUR),
+        Drill(
+            "kill-during-recovery",
+            "SIGKILL a second worker within 50 ms of a first",
+            _plain(drill_nodes.kill_during_recovery),
+            _FOUR,
+        ),
+        Drill(
+            "kill-during-join",
+            "SIGKILL a member's worker, or the newcomer's, when a join begins",
+            _plain(drill_nodes.kill_during_join),
+        ),
+        Drill("etcd-outage", "kill etcd for --seconds; then again, and a worker meanwhile", _outage),
+        Drill(
+            "etcd-leader-loss",
+            "kill the leader of three etcd servers; then again, and a worker at once",
+            _plain(etcd_leader_loss),
+            Setting(etcd_members=3),
+        ),
+    )
+}
+
+
+def named(name: str) -> Drill:
+    """The drill called ``name``, if it can be played here. Raises ConfigError."""
+    if name not in DRILLS:
+        raise ConfigError(f"there is no drill {name!r}", hint=f"one of: {', '.join(DRILLS)}")
+    drill = DRILLS[name]
+    drill.check()
+    return drill

@@ -1,0 +1,45 @@
+"""What ends a run in failure: a poison batch, collectives that never work. Each names the place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.data.plan import EpochPlan
+from elastic_trainer.membership.documents import RunResult
+from tests.integration.endings.job import Job
+from tests.integration.endings.train import BATCH, SAMPLES
+
+
+@pytest.mark.timeout(200)
+def test_a_poison_batch_ends_the_run_and_is_named(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """One sample kills whoever computes it. After three failures at that step the run is closed as failed everywhere,
+    and the reason names the step and the samples."""
+    plan = EpochPlan(SAMPLES, BATCH)
+    poison = int(plan.order(0)[3 * BATCH + 5])
+    with Job(tmp_path, etcd_endpoint, run_id, "--poison", str(poison)) as job:
+        job.start(3)
+        assert job.exit_codes() == {"n0": 1, "n1": 1, "n2": 1}
+        closed = job.closed()
+        assert closed.result is RunResult.FAILED
+        place = f"3 failures of workers after step 3, without a step committed since (epoch 0, samples {3 * BATCH} to"
+        assert closed.reason.startswith(f"{place} {4 * BATCH - 1} of its order): "), closed.reason
+        for name in ("n0", "n1", "n2"):
+            assert any(place in sentence for sentence in job.sentences(name)), job.log(name)
+            assert "Traceback" not in job.log(name)
+        assert job.newest() == 3
+
+
+@pytest.mark.timeout(200)
+def test_rounds_that_never_commit_a_step_end_the_run(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """No worker dies, but no collective ever works, as between networks that do not reach each other: after the given
+    number of rounds the run is closed as failed."""
+    with Job(tmp_path, etcd_endpoint, run_id, "--deaf", most=2, options={"stalled_rounds": "4"}) as job:
+        job.start(2)
+        assert job.exit_codes() == {"n0": 1, "n1": 1}
+        closed = job.closed()
+        assert closed.result is RunResult.FAILED
+        assert "4 rounds in a row ended after step 0, without a step committed since" in closed.reason
+        assert "lost contact with a peer" in closed.reason
+        assert closed.number == 5

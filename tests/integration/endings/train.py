@@ -1,0 +1,56 @@
+"""A small in-place training whose end the test decides: it leaves when the file ``stop`` is there.
+
+``--poison N``: the process kills itself whenever sample N is in its batch. ``--deaf``: every collective fails.
+``--linger``: after the session it waits for the file ``go``, rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from elastic_trainer import Session
+from elastic_trainer.clock import pause
+
+SAMPLES, BATCH = 320, 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--poison", type=int, default=-1)
+    parser.add_argument("--deaf", action="store_true")
+    parser.add_argument("--linger", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 16), torch.arange(SAMPLES) % 4)
+    with Session(checkpoint_dir=options.directory / "checkpoints", checkpoint_every_s=None) as session:
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        model = session.wrap(model, optimizer=optimizer)
+        rank = session.rank
+        for batch in session.batches(data, global_batch_size=BATCH, epochs=10_000):
+            with session.step() as step:
+                if options.poison in batch.ids:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if options.deaf:
+                    raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
+                step.backward(nn.functional.cross_entropy(model(batch.x), batch.y))
+                end = session.all_reduce(torch.tensor(float((options.directory / "stop").exists())))
+                optimizer.step()
+            if step.committed and end.item():
+                break
+            rank = session.rank
+            pause(0.02)
+    while options.linger and rank == 0 and not (options.directory / "go").exists():
+        pause(0.05)
+
+
+if __name__ == "__main__":
+    main()
