@@ -58,5 +58,7 @@ def _under_way(seen: Observation) -> bool:
         return True
     if current.state is RoundState.DRAINING and current.next is None:
         return False  # too few will be left
+    if not seen.follows_nodes:
+        return True  # those who decide see to it
     names = {(node.id, node.create_revision) for node in seen.nodes.values()}
     return any((member.node, member.create_revision) in names for member in current.members)

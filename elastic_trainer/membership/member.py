@@ -249,8 +249,10 @@ class Member:
         """Note since when things are as they are; of the nodes nothing is known where they are not followed."""
         if seen.follows_nodes:
             self._tracker = self._tracker.advance(self._as_view(seen), seen.round_revision, now)
-        elif seen.round_revision != self._tracker.round_revision:
-            self._tracker = Tracker(Sightings(round_since=now), round_revision=seen.round_revision)
+        else:
+            same = seen.round_revision == self._tracker.round_revision
+            round_since = self._tracker.sightings.round_since if same else now
+            self._tracker = Tracker(Sightings(round_since=round_since), round_revision=seen.round_revision)
 
     def _tell(self, seen: Observation) -> None:
         if seen.round is None or seen.round_revision <= self._told_revision:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from elastic_trainer.membership.composition import broken, compose
-from elastic_trainer.membership.documents import Identity, NodeState, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.standing import (
     NodeView,
     View,
@@ -23,6 +23,7 @@ from elastic_trainer.membership.standing import (
     newcomers,
     same_life,
 )
+from elastic_trainer.membership.tally import count
 from elastic_trainer.model import RecoveryMode
 
 
@@ -199,9 +200,8 @@ def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decisi
     reason = _what_was_lost(view, current, ready)
     if view.limits.recovery is RecoveryMode.RESTART:
         return _form(view, ready, reason)  # how far unmodified scripts have come is not known
-    tally = _tally(view, current, ready)
-    verdict = _verdict(view, tally)
-    if verdict:
+    tally = count(view, current, ready)
+    if verdict := tally.verdict(view.limits):
         reason = f"{verdict}: {reason}"
         update = {"state": RoundState.CLOSED, "result": RunResult.FAILED, "reason": reason, "next": None}
         return Decision(Action.CLOSE, reason, current.model_copy(update=update))
@@ -214,52 +214,6 @@ def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decisi
         stalled=tally.stalled,
     )
     return Decision(Action.FORM, reason, document)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tally:
-    """What has gone wrong since the job last came further than ``step``."""
-
-    step: int | None
-    failures: int
-    stalled: int
-    place: Identity | None = None
-
-
-def _tally(view: View, current: RoundDocument, ready: list[NodeView]) -> _Tally:
-    """Count the end of the present round."""
-    if current.state is RoundState.DRAINING:
-        return _Tally(current.last_step, current.failures, current.stalled)
-    ended = [node for member, node in live_members(view) if node.record.life > member.life]
-    # Whoever lives knows exactly how far the job has come; what is known of the dead may be a moment old.
-    known = [node.record.identity for node in ready if node.record.identity is not None]
-    known = known or [node.record.reached for node in ended if node.record.reached is not None]
-    place = max(known, key=lambda each: each.step, default=None)
-    failed = current.worker_failed or bool(ended)
-    if place is not None and (current.last_step is None or place.step > current.last_step):
-        return _Tally(place.step, int(failed), 0, place)
-    return _Tally(current.last_step, current.failures + int(failed), current.stalled + 1, place)
-
-
-def _verdict(view: View, tally: _Tally) -> str:
-    """Why the run has to end, or nothing."""
-    if tally.failures >= view.limits.failure_limit:
-        what = f"{tally.failures} failures of workers"
-    elif tally.stalled >= view.limits.stalled_rounds:
-        what = f"{tally.stalled} rounds in a row ended"
-    else:
-        return ""
-    if tally.step is None:
-        return f"{what} before the training had begun"
-    return f"{what} after step {tally.step}, without a step committed since{_samples(tally.place)}"
-
-
-def _samples(place: Identity | None) -> str:
-    """Which samples come next after ``place``, for people: each epoch has an order of its own."""
-    if place is None or not place.batch:
-        return ""
-    last = place.samples + place.batch - 1
-    return f" (epoch {place.epoch}, samples {place.samples} to {last} of its order)"
 
 
 def _what_was_lost(view: View, current: RoundDocument, ready: list[NodeView]) -> str:

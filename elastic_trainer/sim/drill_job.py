@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -75,7 +75,7 @@ class Digests:
     def _digest(self) -> str:
         hasher = xxhash.xxh3_128()
         for tensor in self._tensors():
-            hasher.update(memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+            hasher.update(cast("Any", tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
         return hasher.hexdigest()
 
     def _tensors(self) -> Iterator[torch.Tensor]:

@@ -112,7 +112,8 @@ class Stage:
 
     def _open(self) -> None:
         setting, directory = self.setting, self.directory
-        self.etcd = self._stack.enter_context(self._place.etcd(setting.etcd_members, directory / "etcd"))
+        self.etcd: EtcdServer | EtcdCluster = self._place.etcd(setting.etcd_members, directory / "etcd")
+        self._stack.enter_context(self.etcd)
         endpoint = self._place.endpoint(self.etcd)
         store = connect_checked(StoreSettings(endpoints=parse_endpoints(endpoint)), Deadline.after(CONNECT_S))
         self._stack.callback(store.close)
@@ -264,4 +265,3 @@ def deadline_text(stage: Stage, limit_s: float | None) -> str:
 def now() -> float:
     """Seconds on the clock that the ledger uses."""
     return SYSTEM.monotonic()
-

@@ -55,8 +55,8 @@ class Feed:
     def next_size(self) -> int:
         """How many samples the next step takes, job-wide; 0 where that is not known, and at the end of an epoch."""
         fields = self.fields or self._resumed
-        left: int = fields.get("length", 0) - self._position.cursor.samples
-        return max(0, min(fields.get("global_batch", 0), left))
+        left = int(fields.get("length", 0)) - self._position.cursor.samples
+        return max(0, min(int(fields.get("global_batch", 0)), left))
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs from the position's to ``total - 1``; the position moves on when the body of one ends."""

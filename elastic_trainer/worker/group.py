@@ -170,9 +170,10 @@ def abandon() -> None:
 
 def abort_nccl() -> None:
     """Free kernels of NCCL that wait for a lost peer; from any thread. gloo's collectives need other means."""
-    if not dist.is_initialized() or dist.get_backend() != NCCL:
+    world = dist.group.WORLD
+    if world is None or dist.get_backend() != NCCL:
         return
     try:
-        dist.group.WORLD._get_backend(torch.device("cuda")).abort()
+        world._get_backend(torch.device("cuda")).abort()
     except RuntimeError as error:
         logger().warning("nccl.not_aborted", error=str(error).partition("\n")[0])

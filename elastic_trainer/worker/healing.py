@@ -83,24 +83,31 @@ def whole(state: Mapping[str, Any]) -> int:
 
 
 def heal(
-    control: Control, mine: StateIdentity | None, generation: int, patient: Patient, notes: Mapping[str, Any]
+    control: Control,
+    mine: StateIdentity | None,
+    generation: int,
+    patient: Patient,
+    notes: Mapping[str, Any],
+    done: int = 0,
 ) -> Healed:
     """Bring all ranks to one state, if any rank holds a valid one.
 
-    ``generation`` is the least that this rank can go on with; ``notes`` of the source come with its state.
+    ``generation`` is the least that this rank can go on with; ``notes`` of the source come with its state. ``done`` is
+    a count of this rank that all ranks get to know.
     """
     row = [0, 0, 0, 0] if mine is None else [1, mine.round, mine.step, int(mine.digest, 16)]
-    rows = control.gather([*row, generation])
-    states = [StateIdentity(r, s, f"{d:016x}") if held else None for held, r, s, d, _ in rows]
+    rows = control.gather([*row, generation, done])
+    states = [StateIdentity(r, s, f"{d:016x}") if held else None for held, r, s, d, _, _ in rows]
     newest = max(each[4] for each in rows)
+    counts = tuple(each[5] for each in rows)
     found = diagnose(states)
     if found.source is None or not found.behind:
-        return Healed(found.source, (), newest, {})
+        return Healed(found.source, (), newest, {}, counts)
     sent = whole(patient.collect()) if control.rank == found.source else 0
     text = json.dumps({"notes": dict(notes), "whole": sent}).encode()
     told = json.loads(control.broadcast_bytes(text, found.source))
     _give(control, found, patient, told["whole"])
-    return Healed(found.source, found.behind, newest, told["notes"])
+    return Healed(found.source, found.behind, newest, told["notes"], counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,8 @@ class Healed:
     generation: int
     """Agreed by all ranks, and later than any before."""
     notes: Mapping[str, Any]
+    done: tuple[int, ...] = ()
+    """The counts of all ranks, by rank."""
 
 
 def _give(control: Control, found: Diagnosis, patient: Patient, wanted: int) -> None:

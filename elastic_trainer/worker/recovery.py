@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from elastic_trainer.errors import CheckpointError, RejoinError
 from elastic_trainer.ipc.messages import StateReport
 from elastic_trainer.worker import group as groups
+from elastic_trainer.worker.calls import JSON, Calls, Codec
 from elastic_trainer.worker.healing import heal, identity
 from elastic_trainer.worker.link import Formation
 from elastic_trainer.worker.participation import Participation, Trained
@@ -34,6 +35,7 @@ class Recovery:
         self._rounds, self._part, self._signals = rounds, part, signals
         part.knows_change = self.knows_change
         self.evaluating = False
+        self._calls = Calls()
         self._valid = False
         """Whether the state held here may be given to others."""
         self._given_up: Step | None = None
@@ -88,7 +90,8 @@ class Recovery:
         least = max(group.formation.round, position.generation + 1)
         attempted = self._given_up.number if self._given_up is not None else 0
         notes = {"fields": part.feed.fields or dict(part.origin.fields), "attempted": attempted}
-        healed = heal(part.control, mine, least, self, notes)
+        healed = heal(part.control, mine, least, self, notes, self._calls.count)
+        self._calls.meet(part.control, healed.done)
         if healed.source is None:
             self._valid = False
             part.check_storage()
@@ -165,16 +168,21 @@ class Recovery:
             self._part.boundaries.save_due(step.number)
         return True
 
-    def repeated(self, attempt: Callable[[], Result]) -> Result:
-        """``attempt()``, again after each round that ends in the middle of it."""
+    def repeated(self, attempt: Callable[[], Result], codec: Codec = JSON) -> Result:
+        """``attempt()``, again after each round that ends in the middle of it.
+
+        A peer may have completed the very call, and gone on: then its result counts here too (``codec`` brings it).
+        """
         while True:
             try:
-                return attempt()
+                return self._calls.completed(attempt(), codec)  # type: ignore[no-any-return]
             except (RejoinError, RuntimeError) as error:
                 if self._part.trained is None or not self._rounds.confirms(error):
                     raise
                 self._regroup(joinable=False)
                 self._part.feed.redraw()
+                if self._calls.has_answer:
+                    return self._calls.answer(codec)  # type: ignore[no-any-return]
 
     def _regroup(self, *, joinable: bool) -> None:
         self._change_due = False

@@ -38,6 +38,7 @@ from elastic_trainer.telemetry import logs
 from elastic_trainer.worker import device, evaluation
 from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.boundaries import Turn
+from elastic_trainer.worker.calls import JSON, Codec, bytes_of
 from elastic_trainer.worker.channel_link import ChannelLink
 from elastic_trainer.worker.control import Purpose
 from elastic_trainer.worker.link import EnvironmentLink, Link
@@ -177,9 +178,9 @@ class Session:
         """Leave without waiting for peers: some of them may be gone, or in another place."""
         self._close("stopped" if self._part is not None and self._part.stopped else "failed")
 
-    def _repeated(self, attempt: Callable[[], Result]) -> Result:
+    def _repeated(self, attempt: Callable[[], Result], codec: Codec = JSON) -> Result:
         """``attempt()``; in place again after each round that ends in the middle of it."""
-        return attempt() if self._recovery is None else self._recovery.repeated(attempt)
+        return attempt() if self._recovery is None else self._recovery.repeated(attempt, codec)
 
     def _patience_s(self) -> float:
         """Slow steps need longer to agree."""
@@ -435,7 +436,7 @@ class Session:
             dist.all_reduce(tensor)  # a step that fails is repeated as a whole
             return tensor
         before = tensor.clone()
-        return self._repeated(lambda: self._all_reduce(tensor, before))
+        return self._repeated(lambda: self._all_reduce(tensor, before), bytes_of(tensor))
 
     def _all_reduce(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         tensor.copy_(value)

@@ -31,7 +31,7 @@ SHARED_STORE_OFF = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TUNED = {"last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
 WORKER_KILLS, QUICK_WORKER_KILLS = 50, 3
 STOCK_KILLS, QUICK_STOCK_KILLS = 5, 0
-LIMIT_S, QUICK_LIMIT_S = 150.0, 60.0
+LIMIT_S, QUICK_LIMIT_S = 120.0, 60.0
 """After this a recovery has failed; stock torchrun's slowest takes about 50 s."""
 
 

@@ -96,20 +96,22 @@ class Job(SteppingCluster):
         return {name: (step.round, step.pid) for name, step in last.items() if step is not None}
 
     def await_world(self, world: int, limit_s: float, before: Mapping[str, tuple[int, int]] | None = None) -> bool:
-        """Wait until all running nodes step in a world of this size, in a later life than ``before``."""
+        """Wait until all running nodes step in a world of this size, in a later life than ``before``.
+
+        False at the limit, and as soon as too few nodes are left for it.
+        """
         deadline = Deadline.after(limit_s)
         while not self._all_in(world, before or {}):
-            if deadline.expired:
+            if deadline.expired or len(self.running) < world:
                 return False
             pause(0.02)
         return True
 
     def _all_in(self, world: int, before: Mapping[str, tuple[int, int]]) -> bool:
-        lives = self.lives()
-        last = [self.last(node.name) for node in self.running]
+        last = {node.name: self.last(node.name) for node in self.running}
         return len(last) == world and all(
-            step is not None and step.world == world and lives[node.name] != before.get(node.name)
-            for node, step in zip(self.running, last, strict=True)
+            step is not None and step.world == world and (step.round, step.pid) != before.get(name)
+            for name, step in last.items()
         )
 
     def settle(self, limit_s: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.membership.documents import JournalEntry, RoundDocument, RoundState
+from elastic_trainer.membership.documents import JournalEntry, NodeRecord, NodeState, RoundDocument, RoundState
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.sim.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.sim.ledger import Line, LineKind, audit, parse
@@ -173,9 +173,24 @@ class Job(LocalCluster):
         items = self.store.range(self.keys.events, Deadline.after(LIMIT_S)).items
         return [JournalEntry.decode(item.value, item.key) for item in items]
 
+    def order(self) -> list[str]:
+        """The nodes of the present round in rank order."""
+        document = self.document()
+        return [member.node for member in document.members] if document is not None else []
+
+    def record(self, node: str) -> NodeRecord | None:
+        """What the node shows of itself; None where its key is gone."""
+        found = self.store.get(self.keys.node(node), Deadline.after(LIMIT_S)).first
+        return NodeRecord.decode(found.value, found.key) if found is not None else None
+
     def present(self, node: str) -> bool:
         """Whether the node's key is there."""
-        return self.store.get(self.keys.node(node), Deadline.after(LIMIT_S)).first is not None
+        return self.record(node) is not None
+
+    def shows(self, node: str, state: NodeState) -> bool:
+        """Whether the node says that it is in ``state``."""
+        record = self.record(node)
+        return record is not None and record.state is state
 
     def saved_step(self) -> int | None:
         """The step of the newest checkpoint that can be read and verified; None where there is none."""

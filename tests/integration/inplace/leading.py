@@ -21,6 +21,7 @@ from typing import Self, TypeVar
 from torch._C._distributed_c10d import TCPStore
 
 from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import EXIT_FAILURE, EXIT_LEFT
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Listener
 from elastic_trainer.ipc.messages import (
     Drain,
@@ -33,7 +34,6 @@ from elastic_trainer.ipc.messages import (
     Over,
     Progress,
     Ready,
-    StateReport,
     Welcome,
     read_from_worker,
 )
@@ -52,6 +52,7 @@ class Worker:
     def __init__(self, lead: Lead, name: str, command: Sequence[str]) -> None:
         self.name, self._lead = name, lead
         self.said: list[Message] = []
+        self.may_exit = {0, -signal.SIGKILL, EXIT_LEFT}
         self.log = lead.directory / f"{name}.log"
         self._connection: Connection | None = None
         self._listener = Listener(self._serve)
@@ -193,6 +194,11 @@ class Lead:
         for worker in workers:
             worker.tell(Exit(code=code, reason="the test says so"))
 
+    def tolerate(self, workers: Sequence[Worker]) -> None:
+        """These may fail; the others go on."""
+        for worker in workers:
+            worker.may_exit.add(EXIT_FAILURE)
+
     # ---- waiting
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
@@ -200,7 +206,7 @@ class Lead:
         deadline = Deadline.after(LIMIT_S)
         with self.changed:
             while not condition():
-                failed = [w for w in self.workers if w.process.poll() not in (None, 0, -signal.SIGKILL)]
+                failed = [w for w in self.workers if w.process.poll() not in (None, *w.may_exit)]
                 assert not failed, f"{failed[0].name} failed while waiting for {what}:\n{tail(failed[0].log)}"
                 assert not deadline.expired, f"{what}: not within {LIMIT_S} s\n" + "\n".join(
                     f"--- {w.name}: {w.said[-3:]}\n{tail(w.log)[-2500:]}" for w in self.workers
@@ -215,13 +221,14 @@ class Lead:
                 f"{worker.name} to fail in round {self.number}",
             )
 
-    def await_ready(self, workers: Sequence[Worker]) -> list[StateReport | None]:
-        """Wait until ``workers`` are free for the next round; the states that they report."""
-        found: list[StateReport | None] = []
+    def await_ready(self, workers: Sequence[Worker]) -> list[tuple[int, int] | None]:
+        """Wait until ``workers`` are free for the next round; the states that they hold, as (round, step)."""
+        found: list[tuple[int, int] | None] = []
         for worker in workers:
             self.wait(lambda worker=worker: worker.readiness(self.number + 1), f"{worker.name} to be free")  # type: ignore[misc]
             report = worker.readiness(self.number + 1)
-            found.append(report.state if report is not None else None)
+            state = report.state if report is not None else None
+            found.append((state.round, state.step) if state is not None else None)
         return found
 
     def await_steps(self, count: int) -> None:

@@ -7,17 +7,23 @@ same, a job that met faults must end bit by bit like one that met none.
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic_trainer.ipc.messages import StateReport
-from tests.integration.inplace.leading import Lead, Worker, leading
+from elastic_trainer.errors import EXIT_LEFT
+from elastic_trainer.ipc.messages import Evicted, Progress
+from elastic_trainer.sim.ledger import audit, parse
+from tests.integration.inplace.leading import LIMIT_S, Lead, Worker, leading
+from tests.integration.worker.launch import free_port
 
-STEPS = 8
-"""Steps of two epochs of 60 samples in batches of 16."""
+STEPS, SAMPLES = 8, 60
+"""Two epochs in batches of 16."""
+State = tuple[int, int] | None
+"""The round that committed it and its step."""
 
 
 def begun(lead: Lead, names: Sequence[str], faults: Sequence[dict[str, Any]] = (), **values: Any) -> list[Worker]:
@@ -54,7 +60,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return first
 
 
-def regrouped(lead: Lead, workers: Sequence[Worker], failing: Sequence[Worker]) -> list[StateReport | None]:
+def regrouped(lead: Lead, workers: Sequence[Worker], failing: Sequence[Worker]) -> list[State]:
     """A collective has failed on ``failing``: end the round, and form the next of ``workers``; their states then."""
     lead.await_failed(failing)
     lead.end()
@@ -63,8 +69,8 @@ def regrouped(lead: Lead, workers: Sequence[Worker], failing: Sequence[Worker]) 
     return states
 
 
-def steps_of(states: Sequence[StateReport | None]) -> list[int | None]:
-    return [state.step if state is not None else None for state in states]
+def steps_of(states: Sequence[State]) -> list[int | None]:
+    return [state[1] if state is not None else None for state in states]
 
 
 def test_a_step_that_lost_a_peer_ends_with_the_bits_of_one_that_did_not(
@@ -127,14 +133,13 @@ def test_a_member_excluded_after_its_commit_comes_back_with_the_others_state(lea
 
     The first that would give C their state dies in the middle of that: C still holds what it held, and gets it from B.
     """
-    lost = [fault(node, 3, "before_update") for node in "ab"]
-    waits = [fault(node, 5, "after_step", "gate:rejoined") for node in "ab"]
-    a, b = begun(lead, "ab", [*lost, *waits], dies_after_pieces=5)
+    faults = [fault("all", 3, "before_update"), fault("all", 4, "after_step", "gate:rejoined")]
+    (a,), (b,) = begun(lead, "a", faults, dies_after_pieces=5), begun(lead, "b", faults)
     (c,) = begun(lead, "c")
     lead.form([a, b, c])
     lead.await_failed([a, b])
     lead.end()
-    assert lead.await_ready([a, b, c]) == [held(1, 2), held(1, 2), held(1, 3)]
+    assert lead.await_ready([a, b, c]) == [(1, 2), (1, 2), (1, 3)]
     lead.form([a, b])
     lead.await_file("rejoined.a")
     lead.change([a, b, c])
@@ -143,7 +148,7 @@ def test_a_member_excluded_after_its_commit_comes_back_with_the_others_state(lea
     lead.end()
     states = lead.await_ready([b, c])
     assert states[0] is not None
-    assert (states[0].round, states[1]) == (2, held(1, 3))
+    assert (states[0][0], states[1]) == (2, (1, 3))
     lead.form([b, c])
     ended = results(lead, [b, c])
     assert ended[0]["digest"] == ended[1]["digest"]
@@ -151,5 +156,96 @@ def test_a_member_excluded_after_its_commit_comes_back_with_the_others_state(lea
     assert [result["pid"] for result in ended] == [b.pid, c.pid]
 
 
-def held(round: int, step: int) -> tuple[int, int]:
-    return round, step
+def test_a_newcomer_gets_everything_out_of_memory_and_joins_between_two_steps(lead: Lead) -> None:
+    """Moments that its own optimizer never made, loss scale, schedule, the registered object: nobody loses a step.
+
+    Who is there already does what it does behind a step (a collective about the loss) before the newcomer is let in.
+    """
+    faults = [fault("all", 3, "after_step", "gate:joining")]
+    members = begun(lead, "ab", faults, scaled=True, losses=True)
+    lead.form(members)
+    (c,) = begun(lead, "c", scaled=True, losses=True)
+    lead.await_ready([c])
+    lead.await_file("joining.a")
+    lead.change([*members, c])
+    lead.open("joining")
+    ended = results(lead, [*members, c])
+    assert len({result["digest"] for result in ended}) == 1
+    assert [result["counter"] for result in ended] == [list(range(1, STEPS + 1))] * 3
+    assert [len(result["losses"]) for result in ended[:2]] == [STEPS, STEPS]
+    assert lead.number == 2
+    untouched(lead, [*members, c], ended)
+
+
+def test_a_member_that_is_asked_to_go_leaves_between_two_steps(lead: Lead) -> None:
+    """SIGTERM reaches its agent, the others agree, it exits 143, and they go on with the next step."""
+    workers = begun(lead, "abc", [fault("all", 3, "after_step", "gate:leaving")])
+    lead.form(workers)
+    lead.await_file("leaving.c")
+    workers[2].signal(signal.SIGTERM)
+    lead.wait(lambda: workers[2].last(Evicted), "the wish to leave")
+    lead.change(workers[:2])
+    lead.open("leaving")
+    ended = results(lead, workers[:2])
+    assert workers[2].process.wait(LIMIT_S) == EXIT_LEFT
+    assert ended[0]["digest"] == ended[1]["digest"]
+    untouched(lead, workers[:2], ended)
+
+
+def test_when_no_state_is_whole_the_newest_checkpoint_decides(lead: Lead, undisturbed: dict[str, Any]) -> None:
+    """All ranks were within the optimizer's step: what they hold is used by nobody."""
+    values = {"scaled": True, "checkpoints": str(lead.directory / "checkpoints"), "save_every": 2}
+    workers = begun(lead, "ab", [fault("all", 5, "inside_update")], **values)
+    lead.form(workers)
+    assert regrouped(lead, workers, workers) == [None, None]
+    ended = results(lead, workers)
+    assert [result["digest"] for result in ended] == [undisturbed["digest"]] * 2
+    assert all(result["resumed_from"].startswith("step-000000004-") for result in ended)
+    assert ended[0]["seen"] == [1, 2, 3, 4, 4, 5, 6, 7, 8]
+
+
+def test_without_a_checkpoint_nobody_goes_on_from_half_an_update(lead: Lead) -> None:
+    """The job ends with a sentence that says what was missing."""
+    workers = begun(lead, "ab", [fault("all", 5, "inside_update")])
+    lead.form(workers)
+    lead.await_failed(workers)
+    lead.end()
+    lead.await_ready(workers)
+    lead.tolerate(workers)
+    lead.form(workers)
+    for worker in workers:
+        assert worker.process.wait(LIMIT_S) == 1
+        assert "no rank holds a whole state any more" in worker.log.read_text()
+
+
+def test_a_mistake_of_the_script_is_no_lost_peer(lead: Lead) -> None:
+    """Its exception ends its process, as anywhere else, and the others go on without it."""
+    workers = begun(lead, "abc", [fault("c", 4, "before_update", "error")])
+    lead.tolerate(workers[2:])
+    lead.form(workers)
+    assert workers[2].process.wait(LIMIT_S) == 1
+    assert "a mistake of the script" in workers[2].log.read_text()
+    regrouped(lead, workers[:2], workers[:2])
+    ended = results(lead, workers[:2])
+    assert ended[0]["digest"] == ended[1]["digest"]
+    untouched(lead, workers[:2], ended)
+
+
+def test_a_batch_drawn_before_the_ranks_changed_is_divided_anew(lead: Lead) -> None:
+    """C dies while A and B wait for it between the draw of a batch and its step: they train on C's samples too."""
+    workers = begun(lead, "abc", [fault("c", 4, "drawn", "kill")], barrier=True)
+    lead.form(workers)
+    regrouped(lead, workers[:2], workers[:2])
+    ended = results(lead, workers[:2])
+    assert ended[0]["digest"] == ended[1]["digest"]
+    untouched(lead, workers[:2], ended)
+
+
+def test_a_round_whose_store_is_gone_is_left(lead: Lead) -> None:
+    """The node that hosts it died while the round was formed: the ranks stop looking when they hear of that."""
+    workers = begun(lead, "ab")
+    lead.form(workers, store=f"127.0.0.1:{free_port()}")
+    lead.end()
+    lead.form(workers)
+    ended = results(lead, workers)
+    assert ended[0]["digest"] == ended[1]["digest"]

@@ -1,6 +1,6 @@
 """A small training job in place: ``job.py SCENARIO``, a JSON object. It fails where the scenario says, once.
 
-``faults``: ``{"node", "step", "where", "what"}``. Where: ``forward``, ``before_update``, ``inside_update``,
+``faults``: ``{"node", "step", "where", "what"}``. Where: ``drawn``, ``forward``, ``before_update``, ``inside_update``,
 ``after_update`` (still in the step's body) or ``after_step``. What: ``lose`` (as if a collective had lost a peer),
 ``kill``, ``error`` (the script's own), ``gate:NAME`` (waits until the file NAME.open is there), ``sum`` (a collective
 of the script's own, on all nodes).
@@ -111,6 +111,9 @@ def main(scenario: Scenario) -> None:
         optimizer.register_step_pre_hook(spoil)
         for batch in session.batches(data(), global_batch_size=values["size"], epochs=values["epochs"]):
             number = session.step_number + 1
+            scenario.at(number, "drawn", session)
+            if values.get("barrier"):
+                session.barrier()
             with session.step() as step:
                 scenario.at(number, "forward", session)
                 loss = loss_of(wrapped, batch)

@@ -1,0 +1,93 @@
+"""Too few nodes are left: the state is made durable at once, kept in memory, and given up only after a while."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.clock import SYSTEM
+from elastic_trainer.membership.documents import NodeState, RunResult
+from tests.integration.endings.job import Job
+
+SOON_S = 20.0
+"""A few seconds, on a loaded machine."""
+
+
+@pytest.mark.timeout(200)
+def test_survivors_keep_their_state_until_another_node_comes(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """One of two nodes is lost, two are needed: what the other has in memory is a checkpoint soon. Its process waits;
+    the node that comes later gets the state from it, and no committed step is made again."""
+    with Job(tmp_path, etcd_endpoint, run_id, most=2) as job:
+        job.start(2)
+        first = job.await_world("n0", "n1", count=10)
+        worker = job.node("n0").worker()
+        assert worker is not None
+        job.node("n1").kill()
+        job.wait_for(lambda: any((tmp_path / "checkpoints").glob("step-*")), "nothing was saved", SOON_S)
+        stood = job.newest()
+        assert job.saved_step() == stood
+        job.add()
+        job.await_world("n0", "n2", after=first)
+        assert job.newest() > stood
+        survivor = job.node("n0").worker()
+        assert survivor is not None
+        assert survivor.pid == worker.pid
+        assert job.finish() == {"n0": 0, "n1": -9, "n2": 0}
+        job.check_lossless()
+
+
+@pytest.mark.timeout(200)
+def test_survivors_that_waited_in_vain_leave_a_checkpoint(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """Nobody comes within ``join_timeout``: one sentence, status 1, no process left, and a checkpoint that verifies."""
+    with Job(tmp_path, etcd_endpoint, run_id, most=2, options={"join_timeout": "30"}) as job:
+        job.start(2)
+        job.await_world("n0", "n1", count=10)
+        worker = job.node("n0").worker()
+        assert worker is not None
+        job.node("n1").kill()
+        began = SYSTEM.monotonic()
+        assert job.exit_code(job.node("n0")) == 1
+        assert SYSTEM.monotonic() - began >= 29.0
+        assert not worker.is_running()
+        (sentence,) = job.sentences("n0")
+        assert "fewer than 2 nodes were ready within 30 s (present: n0)" in sentence
+        assert "Traceback" not in job.log("n0")
+        assert job.saved_step() == job.newest()
+
+
+@pytest.mark.timeout(200)
+def test_a_node_that_is_told_to_go_below_min_saves_first(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """SIGTERM to one of two nodes, as by an eviction: a checkpoint of the agreed step first, then it leaves with 143.
+    The other waits; with a node in the place of the first it goes on where both stood."""
+    with Job(tmp_path, etcd_endpoint, run_id, most=2) as job:
+        job.start(2)
+        first = job.await_world("n0", "n1", count=10)
+        job.node("n1").terminate()
+        assert job.exit_code(job.node("n1")) == 143
+        stood = job.newest()
+        assert job.saved_step() == stood
+        job.add()
+        job.await_world("n0", "n2", after=first)
+        assert job.finish() == {"n0": 0, "n1": 143, "n2": 0}
+        document = job.closed()
+        assert document.result is RunResult.SUCCEEDED
+        job.check_lossless()
+
+
+@pytest.mark.timeout(200)
+def test_the_last_node_hands_over_through_storage(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """The only node of a job is told to go while a spare stands ready: nobody stays who holds the state in memory, so
+    it is saved first, and the spare goes on behind it."""
+    with Job(tmp_path, etcd_endpoint, run_id, least=1, most=1) as job:
+        job.start(1)
+        first = job.await_world("n0", count=10)
+        job.add()
+        job.wait_for(lambda: job.shows("n1", NodeState.READY), "the spare does not get ready")
+        job.node("n0").terminate()
+        assert job.exit_code(job.node("n0")) == 143
+        stood = job.newest()
+        job.await_world("n1", after=first)
+        assert min(line.step for line in job.steps("n1")) == stood + 1
+        assert job.finish() == {"n0": 143, "n1": 0}
+        job.check_lossless()

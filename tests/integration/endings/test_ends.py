@@ -1,0 +1,74 @@
+"""The end of a run and of its parts: together, late, never needed, or one by one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.clock import Deadline
+from elastic_trainer.membership.documents import NodeState, RunResult
+from elastic_trainer.sim import processes
+from tests.integration.endings.job import Job
+
+
+@pytest.mark.timeout(200)
+def test_all_end_together_with_spares_and_latecomers(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """Members end at the same step; a spare that was never needed ends with them; who comes later has nothing to do.
+    All exit with 0, and the last step is a checkpoint."""
+    with Job(tmp_path, etcd_endpoint, run_id, most=2) as job:
+        job.start(2)
+        job.await_world("n0", "n1")
+        job.add()
+        job.wait_for(lambda: job.shows("n2", NodeState.READY), "the spare does not get ready")
+        assert job.finish() == {"n0": 0, "n1": 0, "n2": 0}
+        assert job.steps("n0")[-1].step == job.steps("n1")[-1].step == job.saved_step()
+        assert not job.steps("n2")
+        assert job.closed().result is RunResult.SUCCEEDED
+        late = job.add()
+        assert job.exit_code(late) == 0
+        assert job.sentences(late.name) == []
+        assert "Traceback" not in "".join(job.log(node.name) for node in job.nodes)
+        assert not any(job.present(node.name) for node in job.nodes)
+        job.check_lossless()
+
+
+@pytest.mark.timeout(200)
+def test_the_node_of_rank_0_decides_how_the_run_has_ended(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """After the training rank 0 still writes its results. While it does so, the loss of another node that is done
+    changes nothing; its own loss fails the run, also for those that were done."""
+    for victim, result in ((1, RunResult.SUCCEEDED), (0, RunResult.FAILED)):
+        directory = tmp_path / result
+        with Job(directory, etcd_endpoint, f"{run_id}-{result}", "--linger", most=2) as job:
+            job.start(2)
+            job.await_world("n0", "n1")
+            head, other = (job.node(name) for name in job.order())
+            lost, stays = (head, other) if victim == 0 else (other, head)
+            job.tell("stop")
+            job.wait_for(lambda done=other.name, job=job: job.shows(done, NodeState.DONE), "the node does not get done")
+            lost.kill()
+            job.wait_for(lambda lost=lost.name, job=job: not job.present(lost), "the lease does not end")
+            job.tell("go")
+            assert job.exit_code(stays) == (0 if victim else 1), job.describe()
+            closed = job.closed()
+            assert closed.result is result
+            assert closed.reason == f"{lost.name} did not finish"
+            if victim == 0:
+                assert "the run has failed" in job.sentences(stays.name)[0]
+
+
+@pytest.mark.timeout(200)
+def test_workers_do_not_outlive_their_torchrun(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """SIGKILL to one torchrun alone: its worker, in a session of its own, leaves at once; the other node goes on."""
+    with Job(tmp_path, etcd_endpoint, run_id, least=1, most=2) as job:
+        job.start(2)
+        first = job.await_world("n0", "n1")
+        orphan = job.node("n1").worker()
+        assert orphan is not None
+        os.kill(job.node("n1").pid, signal.SIGKILL)
+        assert processes.wait_gone([orphan], Deadline.after(10.0)) == []
+        job.await_world("n0", after=first)
+        assert job.finish() == {"n0": 0, "n1": -9}
+        job.check_lossless()
