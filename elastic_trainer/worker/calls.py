@@ -39,6 +39,8 @@ def bytes_of(tensor: torch.Tensor) -> Codec:
         return bytes(result.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
     def decode(data: bytes) -> torch.Tensor:
+        if not data:
+            return tensor
         flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(tensor.dtype)
         return tensor.copy_(flat.reshape(tensor.shape))
 
