@@ -335,7 +335,7 @@ class Conductor:
         if message.status == "stopped" and self._document is not None:
             # It left by agreement, so nobody need wait until its process and its key are gone.
             worker.ready = Ready(number=_last_number(self._document) + 1, planned=True)
-            self._publish()
+        self._publish()
 
     def _failed(self, message: Failed) -> None:
         """A collective failed: that is news for all, if nobody has told yet."""
@@ -375,9 +375,7 @@ class Conductor:
         reports = [worker.ready for worker in workers if worker.ready is not None]
         complete = bool(workers) and len(reports) == self._life.size and not self._life.ended
         complete = complete and self._clock.monotonic() >= self._life.joins_at
-        shown = state or (NodeState.READY if complete else NodeState.WARMING)
-        if self._evicted and shown is NodeState.READY:
-            shown = NodeState.DRAINING
+        shown = state or self._state(workers, complete=complete)
         states = [report.state for report in reports if report.state is not None]
         newest = max(states, key=lambda each: (each.round, each.step)) if complete and states else None
         reported = min((worker.free_for() for worker in workers), default=0) if complete else 0
@@ -395,6 +393,13 @@ class Conductor:
                 "cause": cause,
             }
         )
+
+    def _state(self, workers: list[Worker], *, complete: bool) -> NodeState:
+        if workers and all(worker.left is not None and worker.left.status == "done" for worker in workers):
+            return NodeState.FINISHING
+        if not complete:
+            return NodeState.WARMING
+        return NodeState.DRAINING if self._evicted else NodeState.READY
 
     def _tell_all(self, message: Message) -> None:
         for worker in self._life.workers.values():

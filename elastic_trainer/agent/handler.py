@@ -28,8 +28,16 @@ from elastic_trainer.agent.torchrun_store import RoundStore
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_LEFT, ConfigError, ElasticTrainerError, RunClosedError
 from elastic_trainer.membership.admission import admit
-from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, Spec, split_address
-from elastic_trainer.membership.member import Member
+from elastic_trainer.membership.documents import (
+    NodeRecord,
+    NodeState,
+    RoundDocument,
+    RoundState,
+    RunResult,
+    Spec,
+    split_address,
+)
+from elastic_trainer.membership.member import Member, closed_error
 from elastic_trainer.membership.presence import Presence
 from elastic_trainer.membership.standing import Limits
 from elastic_trainer.model import RecoveryMode, checked_name
@@ -283,8 +291,16 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         done: dict[str, Any] = {"state": NodeState.DONE, "planned": True}
         member.announce(member.record().model_copy(update=done), Deadline.after(outage_limit_s, self._clock))
         ended = member.await_end(current.number, outage_limit_s)
-        if ended is not None:
-            logs.logger().info("run.ended", result=ended.result, reason=ended.reason)
+        self._meet_end(ended)
+
+    @staticmethod
+    def _meet_end(ended: RoundDocument | None) -> None:
+        """This node's workers have succeeded: so has the node, unless the run is known to have failed."""
+        if ended is None:
+            return
+        logs.logger().info("run.ended", result=ended.result, reason=ended.reason)
+        if ended.result is RunResult.FAILED:
+            end(closed_error(ended))
 
 
 def round_is_over(mine: RoundDocument, seen: RoundDocument | None) -> bool:

@@ -28,7 +28,7 @@ from elastic_trainer.agent.supervisor import kill_workers
 from elastic_trainer.agent.torchrun_store import RoundStore
 from elastic_trainer.agent.trap import Trap
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import ConfigError, ElasticTrainerError, RunClosedError
+from elastic_trainer.errors import ConfigError, ElasticTrainerError
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.documents import (
     NodeRecord,
@@ -39,7 +39,6 @@ from elastic_trainer.membership.documents import (
 )
 from elastic_trainer.membership.member import closed_error
 from elastic_trainer.settings import ENV_CHANNEL, ENV_NODE, ENV_RECOVERY, ENV_ROUND
-from elastic_trainer.telemetry.logs import logger
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store as TorchStore
@@ -194,12 +193,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         if self._announcer is not None:
             self._announcer.close()
         member.announce(member.record().model_copy(update=done), Deadline.after(outage_limit_s, self._clock))
-        try:
-            ended = member.await_end(current.number, outage_limit_s)
-        except RunClosedError:
-            ended = None
-        if ended is not None:
-            logger().info("run.ended", result=ended.result, reason=ended.reason)
+        self._meet_end(member.await_end(current.number, outage_limit_s))
 
     def _fatal(self, error: ElasticTrainerError) -> None:
         """From any thread: the job cannot go on here; say why, end the workers, go."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import JoinTimeoutError
-from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.membership.documents import NodeState, RoundState
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.view import Observation
 
@@ -20,7 +20,7 @@ LOOK_EVERY_S = 0.5
 
 
 class Patience:
-    """Counts the time in which the run has no round that is on, up to ``join_timeout_s`` seconds."""
+    """Counts the time in which this node is ready and no round is on, up to ``join_timeout_s`` seconds."""
 
     def __init__(
         self,
@@ -42,7 +42,11 @@ class Patience:
         since = self._clock.monotonic()
         while not self._clock.wait(self._stop, min(LOOK_EVERY_S, self._join_timeout_s / 4)):
             seen = self._member.look()
-            if not seen.connected or _under_way(seen):
+            mine = self._member.shown()
+            waiting = (
+                mine is not None and mine.state is not NodeState.WARMING
+            )  # else it is others who wait for this one
+            if not (waiting and seen.connected) or _under_way(seen):
                 since = self._clock.monotonic()
             elif self._clock.monotonic() - since >= self._join_timeout_s:
                 self._give_up(self._member.join_timeout(self._join_timeout_s))

@@ -70,6 +70,8 @@ class NodeState(StrEnum):
     WARMING = "warming"
     READY = "ready"
     DRAINING = "draining"
+    FINISHING = "finishing"
+    """In place: its workers have come to the end of the training, but not to their own."""
     DONE = "done"
 
 

@@ -44,8 +44,12 @@ from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.logs import logger
 
 WRITE_TIMEOUT_S = 5.0
+WRITE_ATTEMPT_S = 1.5
+"""One try of a round write: one sent to an etcd leader that has just died is lost, and is not answered for 7 s."""
 JOURNAL_LENGTH = 1000
 LOOK_AGAIN_S = 1.0
+RESTS_PER_TURN = 3.0
+LONGEST_REST_S = 0.2
 
 
 class Member:
@@ -133,8 +137,9 @@ class Member:
             if current is None or not _is_on(current, number):
                 return
             document = broken(current, reason, worker_failed=worker_failed)
+            attempt = deadline.at_most(WRITE_ATTEMPT_S)
             try:
-                if self._commit(Decision(Action.BREAK, reason, document), seen, deadline, record):
+                if self._commit(Decision(Action.BREAK, reason, document), seen, attempt, record):
                     return
             except StoreUnavailableError as error:
                 logger().debug("decision.postponed", error=str(error))
@@ -212,6 +217,7 @@ class Member:
     def _run(self) -> None:
         while not self._stop.is_set():
             pause_s = LOOK_AGAIN_S
+            began = self._clock.monotonic()
             seen = self._view.look()
             try:
                 pause_s = self._turn(seen)
@@ -222,6 +228,9 @@ class Member:
                 logger().error("decision.refused", error=str(error))
             except Exception:  # noqa: BLE001 - the edge of a thread: a dead decider would be silence
                 logger().exception("decision.failed")
+            # A crowd that reports one by one is looked at in batches: else one look would follow the other.
+            rest_s = RESTS_PER_TURN * (self._clock.monotonic() - began)
+            self._clock.wait(self._stop, min(rest_s, LONGEST_REST_S, pause_s))
             self._view.wait_change(seen.serial, pause_s)
 
     def _turn(self, seen: Observation) -> float:
@@ -239,7 +248,7 @@ class Member:
         view = self._as_view(seen)
         decision = decide(view, now)
         if decision.action is not Action.WAIT:
-            done = self._commit(decision, seen, Deadline.after(WRITE_TIMEOUT_S, self._clock))
+            done = self._commit(decision, seen, Deadline.after(WRITE_ATTEMPT_S, self._clock))
             return 0.0 if done else 0.1
         probing_s = self._prober.look(view, self._view.wake)
         again_s = decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S

@@ -50,8 +50,8 @@ def plan(
     if member and line < SENIORS and not asked:
         return Plan(0.0, SENIORS)
     if document is not None and document.state is RoundState.ACTIVE:
-        # The k-th three ask every k-th time: all together as seldom as a few nodes, and any number may be dead.
-        return Plan(asked_at_s + patience_s * max(1, line // SENIORS), SENIORS)
+        # The further back, the more seldom: a thousand nodes ask as often as a hundred, and any number may be dead.
+        return Plan(asked_at_s + patience_s * max(1, (line // SENIORS).bit_length()), SENIORS)
     if member and line < 2 * SENIORS:
         return Plan(HEIR_PATIENCE_S, None)
     # Deciders that live and yet do nothing are passed by, three more each time.

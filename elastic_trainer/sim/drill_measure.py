@@ -53,11 +53,14 @@ class Book:
         self.lines: list[Line] = []
         self._steps: dict[int, list[Line]] = {}
         self._in_round: dict[int, dict[str, list[Line]]] = {}
+        self._opened: set[int] = set()
 
     def add(self, lines: Iterable[Line]) -> None:
         """Take in what was written since."""
         for line in lines:
             self.lines.append(line)
+            if line.event is LineKind.OPENED:
+                self._opened.add(line.pid)
             if line.event is LineKind.STEP:
                 self._steps.setdefault(line.pid, []).append(line)
                 self._in_round.setdefault(line.round, {}).setdefault(line.node, []).append(line)
@@ -75,6 +78,10 @@ class Book:
             pids={node: line.pid for node, line in last.items()},
             steps={node: len(lines) for node, lines in self._in_round[number].items()},
         )
+
+    def has_opened(self, pid: int) -> bool:
+        """Whether process ``pid`` has ever held the training state."""
+        return pid in self._opened
 
     def first_step(self, node: str, round_: int) -> float | None:
         """When ``node`` had committed its first step in ``round_``; None if it has not."""

@@ -121,13 +121,14 @@ def node_drain(stage: Stage, repeat: int) -> Effect:
     """SIGTERM to a node: it leaves by a planned change, with exit code 143."""
     before = stage.settled()
     name = before.nodes[-1 - repeat % len(before.nodes)]
+    broken = broken_rounds(stage)
     t = now()
     stage.retire(name)
     stage.node(name).terminate()
     effect = aftermath(stage, before, f"node {name} drained", t, [name])
     left_s = _gone(stage, name) - t
     problems = list(effect.problems)
-    if broken_rounds(stage):
+    if broken_rounds(stage) > broken:
         problems.append(f"the departure of {name} broke a round")
     stage.restore()
     return effect.amended({"left_s": left_s}, problems)

@@ -45,7 +45,7 @@ def run_drill(options: DrillOptions, tell: Tell = lambda _: None) -> Report:
     directory = _directory(options)
     with Interrupts() as interrupts, _segment(drill) as segment:
         effects, problems, points = _play(drill, options, directory, segment, interrupts, tell)
-    report = Report(drill.name, tuple(effects), (*problems, *_unmet(drill, options, effects)), points, directory)
+    report = Report(drill.name, tuple(effects), (*problems, *unmet(drill, options, effects)), points, directory)
     if report.ok and options.directory is None and not options.keep:
         shutil.rmtree(directory, ignore_errors=True)
     return report
@@ -111,7 +111,7 @@ def conclusions(stage: Stage) -> list[str]:
     return problems
 
 
-def _unmet(drill: Drill, options: DrillOptions, effects: list[Effect]) -> list[str]:
+def unmet(drill: Drill, options: DrillOptions, effects: list[Effect]) -> list[str]:
     """What the single repeats did not keep to."""
     problems = []
     limit_s = LEAST_TTL_S + options.slack_s if drill.lease_limited else None

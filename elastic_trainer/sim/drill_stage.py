@@ -165,12 +165,13 @@ class Stage:
 
     def until(self, holds: Callable[[], Any], what: str, limit_s: float | None = None) -> Any:
         """Wait until ``holds()`` is true, and return it. DrillError at the limit."""
-        deadline = Deadline.after(self.setting.limit_s if limit_s is None else limit_s)
+        limit_s = self.setting.limit_s if limit_s is None else limit_s
+        deadline = Deadline.after(limit_s)
         while not (found := holds()):
             if self._interrupts is not None and self._interrupts.signal is not None:
                 raise DrillError(f"stopped by signal {self._interrupts.signal}")
             if deadline.expired:
-                raise DrillError(f"{what} did not come about in {deadline_text(self, limit_s)}: {self.describe()}")
+                raise DrillError(f"{what} did not come about in {limit_s:g} s: {self.describe()}")
             pause(POLL_S)
         return found
 
@@ -192,6 +193,11 @@ class Stage:
     def expected(self) -> set[str]:
         """Nodes that should be training: they run, and were not asked to go."""
         return {node.name for node in self.cluster.running if node.name not in self._gone}
+
+    def deserted(self) -> list[str]:
+        """Which nodes have ended although nobody made them."""
+        ended = [node for node in self.cluster.nodes if not node.running and node.name not in self._gone]
+        return [f"node {node.name} ended by itself with {node.exit_code()}" for node in ended]
 
     def settled(self, steps: int = SETTLED_STEPS) -> Standing:
         """Wait until all expected nodes train together, and have committed ``steps`` steps in that."""
@@ -235,12 +241,12 @@ class Stage:
     def finish(self) -> list[str]:
         """End the job; what was wrong about the way it ended."""
         members = sorted(self.settled().nodes)
+        problems = self.deserted()
         (self.directory / STOP_FILE).touch()
-        limit = self.setting.limit_s
-        self.until(lambda: not self.cluster.running, "the end of the job", limit)
+        self.until(lambda: not self.cluster.running, "the end of the job")
         self.look()
         codes = {name: self.node(name).exit_code() for name in members}
-        return [f"node {name} exited with {code}" for name, code in codes.items() if code != 0]
+        return problems + [f"node {name} exited with {code}" for name, code in codes.items() if code != 0]
 
     def digests(self) -> list[Digest]:
         """The digests that all ranks have left."""
@@ -255,11 +261,6 @@ class Stage:
             said = node.log.read_text(errors="replace").splitlines()[-lines:] if node.log.exists() else []
             told += [f"{node.name}: {line}" for line in said]
         return told
-
-
-def deadline_text(stage: Stage, limit_s: float | None) -> str:
-    """The limit of a wait in words."""
-    return f"{stage.setting.limit_s if limit_s is None else limit_s:g} s"
 
 
 def now() -> float:

@@ -41,9 +41,12 @@ def kill_workers(victims: Sequence[psutil.Process], apart_s: float = 0.0) -> flo
 
 def kill_nodes(stage: Stage, names: Sequence[str]) -> float:
     """SIGKILL torchrun and workers of all ``names`` at once; when. All are gone at the return."""
+    absent = [name for name in names if not stage.node(name).running]
+    if absent:
+        raise DrillError(f"{' '.join(absent)} did not run any more")
     families = [process for name in names for process in stage.node(name).family()]
-    if len(families) < 2 * len(names):
-        raise DrillError(f"{' '.join(names)} did not run any more")
+    for name in names:
+        stage.retire(name)
     t = now()
     left = processes.exterminate(families, {}, Deadline.after(0.0))
     left = processes.wait_gone(left or families, Deadline.after(KILL_LIMIT_S))

@@ -4,7 +4,8 @@ All nodes are simulated on this machine: real members (admission, lease, key, ru
 a few processes, on one local etcd; only the workers are missing. So all nodes share this machine's cores, with etcd,
 where real ones have their own: the times are upper bounds. The phases follow each other in one run: all join at once;
 one node leaves; one joins; many leave; one falls silent (its lease runs out); the most senior ones, who decide, leave
-together. A change is agreed on when every node takes part in the same next round and has read the same ranks.
+together (and a worker elsewhere fails for it, as none is left to see them go). A change is agreed on when every node
+takes part in the same next round and has read the same ranks.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def measure(size: int, ttl_s: float, turn: int, options: Options) -> dict[str, A
         job = {
             "endpoint": server.endpoint,
             "run": f"bench-{size}-{turn}",
-            "min_nodes": max(1, size // 2),
+            "min_nodes": max(1, size // 4),
             "max_nodes": size,
             "ttl_s": ttl_s,
             "last_call_s": LAST_CALL_S,
@@ -163,7 +164,8 @@ class Story:
         phases["one_joins"] = self._phase("join", arriving=newcomer)
         phases["many_leave"] = self._phase("leave", leaving=self._random.sample(juniors[1:], many))
         phases["one_falls_silent"] = self._phase("kill", leaving=self._by_seniority()[-1:])
-        phases["seniors_leave"] = self._phase("leave", leaving=self._by_seniority()[:many])
+        seniors = self._by_seniority()[:many]
+        phases["seniors_leave"] = self._phase("leave", leaving=seniors, failing=self._by_seniority()[-1:])
         return phases
 
     def _by_seniority(self) -> list[str]:
@@ -171,11 +173,15 @@ class Story:
         ranks = {name: told["first_rank"] for name, told in self._before.items() if name in self._alive}
         return sorted(ranks, key=lambda name: int(ranks[name]))
 
-    def _phase(self, what: str, arriving: Sequence[str] = (), leaving: Sequence[str] = ()) -> dict[str, Any]:
+    def _phase(
+        self, what: str, arriving: Sequence[str] = (), leaving: Sequence[str] = (), failing: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """One change: nodes arrive or leave, upon which the workers of the ``failing`` ones notice it."""
         note(f"{self._size} nodes: {what} of {len(arriving) or len(leaving)}")
         counted = etcd_counters(self._server.endpoint)
         spent = self._sent()
         done = self._hosts.tell("begin" if arriving else what, [*arriving, *leaving])
+        self._hosts.tell("fail", failing)
         self._alive = [name for name in (*self._alive, *arriving) if name not in leaving]
         told = self._hosts.tell("await", size=len(self._alive), after=self._round)
         counted = difference(etcd_counters(self._server.endpoint), counted)
@@ -184,7 +190,7 @@ class Story:
         check_agreement(nodes, self._alive)
         first = self._round
         self._round = max(each["round"] for each in nodes.values())
-        figures = self._times(nodes, arriving, done, told, first)
+        figures: dict[str, Any] = dict(self._times(nodes, arriving, done, told, first))
         figures["rounds"] = self._round - first
         figures["requests_per_node"] = self._requests(nodes)
         figures["etcd"] = counted
@@ -196,7 +202,7 @@ class Story:
     def _sent(self) -> dict[str, float]:
         total: Counter[str] = Counter()
         for told in self._before.values():
-            total.update({kind: count for kind, count in told["sent"].items() if kind != "keep_alive"})
+            total.update({kind: count for kind, count in told["sent"].items() if kind not in UNCOUNTED})
         return dict(total)
 
     def _times(
@@ -242,8 +248,9 @@ def check_agreement(nodes: Mapping[str, Mapping[str, Any]], expected: Sequence[s
     if errors:
         raise RuntimeError(f"{len(errors)} of {len(nodes)} nodes gave up: {errors[0]}")
     rounds = {(each["round"], each["nonce"], each["store"], each["nodes"]) for each in nodes.values()}
-    if set(nodes) != set(expected) or len(rounds) != 1:
-        raise RuntimeError(f"{len(nodes)} of {len(expected)} nodes did not agree in time: {len(rounds)} rounds")
+    sizes = {size for _, _, _, size in rounds}
+    if set(nodes) != set(expected) or len(rounds) != 1 or sizes != {len(expected)}:
+        raise RuntimeError(f"{len(expected)} nodes did not agree in time: {len(rounds)} rounds, of {sizes} nodes")
     ranks = sorted(int(each["first_rank"]) for each in nodes.values())
     if ranks != [LOCAL_WORLD_SIZE * place for place in range(len(expected))]:
         raise RuntimeError("the ranks of the nodes do not follow each other")

@@ -66,12 +66,14 @@ class CountingStore:
     def __init__(self, inner: Store) -> None:
         self._inner = inner
         self._lock = threading.Lock()
+        self._closed = False
         self.sent: Counter[str] = Counter(connect=1)
         self.events = 0
 
     def _count(self, *kinds: str) -> None:
         with self._lock:
-            self.sent.update(kinds)
+            if not self._closed:
+                self.sent.update(kinds)
 
     def saw(self, events: int) -> None:
         """A watch delivered so many."""
@@ -120,6 +122,8 @@ class CountingStore:
         return self._inner.version(deadline)
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
         self._inner.close()
 
 

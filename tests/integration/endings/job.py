@@ -187,6 +187,10 @@ class Job(LocalCluster):
         """Whether the node's key is there."""
         return self.record(node) is not None
 
+    def absent(self, node: str) -> bool:
+        """Whether it is gone."""
+        return not self.present(node)
+
     def shows(self, node: str, state: NodeState) -> bool:
         """Whether the node says that it is in ``state``."""
         record = self.record(node)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.clock import SYSTEM
+from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.membership.documents import NodeState, RunResult
+from elastic_trainer.sim import processes
 from tests.integration.endings.job import Job
 
 SOON_S = 20.0
@@ -40,7 +41,7 @@ def test_survivors_keep_their_state_until_another_node_comes(tmp_path: Path, etc
 @pytest.mark.timeout(200)
 def test_survivors_that_waited_in_vain_leave_a_checkpoint(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """Nobody comes within ``join_timeout``: one sentence, status 1, no process left, and a checkpoint that verifies."""
-    with Job(tmp_path, etcd_endpoint, run_id, most=2, options={"join_timeout": "30"}) as job:
+    with Job(tmp_path, etcd_endpoint, run_id, most=2, options={"join_timeout": "10"}) as job:
         job.start(2)
         job.await_world("n0", "n1", count=10)
         worker = job.node("n0").worker()
@@ -48,10 +49,10 @@ def test_survivors_that_waited_in_vain_leave_a_checkpoint(tmp_path: Path, etcd_e
         job.node("n1").kill()
         began = SYSTEM.monotonic()
         assert job.exit_code(job.node("n0")) == 1
-        assert SYSTEM.monotonic() - began >= 29.0
-        assert not worker.is_running()
+        assert SYSTEM.monotonic() - began >= 9.0
+        assert processes.wait_gone([worker], Deadline.after(SOON_S)) == []
         (sentence,) = job.sentences("n0")
-        assert "fewer than 2 nodes were ready within 30 s (present: n0)" in sentence
+        assert "fewer than 2 nodes were ready within 10 s (present: n0)" in sentence
         assert "Traceback" not in job.log("n0")
         assert job.saved_step() == job.newest()
 
@@ -86,8 +87,7 @@ def test_the_last_node_hands_over_through_storage(tmp_path: Path, etcd_endpoint:
         job.wait_for(lambda: job.shows("n1", NodeState.READY), "the spare does not get ready")
         job.node("n0").terminate()
         assert job.exit_code(job.node("n0")) == 143
-        stood = job.newest()
         job.await_world("n1", after=first)
-        assert min(line.step for line in job.steps("n1")) == stood + 1
+        assert job.steps("n1")[0].step == job.steps("n0")[-1].step + 1
         assert job.finish() == {"n0": 143, "n1": 0}
         job.check_lossless()

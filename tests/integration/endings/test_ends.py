@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,9 @@ def test_the_node_of_rank_0_decides_how_the_run_has_ended(tmp_path: Path, etcd_e
             head, other = (job.node(name) for name in job.order())
             lost, stays = (head, other) if victim == 0 else (other, head)
             job.tell("stop")
-            job.wait_for(lambda done=other.name, job=job: job.shows(done, NodeState.DONE), "the node does not get done")
+            job.wait_for(partial(job.shows, other.name, NodeState.DONE), "the node does not get done")
             lost.kill()
-            job.wait_for(lambda lost=lost.name, job=job: not job.present(lost), "the lease does not end")
+            job.wait_for(partial(job.absent, lost.name), "the lease does not end")
             job.tell("go")
             assert job.exit_code(stays) == (0 if victim else 1), job.describe()
             closed = job.closed()

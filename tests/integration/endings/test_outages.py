@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from elastic_trainer.clock import pause
-from elastic_trainer.membership.documents import NodeState
+from elastic_trainer.membership.documents import NodeState, RoundState
 from elastic_trainer.sim.etcd import EtcdCluster, EtcdServer
 from tests.integration.endings.job import QUICK, Job
 from tests.support.proxy import Proxy
@@ -29,9 +30,8 @@ def test_etcd_frozen_for_longer_than_all_leases(tmp_path: Path, own_etcd: EtcdSe
         pause(2.5 * TTL_S)
         job.await_steps(20)
         own_etcd.resume()
-        job.wait_for(
-            lambda: job.shows("n0", NodeState.READY) and job.shows("n1", NodeState.READY), "the nodes do not come back"
-        )
+        for node in job.nodes:
+            job.wait_for(partial(job.shows, node.name, NodeState.READY), "the nodes do not come back")
         pause(2 * TTL_S)
         job.await_steps(20)
         assert _workers(job) == pids
@@ -73,7 +73,7 @@ def test_an_agent_that_stands_still_comes_back(tmp_path: Path, etcd_endpoint: st
         os.kill(job.node("n1").pid, signal.SIGCONT)
         job.await_world("n0", "n1", after=alone)
         assert _workers(job) == pids
-        assert [entry.state for entry in job.journal()].count("broken") == 1
+        assert [entry.state for entry in job.journal()].count(RoundState.BROKEN) == 1
         assert job.finish() == {"n0": 0, "n1": 0}
         job.check_lossless()
 
@@ -93,7 +93,7 @@ def test_all_members_of_etcd_restart_one_after_the_other(tmp_path: Path, etcd_bi
                 etcd.restart(index)
                 job.await_steps(15)
             assert _workers(job) == pids
-            assert [entry.state for entry in job.journal()] == ["active"]
+            assert [entry.state for entry in job.journal()] == [RoundState.ACTIVE]
             assert job.finish() == {"n0": 0, "n1": 0}
             job.check_lossless()
 

@@ -27,8 +27,7 @@ def test_messages_cross_the_channel_in_order_and_typed() -> None:
     def serve(connection: Connection) -> None:
         assert connection.peer() == (os.getpid(), os.geteuid())
         connection.send(Over(number=3, reason="node b is gone"))
-        for line in connection.lines():
-            received.append(read_from_worker(line))
+        received.extend(read_from_worker(line) for line in connection.lines())
         done.set()
 
     listener = Listener(serve)

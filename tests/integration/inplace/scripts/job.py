@@ -90,7 +90,7 @@ def main(scenario: Scenario) -> None:
     torch.set_num_threads(1)
     values = scenario.values
     counter, seen, losses = Counter(), [], []
-    options = {"checkpoint_every_steps": values.get("save_every"), "checkpoint_every_s": None}
+    options: dict[str, Any] = {"checkpoint_every_steps": values.get("save_every"), "checkpoint_every_s": None}
     with Session(values.get("checkpoints"), seed=3, device="cpu", **options) as session:
         module, optimizer, scheduler, scaler = build(scenario)
         session.register("counter", counter)

@@ -1,0 +1,80 @@
+"""A schedule of faults drawn by chance: what comes next, whom it strikes, how long until then. Pure.
+
+The same seed draws the same from the same situations. What the job cannot be asked to survive is never drawn: one
+living worker that holds the training state is always left.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Blow(StrEnum):
+    """What may happen."""
+
+    WORKER_KILL = "worker-kill"
+    NODE_KILL = "node-kill"
+    JOIN = "join"
+    DRAIN = "drain"
+    OUTAGE = "etcd-outage"
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """``running`` nodes were neither killed nor asked to go; the workers of ``holders`` hold the training state."""
+
+    running: tuple[str, ...]
+    holders: tuple[str, ...]
+    min_nodes: int
+    max_nodes: int
+    etcd_answers: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The next blow, ``wait_s`` seconds from now; ``lasts_s`` is the length of an outage."""
+
+    blow: Blow
+    node: str | None
+    wait_s: float
+    lasts_s: float = 0.0
+
+
+_WEIGHTS = {Blow.WORKER_KILL: 5.0, Blow.NODE_KILL: 2.0, Blow.JOIN: 2.0, Blow.DRAIN: 1.0, Blow.OUTAGE: 1.0}
+_WAITS_S = ((0.0, 0.1), (0.1, 1.0), (1.0, 4.0))
+"""Into the recovery from the blow before, behind it, and long after it."""
+_OUTAGE_S = (0.2, 2.0)
+
+
+def victims(blow: Blow, situation: Situation) -> tuple[str, ...]:
+    """The nodes that ``blow`` may strike now."""
+    if blow in (Blow.JOIN, Blow.OUTAGE):
+        return ()
+    others_hold = [name for name in situation.running if set(situation.holders) - {name}]
+    return tuple(sorted(others_hold))
+
+
+def possible(situation: Situation) -> tuple[Blow, ...]:
+    """What may happen now."""
+    found = [blow for blow in (Blow.WORKER_KILL, Blow.NODE_KILL, Blow.DRAIN) if victims(blow, situation)]
+    if len(situation.running) < situation.max_nodes:
+        found.append(Blow.JOIN)
+    if situation.etcd_answers:
+        found.append(Blow.OUTAGE)
+    return tuple(found)
+
+
+def draw(chance: random.Random, situation: Situation) -> Planned | None:
+    """The next blow; None when nothing may happen now. A node joins first where there are too few."""
+    wait_s = chance.uniform(*chance.choice(_WAITS_S))
+    if len(situation.running) < situation.min_nodes:
+        return Planned(Blow.JOIN, None, wait_s)
+    blows = possible(situation)
+    if not blows:
+        return None
+    blow = chance.choices(blows, [_WEIGHTS[each] for each in blows])[0]
+    struck = victims(blow, situation)
+    lasts_s = chance.uniform(*_OUTAGE_S) if blow is Blow.OUTAGE else 0.0
+    return Planned(blow, chance.choice(struck) if struck else None, wait_s, lasts_s)

@@ -1,0 +1,127 @@
+"""Each way to break a job, on real processes: the others go on, and nothing of the training is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_trainer.errors import EXIT_CONFIG
+from elastic_trainer.sim.drill_run import conclusions
+from elastic_trainer.sim.drill_stage import Loopback, Setting, Stage
+from elastic_trainer.sim.drills import DRILLS, Circumstances
+from elastic_trainer.sim.namespaces import PROGRAMS
+from tests.support.requirements import needs, needs_root
+
+OUTAGE_S = 10.0
+SLOW = "20"
+"""Slack in seconds for a machine that is busy: what is too slow is for people to judge, from the figures."""
+
+THREE = Setting(nodes=3)
+FOUR = Setting(nodes=4, max_nodes=4)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("etcd_binary")]
+
+
+def play(names: list[str], setting: Setting, directory: Path) -> None:
+    """Play the drills ``names`` one after the other on one job; a name twice is its next repeat."""
+    with Stage(setting, directory, Loopback()) as stage:
+        for number, name in enumerate(names):
+            effect = DRILLS[name].act(stage, names[:number].count(name), Circumstances(OUTAGE_S))
+            assert effect.problems == (), (name, effect)
+            assert effect.steps_lost == 0, (name, effect)
+            assert effect.recovery_s > 0, (name, effect)
+            assert effect.gap_s > 0, (name, effect)
+        assert conclusions(stage) == []
+
+
+def test_lost_and_leaving_nodes(tmp_path: Path) -> None:
+    """A worker, a node, the node of rank 0 are killed, a node is drained, another stands still for longer than its
+    lease: each time the others go on in the same processes, no step is made twice, and the lost one is replaced. In
+    the end every sample counts once and the parameters of all ranks are bitwise equal."""
+    play(["worker-kill", "node-kill", "rank0-node-kill", "node-drain", "node-freeze"], THREE, tmp_path)
+
+
+def test_a_join_meets_a_failure(tmp_path: Path) -> None:
+    """A member, then the newcomer itself, is killed in the moment in which a planned change begins."""
+    play(["kill-during-join", "kill-during-join"], THREE, tmp_path)
+
+
+def test_two_failures_at_once(tmp_path: Path) -> None:
+    """Two of four nodes in one moment; two workers, of which the second (rank 0) dies during the recovery from the
+    first."""
+    play(["double-kill", "kill-during-recovery", "kill-during-recovery"], FOUR, tmp_path)
+
+
+def test_etcd_goes_away(tmp_path: Path) -> None:
+    """For longer than a lease: no step is lost, no round ends. A worker killed meanwhile recovers when it is back."""
+    play(["etcd-outage"], THREE, tmp_path)
+
+
+def test_etcd_loses_its_leader(tmp_path: Path) -> None:
+    """The job does not notice; a worker killed in the same moment recovers with the election."""
+    play(["etcd-leader-loss"], Setting(nodes=3, etcd_members=3), tmp_path)
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """``elastic-trainer drill`` as a user calls it."""
+    return subprocess.run(
+        [sys.executable, "-m", "elastic_trainer.cli.main", "drill", *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def reported(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The JSON of a drill that went as it must."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["ok"], report
+    assert report["problems"] == []
+    assert report["median"]["steps_lost"] == 0
+    assert report["compared"] > 0
+    return report
+
+
+def test_the_command_reports_a_join(tmp_path: Path) -> None:
+    """Members train on while a node comes; the report is one JSON object with the medians, and the files are kept
+    where they were asked for."""
+    report = reported(command("node-join", "--json", "--run-dir", str(tmp_path / "run")))
+    (only,) = report["repeats"]
+    assert report["drill"] == "node-join"
+    assert report["median"]["gap_s"] == only["gap_s"] < only["recovery_s"]
+    assert (tmp_path / "run" / "logs" / "n2.log").exists()
+
+
+@pytest.mark.root
+def test_a_node_is_cut_off_and_comes_back(tmp_path: Path) -> None:
+    """Its network falls silent: the others go on when its lease has ended; mended, it joins by a planned change. The
+    machine's own network is what it was before."""
+    needs_root("network namespaces")
+    for program in PROGRAMS:
+        needs(program, "networks of their own for the nodes")
+    before = interfaces()
+    report = reported(command("node-partition", "--json", "--slack", SLOW, "--run-dir", str(tmp_path / "run")))
+    assert report["repeats"][0]["rejoin_s"] > 0
+    assert interfaces() == before
+
+
+def test_what_cannot_be_played_is_said(tmp_path: Path) -> None:
+    """A drill that does not exist; a run directory that is in use. One sentence, exit code 78."""
+    (tmp_path / "ledger").mkdir()
+    for words, said in ((["nonsense"], "there is no drill 'nonsense'"), (["worker-kill"], "holds an earlier run")):
+        done = command(*words, "--run-dir", str(tmp_path))
+        assert done.returncode == EXIT_CONFIG, done.stderr
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def interfaces() -> set[str]:
+    """Network interfaces of this process's network."""
+    return set(os.listdir("/sys/class/net"))

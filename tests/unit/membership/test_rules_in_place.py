@@ -1,0 +1,400 @@
+"""The membership rules of in-place recovery, clause by clause, and what holds whatever happens to the nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from elastic_trainer.membership.documents import Ghost, Identity, NodeState, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.rules import Action, Decision
+from elastic_trainer.membership.standing import NodeView
+from elastic_trainer.model import RecoveryMode
+
+from .scenes import LIMITS, Scene, node, round_of
+
+IN_PLACE = replace(
+    LIMITS, recovery=RecoveryMode.IN_PLACE, regroup_grace_s=0.5, report_floor_s=10.0, failure_limit=3, stalled_rounds=4
+)
+
+
+def held(step: int, round: int = 1, **more: Any) -> Identity:
+    return Identity(round=round, step=step, **more)
+
+
+def free(name: str, created: int, number: int, step: int = 7, **record: Any) -> NodeView:
+    """A survivor whose workers have left round ``number``, with their state."""
+    values: dict[str, Any] = {"acknowledged": number + 1, "reported": number + 1, "identity": held(step)} | record
+    return node(name, created, mod=100 + created, **values)
+
+
+def acknowledged(name: str, created: int, number: int, **record: Any) -> NodeView:
+    """A survivor whose agent knows that round ``number`` is over, and whose workers are not free yet."""
+    return node(name, created, mod=100 + created, **({"acknowledged": number + 1, "reported": number} | record))
+
+
+def ended(name: str, created: int, number: int, life: int = 2, **record: Any) -> NodeView:
+    """A node whose workers have died in round ``number`` and are being started again."""
+    values: dict[str, Any] = {"state": NodeState.WARMING, "life": life, "acknowledged": number + 1, "planned": False}
+    return node(name, created, mod=100 + created, **(values | {"cause": "its worker 0 was lost"} | record))
+
+
+def trio(state: RoundState = RoundState.ACTIVE, number: int = 1, **more: Any) -> Scene:
+    """Round ``number`` of a, b and c."""
+    nodes = [node(name, i + 1, acknowledged=number, reported=number) for i, name in enumerate("abc")]
+    return Scene(limits=IN_PLACE).show(*nodes).adopt(round_of(number, nodes, state, **more))
+
+
+def names(document: RoundDocument | None) -> list[str]:
+    assert document is not None
+    return [member.node for member in document.members]
+
+
+def made(decision: Decision, action: Action) -> RoundDocument:
+    """The document of a decision that must be ``action``."""
+    assert decision.action is action, decision
+    assert decision.round is not None
+    return decision.round
+
+
+# ---- planned changes
+
+
+def drained(scene: Scene | None = None) -> Scene:
+    """A newcomer x is being taken in."""
+    scene = (scene or trio()).show(node("x", 50))
+    scene.decide()
+    return scene.adopt(made(scene.decide(after_s=6.0), Action.DRAIN))
+
+
+def test_a_planned_change_carries_the_complete_next_round() -> None:
+    """So the workers can switch without etcd: number, ranks, store and nonce are known before."""
+    scene = drained()
+    assert scene.round is not None
+    following = scene.round.next
+    assert scene.round.number == 1
+    assert following is not None
+    assert (following.number, following.nonce, following.state) == (2, "fresh", RoundState.ACTIVE)
+    assert [(member.node, member.first_rank) for member in following.members] == [
+        ("a", 0),
+        ("b", 1),
+        ("c", 2),
+        ("x", 3),
+    ]
+    assert following.store == "127.0.0.1:1001"
+
+
+def test_the_switch_is_complete_when_all_that_stay_have_reported() -> None:
+    """Newcomers need not report: they are free anyway. The round then formed is the very one that was announced."""
+    scene = drained()
+    scene.show(*(free(name, i + 1, 1, planned=True) for i, name in enumerate("ab")))
+    waiting = scene.decide(after_s=3600.0)
+    assert waiting.action is Action.WAIT
+    assert waiting.reason == "waiting for c to reach the agreed step"
+    scene.show(free("c", 3, 1, planned=True))
+    formed = made(scene.decide(), Action.FORM)
+    assert scene.round is not None
+    assert formed == scene.round.next
+
+
+def test_a_leaving_node_is_not_in_the_next_round_and_not_waited_for() -> None:
+    """Ranks close up behind it; the others switch without asking it."""
+    scene = trio().show(node("a", 1, mod=9, acknowledged=1, reported=1, state=NodeState.DRAINING))
+    draining = made(scene.decide(), Action.DRAIN)
+    assert draining.reason == "node a leaves"
+    assert draining.next is not None
+    assert [(member.node, member.first_rank) for member in draining.next.members] == [("b", 0), ("c", 1)]
+    scene.adopt(draining).show(free("b", 2, 1, planned=True), free("c", 3, 1, planned=True))
+    assert made(scene.decide(after_s=1.0), Action.FORM) == draining.next
+
+
+def test_a_newcomer_takes_the_place_of_a_leaver_at_once() -> None:
+    """One planned change does both, without waiting for the batch time."""
+    scene = trio().show(node("x", 50), node("b", 2, mod=9, acknowledged=1, reported=1, state=NodeState.DRAINING))
+    draining = made(scene.decide(), Action.DRAIN)
+    assert names(draining.next) == ["a", "c", "x"]
+    assert draining.reason == "node b leaves; node x joins"
+
+
+def test_below_min_a_planned_change_has_no_next_round_and_waits_for_everybody() -> None:
+    """The agreed step and the checkpoint may take long; no grace cuts them short. Then too few are left."""
+    pair = [node("a", 1), node("b", 2)]
+    leaver = node("b", 2, mod=9, state=NodeState.DRAINING)
+    scene = Scene(limits=IN_PLACE).show(*pair).adopt(round_of(1, pair)).show(leaver)
+    draining = made(scene.decide(), Action.DRAIN)
+    assert draining.next is None
+    scene.adopt(draining).show(node("x", 50))
+    assert scene.decide(after_s=3600.0).reason == "waiting for a, b to be free"
+    scene.show(free("a", 1, 1, planned=True))
+    assert scene.decide(after_s=3600.0).reason == "waiting for b to be free"
+    scene.lose("b")
+    assert names(made(scene.decide(), Action.FORM)) == ["a", "x"]
+
+
+def test_a_change_that_nobody_stays_for_goes_through_storage() -> None:
+    """All members leave while others stand ready: without a next round they save a checkpoint before they go."""
+    limits = replace(IN_PLACE, min_nodes=1, max_nodes=1)
+    only = node("a", 1, mod=9, state=NodeState.DRAINING)
+    scene = Scene(limits=limits).show(only, node("x", 50)).adopt(round_of(1, [node("a", 1)]))
+    draining = made(scene.decide(), Action.DRAIN)
+    assert draining.next is None
+    scene.adopt(draining)
+    assert scene.decide(after_s=60.0).action is Action.WAIT
+    scene.show(free("a", 1, 1, state=NodeState.DRAINING, planned=True))
+    assert names(made(scene.decide(), Action.FORM)) == ["x"]
+
+
+def test_a_failure_overrides_a_planned_change() -> None:
+    """Some ranks may have switched: the round that is broken is the next one, with its members."""
+    scene = drained().show(ended("b", 2, 1))
+    broken = made(scene.decide(), Action.BREAK)
+    assert (broken.number, broken.state, broken.next) == (2, RoundState.BROKEN, None)
+    assert names(broken) == list("abcx")
+    assert broken.reason == "node b left the round: its worker 0 was lost"
+
+
+def test_the_loss_of_a_newcomer_overrides_its_planned_change() -> None:
+    """It is needed by the next round although it is no member of the present one."""
+    scene = drained().lose("x")
+    assert made(scene.decide(), Action.BREAK).reason == "node x is gone"
+
+
+def test_the_loss_of_a_leaver_changes_nothing() -> None:
+    """It was to go anyway."""
+    scene = trio().show(node("a", 1, mod=9, acknowledged=1, reported=1, state=NodeState.DRAINING))
+    scene.me = "b"
+    scene.decide()
+    scene.adopt(made(scene.decide(after_s=1.0), Action.DRAIN)).lose("a")
+    assert scene.decide(after_s=1.0).action is Action.WAIT
+
+
+def test_after_a_failure_in_a_change_all_must_leave_the_next_round_too() -> None:
+    """Who has switched already has reported the next number, which is the broken one: it is not free yet."""
+    scene = drained().show(ended("b", 2, 1))
+    scene.adopt(made(scene.decide(), Action.BREAK))
+    scene.show(*(free(name, i, 1, planned=True) for name, i in (("a", 1), ("c", 3))))
+    assert scene.decide(after_s=0.4).action is Action.WAIT
+    scene.show(*(free(name, i, 2) for name, i in (("a", 1), ("c", 3), ("x", 50))))
+    formed = made(scene.decide(), Action.FORM)
+    assert formed.number == 3
+    assert names(formed) == ["a", "c", "x"]
+
+
+# ---- failures
+
+
+def test_survivors_go_on_as_soon_as_all_are_free() -> None:
+    """Nothing is waited for: the lost node's workers come back later, by a planned change."""
+    scene = trio(RoundState.BROKEN, worker_failed=True).show(free("a", 1, 1), free("c", 3, 1), ended("b", 2, 1))
+    formed = made(scene.decide(), Action.FORM)
+    assert [(member.node, member.first_rank) for member in formed.members] == [("a", 0), ("c", 1)]
+    assert formed.number == 2
+    assert formed.ghosts == ()
+
+
+def test_a_node_that_does_not_acknowledge_is_left_out_after_the_grace() -> None:
+    """It may be dead or cut off; its key counts for nothing until it changes."""
+    scene = trio(RoundState.BROKEN).show(free("a", 1, 1), free("c", 3, 1))
+    waiting = scene.decide(after_s=0.4)
+    assert waiting.reason == "waiting for b to be free"
+    assert waiting.again_in_s is not None
+    assert round(waiting.again_in_s, 3) == 0.1
+    formed = made(scene.decide(after_s=0.2), Action.FORM)
+    assert names(formed) == ["a", "c"]
+    assert formed.ghosts == (Ghost(node="b", mod_revision=2),)
+    assert formed.reason == "node b was lost"
+
+
+def test_a_dead_agent_is_not_waited_for_at_all() -> None:
+    """Its port refuses connections."""
+    scene = trio(RoundState.BROKEN).show(free("a", 1, 1), free("c", 3, 1))
+    scene.suspects = frozenset({"b"})
+    assert names(made(scene.decide(), Action.FORM)) == ["a", "c"]
+
+
+def test_a_node_that_has_acknowledged_gets_time_for_its_step() -> None:
+    """Twice its step time, at least the floor: the agent lives, its workers are in the middle of something."""
+    for step_time_s, bound_s in ((0.1, 10.0), (20.0, 40.0)):
+        scene = trio(RoundState.BROKEN).show(free("a", 1, 1), free("c", 3, 1))
+        scene.show(acknowledged("b", 2, 1, step_time_s=step_time_s))
+        assert scene.decide(after_s=bound_s - 0.1).reason == "waiting for b to be free"
+        assert names(made(scene.decide(after_s=0.2), Action.FORM)) == ["a", "c"]
+
+
+def test_a_ghost_counts_again_when_its_key_changes() -> None:
+    """It was alive after all: a newcomer like any other, with its state."""
+    pair = [node("a", 1, acknowledged=2, reported=2), node("c", 3, acknowledged=2, reported=2)]
+    ghost = node("b", 2)
+    scene = Scene(limits=IN_PLACE).show(*pair, ghost)
+    scene.adopt(round_of(2, pair, ghosts=(Ghost(node="b", mod_revision=2),)))
+    assert scene.decide(after_s=60.0).action is Action.WAIT
+    scene.show(free("b", 2, 1, planned=True))
+    scene.decide()
+    assert names(made(scene.decide(after_s=6.0), Action.DRAIN).next) == ["a", "c", "b"]
+
+
+def test_newcomers_are_not_taken_in_by_a_failure_that_leaves_enough() -> None:
+    """All members come back, with one newcomer: it waits for the next planned change, for it would cost all a delay."""
+    scene = trio(RoundState.BROKEN).show(*(free(name, i + 1, 1) for i, name in enumerate("abc")), node("x", 50))
+    assert names(made(scene.decide(), Action.FORM)) == list("abc")
+
+
+def test_a_warm_spare_replaces_a_lost_node_at_once() -> None:
+    """As many as were lost, no more."""
+    scene = trio(RoundState.BROKEN).show(free("a", 1, 1), free("c", 3, 1), node("x", 50), node("y", 51)).lose("b")
+    assert names(made(scene.decide(), Action.FORM)) == ["a", "c", "x"]
+
+
+def test_newcomers_complete_survivors_who_are_too_few() -> None:
+    """Also those that were still at the step where nobody can join: otherwise nothing would ever go on."""
+    pair = [node("a", 1), node("b", 2)]
+    scene = Scene(limits=replace(IN_PLACE, min_nodes=3)).show(free("a", 1, 1, joinable=False))
+    scene.adopt(round_of(1, [*pair, node("c", 3)], RoundState.BROKEN))
+    assert scene.decide(after_s=3600.0).reason == "1 of at least 3 nodes are ready"
+    scene.show(node("x", 50), node("y", 51))
+    assert names(made(scene.decide(), Action.FORM)) == ["a", "x", "y"]
+
+
+def test_survivors_in_the_middle_of_an_evaluation_go_on_alone() -> None:
+    """A spare could not follow them there; it comes by the next planned change."""
+    scene = trio(RoundState.BROKEN).show(free("a", 1, 1, joinable=False), free("c", 3, 1), node("x", 50)).lose("b")
+    assert names(made(scene.decide(), Action.FORM)) == ["a", "c"]
+
+
+def test_finishing_members_are_no_candidates_and_end_the_run() -> None:
+    """The training is over for them: no round is formed of them, whatever becomes of the others."""
+    scene = trio(RoundState.BROKEN).show(free("a", 1, 1, state=NodeState.FINISHING))
+    scene.show(*(free(name, i, 1, state=NodeState.FINISHING) for name, i in (("b", 2), ("c", 3))))
+    assert scene.decide(after_s=3600.0).action is Action.WAIT
+    scene.show(*(free(name, i, 1, state=NodeState.DONE) for name, i in (("a", 1), ("b", 2), ("c", 3))))
+    assert made(scene.decide(), Action.CLOSE).result is RunResult.SUCCEEDED
+
+
+# ---- giving up
+
+
+def fail(scene: Scene, number: int, step: int, victim: str = "b", *, worker: bool = True, **state: Any) -> Decision:
+    """Round ``number`` breaks at ``step`` because of ``victim``; what the survivors decide."""
+    assert scene.round is not None
+    broken = scene.round.model_copy(update={"state": RoundState.BROKEN, "worker_failed": worker, "reason": "broken"})
+    scene.adopt(broken)
+    for i, name in enumerate("abc"):
+        life = 1 if scene.round.member(name) is None else next(m.life for m in broken.members if m.node == name)
+        if name == victim and worker:
+            scene.show(ended(name, i + 1, number, life=life + 1))
+        else:
+            scene.show(free(name, i + 1, number, life=life, identity=held(step, number, **state)))
+    decision = scene.decide()
+    if decision.action is Action.FORM:
+        scene.adopt(decision.round)
+    return decision
+
+
+def rejoin(scene: Scene, number: int) -> None:
+    """All three are in round ``number`` again, as after a planned change that nothing happened in."""
+    assert scene.round is not None
+    nodes = [
+        node(name, i + 1, life=scene.nodes[name].record.life, acknowledged=number, reported=number)
+        for i, name in enumerate("abc")
+    ]
+    carried = {name: getattr(scene.round, name) for name in ("last_step", "failures", "stalled")}
+    scene.show(*nodes).adopt(round_of(number, nodes, **carried))
+
+
+def test_failures_at_one_step_are_counted_over_nodes_and_end_the_run() -> None:
+    """A poison batch kills one node after another: the third failure closes, naming the step and the samples."""
+    scene = trio()
+    place: dict[str, Any] = {"epoch": 2, "samples": 96, "batch": 32}
+    for number, victim in ((1, "b"), (3, "c")):
+        made(fail(scene, number, 40, victim, **place), Action.FORM)
+        rejoin(scene, number + 2)
+    closed = made(fail(scene, 5, 40, "a", **place), Action.CLOSE)
+    assert closed.result is RunResult.FAILED
+    expected = "3 failures of workers after step 40, without a step committed since (epoch 2, samples 96 to 127 of its"
+    assert closed.reason.startswith(expected)
+    scene.adopt(closed)
+    assert scene.decide(after_s=3600.0).action is Action.WAIT
+
+
+def test_a_step_committed_in_between_starts_the_count_anew() -> None:
+    """Faults that let the job come on never end it."""
+    scene = trio()
+    for turn in range(6):
+        made(fail(scene, 1 + 2 * turn, 40 + turn, "abc"[turn % 3]), Action.FORM)
+        rejoin(scene, 3 + 2 * turn)
+    assert scene.round is not None
+    assert scene.round.failures == 1
+
+
+def test_a_planned_change_does_not_start_the_count_anew() -> None:
+    """Neither does it count itself."""
+    scene = trio(last_step=40, failures=2, stalled=3).show(node("x", 50))
+    scene.decide()
+    following = made(scene.decide(after_s=6.0), Action.DRAIN).next
+    assert following is not None
+    assert (following.last_step, following.failures, following.stalled) == (40, 2, 3)
+
+
+def test_a_worker_that_died_counts_also_if_another_told_first() -> None:
+    """A peer's failed collective may win the race for the round document: the lost life shows who failed."""
+    scene = trio(RoundState.BROKEN, worker_failed=False).show(free("a", 1, 1), free("c", 3, 1), ended("b", 2, 1))
+    assert made(scene.decide(), Action.FORM).failures == 1
+
+
+def test_lost_nodes_are_no_failures_of_workers() -> None:
+    """Machines that go away at one step say nothing about that step."""
+    scene = trio(RoundState.BROKEN).show(free("a", 1, 1), free("c", 3, 1)).lose("b")
+    assert made(scene.decide(), Action.FORM).failures == 0
+
+
+def test_rounds_without_a_committed_step_end_the_run() -> None:
+    """Nobody dies and yet nothing gets on: collectives that never work, say."""
+    scene = trio()
+    for number in range(1, 5):
+        made(fail(scene, number, 0, "", worker=False), Action.FORM)
+    closed = made(fail(scene, 5, 0, "", worker=False), Action.CLOSE)
+    assert closed.reason.startswith("4 rounds in a row ended after step 0, without a step committed since")
+
+
+def test_rounds_that_never_get_to_a_state_end_the_run_too() -> None:
+    """Nodes that cannot reach each other's stores never hold a state; they must not try for ever."""
+    scene = trio()
+    for number in range(1, 4):
+        nodes = [free(name, i + 1, number, identity=None) for i, name in enumerate("abc")]
+        assert scene.round is not None
+        scene.adopt(scene.round.model_copy(update={"state": RoundState.BROKEN})).show(*nodes)
+        scene.adopt(made(scene.decide(), Action.FORM))
+    nodes = [free(name, i + 1, 4, identity=None) for i, name in enumerate("abc")]
+    assert scene.round is not None
+    scene.adopt(scene.round.model_copy(update={"state": RoundState.BROKEN})).show(*nodes)
+    assert made(scene.decide(), Action.CLOSE).reason.startswith("4 rounds in a row ended before the training had begun")
+
+
+def alone(number: int, life: int, last_step: int | None, failures: int, reached: int) -> Scene:
+    """The only node of a job has lost its workers, again; they had come to step ``reached``."""
+    before = node("a", 1, life=life)
+    again = free("a", 1, number, life=life + 1, identity=None, reached=held(reached))
+    broken = round_of(number, [before], RoundState.BROKEN, last_step=last_step, failures=failures, worker_failed=True)
+    return Scene(limits=replace(IN_PLACE, min_nodes=1)).show(again).adopt(broken)
+
+
+def test_failures_are_counted_where_nobody_survives_as_well() -> None:
+    """A single node that dies at one place, restored from one checkpoint each time: its agent knows how far it came."""
+    first = made(alone(1, 1, None, 0, 5).decide(), Action.FORM)
+    assert (first.last_step, first.failures) == (5, 1)
+    second = made(alone(2, 2, 5, 1, 4).decide(), Action.FORM)
+    assert (second.last_step, second.failures) == (5, 2)
+    assert made(alone(3, 3, 5, 2, 5).decide(), Action.CLOSE).reason.startswith("3 failures of workers after step 5")
+
+
+def test_a_single_node_that_comes_on_between_its_failures_is_not_given_up() -> None:
+    """One crash a day is no poison batch."""
+    document = made(alone(3, 3, 1000, 2, 9000).decide(), Action.FORM)
+    assert (document.last_step, document.failures) == (9000, 1)
+
+
+def test_scripts_of_restart_mode_are_not_given_up() -> None:
+    """How far they have come is not known, so no number of restarts proves anything."""
+    nodes = [node(name, i + 1) for i, name in enumerate("abc")]
+    scene = Scene().show(*(free(n.id, n.create_revision, 1, life=2, identity=None, planned=True) for n in nodes))
+    scene.adopt(round_of(1, nodes, RoundState.BROKEN, failures=99, stalled=99))
+    assert scene.decide().action is Action.FORM
