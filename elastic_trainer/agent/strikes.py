@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 ENOUGH_STEPS = 10
 LONGEST_S = 60.0
+DOUBLINGS = 6
+"""More of them come to more than :data:`LONGEST_S`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,4 +25,5 @@ class Strikes:
 
     def back_off_s(self) -> float:
         """Seconds to wait before joining: 0 after the first such life, then 1, 2, 4, ... up to a minute."""
-        return 0.0 if self.count < 2 else float(min(LONGEST_S, 2.0 ** (self.count - 2)))
+        doublings = min(self.count - 2, DOUBLINGS)
+        return 0.0 if doublings < 0 else min(LONGEST_S, 2.0**doublings)

@@ -10,8 +10,10 @@ once any of them has seen ``DIR/stop``.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +26,8 @@ from elastic_trainer.clock import pause
 from elastic_trainer.worker.session import Session
 
 STOP_FILE, DIGESTS = "stop", "digests"
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes a worker write the stacks of all its threads to its output, also while it is blocked in a collective."""
 FEATURES, CLASSES = 32, 8
 DIGEST_EVERY = 10
 _FOREVER = 1_000_000
@@ -88,6 +92,7 @@ class Digests:
 def main(argv: list[str] | None = None) -> None:
     """Train until the file appears."""
     options = _options(argv)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     torch.manual_seed(0)
     model = _model(options.width)
     data = _data(options.samples)

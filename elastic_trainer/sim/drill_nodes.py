@@ -10,12 +10,13 @@ from importlib.util import find_spec
 
 from elastic_trainer.errors import EXIT_LEFT, ConfigError
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.sim.drill_measure import Effect
+from elastic_trainer.sim.drill_measure import Effect, Standing
 from elastic_trainer.sim.drill_stage import DrillError, Stage, now
 from elastic_trainer.sim.drill_strikes import aftermath, freeze, kill_nodes, kill_workers, restarted, worker
 
 WATCHDOG = "elastic_trainer.agent.watchdog"
 MOST_APART_S = 0.05
+_TRIES = 3
 
 
 def worker_kill(stage: Stage, repeat: int) -> Effect:
@@ -164,13 +165,7 @@ def kill_during_recovery(stage: Stage, repeat: int) -> Effect:
 
 def kill_during_join(stage: Stage, repeat: int) -> Effect:
     """SIGKILL a worker in the moment in which a planned change begins: of a member, or of the newcomer."""
-    first = stage.settled()
-    newcomer = first.nodes[-1]
-    kill_workers([worker(stage, first, newcomer)])
-    # The others train on without it; its restarted worker comes back by a planned change.
-    stage.retire(newcomer)
-    before = stage.settled(5)
-    stage.welcome(newcomer)
+    newcomer, before = _one_less(stage)
     name = newcomer if repeat % 2 else before.nodes[0]
     member = worker(stage, before, before.nodes[0])
     stage.until(lambda: _draining(stage, before.round), "a planned change")
@@ -182,6 +177,20 @@ def kill_during_join(stage: Stage, repeat: int) -> Effect:
     effect = aftermath(stage, before, f"worker of {name}, {who}, killed while {newcomer} joined", t, [name])
     stage.restore()
     return effect
+
+
+def _one_less(stage: Stage) -> tuple[str, Standing]:
+    """Kill the last rank's worker, which will come back by a planned change; its node, and who trains without it."""
+    for _ in range(_TRIES):
+        first = stage.settled()
+        name = first.nodes[-1]
+        t = kill_workers([worker(stage, first, name)])
+        others = [pid for node, pid in first.pids.items() if node != name]
+        stage.resumed(others, t, first.round + 1, f"a step without {name}")
+        before = stage.look()
+        if before is not None and name not in before.nodes:
+            return name, before
+    raise DrillError("a killed worker was back before the others had gone on without it")
 
 
 def _draining(stage: Stage, number: int) -> bool:

@@ -34,17 +34,25 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The next blow, ``wait_s`` seconds from now; ``lasts_s`` is the length of an outage."""
+    """The next blow, ``wait_s`` seconds from now, or from when all is repaired (``after_repair``).
+
+    ``lasts_s`` is the length of an outage.
+    """
 
     blow: Blow
     node: str | None
     wait_s: float
+    after_repair: bool = False
     lasts_s: float = 0.0
 
 
 _WEIGHTS = {Blow.WORKER_KILL: 5.0, Blow.NODE_KILL: 2.0, Blow.JOIN: 2.0, Blow.DRAIN: 1.0, Blow.OUTAGE: 1.0}
-_WAITS_S = ((0.0, 0.1), (0.1, 1.0), (1.0, 4.0))
-"""Into the recovery from the blow before, behind it, and long after it."""
+_WAITS_S = ((0.0, 0.1), (0.1, 1.0))
+"""Into the recovery from the blow before, and behind it."""
+_REPAIRED = 0.4
+"""How often the blow before is allowed to be repaired whole."""
+_SEASONED = 0.8
+"""How often a node that holds the state is struck, rather than one that starts."""
 _OUTAGE_S = (0.2, 2.0)
 
 
@@ -68,13 +76,20 @@ def possible(situation: Situation) -> tuple[Blow, ...]:
 
 def draw(chance: random.Random, situation: Situation) -> Planned | None:
     """The next blow; None when nothing may happen now. A node joins first where there are too few."""
-    wait_s = chance.uniform(*chance.choice(_WAITS_S))
+    wait_s, after_repair = chance.uniform(*chance.choice(_WAITS_S)), chance.random() < _REPAIRED
     if len(situation.running) < situation.min_nodes:
         return Planned(Blow.JOIN, None, wait_s)
     blows = possible(situation)
     if not blows:
         return None
     blow = chance.choices(blows, [_WEIGHTS[each] for each in blows])[0]
-    struck = victims(blow, situation)
     lasts_s = chance.uniform(*_OUTAGE_S) if blow is Blow.OUTAGE else 0.0
-    return Planned(blow, chance.choice(struck) if struck else None, wait_s, lasts_s)
+    return Planned(blow, _victim(chance, blow, situation), wait_s, after_repair, lasts_s)
+
+
+def _victim(chance: random.Random, blow: Blow, situation: Situation) -> str | None:
+    struck = victims(blow, situation)
+    seasoned = [name for name in struck if name in situation.holders]
+    if seasoned and chance.random() < _SEASONED:
+        return chance.choice(seasoned)
+    return chance.choice(struck) if struck else None

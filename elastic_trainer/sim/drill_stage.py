@@ -19,9 +19,10 @@ from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import PermanentError
 from elastic_trainer.membership.documents import RoundDocument
 from elastic_trainer.settings import StoreSettings, parse_endpoints
+from elastic_trainer.sim import processes
 from elastic_trainer.sim.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.sim.drill_checks import Digest, read_digest
-from elastic_trainer.sim.drill_job import DIGESTS, STOP_FILE
+from elastic_trainer.sim.drill_job import DIGESTS, STACKS_SIGNAL, STOP_FILE
 from elastic_trainer.sim.drill_measure import Book, Standing
 from elastic_trainer.sim.etcd import EtcdCluster, EtcdServer
 from elastic_trainer.sim.interrupts import Interrupts
@@ -34,7 +35,15 @@ POLL_S = 0.02
 CONNECT_S = 20.0
 SETTLED_STEPS = 12
 """Steps in a round after which it counts as quiet; workers that live that long never back off from joining."""
-IN_PLACE = {"recovery": "in_place", "last_call": "1", "join_batch": "0.1", "join_interval": "0.5"}
+STACKS_S = 0.5
+"""What workers get to write their stacks."""
+IN_PLACE = {
+    "recovery": "in_place",
+    "last_call": "1",
+    "join_batch": "0.1",
+    "join_interval": "0.5",
+    "session_timeout": "600",  # the job is known to open one, however slow the machine
+}
 
 
 class DrillError(PermanentError):
@@ -171,9 +180,18 @@ class Stage:
             if self._interrupts is not None and self._interrupts.signal is not None:
                 raise DrillError(f"stopped by signal {self._interrupts.signal}")
             if deadline.expired:
+                self._dump_stacks()
                 raise DrillError(f"{what} did not come about in {limit_s:g} s: {self.describe()}")
             pause(POLL_S)
         return found
+
+    def _dump_stacks(self) -> None:
+        """Let workers that train write to their logs where they are."""
+        for node in self.cluster.running:
+            worker = node.worker()
+            if worker is not None and self.book.has_opened(worker.pid):
+                processes.send([worker], STACKS_SIGNAL)
+        pause(STACKS_S)
 
     def describe(self) -> str:
         """What is known, for the message of a failure."""

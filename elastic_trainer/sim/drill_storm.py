@@ -43,11 +43,20 @@ class Storm:
             if planned is None:
                 self._pass(_IDLE_S)
                 continue
+            if planned.after_repair:
+                self._repair()
             self._pass(planned.wait_s)
             self._strike(planned)
-        self._end_outage()
+        self._repair()
         quiet(self._stage)
         self._stage.restore()
+
+    def _repair(self) -> None:
+        """etcd is back, and everybody who should trains."""
+        self._end_outage()
+        if len(self._stage.expected) < self._stage.setting.min_nodes:
+            self._stage.cluster.add()
+        self._stage.settled()
 
     def _situation(self) -> Situation:
         stage = self._stage

@@ -1,8 +1,9 @@
 """Rendezvous: how soon up to 1,024 nodes agree, and how many requests each sends to etcd.
 
 All nodes are simulated on this machine: real members (admission, lease, key, rules, watches) with a connection each, in
-a few processes, on one local etcd; only the workers are missing. So all nodes share this machine's cores, with etcd,
-where real ones have their own: the times are upper bounds. The phases follow each other in one run: all join at once;
+a few processes, on one local etcd; the workers are missing, and the store's calls go through grpc.aio, as a thousand
+synchronous clients are too much for one machine (the smallest size runs over both, the product's own store first). So all nodes share this machine's cores, with etcd, where
+real ones have their own: the times are upper bounds. The phases follow each other in one run: all join at once;
 one node leaves; one joins; many leave; one falls silent (its lease runs out); the most senior ones, who decide, leave
 together (and a worker elsewhere fails for it, as none is left to see them go). A change is agreed on when every node
 takes part in the same next round and has read the same ranks.
@@ -30,7 +31,7 @@ from tests.bench.report import Options, Report, at_most, emit, median, note, par
 
 ROOT = Path(__file__).parents[2]
 SIZES, QUICK_SIZES = (64, 256, 1024), (32,)
-PROCESSES = 4
+NODES_PER_PROCESS = 128
 MANY = 16
 LAST_CALL_S = 120.0
 """The first round is that of all nodes, however long this machine takes to start them."""
@@ -43,14 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse("rendezvous", __doc__, argv, repeats=3, extend=_own_options)
     sizes = options.extra.nodes or (QUICK_SIZES if options.quick else SIZES)
     ttl_s = options.extra.ttl or (2.0 if options.quick else 10.0)
-    runs = {size: [measure(size, ttl_s, turn + 1, options) for turn in range(options.repeats)] for size in sizes}
-    largest = runs[max(sizes)]
+    variants = [(min(sizes), "product"), *((size, "aio") for size in sizes)]
+    runs = {each: [measure(*each, ttl_s, turn + 1, options) for turn in range(options.repeats)] for each in variants}
+    largest = runs[max(sizes), "aio"]
     agreement = median([run["join"]["last_join_to_agreement_s"] for run in largest])
     requests = median([run["join"]["requests_per_node"]["median"] for run in largest])
     figures = {
-        "nodes": {str(size): _summary(each) for size, each in runs.items()},
+        "nodes": {f"{size} over {transport}": _summary(each) for (size, transport), each in runs.items()},
         "lease_ttl_s": ttl_s,
-        "processes": options.extra.processes,
     }
     musts = [
         at_most(f"{max(sizes)} nodes join: last join to agreement, s", agreement, 2.0),
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _own_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, nargs="+", help=f"how many nodes ({SIZES}; quick: {QUICK_SIZES})")
-    parser.add_argument("--processes", type=int, default=PROCESSES, help=f"that simulate them ({PROCESSES})")
+    parser.add_argument("--processes", type=int, help=f"that simulate them (one for {NODES_PER_PROCESS} nodes)")
     parser.add_argument("--ttl", type=float, help="seconds that a silent node's lease lasts (10; quick: 2)")
 
 
@@ -126,8 +127,9 @@ def _hosts(count: int, job: Mapping[str, Any]) -> Iterator[Hosts]:
         hosts.close()
 
 
-def measure(size: int, ttl_s: float, turn: int, options: Options) -> dict[str, Any]:
+def measure(size: int, transport: str, ttl_s: float, turn: int, options: Options) -> dict[str, Any]:
     """All phases with ``size`` nodes on an etcd of their own."""
+    note(f"{size} nodes over {transport}, {turn} of {options.repeats}")
     with EtcdServer() as server:
         job = {
             "endpoint": server.endpoint,
@@ -136,8 +138,9 @@ def measure(size: int, ttl_s: float, turn: int, options: Options) -> dict[str, A
             "max_nodes": size,
             "ttl_s": ttl_s,
             "last_call_s": LAST_CALL_S,
+            "transport": transport,
         }
-        with _hosts(min(options.extra.processes, size), job) as hosts:
+        with _hosts(options.extra.processes or max(2, size // NODES_PER_PROCESS), job) as hosts:
             return Story(server, hosts, size, turn).tell()
 
 

@@ -1,4 +1,4 @@
-"""Nodes for the rendezvous benchmark: many real members in one process, each with its own connection to etcd.
+"""Nodes for the rendezvous benchmark: many real members in one process, each with a connection of its own to etcd.
 
 A node is what an agent has in restart mode (admission, lease, key, Member); its workers alone are missing: they are
 free the moment that their round is over. ``python -m tests.bench.rendezvous_nodes`` reads one command a line from its
@@ -147,16 +147,29 @@ class Job:
     max_nodes: int
     ttl_s: float
     last_call_s: float
+    transport: str
+    """``product``: the store as it is. ``aio``: the benchmark's own, see ``rendezvous_transport``."""
 
     @property
     def keys(self) -> RunKeys:
         """The run's keys."""
         return RunKeys("/bench", self.run)
 
-    def connect(self) -> CountingStore:
-        """One node's connection, tested as a node's is."""
-        settings = StoreSettings(endpoints=parse_endpoints(self.endpoint), prefix="/bench")
-        return CountingStore(connect_checked(settings, soon()))
+    def connector(self) -> Callable[[], Store]:
+        """What makes one node's connection, tested as a node's is."""
+        if self.transport == "product":
+            settings = StoreSettings(endpoints=parse_endpoints(self.endpoint), prefix="/bench")
+            return lambda: connect_checked(settings, soon())
+        from tests.bench.rendezvous_transport import AioStore, EventLoop
+
+        loop = EventLoop()
+
+        def connect() -> Store:
+            store = AioStore(self.endpoint, loop)
+            store.range("/bench/", soon(), limit=1)
+            return store
+
+        return connect
 
 
 @dataclass
@@ -176,9 +189,9 @@ class Notes:
 class SimulatedNode:
     """One node: connected at once, part of the run after :meth:`begin`."""
 
-    def __init__(self, name: str, job: Job, notes: Notes) -> None:
+    def __init__(self, name: str, job: Job, notes: Notes, store: Store) -> None:
         self.name, self._job, self._notes = name, job, notes
-        self.store = job.connect()
+        self.store = CountingStore(store)
         self.joined_at = 0.0
         self.agreed: RoundDocument | None = None
         self.agreed_at = 0.0
@@ -214,9 +227,9 @@ class SimulatedNode:
 
     def _end(self) -> None:
         self.gone = True
-        self._moved.set()
         if self._member is not None:
             self._member.leave()
+        self._moved.set()
 
     def _run(self) -> None:
         try:
@@ -265,13 +278,14 @@ class SimulatedNode:
 
     def _take_part(self, member: Member, document: RoundDocument) -> None:
         """Work until the round is over."""
-        self._moved.clear()
         self.agreed, self.agreed_at = document, SYSTEM.monotonic()
         self._notify()
-        newest = member.look().round
-        while not self.gone and not (newest is not None and is_over(document, newest)):
-            self._moved.wait()
+        while not self.gone:
+            self._moved.clear()
             newest = member.look().round
+            if newest is not None and is_over(document, newest):
+                return
+            self._moved.wait()
 
     def _notify(self) -> None:
         with self._notes.changed:
@@ -311,13 +325,14 @@ class NodeServer:
         self._notes = Notes()
         self._nodes: dict[str, SimulatedNode] = {}
         self._hands = ThreadPoolExecutor(HANDS)
+        self._connect = job.connector()
 
     def obey(self, command: dict[str, Any]) -> dict[str, Any]:
         """Carry out one command."""
         name = command["do"]
         mine = [self._nodes[each] for each in command.get("nodes", ()) if each in self._nodes]
         if name == "connect":
-            made = self._all(lambda each: SimulatedNode(each, self._job, self._notes), command["nodes"])
+            made = self._all(self._made, command["nodes"])
             self._nodes |= {node.name: node for node in made}
             return {}
         if name == "await":
@@ -331,6 +346,9 @@ class NodeServer:
         began = SYSTEM.monotonic()
         self._all(act, mine)
         return {"began": began, "ended": SYSTEM.monotonic()}
+
+    def _made(self, name: str) -> SimulatedNode:
+        return SimulatedNode(name, self._job, self._notes, self._connect())
 
     def _all(self, act: Callable[[Any], Any], subjects: Sequence[Any]) -> list[Any]:
         return list(self._hands.map(act, subjects))

@@ -18,7 +18,7 @@ from elastic_trainer.store import connect
 from elastic_trainer.store.keys import RunKeys
 
 SCRIPT = Path(__file__).with_name("train.py")
-LIMIT_S = 90.0
+LIMIT_S = 120.0
 """How long anything may take on a slow machine before a test fails."""
 QUICK = {
     "recovery": "in_place",

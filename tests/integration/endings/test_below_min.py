@@ -15,7 +15,7 @@ SOON_S = 20.0
 """A few seconds, on a loaded machine."""
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_survivors_keep_their_state_until_another_node_comes(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """One of two nodes is lost, two are needed: what the other has in memory is a checkpoint soon. Its process waits;
     the node that comes later gets the state from it, and no committed step is made again."""
@@ -38,7 +38,7 @@ def test_survivors_keep_their_state_until_another_node_comes(tmp_path: Path, etc
         job.check_lossless()
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_survivors_that_waited_in_vain_leave_a_checkpoint(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """Nobody comes within ``join_timeout``: one sentence, status 1, no process left, and a checkpoint that verifies."""
     with Job(tmp_path, etcd_endpoint, run_id, most=2, options={"join_timeout": "10"}) as job:
@@ -57,7 +57,7 @@ def test_survivors_that_waited_in_vain_leave_a_checkpoint(tmp_path: Path, etcd_e
         assert job.saved_step() == job.newest()
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_a_node_that_is_told_to_go_below_min_saves_first(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """SIGTERM to one of two nodes, as by an eviction: a checkpoint of the agreed step first, then it leaves with 143.
     The other waits; with a node in the place of the first it goes on where both stood."""
@@ -76,7 +76,7 @@ def test_a_node_that_is_told_to_go_below_min_saves_first(tmp_path: Path, etcd_en
         job.check_lossless()
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_the_last_node_hands_over_through_storage(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """The only node of a job is told to go while a spare stands ready: nobody stays who holds the state in memory, so
     it is saved first, and the spare goes on behind it."""

@@ -15,7 +15,7 @@ from elastic_trainer.sim import processes
 from tests.integration.endings.job import Job
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_all_end_together_with_spares_and_latecomers(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """Members end at the same step; a spare that was never needed ends with them; who comes later has nothing to do.
     All exit with 0, and the last step is a checkpoint."""
@@ -36,7 +36,7 @@ def test_all_end_together_with_spares_and_latecomers(tmp_path: Path, etcd_endpoi
         job.check_lossless()
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_the_node_of_rank_0_decides_how_the_run_has_ended(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """After the training rank 0 still writes its results. While it does so, the loss of another node that is done
     changes nothing; its own loss fails the run, also for those that were done."""
@@ -60,7 +60,7 @@ def test_the_node_of_rank_0_decides_how_the_run_has_ended(tmp_path: Path, etcd_e
                 assert "the run has failed" in job.sentences(stays.name)[0]
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_workers_do_not_outlive_their_torchrun(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """SIGKILL to one torchrun alone: its worker, in a session of its own, leaves at once; the other node goes on."""
     with Job(tmp_path, etcd_endpoint, run_id, least=1, most=2) as job:

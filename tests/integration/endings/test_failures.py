@@ -12,7 +12,7 @@ from tests.integration.endings.job import Job
 from tests.integration.endings.train import BATCH, SAMPLES
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_a_poison_batch_ends_the_run_and_is_named(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """One sample kills whoever computes it. After three failures at that step the run is closed as failed everywhere,
     and the reason names the step and the samples."""
@@ -31,7 +31,7 @@ def test_a_poison_batch_ends_the_run_and_is_named(tmp_path: Path, etcd_endpoint:
         assert job.newest() == 3
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_rounds_that_never_commit_a_step_end_the_run(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """No worker dies, but no collective ever works, as between networks that do not reach each other: after the given
     number of rounds the run is closed as failed."""

@@ -18,7 +18,7 @@ from tests.support.proxy import Proxy
 TTL_S = float(QUICK["ttl"])
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_etcd_frozen_for_longer_than_all_leases(tmp_path: Path, own_etcd: EtcdServer, run_id: str) -> None:
     """All leases end when it thaws. Training goes on through it, no step is lost; and afterwards the nodes still
     master a failure, and the end."""
@@ -42,7 +42,7 @@ def test_etcd_frozen_for_longer_than_all_leases(tmp_path: Path, own_etcd: EtcdSe
         job.check_lossless()
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_a_node_cut_off_from_etcd_alone_comes_back(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """Its lease ends, so the other goes on without it. Mended, it joins again with its process and no step is lost."""
     with Proxy(etcd_endpoint) as proxy, Job(tmp_path, etcd_endpoint, run_id, least=1, most=2) as job:
@@ -59,7 +59,7 @@ def test_a_node_cut_off_from_etcd_alone_comes_back(tmp_path: Path, etcd_endpoint
         job.check_lossless()
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_an_agent_that_stands_still_comes_back(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """One torchrun is frozen past its lease, its worker is not: the other goes on alone. Thawed, the node joins again
     by a planned change, its worker still the same process."""
@@ -78,7 +78,7 @@ def test_an_agent_that_stands_still_comes_back(tmp_path: Path, etcd_endpoint: st
         job.check_lossless()
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_all_members_of_etcd_restart_one_after_the_other(tmp_path: Path, etcd_binary: str, run_id: str) -> None:
     """A rolling upgrade of a three-member etcd, its first member down from the beginning of the job: no step is lost,
     no round broken, no worker restarted."""

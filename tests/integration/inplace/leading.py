@@ -42,7 +42,7 @@ from tests.integration.worker.launch import environment, tail
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[3]
-LIMIT_S = float(os.environ.get("XLIM", "40"))
+LIMIT_S = 90.0
 Said = TypeVar("Said", bound=Message)
 
 

@@ -40,6 +40,7 @@ class Notebook(Announcer):
         self.records.append(record)
 
     def break_round(self, number: int, reason: str, record: NodeRecord, *, worker_failed: bool) -> None:
+        self.records.append(record)
         self.breaks.append(Break(number, reason, record, worker_failed))
 
     def close(self) -> None:
