@@ -19,7 +19,7 @@ AT_LEAST_3_11 := 'import sys; sys.exit(sys.version_info < (3, 11))'
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint format format-check types imports check bench pin clean
+.PHONY: help install demo test soak lint format format-check types imports check bench pin clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ demo: $(STAMP) ## train on three nodes of this machine, kill a worker and a node
 
 test: $(STAMP) ## run all tests (PYTEST_ARGS='tests/unit -k page' for some); what is missing here is skipped
 	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) $(PYTEST_ARGS)
+
+soak: $(STAMP) ## run the longer tests of in-place recovery too (quiet machine, about 15 minutes)
+	$(BIN)/python -m pytest tests/soak $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff's rules
 	$(BIN)/ruff check .

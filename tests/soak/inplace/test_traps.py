@@ -17,8 +17,8 @@ import pytest
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.ipc.messages import Evicted, Progress
 from elastic_trainer.sim.ledger import audit, parse
-from tests.integration.inplace.leading import LIMIT_S, Lead, Worker, leading
 from tests.integration.worker.launch import free_port
+from tests.soak.inplace.leading import LIMIT_S, Lead, Worker, leading
 
 STEPS, SAMPLES = 8, 60
 """Two epochs in batches of 16."""
