@@ -33,7 +33,7 @@ test: $(STAMP) ## run all tests (PYTEST_ARGS='tests/unit -k page' for some); wha
 	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) $(PYTEST_ARGS)
 
 soak: $(STAMP) ## run the longer tests of in-place recovery too (quiet machine, about 15 minutes)
-	$(BIN)/python -m pytest tests/soak $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/soak tests/bench $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff's rules
 	$(BIN)/ruff check .
