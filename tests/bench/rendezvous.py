@@ -1,12 +1,13 @@
 """Rendezvous: how soon up to 1,024 nodes agree, and how many requests each sends to etcd.
 
-All nodes are simulated on this machine: real members (admission, lease, key, rules, watches) with a connection each, in
-a few processes, on one local etcd; the workers are missing, and the store's calls go through grpc.aio, as a thousand
-synchronous clients are too much for one machine (the smallest size runs over both, the product's own store first). So all nodes share this machine's cores, with etcd, where
-real ones have their own: the times are upper bounds. The phases follow each other in one run: all join at once;
-one node leaves; one joins; many leave; one falls silent (its lease runs out); the most senior ones, who decide, leave
-together (and a worker elsewhere fails for it, as none is left to see them go). A change is agreed on when every node
-takes part in the same next round and has read the same ranks.
+All nodes are simulated on this machine: real members (admission, lease, key, rules, watches) with a connection each,
+in a few processes, on one local etcd; the workers are missing, and the store's calls go through grpc.aio, as a
+thousand synchronous clients are too much for one machine (the smallest size runs over both, the product's own store
+first). So all nodes share this machine's cores, with etcd, where real ones have their own: the times are upper
+bounds. The phases follow each other in one run: all join at once; one node leaves; one joins; many leave; one falls
+silent (its lease runs out); the most senior ones, who decide, leave together (and a worker elsewhere fails for it, as
+none is left to see them go). A change is agreed on when every node takes part in the same next round and has read the
+same ranks.
 """
 
 from __future__ import annotations
