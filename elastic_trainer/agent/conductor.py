@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.agent.announcer import Announcer
+from elastic_trainer.agent.roster import Life, Worker
 from elastic_trainer.agent.strikes import Strikes
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import EXIT_FAILURE
@@ -41,61 +42,6 @@ from elastic_trainer.membership.documents import Identity, NodeRecord, NodeState
 from elastic_trainer.telemetry.logs import logger
 
 
-@dataclass(slots=True)
-class Worker:
-    """One connected worker and the last things said."""
-
-    connection: Connection
-    pid: int
-    local_rank: int
-    life: int
-    ready: Ready | None = None
-    left: Leaving | None = None
-    told_formation: int = 0
-    told_over: int = 0
-    told_drain: int = 0
-    offered: int = 0
-    """The round in which a planned change would give it a place."""
-    inside: int = 0
-    """The newest round that it may have entered: one whose place it was given and had no reason to refuse."""
-
-    def free_for(self) -> int:
-        """The least round number that this worker is free for; 0 before it is ready.
-
-        A round that was over before it was told of its place in it is behind it too: it will say nothing of that one.
-        """
-        if self.ready is None:
-            return 0
-        unmet = self.told_over + 1 if self.inside < self.ready.number else 0
-        return max(self.ready.number, unmet)
-
-
-@dataclass(slots=True)
-class _Life:
-    """One start of this node's workers."""
-
-    number: int
-    size: int
-    workers: dict[int, Worker] = field(default_factory=dict)
-    ended: bool = False
-    first_step: int | None = None
-    reached: Identity | None = None
-    """How far the job is known to have come in this life."""
-    joins_at: float = 0.0
-    """Monotonic time before which this node does not offer itself."""
-
-    @property
-    def steps(self) -> int:
-        """Steps known to have been committed in this life."""
-        return 0 if self.first_step is None or self.reached is None else self.reached.step - self.first_step
-
-    def note(self, place: Identity) -> None:
-        """A worker has told how far it is."""
-        self.first_step = place.step if self.first_step is None else self.first_step
-        if self.reached is None or place.step >= self.reached.step:
-            self.reached = place
-
-
 class Conductor:
     """See the module. ``base`` is the node's record without what changes; ``on_progress`` gets rank 0's reports."""
 
@@ -111,7 +57,7 @@ class Conductor:
         self._run, self._node, self._base, self._announcer = run, node, base, announcer
         self._on_progress, self._clock = on_progress, clock
         self._lock = threading.RLock()
-        self._life = _Life(0, 0, ended=True)
+        self._life = Life(0, 0, ended=True)
         self._document: RoundDocument | None = None
         self._acknowledged = 0
         self._evicted = ""
@@ -152,7 +98,7 @@ class Conductor:
             if not self._life.ended:
                 self._end_life("its workers failed", worker_failed=True)
             back_off_s = self._strikes.back_off_s()
-            self._life = _Life(self._life.number, size, joins_at=self._clock.monotonic() + back_off_s)
+            self._life = Life(self._life.number, size, joins_at=self._clock.monotonic() + back_off_s)
             if back_off_s:
                 logger().warning("node.backs_off", node=self._node, seconds=back_off_s, failures=self._strikes.count)
                 threading.Timer(back_off_s, self._offer, args=(self._life.number,)).start()
@@ -177,7 +123,7 @@ class Conductor:
             self._tell(worker, Exit(code=EXIT_FAILURE, reason=cause))
         mine = current.member(self._node) if current is not None else None
         taking_part = mine is not None and mine.life == life.number and mine.create_revision == self._create_revision()
-        self._life = _Life(life.number + 1, life.size, ended=True)
+        self._life = Life(life.number + 1, life.size, ended=True)
         if current is not None:
             self._acknowledged = max(self._acknowledged, _last_number(current) + 1)
         record = self._record(NodeState.WARMING, planned=planned, cause=cause)
@@ -371,35 +317,13 @@ class Conductor:
 
     def _record(self, state: NodeState | None = None, *, planned: bool | None = None, cause: str = "") -> NodeRecord:
         """What this node shows now."""
-        workers = list(self._life.workers.values())
-        reports = [worker.ready for worker in workers if worker.ready is not None]
-        complete = bool(workers) and len(reports) == self._life.size and not self._life.ended
-        complete = complete and self._clock.monotonic() >= self._life.joins_at
-        shown = state or self._state(workers, complete=complete)
-        states = [report.state for report in reports if report.state is not None]
-        newest = max(states, key=lambda each: (each.round, each.step)) if complete and states else None
-        reported = min((worker.free_for() for worker in workers), default=0) if complete else 0
-        return self._base.model_copy(
-            update={
-                "state": shown,
-                "life": self._life.number,
-                "acknowledged": max(self._acknowledged, reported),
-                "reported": reported,
-                "planned": all(report.planned for report in reports) if planned is None else planned,
-                "identity": Identity.model_validate(newest.model_dump()) if newest else None,
-                "reached": self._reached,
-                "step_time_s": max((report.step_time_s for report in reports), default=0.0),
-                "joinable": all(report.joinable for report in reports),
-                "cause": cause,
-            }
-        )
-
-    def _state(self, workers: list[Worker], *, complete: bool) -> NodeState:
-        if workers and all(worker.left is not None and worker.left.status == "done" for worker in workers):
-            return NodeState.FINISHING
-        if not complete:
-            return NodeState.WARMING
-        return NodeState.DRAINING if self._evicted else NodeState.READY
+        now = self._clock.monotonic()
+        fields: dict[str, Any] = self._life.shown(now)
+        fields["state"] = state or self._life.state(now, evicted=bool(self._evicted))
+        fields["acknowledged"] = max(self._acknowledged, fields["reported"])
+        if planned is not None:
+            fields["planned"] = planned
+        return self._base.model_copy(update={**fields, "reached": self._reached, "cause": cause})
 
     def _tell_all(self, message: Message) -> None:
         for worker in self._life.workers.values():

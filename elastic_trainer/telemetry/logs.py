@@ -33,7 +33,7 @@ def configure(stream: TextIO | None = None, *, level: str | None = None, json: b
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS.get(level or log_level(), logging.INFO)),
-        logger_factory=structlog.PrintLoggerFactory(target),
+        logger_factory=structlog.WriteLoggerFactory(target),
         cache_logger_on_first_use=False,
     )
 

@@ -10,7 +10,6 @@ moment (one saves while another evaluates) get an error that says so, instead of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
@@ -28,6 +27,7 @@ from elastic_trainer.errors import (
     StorageError,
     TransientError,
 )
+from elastic_trainer.worker.works import Works
 
 _PAYLOAD = 6
 _WIDTH = _PAYLOAD + 2
@@ -64,8 +64,10 @@ class Pending:
 class Control:
     """The collectives. Without a group the process is alone and everything is its own answer."""
 
-    def __init__(self, group: Any = None, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, group: Any = None, rank: int = 0, world_size: int = 1, works: Works | None = None) -> None:
         self._group, self.rank, self.world_size = group, rank, world_size
+        self.works = works if works is not None else Works()
+        """All collectives under way in the round."""
 
     @property
     def alone(self) -> bool:
@@ -165,16 +167,22 @@ class Control:
 
     # ---- the group
 
+    def close(self) -> None:
+        """Give the group up, and wait for its threads unless somebody else holds it."""
+        self._group = None
+
     def _begin(self, name: str, *arguments: Any) -> Any:
+        if self._group is None:
+            raise RoundBrokenError(f"the round of rank {self.rank} has been left")
         try:
-            return getattr(self._group, name)(*arguments)
+            return self.works.begun(getattr(self._group, name)(*arguments))
         except RuntimeError as error:
             raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({name}: {_first_line(error)})") from error
 
     def finish(self, work: Any, what: str, timeout_s: float | None = None) -> None:
         """Wait for ``work``."""
         try:
-            work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
+            self.works.wait(work, timeout_s)
         except RuntimeError as error:
             raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({what}: {_first_line(error)})") from error
 

@@ -10,6 +10,7 @@ Two groups: torch's default group for gradients and the user's own collectives, 
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,9 +29,12 @@ from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.device import NCCL, Placement
 from elastic_trainer.worker.link import Formation, StoreAddress
 from elastic_trainer.worker.meeting import meet
+from elastic_trainer.worker.works import Works
 
-REACH_S = 10.0
-REACH_ATTEMPT_S = 1.0
+REACH_S = 20.0
+REACH_ATTEMPT_S = 2.5
+LINGER_S = 1.0
+LAST_TEARDOWN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +95,10 @@ def _agreed_prefix(store: Any, formation: Formation, timeout_s: float) -> str:
 
 
 def leave(group: Group) -> None:
-    """Give the groups up. No collective may be under way."""
+    """Give the groups up for good, and wait a moment until their threads have ended (a peer may be gone)."""
     if group.formed:
-        leave_torch()
+        abandon(group)
+        _TEARDOWNS.finish()
 
 
 def leave_torch() -> None:
@@ -108,6 +113,7 @@ def form_in_place(
     timeout_s: float,
     begun: Callable[[], None],
     over: Callable[[], str | None],
+    works: Works,
 ) -> Group:
     """The groups of a round in place: through a store connection of this form only, under the round's own prefix.
 
@@ -136,7 +142,7 @@ def form_in_place(
         device_id=placement.device if placement.device.type == "cuda" else None,
     )
     control = dist.ProcessGroupGloo(PrefixStore("control", fresh), formation.rank, formation.world_size, timeout)
-    return Group(formation, Control(control, formation.rank, formation.world_size), store)
+    return Group(formation, Control(control, formation.rank, formation.world_size, works), store)
 
 
 def _reach(address: StoreAddress, over: Callable[[], str | None]) -> TCPStore:
@@ -159,13 +165,59 @@ def _reach(address: StoreAddress, over: Callable[[], str | None]) -> TCPStore:
                 ) from error
 
 
-def abandon() -> None:
-    """Forget torch's default group at once; what lies beneath is torn down in the background."""
-    if not dist.is_initialized():
-        return
-    kept: list[Any] = [dist.group.WORLD]
-    dist.destroy_process_group()
-    threading.Thread(target=kept.clear, name="group-teardown", daemon=True).start()
+def abandon(group: Group | None) -> None:
+    """Forget torch's default group at once. It and ``group``, the one settled in if any, are ended in the background.
+
+    That takes as long as operations on them are under way, which can be as long as the group's timeout; and whoever
+    lets go of a group last waits for that. So that it is not the main thread, they are held on to for a while.
+    """
+    kept: list[Any] = [group]
+    if dist.is_initialized():
+        kept.append(dist.group.WORLD)
+        dist.destroy_process_group()
+    _TEARDOWNS.begin(kept, group)
+
+
+class _Teardowns:
+    """Threads that end abandoned groups.
+
+    The interpreter must not end while a thread of theirs, or of gloo's, is about to come back to Python: Python ends
+    such a thread in places where C++ answers with an abort.
+    """
+
+    def __init__(self) -> None:
+        self._hurry = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._registered = False
+
+    def begin(self, kept: list[Any], group: Group | None) -> None:
+        """Let go of all that is ``kept``, when the operations of ``group`` have ended."""
+        if not self._registered:
+            atexit.register(self.finish)
+            self._registered = True
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._hurry.clear()
+        thread = threading.Thread(target=self._outlive, args=(kept, group), name="group-teardown", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _outlive(self, kept: list[Any], group: Group | None) -> None:
+        if group is not None:
+            group.control.works.outlive()
+        self._hurry.wait(LINGER_S)
+        if group is not None:
+            group.control.close()
+        kept.clear()
+
+    def finish(self) -> None:
+        """The process ends: give the threads a moment. Those that are stuck in torch stay there."""
+        self._hurry.set()
+        deadline = Deadline.after(LAST_TEARDOWN_S)
+        for thread in self._threads:
+            thread.join(deadline.remaining_s())
+
+
+_TEARDOWNS = _Teardowns()
 
 
 def abort_nccl() -> None:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.device import Placement
+from elastic_trainer.worker.gradients import Gradients
 
 _OWN = ("init_sync", "device_ids", "output_device", "process_group")
 
@@ -60,6 +61,7 @@ class Replica:
         self.even = sync
         """Whether all ranks need equally many micro-batches (collectives in the forward pass)."""
         self._parallel: DistributedDataParallel | None = None
+        self._gradients: Gradients | None = None
         if lasting:
             self._prepare_to_last()
 
@@ -77,10 +79,12 @@ class Replica:
         """Names of the bare module's buffers."""
         return frozenset(name for name, _ in self.module.named_buffers())
 
-    def remember_buffers(self) -> None:
+    def begin_step(self) -> None:
         """A step begins: the forward pass moves buffers (BatchNorm) before anything is committed."""
         if self._buffers:
             torch._foreach_copy_(self._kept, self._buffers)
+        if self._gradients is not None:
+            self._gradients.begin_step()
 
     def restore_buffers(self) -> None:
         """The step is to be repeated."""
@@ -107,15 +111,33 @@ class Replica:
             raise ConfigError("no parameter of the model requires a gradient", hint="unfreeze what is to be trained")
         cuda = self._placement.device.type == "cuda"
         ids = [self._placement.device.index] if cuda else None
-        self._parallel = DistributedDataParallel(self.module, device_ids=ids, init_sync=False, **self._options)
+        options = dict(self._options)
+        interruptible = self._lasting is not None and not cuda and options.get("gradient_as_bucket_view", True)
+        if interruptible:
+            options["gradient_as_bucket_view"] = True
+        self._parallel = DistributedDataParallel(self.module, device_ids=ids, init_sync=False, **options)
+        if interruptible:
+            self._gradients = Gradients(self._parallel, control.works)
         if self._lasting is not None:
             self._lasting.__dict__["through"] = self._parallel
 
     def release(self) -> None:
         """Let go of the round that the gradients were averaged in."""
-        self._parallel = None
+        self._parallel = self._gradients = None
         if self._lasting is not None:
             self._lasting.__dict__["through"] = self.module
+
+    @property
+    def share(self) -> float:
+        """What a loss is to be multiplied by, so that gradients become means over the ranks."""
+        return 1.0 if self._gradients is None else self._gradients.share
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of ``loss``; gradients are averaged over the ranks unless that is left for a later one."""
+        if self._gradients is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self._gradients.backward(loss)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """A context in which backward passes only add up locally."""

@@ -25,6 +25,7 @@ from elastic_trainer.worker.device import Placement
 from elastic_trainer.worker.failures import is_collective_failure, summary
 from elastic_trainer.worker.link import Formation
 from elastic_trainer.worker.sockets import Sockets
+from elastic_trainer.worker.works import Works
 
 SEVER_AGAIN_S = 0.005
 
@@ -40,6 +41,8 @@ class Rounds:
         self._sockets = Sockets()
         self._inside = threading.Event()
         self._number = 0
+        self._works = Works()
+        self._group: groups.Group | None = None
         link.on_over = self._over
 
     @property
@@ -85,6 +88,7 @@ class Rounds:
 
     def _form(self, formation: Formation, placement: Placement, settle: Callable[[groups.Group], None]) -> groups.Group:
         self._number = formation.round
+        self._works = Works(interruptible=True)
         self._sockets.forming()
         self._inside.set()
         if self.link.broken(formation.round) is not None:
@@ -93,7 +97,8 @@ class Rounds:
         started = self._clock.monotonic()
         try:
             over = partial(self.link.broken, formation.round)
-            group = groups.form_in_place(formation, placement, self._group_timeout_s, limit.start, over)
+            group = groups.form_in_place(formation, placement, self._group_timeout_s, limit.start, over, self._works)
+            self._group = group
             self._sockets.formed()
         finally:
             limit.cancel()
@@ -140,12 +145,14 @@ class Rounds:
             self._sockets.sever()
         self._inside.clear()
         self._sockets.forget()
-        groups.abandon()
+        group, self._group = self._group, None
+        groups.abandon(group)
 
     def _over(self, number: int) -> None:
         """From the link's thread: free the main thread if it is in a round that is over."""
         if self._inside.is_set() and number >= self._number:
             groups.abort_nccl()
+            self._works.end()
             self._sockets.sever()
             threading.Thread(target=self._sever_until_free, args=(self._number,), name="sever", daemon=True).start()
 

@@ -95,7 +95,8 @@ class Step:
         weight = self._weight
         self._backwards += 1
         self._losses.append((loss.detach(), weight))
-        self._steps.scaling.scaled(loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        factor = weight * self._steps.replica.share
+        self._steps.replica.backward(self._steps.scaling.scaled(loss if factor == 1.0 else loss * factor))
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
@@ -217,7 +218,7 @@ class Steps:
             raise ConfigError("session.step() inside another one", hint="end the first step before the next")
         self._current = step
         self.scaling.begin()
-        self.replica.remember_buffers()
+        self.replica.begin_step()
         self._optimizer.zero_grad(set_to_none=True)
         seeds.seed_all(seeds.key(seeds.STEP, self._seed, self.position.step, self.control.rank), self._device)
 

@@ -1,0 +1,86 @@
+"""The collectives under way in one round, waited for in a way that the round's end always interrupts.
+
+gloo tells an operation that its connection was lost only if none of its bytes have moved yet: one that was cut in the
+middle of a message stays blocked until the group's timeout, whatever happens to its sockets. So nobody waits for an
+operation itself for longer than a moment at a time; between two moments the wait asks whether the round is over.
+
+*Runs in* the worker's main thread, which waits; any thread may say that the round is over.
+*Owns* the operations until they end, also those that nobody waits for any more.
+*Fails by* RoundBrokenError when the round is over; what an operation raises passes through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from datetime import timedelta
+from typing import Protocol
+
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import RoundBrokenError
+
+MOMENT_S = 0.02
+_MOMENT = timedelta(seconds=MOMENT_S)
+
+
+class Work(Protocol):
+    """What is used of an operation of ``torch.distributed``."""
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Works:
+    """See the module. ``interruptible`` False: operations are waited for in one go (a round that lasts for good)."""
+
+    def __init__(self, *, interruptible: bool = False) -> None:
+        self._interruptible = interruptible
+        self._over = threading.Event()
+        self._open: dict[int, Work] = {}
+
+    def begun(self, work: Work) -> Work:
+        """``work`` is under way."""
+        self._open[id(work)] = work
+        return work
+
+    def wait(self, work: Work, timeout_s: float | None = None) -> None:
+        """Wait until ``work`` has ended."""
+        try:
+            if self._interruptible:
+                self._wait_by_moments(work, timeout_s)
+            elif timeout_s is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=timeout_s))
+        finally:
+            if work.is_completed():
+                self._open.pop(id(work), None)
+
+    def _wait_by_moments(self, work: Work, timeout_s: float | None) -> None:
+        deadline = Deadline.after(timeout_s) if timeout_s is not None else None
+        while True:
+            try:
+                work.wait(_MOMENT)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # the moment may have ended first: this tells what came of the operation itself
+                    return
+                if deadline is not None and deadline.expired:
+                    raise
+            if self._over.is_set():
+                raise RoundBrokenError("the round ended in the middle of a collective")
+
+    def end(self) -> None:
+        """The round is over: nobody waits any longer. From any thread."""
+        self._over.set()
+
+    def outlive(self) -> int:
+        """Wait until all operations have ended, however they end; how many there were."""
+        left = list(self._open.values())
+        for work in left:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+        self._open.clear()
+        return len(left)
