@@ -61,13 +61,13 @@ class Gradients:
 
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass, and the sums over all ranks unless they are to be left for a later one."""
-        if self._summed and self._parallel.require_backward_grad_sync:
+        if self._summed:
             self._divide()
         loss.backward()  # type: ignore[no-untyped-call]
-        self._summed |= self._sums.wait()
+        self._summed = self._sums.wait()
 
     def _divide(self) -> None:
-        """What was summed before will be summed again, together with what this pass adds."""
+        """What was summed before will be summed again, together with what is added from now on."""
         with torch.no_grad():
             grads = [each.grad for each in self._parallel.module.parameters() if each.grad is not None]
             torch._foreach_mul_(grads, self.share)

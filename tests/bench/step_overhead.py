@@ -1,0 +1,110 @@
+"""What a session costs per step, against a bare DDP loop with the same model in the same processes, taking turns.
+
+Once with steps of about 20 ms on two ranks, where the whole difference counts; once alone with a tiny model, where the
+main thread's processor time shows what the session itself takes outside collectives.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.clock import Deadline
+from elastic_trainer.sim.cluster import ClusterSpec, LocalCluster
+from elastic_trainer.sim.drill_stage import IN_PLACE
+from elastic_trainer.sim.etcd import EtcdServer
+from tests.bench.report import Options, Report, at_most, emit, median, note, parse
+
+JOB = Path(__file__).with_name("step_overhead_job.py")
+LIMIT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A job: nodes of one rank, the width of its model, samples a rank and step, blocks of each loop, steps a block."""
+
+    nodes: int
+    width: int
+    batch: int
+    alternations: int
+    steps: int
+
+
+AT_20_MS = Shape(nodes=2, width=1536, batch=48, alternations=40, steps=10)
+TINY = Shape(nodes=1, width=8, batch=8, alternations=40, steps=200)
+QUICK = {"20 ms": Shape(2, 256, 8, 4, 5), "tiny": Shape(1, 8, 8, 4, 20)}
+MODES = {"restart": {}, "in_place": IN_PLACE}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and report."""
+    options = parse("step_overhead", __doc__, argv, repeats=3)
+    shapes = QUICK if options.quick else {"20 ms": AT_20_MS, "tiny": TINY}
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, EtcdServer(Path(place, "etcd")) as etcd:
+        for mode in MODES:
+            figures[mode] = {name: measured(options, Path(place), etcd, mode, name, shapes[name]) for name in shapes}
+    musts = []
+    for mode in MODES:
+        musts += [
+            at_most(f"{mode}: longer by, % of a 20 ms step", figures[mode]["20 ms"]["longer_by_percent"], 1.0),
+            at_most(f"{mode}: main thread's time for a step alone, us", figures[mode]["tiny"]["thread_us_more"], 60.0),
+        ]
+    return emit(Report(options, figures, musts))
+
+
+def measured(options: Options, place: Path, etcd: EtcdServer, mode: str, name: str, shape: Shape) -> dict[str, Any]:
+    """Medians over the repeats; each repeat's figures are medians over its blocks."""
+    repeats = []
+    for repeat in range(options.repeats):
+        note(f"{mode}, {name}: {repeat + 1} of {options.repeats}")
+        directory = place / f"{mode}-{shape.nodes}-{repeat}"
+        repeats.append(compared(trained(directory, etcd.endpoint, mode, shape)))
+    return {key: median([each[key] for each in repeats]) for key in repeats[0]} | {"repeats": repeats}
+
+
+def compared(taken: dict[str, list[list[float]]]) -> dict[str, float]:
+    """Blocks next to each other form pairs: what slows the machine for a while meets both."""
+    pairs = list(zip(taken["session"], taken["bare"], strict=True))
+    bare_s = median([bare[0] for _, bare in pairs])
+    more_s = median([mine[0] - bare[0] for mine, bare in pairs])
+    return {
+        "bare_step_ms": 1e3 * bare_s,
+        "session_step_ms": 1e3 * median([mine[0] for mine, _ in pairs]),
+        "more_us": 1e6 * more_s,
+        "longer_by_percent": 100.0 * more_s / bare_s,
+        "thread_us_more": 1e6 * median([mine[1] - bare[1] for mine, bare in pairs]),
+    }
+
+
+def trained(directory: Path, endpoint: str, mode: str, shape: Shape) -> dict[str, list[list[float]]]:
+    """Run one job to its end; what its rank 0 wrote."""
+    directory.mkdir()
+    result = directory / "result.json"
+    numbers = (shape.width, shape.batch, shape.alternations, shape.steps)
+    spec = ClusterSpec(
+        run=directory.name,
+        directory=directory,
+        endpoint=endpoint,
+        entry=[str(JOB), str(result), *map(str, numbers)],
+        min_nodes=shape.nodes,
+        max_nodes=shape.nodes,
+        options={"last_call": "1", **MODES[mode]},
+        environment={"OMP_NUM_THREADS": "1"},
+    )
+    with LocalCluster(spec) as cluster:
+        cluster.start(shape.nodes)
+        if not cluster.wait(Deadline.after(LIMIT_S)) or not result.exists():
+            logs = "\n".join(node.log.read_text(errors="replace")[-2000:] for node in cluster.nodes)
+            raise RuntimeError(f"the job did not end well:\n{logs}")
+    taken: dict[str, list[list[float]]] = json.loads(result.read_text())
+    return taken
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The job of the step_overhead benchmark: a session's loop and a bare loop in the same processes, taking turns.
+
+``step_overhead_job.py RESULT WIDTH BATCH ALTERNATIONS STEPS``: rank 0 writes what each block of steps took.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from elastic_trainer import Session
+
+FEATURES, CLASSES, SAMPLES, WARM_UP = 64, 10, 4096, 10
+ENDLESS = 1_000_000
+
+
+def build(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A network whose step takes about ``width`` squared."""
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+    )
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def session_steps(session: Session, model: nn.Module, optimizer: Any, data: Any, batch: int) -> Iterator[None]:
+    """Each turn is one step of the session's loop."""
+    for part in session.batches(data, global_batch_size=batch * session.world_size, epochs=ENDLESS):
+        with session.step() as step:
+            step.backward(cross_entropy(model(part.x), part.y))
+            optimizer.step()
+        yield
+
+
+def bare_steps(session: Session, model: nn.Module, optimizer: Any, data: TensorDataset, batch: int) -> Iterator[None]:
+    """Each turn is one step of a hand-written loop, which draws its samples in the cheapest way there is."""
+    x, y = data.tensors
+    for epoch in range(ENDLESS):
+        mine = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))
+        mine = mine[session.rank :: session.world_size]
+        for first in range(0, len(mine) - batch + 1, batch):
+            ids = mine[first : first + batch]
+            optimizer.zero_grad(set_to_none=True)
+            cross_entropy(model(x[ids]), y[ids]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            yield
+
+
+def block(steps: Iterator[None], count: int) -> tuple[float, float]:
+    """Seconds by the clock and of this thread's processor time for each of ``count`` steps."""
+    wall, used = time.perf_counter(), time.thread_time()
+    for _ in range(count):
+        next(steps)
+    return (time.perf_counter() - wall) / count, (time.thread_time() - used) / count
+
+
+def run(result: Path, width: int, batch: int, alternations: int, count: int) -> None:
+    """Train both ways in turn."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(2)
+    data = TensorDataset(
+        torch.randn(SAMPLES, FEATURES, generator=generator), torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    )
+    with Session(device="cpu") as session:
+        model, optimizer = build(width)
+        twin = deepcopy(model)
+        bare_optimizer = torch.optim.SGD(twin.parameters(), lr=1e-3, momentum=0.9)
+        wrapped = session.wrap(model, optimizer=optimizer)
+        bare = DistributedDataParallel(twin) if session.world_size > 1 else twin
+        loops: dict[str, Callable[[], tuple[float, float]]] = {}
+        for name, steps in {
+            "session": session_steps(session, wrapped, optimizer, data, batch),
+            "bare": bare_steps(session, bare, bare_optimizer, data, batch),
+        }.items():
+            block(steps, WARM_UP)
+            loops[name] = lambda steps=steps: block(steps, count)  # type: ignore[misc]
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+        for turn in range(alternations):
+            for name in list(loops) if turn % 2 == 0 else reversed(list(loops)):
+                taken[name].append(loops[name]())
+        if session.is_rank0:
+            result.write_text(json.dumps(taken))
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), *map(int, sys.argv[2:6]))

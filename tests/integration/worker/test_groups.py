@@ -1,0 +1,37 @@
+"""Process groups: what they compute, and that they leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from elastic_trainer.worker import device
+from elastic_trainer.worker import group as groups
+from elastic_trainer.worker.control import Purpose
+from elastic_trainer.worker.link import Formation, StoreAddress
+from tests.integration.worker.launch import free_port, run, standalone
+
+
+def test_gradients_summed_by_the_hook_are_those_of_ddp(tmp_path: Path) -> None:
+    """In several buckets; in one pass, accumulated over passes, and summed in each of several passes."""
+    log = tmp_path / "log"
+    run(standalone(2, "gradients.py"), log)
+    assert log.read_text().count("equal") == 10
+
+
+def test_a_group_that_was_left_has_no_threads() -> None:
+    """A thread of gloo's that let go of a tensor while the interpreter ended aborted the process (1 job of 90)."""
+    before = set(os.listdir("/proc/self/task"))
+    store = StoreAddress("127.0.0.1", free_port(), serve=True)
+    formation = Formation(round=0, rank=0, world_size=1, local_rank=0, local_world_size=1, store=store)
+    group = groups.form(formation, device.take("cpu", 0, 1), 30.0)
+    assert len(set(os.listdir("/proc/self/task")) - before) >= 4, "gloo's threads are not there"
+    group.control.sum(Purpose.FINISH)
+    torch.distributed.all_reduce(torch.ones(3))
+    groups.leave(group)
+    left = {Path(f"/proc/self/task/{task}/comm").read_text() for task in set(os.listdir("/proc/self/task")) - before}
+    assert not {name for name in left if "gloo" in name}, left
+    del group
+    assert len(set(os.listdir("/proc/self/task")) - before) <= 1, left  # the store's client may stay

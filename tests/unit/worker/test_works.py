@@ -1,0 +1,84 @@
+"""Collectives under way: waited for, interrupted, outlived."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+
+from elastic_trainer.errors import RoundBrokenError
+from elastic_trainer.worker.works import Works
+
+
+class Operation:
+    """A collective that ends when told to, or fails."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.error: str | None = None
+        self.waits = 0
+
+    def end(self, error: str | None = None) -> None:
+        self.error = error
+        self.ended.set()
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.waits += 1
+        if not self.ended.wait(timeout.total_seconds() if timeout is not None else 30.0):
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        return True
+
+
+def test_an_operation_that_has_ended_is_waited_for_once() -> None:
+    """The usual case costs one call."""
+    works, operation = Works(interruptible=True), Operation()
+    operation.end()
+    works.wait(works.begun(operation))
+    assert operation.waits == 1
+    assert works.outlive() == 0
+
+
+def test_the_end_of_the_round_interrupts_a_wait() -> None:
+    """The operation itself never ends; whoever waits for it learns that the round is over."""
+    works, operation = Works(interruptible=True), Operation()
+    works.begun(operation)
+    threading.Timer(0.05, works.end).start()
+    with pytest.raises(RoundBrokenError):
+        works.wait(operation)
+    assert not operation.is_completed()
+
+
+def test_an_operation_abandoned_in_the_middle_is_outlived() -> None:
+    """It is held until it has ended, however it ends."""
+    works, operation = Works(interruptible=True), Operation()
+    works.begun(operation)
+    works.end()
+    with pytest.raises(RoundBrokenError):
+        works.wait(operation)
+    threading.Timer(0.05, operation.end, args=("Connection closed by peer",)).start()
+    assert works.outlive() == 1
+    assert operation.is_completed()
+    assert works.outlive() == 0
+
+
+def test_what_an_operation_raises_passes_through() -> None:
+    """Also when it fails between two moments of the wait."""
+    works, operation = Works(interruptible=True), Operation()
+    works.begun(operation)
+    threading.Timer(0.05, operation.end, args=("Connection closed by peer",)).start()
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        works.wait(operation)
+
+
+def test_an_operation_may_have_a_limit_of_its_own() -> None:
+    """In a round that has not ended."""
+    works, operation = Works(interruptible=True), Operation()
+    works.begun(operation)
+    with pytest.raises(RuntimeError, match="timed out"):
+        works.wait(operation, timeout_s=0.05)
