@@ -110,16 +110,25 @@ class ChannelLink:
             messages.Ready(number=number, state=state, planned=planned, joinable=joinable, step_time_s=step_time_s)
         )
 
-    def await_formation(self, number: int, idle: Callable[[], None] = lambda: None) -> Formation:
+    @property
+    def over(self) -> int:
+        """The newest round that is known to be over; 0 for none."""
+        return self._over
+
+    def await_formation(self, number: int, idle: Callable[[], None] = lambda: None) -> Formation | None:
         """Wait for a round of at least ``number`` that is not broken already, however long that takes.
 
-        ``idle()`` is called about once a second meanwhile. The agent ends the process when the wait is hopeless.
+        None when round ``number`` is over before this worker could take its place: then it is free for a later one,
+        which nobody knows before it says so. ``idle()`` is called about once a second meanwhile. The agent ends the
+        process when the wait is hopeless.
         """
         while True:
-            self._await(lambda: self._usable(number) is not None, IDLE_EVERY_S)
+            self._await(lambda: self._usable(number) is not None or self._over >= number, IDLE_EVERY_S)
             found = self._usable(number)
             if found is not None:
                 return self.place(found)
+            if self._over >= number:
+                return None
             idle()
 
     def place(self, formation: messages.Formation) -> Formation:

@@ -72,10 +72,12 @@ class Rounds:
             formation = following
             following = None
             if formation is None:
-                first = self._number + 1
+                first = max(self._number, self.link.over) + 1
                 self.link.ready(first, report(), planned=planned, joinable=joinable, step_time_s=step_time_s)
                 formation = self.link.await_formation(first, idle)
             planned = False
+            if formation is None:
+                continue
             try:
                 return self._form(formation, placement, settle)
             except (RejoinError, TransientError, RuntimeError) as error:

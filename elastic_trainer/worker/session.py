@@ -258,7 +258,11 @@ class Session:
     # ---- the model
 
     def register(self, name: str, part: Stateful) -> None:
-        """Save and resume ``part`` too, before or after :meth:`wrap`; its state must be alike on all ranks."""
+        """Save and resume ``part`` too, before or after :meth:`wrap`; its state must be alike on all ranks.
+
+        In place a rank may be given the state of another that is one collective ahead: behind a step, change ``part``
+        after the collectives that follow it (``step.loss``, ``save``, ...), not before them.
+        """
         trained = self._part.trained if self._part is not None else None
         if trained is not None:
             trained.state.register(name, part)

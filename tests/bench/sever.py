@@ -24,7 +24,7 @@ import numpy as np
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.ipc.messages import Over
 from tests.bench.report import Options, Report, at_most, emit, note, parse
-from tests.soak.inplace.leading import Lead, Worker, leading
+from tests.drills.inplace.leading import Lead, Worker, leading
 
 CYCLES, QUICK_CYCLES = 1000, 12
 STUCK_S = 5.0

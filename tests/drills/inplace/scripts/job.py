@@ -61,8 +61,7 @@ def strike(what: str, session: Session) -> None:
 
 
 def dying_source(after: int) -> None:
-    """Send a healing state in small pieces, and die behind one of them."""
-    transfer.CHUNK = 512
+    """Die behind one of the pieces of a healing state."""
     send, sent = Control.send, [0]
 
     def counted(self: Control, tensor: torch.Tensor, target: int) -> None:
@@ -94,6 +93,8 @@ def main(scenario: Scenario) -> None:
     with Session(values.get("checkpoints"), seed=3, device="cpu", **options) as session:
         module, optimizer, scheduler, scaler = build(scenario)
         session.register("counter", counter)
+        if values.get("small_pieces"):
+            transfer.CHUNK = 512
         if values.get("dies_after_pieces"):
             dying_source(values["dies_after_pieces"])
         wrapped = session.wrap(module, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
@@ -124,9 +125,9 @@ def main(scenario: Scenario) -> None:
                 scenario.at(number, "after_update", session)
             seen.append(session.step_number)
             if step.committed:
-                counter.values.append(session.step_number)
                 if values.get("losses"):
                     losses.append(step.loss)
+                counter.values.append(session.step_number)
             scenario.at(number, "after_step", session)
             if values["pace_s"]:
                 pause(values["pace_s"])

@@ -52,6 +52,8 @@ class Worker:
     def __init__(self, lead: Lead, name: str, command: Sequence[str]) -> None:
         self.name, self._lead = name, lead
         self.said: list[Message] = []
+        self.placed = False
+        """Whether it has been given a place in a round."""
         self.may_exit = {0, -signal.SIGKILL, EXIT_LEFT}
         self.log = lead.directory / f"{name}.log"
         self._connection: Connection | None = None
@@ -87,6 +89,7 @@ class Worker:
 
     def tell(self, message: Message) -> None:
         """Send ``message``; a worker that is gone does not hear it."""
+        self.placed |= isinstance(message, Formation)
         if self._connection is not None:
             try:
                 self._connection.send(message)
@@ -98,9 +101,9 @@ class Worker:
         return next((message for message in reversed(self.said) if isinstance(message, kind)), None)
 
     def readiness(self, number: int) -> Ready | None:
-        """What it said when it became free for round ``number``."""
+        """What it said when it became free for round ``number``; who was in none yet is free for any."""
         found = self.last(Ready)
-        return found if found is not None and found.number >= number else None
+        return found if found is not None and (found.number >= number or not self.placed) else None
 
     @property
     def step(self) -> int:
