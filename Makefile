@@ -11,6 +11,7 @@ DEMO_ARGS ?=
 TEST_LIMIT_S ?= 3600
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick
+SOAK_FAULTS ?= 200
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -32,8 +33,8 @@ demo: $(STAMP) ## train on three nodes of this machine, kill a worker and a node
 test: $(STAMP) ## run all tests (PYTEST_ARGS='tests/unit -k page' for some); what is missing here is skipped
 	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) $(PYTEST_ARGS)
 
-soak: $(STAMP) ## run the longer tests of in-place recovery too (quiet machine, about 15 minutes)
-	$(BIN)/python -m pytest tests/soak tests/bench $(PYTEST_ARGS)
+soak: $(STAMP) ## play SOAK_FAULTS faults at random on a cluster of this machine (200: some 15 minutes)
+	ELASTIC_TRAINER_RANDOM_FAULTS=$(SOAK_FAULTS) $(BIN)/python -m pytest tests/drills/cluster/test_random_faults.py $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff's rules
 	$(BIN)/ruff check .

@@ -67,7 +67,8 @@ def _examined(settings: StoreSettings, deadline: Deadline) -> list[Finding]:
 
 def _raise_if_hopeless(findings: Sequence[Finding], error: StoreUnavailableError) -> None:
     """Raise ConfigError when waiting cannot mend what is wrong."""
-    if _UNTRUSTED in error.message or all(finding.permanent for finding in findings):
+    hopeless = all(finding.permanent for finding in findings) or any(finding.for_all for finding in findings)
+    if _UNTRUSTED in error.message or hopeless:
         raise ConfigError(_message(findings, error), hint=_hint(findings)) from error
 
 
@@ -78,6 +79,6 @@ def _message(findings: Sequence[Finding], error: StoreUnavailableError) -> str:
 
 
 def _hint(findings: Sequence[Finding]) -> str:
-    """The most specific advice: an etcd without a quorum says more than its dead members do."""
-    hints = [finding.hint for finding in findings]
+    """The most specific advice: what holds for all, then an etcd without a quorum before its dead members."""
+    hints = [finding.hint for finding in sorted(findings, key=lambda finding: not finding.for_all)]
     return next((hint for hint in hints if hint != START_HINT), hints[0])

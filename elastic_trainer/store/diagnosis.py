@@ -21,11 +21,12 @@ _TLS_WANTED = b"HTTP request to an HTTPS server"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is at an endpoint. ``permanent``: waiting will not help."""
+    """What is at an endpoint. ``permanent``: waiting will not help; ``for_all``: nor will any other endpoint."""
 
     text: str
     permanent: bool
     hint: str
+    for_all: bool = False
 
 
 START_HINT = "start etcd or correct the endpoint"
@@ -86,10 +87,14 @@ def judge(answer: bytes, endpoint: Endpoint, *, tls: bool) -> Finding:
     if answer.startswith(_TLS_ALERT) or _TLS_WANTED in answer:
         if tls:
             return Finding(f"the TLS handshake with {endpoint} fails", False, "check ca_cert, cert and key")
-        return Finding(f"{endpoint} speaks TLS", True, "set ca_cert (and cert and key if etcd asks for them)")
+        return Finding(
+            f"{endpoint} speaks TLS", True, "set ca_cert (and cert and key if etcd asks for them)", for_all=True
+        )
     if b'"etcdserver"' in answer:
         if tls:
-            return Finding(f"etcd at {endpoint} does not speak TLS", True, "leave out ca_cert, cert and key")
+            return Finding(
+                f"etcd at {endpoint} does not speak TLS", True, "leave out ca_cert, cert and key", for_all=True
+            )
         return Finding(f"etcd at {endpoint} is up but does not serve requests", False, "check that it has a quorum")
     if answer.startswith(b"HTTP/"):
         status = re.match(rb"HTTP/\S+ \d+", answer)

@@ -141,7 +141,7 @@ def test_a_member_excluded_after_its_commit_comes_back_with_the_others_state(lea
     The first that would give C their state dies in the middle of that: C still holds what it held, and gets it from B.
     """
     faults = [fault("all", 3, "before_update"), fault("all", 4, "after_step", "gate:rejoined")]
-    values = {"small_pieces": True, "pace_s": PACE_S}
+    values: dict[str, Any] = {"small_pieces": True, "pace_s": PACE_S}
     (a,) = begun(lead, "a", faults, **values, dies_after_pieces=5)
     (b,), (c,) = begun(lead, "b", faults, **values), begun(lead, "c", **values)
     lead.form([a, b, c])

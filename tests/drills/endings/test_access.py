@@ -10,7 +10,7 @@ import pytest
 
 from elastic_trainer.sim.etcd import EtcdServer, ServerTls
 from elastic_trainer.sim.ports import free_ports
-from tests.soak.endings.job import Job
+from tests.drills.endings.job import Job
 from tests.support.certificates import Authority
 
 PASSWORD = "s3same-0pen"

@@ -12,7 +12,7 @@ import pytest
 from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.documents import NodeState, RunResult
 from elastic_trainer.sim import processes
-from tests.soak.endings.job import Job
+from tests.drills.endings.job import Job
 
 
 @pytest.mark.timeout(300)

@@ -12,7 +12,7 @@ import pytest
 from elastic_trainer.clock import pause
 from elastic_trainer.membership.documents import NodeState, RoundState
 from elastic_trainer.sim.etcd import EtcdCluster, EtcdServer
-from tests.soak.endings.job import QUICK, Job
+from tests.drills.endings.job import QUICK, Job
 from tests.support.proxy import Proxy
 
 TTL_S = float(QUICK["ttl"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.soak.endings.job import Job
+from tests.drills.endings.job import Job
 
 NO_SESSION = "--rdzv-conf recovery=in_place needs a training script that opens an elastic_trainer.Session"
 GROUP = "import torch.distributed as dist; dist.init_process_group('gloo'); print('trains alone')"

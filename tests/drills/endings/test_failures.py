@@ -8,8 +8,8 @@ import pytest
 
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.membership.documents import RunResult
-from tests.soak.endings.job import Job
-from tests.soak.endings.train import BATCH, SAMPLES
+from tests.drills.endings.job import Job
+from tests.drills.endings.train import BATCH, SAMPLES
 
 
 @pytest.mark.timeout(300)

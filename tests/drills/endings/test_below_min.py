@@ -9,7 +9,7 @@ import pytest
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.membership.documents import NodeState, RunResult
 from elastic_trainer.sim import processes
-from tests.soak.endings.job import Job
+from tests.drills.endings.job import Job
 
 SOON_S = 20.0
 """A few seconds, on a loaded machine."""
