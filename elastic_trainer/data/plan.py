@@ -124,6 +124,7 @@ def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> Ids:
     return ordered
 
 
+@lru_cache(maxsize=8)
 def share(count: int, micro_batch: int | None, world: int, rank: int, *, even: bool = False) -> tuple[Piece, ...]:
     """The micro-batches of ``rank`` in a global batch of ``count`` samples, at least one.
 

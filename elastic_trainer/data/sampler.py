@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
@@ -130,7 +131,7 @@ class Fetcher:
     def __call__(self, ids: Ids) -> Any:
         """The samples ``ids``."""
         if self._tensors is not None:
-            index = torch.from_numpy(ids.astype("int64"))
+            index = torch.from_numpy(ids.astype(np.int64))
             return [self._placed(_rows(tensor, index)) for tensor in self._tensors]
         if self._before is not None:
             self._before(ids)

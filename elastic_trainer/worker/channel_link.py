@@ -67,12 +67,13 @@ class ChannelLink:
         """Why ``round`` is over, or None."""
         return self._over_reason if round and round <= self._over else None
 
+    def report_due(self) -> bool:
+        """Now and then."""
+        return self._clock.monotonic() - self._reported_at >= REPORT_EVERY_S
+
     def report(self, progress: Progress) -> None:
-        """Tell the agent now and then; dropped rather than waited for."""
-        now = self._clock.monotonic()
-        if now - self._reported_at < REPORT_EVERY_S:
-            return
-        self._reported_at = now
+        """Tell the agent; dropped rather than waited for."""
+        self._reported_at = self._clock.monotonic()
         self._send(
             messages.Progress(
                 round=self._round,

@@ -56,7 +56,7 @@ class Progress:
 
 
 class Link(Protocol):
-    """The port. ``report`` is called at each step and must never block."""
+    """The port. ``report_due`` is asked at each step; ``report`` must never block."""
 
     def formation(self) -> Formation:
         """This process's place in the round that it is to work in; waits until there is one."""
@@ -64,6 +64,10 @@ class Link(Protocol):
 
     def broken(self, round: int) -> str | None:
         """Why ``round`` is over, or None while it is not known to be."""
+        ...
+
+    def report_due(self) -> bool:
+        """Whether anybody wants to know how far this process is."""
         ...
 
     def report(self, progress: Progress) -> None:
@@ -110,6 +114,9 @@ class EnvironmentLink:
 
     def broken(self, round: int) -> str | None:
         return None
+
+    def report_due(self) -> bool:
+        return False
 
     def report(self, progress: Progress) -> None:
         return None

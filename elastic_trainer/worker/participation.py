@@ -210,7 +210,9 @@ class Participation:
     # ---- telling
 
     def report(self, phase: str) -> None:
-        """Tell the agent how far this rank is."""
+        """Tell the agent how far this rank is, if that is due."""
+        if not self._link.report_due():
+            return
         cursor = self.position.cursor
         self._link.report(Progress(phase, self.position.step, cursor.epoch, cursor.samples, self.span_s))
 

@@ -16,9 +16,12 @@ START, STEP, DRAW = 1, 2, 3
 """What the numbers are for; each purpose has a stream of its own."""
 
 
-def key(*parts: int) -> int:
-    """64 well-mixed bits that depend on all ``parts`` and their order (the SplitMix64 finalizer, chained)."""
-    state = 0
+def key(*parts: int, start: int = 0) -> int:
+    """64 well-mixed bits that depend on all ``parts`` and their order (the SplitMix64 finalizer, chained).
+
+    ``start`` is the key of parts that come before them.
+    """
+    state = start
     for part in parts:
         state = (state + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -187,7 +187,7 @@ class Steps:
         self.replica, self.scaling, self.position = replica, scaling, position
         self.control = Control()
         self._optimizer, self._scheduler = optimizer, scheduler
-        self._seed, self._device, self._boundary = seed, device, boundary
+        self._stream, self._device, self._boundary = seeds.key(seeds.STEP, seed), device, boundary
         self._current: Step | None = None
         self._schedule_count = _count(scheduler)
         self._unchecked: list[torch.Tensor] = []
@@ -220,7 +220,7 @@ class Steps:
         self.scaling.begin()
         self.replica.begin_step()
         self._optimizer.zero_grad(set_to_none=True)
-        seeds.seed_all(seeds.key(seeds.STEP, self._seed, self.position.step, self.control.rank), self._device)
+        seeds.seed_all(seeds.key(self.position.step, self.control.rank, start=self._stream), self._device)
 
     def closed(self, step: Step, error: BaseException | None) -> bool:
         """The body has ended. True if its ``error`` was the end of a round, and has been dealt with."""

@@ -1,4 +1,4 @@
-"""The job of the step_overhead benchmark: a session's loop and a bare loop in the same processes, taking turns.
+"""The job of the step_overhead benchmark: a session's loop and two bare loops in the same processes, taking turns.
 
 ``step_overhead_job.py RESULT WIDTH BATCH ALTERNATIONS STEPS``: rank 0 writes what each block of steps took.
 """
@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
+from elastic_trainer.settings import ENV_LEDGER_DIR
 
 FEATURES, CLASSES, SAMPLES, WARM_UP = 64, 10, 4096, 10
 ENDLESS = 1_000_000
@@ -68,27 +70,29 @@ def block(steps: Iterator[None], count: int) -> tuple[float, float]:
 def run(result: Path, width: int, batch: int, alternations: int, count: int) -> None:
     """Train both ways in turn."""
     torch.set_num_threads(1)
+    os.environ.pop(ENV_LEDGER_DIR, None)  # the ledger is the local cluster's, not the session's
     generator = torch.Generator().manual_seed(2)
     data = TensorDataset(
         torch.randn(SAMPLES, FEATURES, generator=generator), torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
     )
     with Session(device="cpu") as session:
         model, optimizer = build(width)
-        twin = deepcopy(model)
-        bare_optimizer = torch.optim.SGD(twin.parameters(), lr=1e-3, momentum=0.9)
+        twins = deepcopy(model), deepcopy(model)
         wrapped = session.wrap(model, optimizer=optimizer)
-        bare = DistributedDataParallel(twin) if session.world_size > 1 else twin
-        loops: dict[str, Callable[[], tuple[float, float]]] = {}
-        for name, steps in {
-            "session": session_steps(session, wrapped, optimizer, data, batch),
-            "bare": bare_steps(session, bare, bare_optimizer, data, batch),
-        }.items():
+        loops: dict[str, Iterator[None]] = {"session": session_steps(session, wrapped, optimizer, data, batch)}
+        for name, twin in zip(("bare", "bare again"), twins, strict=True):
+            bare = DistributedDataParallel(twin) if session.world_size > 1 else twin
+            loops[name] = bare_steps(
+                session, bare, torch.optim.SGD(twin.parameters(), lr=1e-3, momentum=0.9), data, batch
+            )
+        for steps in loops.values():
             block(steps, WARM_UP)
-            loops[name] = lambda steps=steps: block(steps, count)  # type: ignore[misc]
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+        names = list(loops)
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for turn in range(alternations):
-            for name in list(loops) if turn % 2 == 0 else reversed(list(loops)):
-                taken[name].append(loops[name]())
+            for place in range(len(names)):
+                name = names[(turn + place) % len(names)]
+                taken[name].append(block(loops[name], count))
         if session.is_rank0:
             result.write_text(json.dumps(taken))
 

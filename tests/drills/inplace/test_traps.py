@@ -17,8 +17,8 @@ import pytest
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.ipc.messages import Evicted, Progress
 from elastic_trainer.sim.ledger import audit, parse
-from tests.integration.worker.launch import free_port
 from tests.drills.inplace.leading import LIMIT_S, Lead, Worker, leading
+from tests.integration.worker.launch import free_port
 
 STEPS, SAMPLES = 8, 60
 """Two epochs in batches of 16."""
@@ -116,9 +116,7 @@ def test_a_rank_0_that_is_behind_is_healed_by_a_peer(lead: Lead, undisturbed: di
     untouched(lead, workers, ended)
 
 
-def untouched(
-    lead: Lead, survivors: Sequence[Worker], ended: Sequence[dict[str, Any]], *, unrecorded: int = 0
-) -> None:
+def untouched(lead: Lead, survivors: Sequence[Worker], ended: Sequence[dict[str, Any]], *, unrecorded: int = 0) -> None:
     """No survivor was restarted, none took a committed step back, and each sample was used exactly once.
 
     ``unrecorded`` samples were used in a step that the others committed, by a rank that died before it could say so.
