@@ -28,9 +28,12 @@ TTL_S = 3.0
 LAST_CALL_S = 1.0
 ROWS = ("start_below_max", "node_join", "worker_kill", "node_kill")
 SHARED_STORE_OFF = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+IN_PLACE = {"recovery": "in_place", "join_batch": "0.1", "join_interval": "0.5"}
+SESSION = Path(__file__).with_name("recovery_session.py")
 TUNED = {"last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
 WORKER_KILLS, QUICK_WORKER_KILLS = 50, 3
 STOCK_KILLS, QUICK_STOCK_KILLS = 5, 0
+IN_PLACE_KILLS = 100
 LIMIT_S, QUICK_LIMIT_S = 120.0, 60.0
 """After this a recovery has failed; stock torchrun's slowest takes about 50 s."""
 
@@ -40,6 +43,7 @@ def columns(endpoint: str, quick: bool) -> dict[str, Column]:
     restart = {"ttl": f"{TTL_S:g}", "last_call": f"{LAST_CALL_S:g}", "join_interval": "1"}
     chosen = [
         Column("etcd3_restart", "etcd3", endpoint, restart),
+        Column("etcd3_in_place", "etcd3", endpoint, restart | IN_PLACE, script=SESSION, in_place=True),
         Column("c10d_tuned", "c10d", options=TUNED, environment=SHARED_STORE_OFF),
         *([] if quick else [Column("c10d_default", "c10d")]),
     ]
@@ -58,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         process_s = [process_start(Path(place), limit_s) for _ in range(options.repeats)]
         series = {
             "etcd3_restart": kill_series(chosen["etcd3_restart"], Path(place), _kills(options), limit_s),
+            "etcd3_in_place": kill_series(chosen["etcd3_in_place"], Path(place), _kills_in_place(options), limit_s),
             "c10d_default": kill_series(Column("c10d_default", "c10d"), Path(place), _stock_kills(options), limit_s),
         }
     rows = {row: {name: [cost[row] for cost in found] for name, found in costs.items()} for row in ROWS}
@@ -67,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "process_start_s": process_s,
         "worker_kills_in_a_row": {name: _told(found) for name, found in series.items() if found},
     }
-    return emit(Report(options, figures, musts(rows, process_s, series["etcd3_restart"])))
+    return emit(Report(options, figures, [*musts(rows, process_s, series["etcd3_restart"]), *in_place(rows, series)]))
 
 
 def _own_options(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +85,10 @@ def _own_options(parser: argparse.ArgumentParser) -> None:
 def _kills(options: Options) -> int:
     given: int | None = options.extra.worker_kills
     return given if given is not None else (QUICK_WORKER_KILLS if options.quick else WORKER_KILLS)
+
+
+def _kills_in_place(options: Options) -> int:
+    return QUICK_WORKER_KILLS if options.quick else IN_PLACE_KILLS
 
 
 def _stock_kills(options: Options) -> int:
@@ -185,6 +194,23 @@ def musts(rows: Rows, process_s: Sequence[float], kills: Sequence[Cost]) -> list
         at_most("worker_kill, rendezvous part, s", middle("worker_kill", "etcd3_restart", "rendezvous_s"), 1.0),
         at_most("node_kill, rendezvous part, s", middle("node_kill", "etcd3_restart", "rendezvous_s"), 1.0 + TTL_S),
         at_least("worker kills in a row that recovered", sum(cost.recovered for cost in kills), len(kills)),
+    ]
+
+
+def in_place(rows: Rows, series: Mapping[str, Sequence[Cost]]) -> list[Must]:
+    """What the project promises of recovery in place."""
+    limits = {"worker_kill": 0.2, "node_kill": 0.5}
+    found = {row: [cost.seconds for cost in rows[row]["etcd3_in_place"]] for row in limits}
+    kills = series["etcd3_in_place"]
+    return [
+        *(at_most(f"in place: {row}, s", float(median(found[row])), limit) for row, limit in limits.items()),
+        at_most(
+            "in place: node_join, members standing still, s",
+            float(median(cost.pause_s for cost in rows["node_join"]["etcd3_in_place"])),
+            0.3,
+        ),
+        at_most("in place: median of worker kills in a row, s", float(median(cost.seconds for cost in kills)), 0.2),
+        at_least("in place: worker kills in a row that recovered", sum(c.recovered for c in kills), len(kills)),
     ]
 
 

@@ -37,6 +37,8 @@ class Column:
     options: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     script: Path = SCRIPT
+    in_place: bool = False
+    """Whether members stay in their processes: then torchrun has no part in it, nor a rendezvous of its own."""
 
     def told(self) -> dict[str, object]:
         """For the report."""
@@ -67,6 +69,7 @@ class Job(SteppingCluster):
         number = next(_NUMBERS)
         directory = place / f"{column.name}-{number}"
         directory.mkdir(parents=True)
+        self._in_place = column.in_place
         super().__init__(
             ClusterSpec(
                 run=f"bench-{os.getpid()}-{number}",
@@ -133,6 +136,8 @@ class Job(SteppingCluster):
 
     def rendezvous_s(self) -> float:
         """The newest rendezvous: from the moment the last node asked for it until the last one had its answer."""
+        if self._in_place:
+            return math.nan
         asked = [_stamps(self.log(node.name), _ASKED) for node in self.running]
         formed = [_stamps(self.log(node.name), _FORMED) for node in self.running]
         if not all(asked) or not all(formed):
