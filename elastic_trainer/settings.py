@@ -132,6 +132,9 @@ class RendezvousOptions(Frozen):
     join_batch: float = Field(default=1.0, ge=0.0, description="collect newcomers this long before a planned change")
     join_interval: float = Field(default=5.0, ge=0.0, description="least time between planned changes")
     stop_grace: float = Field(default=5.0, gt=0.0, description="time workers of a broken round get before SIGKILL")
+    sever_timeout: float = Field(
+        default=30.0, gt=0.0, description="in place: time a worker gets to leave a round that is over, before SIGKILL"
+    )
     form_timeout: float = Field(default=5.0, gt=0.0, description="longest time to form a process group")
     session_timeout: float = Field(default=60.0, gt=0.0, description="in place: time until a worker opens a Session")
     failure_limit: int = Field(default=3, ge=1, description="failures at one step that end the run")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.agent.announcer import Announcer
+from elastic_trainer.agent.release import Release
 from elastic_trainer.agent.roster import Life, Worker
 from elastic_trainer.agent.strikes import Strikes
 from elastic_trainer.clock import SYSTEM, Clock
@@ -53,10 +54,12 @@ class Conductor:
         announcer: Announcer,
         on_progress: Callable[[Progress], None],
         clock: Clock = SYSTEM,
+        sever_timeout_s: float = 30.0,
     ) -> None:
         self._run, self._node, self._base, self._announcer = run, node, base, announcer
         self._on_progress, self._clock = on_progress, clock
         self._lock = threading.RLock()
+        self._release = Release(sever_timeout_s, self._lock)
         self._life = Life(0, 0, ended=True)
         self._document: RoundDocument | None = None
         self._acknowledged = 0
@@ -85,6 +88,7 @@ class Conductor:
 
     def close(self) -> None:
         """Tell the workers that nobody leads them any more."""
+        self._release.close()
         self._listener.close()
         with self._lock:
             for worker in self._life.workers.values():
@@ -174,6 +178,7 @@ class Conductor:
             if worker.told_over < number:
                 worker.told_over = number
                 self._tell(worker, Over(number=number, reason=reason))
+                self._release.expect(self._life, worker, number)
 
     def _form(self, document: RoundDocument, mine: RoundMember) -> None:
         """Where all leases were lost at once a round follows on one that nobody has seen the end of."""
@@ -270,6 +275,8 @@ class Conductor:
 
     def _ready(self, worker: Worker, message: Ready) -> None:
         worker.ready = message
+        if worker.free_for() > worker.told_over:
+            self._release.freed(worker)
         if message.planned and message.number == worker.offered:
             worker.inside = message.number
         if message.state is not None:
@@ -303,6 +310,7 @@ class Conductor:
 
     def _gone(self, worker: Worker) -> None:
         with self._lock:
+            self._release.freed(worker)
             if worker.life != self._life.number or self._life.ended:
                 return
             if worker.left is not None and worker.left.status in ("done", "stopped"):

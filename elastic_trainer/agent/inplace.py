@@ -112,7 +112,15 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         self._announcer = Announcer(member, self._clock)
         self._progress = ProgressWriter(self._store, self._keys, self._clock)
         base = self._base_record(workers)
-        self._conductor = Conductor(self._run_id, self.node_id, base, self._announcer, self._report, self._clock)
+        self._conductor = Conductor(
+            self._run_id,
+            self.node_id,
+            base,
+            self._announcer,
+            self._report,
+            self._clock,
+            self._options.sever_timeout,
+        )
         self._conductor.know_incarnation(member.create_revision)
         member.on_round(self._conductor.see)
         self._patience = Patience(member, self._options.join_timeout, self._fatal, self._clock)
