@@ -12,6 +12,7 @@ A name that fits none of these exactly is foreign: it is never read, moved or re
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ _TEMPORARY_NAME = re.compile(
 )
 _TRASH_NAME = re.compile(rf"trash-({_CHECKPOINT})-{_NONCE}")
 _CORRUPT_NAME = re.compile(rf"corrupt-({_CHECKPOINT})-([0-9]{{1,6}})")
+_SAVES = itertools.count(1)
 _UNSAFE_IN_HOST = re.compile(r"[^A-Za-z0-9.-]")
 
 
@@ -52,13 +54,21 @@ def new_nonce() -> str:
     return secrets.token_hex(_NONCE_BYTES)
 
 
+def ordered_nonce() -> str:
+    """Twelve hexadecimal digits that grow with each call in this process, random in the last eight.
+
+    A process may save one step twice (on schedule, and as the best): the later one counts as newer.
+    """
+    return f"{next(_SAVES) & 0xFFFF:04x}{secrets.token_hex(4)}"
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointName:
-    """The parsed name of a committed checkpoint. Ordered by round, step and (arbitrarily, but always alike) nonce."""
+    """The parsed name of a committed checkpoint. Ordered by round, step and nonce: the newest is the greatest."""
 
     round: int
     step: int
-    nonce: str = field(default_factory=new_nonce)
+    nonce: str = field(default_factory=ordered_nonce)
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.round < 0:

@@ -92,3 +92,10 @@ def test_trash_and_quarantine_are_recognized() -> None:
     assert kind_of(trash_name(NAME)) is Kind.TRASH
     assert kind_of(quarantine_name(NAME, 3)) is Kind.QUARANTINED
     assert quarantined(quarantine_name(NAME, 3)) == NAME
+
+
+def test_of_two_saves_of_one_step_the_later_is_newer() -> None:
+    """The first may have been on schedule, the second knows that it is the best."""
+    saves = [CheckpointName(round=3, step=40) for _ in range(50)]
+    assert saves == sorted(saves)
+    assert len({save.nonce for save in saves}) == 50
