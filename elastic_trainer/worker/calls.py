@@ -32,6 +32,25 @@ class Codec:
 JSON = Codec(lambda result: json.dumps(result).encode(), lambda data: json.loads(data))
 
 
+def packed_tensor(tensor: torch.Tensor) -> bytes:
+    """``tensor`` (contiguous, on the CPU) with its dtype and shape."""
+    head = json.dumps([str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]).encode()
+    return head + b"\n" + tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def unpacked_tensor(data: bytes) -> torch.Tensor:
+    """What :func:`packed_tensor` packed."""
+    head, _, body = data.partition(b"\n")
+    kind, shape = json.loads(head)
+    dtype: torch.dtype = getattr(torch, kind)
+    if not body:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+TENSOR = Codec(packed_tensor, unpacked_tensor)
+
+
 def bytes_of(tensor: torch.Tensor) -> Codec:
     """The result is written into ``tensor``."""
 

@@ -1,13 +1,13 @@
-"""Metrics over a whole data set, each sample counted exactly once whatever the number of ranks.
+"""Metrics and predictions over a whole data set, each sample exactly once whatever the number of ranks.
 
 *Runs in* the worker's main thread of all ranks at once.
-*Fails by* ConfigError for what ``fn`` may not return; what ``fn`` raises passes through.
+*Fails by* ConfigError for what a function may not return; what it raises passes through.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch import nn
 from elastic_trainer.data.plan import cut
 from elastic_trainer.data.sampler import Batch, Fetcher
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.calls import packed_tensor, unpacked_tensor
 from elastic_trainer.worker.control import Control
 
 Number = float | int | torch.Tensor
+Predict = Callable[[nn.Module, Batch], torch.Tensor]
 Measure = Callable[[nn.Module, Batch], Mapping[str, tuple[Number, Number]]]
 
 
@@ -37,19 +39,53 @@ def evaluate(
     ``measure(module, batch)`` gives ``{name: (sum, count)}`` of one batch. ``turn`` is called equally often on all
     ranks, also on those with fewer samples.
     """
+    totals: dict[str, list[Any]] = {}
+    with evaluating(module), torch.no_grad():
+        for batch in _shard(fetch, batch_size, control, turn):
+            _add(totals, measure(module, batch))
+    return reduced(totals, control)
+
+
+def predict(
+    module: nn.Module, fetch: Fetcher, batch_size: int, fn: Predict, control: Control, turn: Callable[[], None]
+) -> torch.Tensor:
+    """``fn(module, batch)`` of all samples of ``fetch``, on the CPU, in the order of the data set, on all ranks.
+
+    ``fn`` gives a tensor of one row for each sample; rows are alike in shape and dtype. Shape: (length, *row).
+    """
+    parts: list[torch.Tensor] = []
+    with evaluating(module), torch.no_grad():
+        for batch in _shard(fetch, batch_size, control, turn):
+            rows = fn(module, batch)
+            if not isinstance(rows, torch.Tensor) or rows.dim() < 1 or len(rows) != len(batch):
+                told = tuple(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__
+                raise ConfigError(f"the prediction for {len(batch)} samples is {told}", hint="return a row for each")
+            parts.append(rows.detach().cpu())
+    return _joined(parts, control)
+
+
+def _joined(parts: Sequence[torch.Tensor], control: Control) -> torch.Tensor:
+    """The rows of all ranks, by rank; a rank may have none."""
+    packed = packed_tensor(torch.cat(list(parts)).contiguous()) if parts else b""
+    tensors = [unpacked_tensor(data) for data in control.gather_bytes(packed) if data]
+    kinds = {(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors}
+    if len(kinds) != 1:
+        raise ConfigError(f"ranks predict rows of different kinds: {sorted(map(str, kinds))}", hint="make them alike")
+    return torch.cat(tensors)
+
+
+def _shard(fetch: Fetcher, batch_size: int, control: Control, turn: Callable[[], None]) -> Iterator[Batch]:
+    """This rank's contiguous part of the samples, in batches; a ``turn`` behind each, as many as any rank has."""
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}", hint="it must be at least 1")
     begin, end = cut(fetch.length, control.world_size, control.rank)
     longest = -(-fetch.length // control.world_size)
-    totals: dict[str, list[Any]] = {}
-    with evaluating(module), torch.no_grad():
-        for offset in range(0, longest, batch_size):
-            start, stop = begin + offset, min(begin + offset + batch_size, end)
-            if start < stop:
-                ids = np.arange(start, stop)
-                _add(totals, measure(module, Batch(fetch, ids, ids)))
-            turn()
-    return reduced(totals, control)
+    for offset in range(0, longest, batch_size):
+        start, stop = begin + offset, min(begin + offset + batch_size, end)
+        if start < stop:
+            ids = np.arange(start, stop)
+            yield Batch(fetch, ids, ids)
+        turn()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ be saved or resumed, RoundBrokenError when a peer is lost; SystemExit 143 when s
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -38,7 +39,7 @@ from elastic_trainer.telemetry import logs
 from elastic_trainer.worker import device, evaluation
 from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.boundaries import Turn
-from elastic_trainer.worker.calls import JSON, Codec, bytes_of
+from elastic_trainer.worker.calls import JSON, TENSOR, Codec, bytes_of
 from elastic_trainer.worker.channel_link import ChannelLink
 from elastic_trainer.worker.control import Purpose
 from elastic_trainer.worker.link import EnvironmentLink, Link
@@ -404,17 +405,43 @@ class Session:
         self, model: nn.Module, dataset: Any, batch_size: int, fn: evaluation.Measure, *, collate: Collate | None = None
     ) -> dict[str, float]:
         """``{name: sum / count}`` over ``dataset``, each sample once; ``fn(model, batch) -> {name: (sum, count)}``."""
+        return self._evaluated(model, dataset, batch_size, collate, partial(evaluation.evaluate, measure=fn), JSON)
+
+    def predict(
+        self, model: nn.Module, dataset: Any, batch_size: int, fn: evaluation.Predict, *, collate: Collate | None = None
+    ) -> torch.Tensor:
+        """What ``fn(model, batch)`` gives, a row for each sample, for all of ``dataset``, in its order, on all ranks.
+
+        On the CPU; for metrics that need all predictions at once, such as average precision. Shape: (length, *row).
+        """
+        return self._evaluated(model, dataset, batch_size, collate, partial(evaluation.predict, fn=fn), TENSOR)
+
+    def _evaluated(
+        self,
+        model: nn.Module,
+        dataset: Any,
+        batch_size: int,
+        collate: Collate | None,
+        method: Callable[..., Result],
+        codec: Codec,
+    ) -> Result:
+        """``method`` over ``dataset``; in place begun again after each round that ends in the middle of it."""
         if self._recovery is None:
-            return self._evaluate(model, dataset, batch_size, fn, collate)
+            return self._attempt(model, dataset, batch_size, collate, method)
         self._recovery.evaluating = True
         try:
-            return self._repeated(lambda: self._evaluate(model, dataset, batch_size, fn, collate))
+            return self._repeated(lambda: self._attempt(model, dataset, batch_size, collate, method), codec)
         finally:
             self._recovery.evaluating = False
 
-    def _evaluate(
-        self, model: nn.Module, dataset: Any, batch_size: int, fn: evaluation.Measure, collate: Collate | None
-    ) -> dict[str, float]:
+    def _attempt(
+        self,
+        model: nn.Module,
+        dataset: Any,
+        batch_size: int,
+        collate: Collate | None,
+        method: Callable[..., Result],
+    ) -> Result:
         part = self._here
         part.control.sum(Purpose.EVALUATE)
         module = model
@@ -423,7 +450,7 @@ class Session:
             part.trained.replica.align_buffers(part.control)
         part.boundaries.begin_phase()
         fetch = Fetcher(dataset, self.device, collate)
-        result = evaluation.evaluate(module, fetch, batch_size, fn, part.control, self._evaluation_turn)
+        result = method(module, fetch, batch_size, control=part.control, turn=self._evaluation_turn)
         part.boundaries.begin_phase()
         return result
 

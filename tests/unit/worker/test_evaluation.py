@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.data.sampler import Fetcher
 from elastic_trainer.worker.control import Control
-from elastic_trainer.worker.evaluation import evaluate
+from elastic_trainer.worker.evaluation import evaluate, predict
 from elastic_trainer.worker.saving import check_storage
 from tests.unit.worker.ranks import outcome, run_ranks
 
@@ -53,3 +53,26 @@ def test_a_directory_that_rank_0_cannot_write_ends_all_ranks(tmp_path: Path) -> 
     first, second = run_ranks(2, body)
     assert first.startswith("StorageError: ")
     assert second.startswith("StorageError: rank 0: ")
+
+
+@pytest.mark.parametrize(("count", "world"), [(10, 1), (10, 3), (2, 4), (1, 3), (7, 2)])
+def test_predictions_come_in_the_order_of_the_data_set(count: int, world: int) -> None:
+    """All ranks get a row for each sample, also where shards are uneven or empty; ranks of any dtype."""
+    data = TensorDataset(torch.arange(float(count)))
+
+    def body(control: Control) -> torch.Tensor:
+        def both(module: nn.Module, batch: Any) -> torch.Tensor:
+            return torch.stack([batch.x, batch.x * 2], dim=1).to(torch.bfloat16)
+
+        return predict(nn.Identity(), Fetcher(data, torch.device("cpu")), 2, both, control, lambda: None)
+
+    expected = torch.stack([torch.arange(float(count)), 2 * torch.arange(float(count))], dim=1).to(torch.bfloat16)
+    for result in run_ranks(world, body):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def test_a_prediction_without_a_row_for_each_sample_is_refused() -> None:
+    """A mean over the batch cannot be put in order."""
+    fetch = Fetcher(TensorDataset(torch.arange(6.0)), torch.device("cpu"))
+    told = outcome(lambda: predict(nn.Identity(), fetch, 4, lambda m, b: b.x.mean(), Control(), lambda: None))
+    assert told.startswith("ConfigError: the prediction for 4 samples is ()")
