@@ -19,7 +19,7 @@ be saved or resumed, RoundBrokenError when a peer is lost; SystemExit 143 when s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,19 +27,18 @@ from typing import Any, Self, TypeVar
 
 import structlog
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from elastic_trainer import settings
-from elastic_trainer.checkpoint import Committed, EventSink, Retention
-from elastic_trainer.data.sampler import Batch, Collate, Fetcher
-from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
+from elastic_trainer.checkpoint import EventSink, Retention
+from elastic_trainer.data.sampler import Batch, Collate
+from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker import device, evaluation
 from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.boundaries import Turn
-from elastic_trainer.worker.calls import JSON, TENSOR, Codec, bytes_of
+from elastic_trainer.worker.calls import JSON, TENSOR
 from elastic_trainer.worker.channel_link import ChannelLink
 from elastic_trainer.worker.control import Purpose
 from elastic_trainer.worker.link import EnvironmentLink, Link
@@ -52,6 +51,7 @@ from elastic_trainer.worker.scaling import Scaling
 from elastic_trainer.worker.signals import Signals
 from elastic_trainer.worker.state import Position, Stateful, TrainingState, check_part
 from elastic_trainer.worker.steps import Step, Steps
+from elastic_trainer.worker.together import Together
 
 GROUP_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 10.0
@@ -155,7 +155,7 @@ class Session:
             self._abandon()
             return
         try:
-            self._repeated(self._finish)
+            self._all.repeated(self._finish)
         except BaseException:
             self._abandon()
             raise
@@ -179,10 +179,6 @@ class Session:
         """Leave without waiting for peers: some of them may be gone, or in another place."""
         self._close("stopped" if self._part is not None and self._part.stopped else "failed")
 
-    def _repeated(self, attempt: Callable[[], Result], codec: Codec = JSON) -> Result:
-        """``attempt()``; in place again after each round that ends in the middle of it."""
-        return attempt() if self._recovery is None else self._recovery.repeated(attempt, codec)
-
     def _patience_s(self) -> float:
         """Slow steps need longer to agree."""
         return max(self._stop_timeout_s, self._part.slowest_stop_s() if self._part is not None else 0.0)
@@ -198,6 +194,10 @@ class Session:
         if self._part is None:
             raise ConfigError("the session is not open", hint="use it as `with Session(...) as session:`")
         return self._part
+
+    @property
+    def _all(self) -> Together:
+        return Together(self._here, self._recovery, self._stop)
 
     @property
     def _trained(self) -> Trained:
@@ -379,33 +379,13 @@ class Session:
 
     def save(self, metrics: Mapping[str, float] | None = None, best: bool = False) -> str | None:
         """Save now; the checkpoint's name on rank 0. Raises on all ranks if it cannot be saved."""
-        return self._repeated(lambda: self._save(metrics, best))
-
-    def _save(self, metrics: Mapping[str, float] | None, best: bool) -> str | None:
-        if self._trained.steps.inside:
-            raise ConfigError("session.save() inside a step", hint="call it after the step has ended")
-        part = self._here
-        committed: Committed | None = None
-        problem: ElasticTrainerError | None = None
-        values = {name: float(value) for name, value in (metrics or {}).items()}
-        part.control.sum(Purpose.SAVE)
-        if best:
-            self._position.best = values
-        if self.is_rank0:
-            for name, value in values.items():
-                part.ledger.write("metric", step=self.step_number, epoch=self.cursor.epoch, name=name, value=value)
-            try:
-                committed = part.saver.save(values, best=best)
-            except (CheckpointError, NonFiniteError) as error:
-                problem = error
-        part.control.agree(problem)
-        return committed.name if committed is not None else None
+        return self._all.save(metrics, best=best)
 
     def evaluate(
         self, model: nn.Module, dataset: Any, batch_size: int, fn: evaluation.Measure, *, collate: Collate | None = None
     ) -> dict[str, float]:
         """``{name: sum / count}`` over ``dataset``, each sample once; ``fn(model, batch) -> {name: (sum, count)}``."""
-        return self._evaluated(model, dataset, batch_size, collate, partial(evaluation.evaluate, measure=fn), JSON)
+        return self._all.evaluated(model, dataset, batch_size, collate, partial(evaluation.evaluate, measure=fn), JSON)
 
     def predict(
         self, model: nn.Module, dataset: Any, batch_size: int, fn: evaluation.Predict, *, collate: Collate | None = None
@@ -414,67 +394,12 @@ class Session:
 
         On the CPU; for metrics that need all predictions at once, such as average precision. Shape: (length, *row).
         """
-        return self._evaluated(model, dataset, batch_size, collate, partial(evaluation.predict, fn=fn), TENSOR)
-
-    def _evaluated(
-        self,
-        model: nn.Module,
-        dataset: Any,
-        batch_size: int,
-        collate: Collate | None,
-        method: Callable[..., Result],
-        codec: Codec,
-    ) -> Result:
-        """``method`` over ``dataset``; in place begun again after each round that ends in the middle of it."""
-        if self._recovery is None:
-            return self._attempt(model, dataset, batch_size, collate, method)
-        self._recovery.evaluating = True
-        try:
-            return self._repeated(lambda: self._attempt(model, dataset, batch_size, collate, method), codec)
-        finally:
-            self._recovery.evaluating = False
-
-    def _attempt(
-        self,
-        model: nn.Module,
-        dataset: Any,
-        batch_size: int,
-        collate: Collate | None,
-        method: Callable[..., Result],
-    ) -> Result:
-        part = self._here
-        part.control.sum(Purpose.EVALUATE)
-        module = model
-        if part.trained is not None:
-            module = part.trained.replica.unwrap(model)
-            part.trained.replica.align_buffers(part.control)
-        part.boundaries.begin_phase()
-        fetch = Fetcher(dataset, self.device, collate)
-        result = method(module, fetch, batch_size, control=part.control, turn=self._evaluation_turn)
-        part.boundaries.begin_phase()
-        return result
-
-    def _evaluation_turn(self) -> None:
-        self._here.report("evaluating")
-        if self._here.boundaries.cross() is Turn.STOP:
-            self._stop()
+        return self._all.evaluated(model, dataset, batch_size, collate, partial(evaluation.predict, fn=fn), TENSOR)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum ``tensor`` over all ranks, in place."""
-        if not self._here.formed.formed or self.world_size == 1:
-            return tensor
-        if self._recovery is None or self._trained.steps.inside:
-            dist.all_reduce(tensor)  # a step that fails is repeated as a whole
-            return tensor
-        before = tensor.clone()
-        return self._repeated(lambda: self._all_reduce(tensor, before), bytes_of(tensor))
-
-    def _all_reduce(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        tensor.copy_(value)
-        if self.world_size > 1:
-            dist.all_reduce(tensor)
-        return tensor
+        return self._all.all_reduce(tensor)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._repeated(lambda: self._here.control.sum(Purpose.BARRIER))
+        self._all.barrier()
