@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import distributed_c10d
 
 from elastic_trainer import settings
 from elastic_trainer.clock import Deadline
@@ -63,6 +64,7 @@ def form(formation: Formation, placement: Placement, timeout_s: float) -> Group:
         store = _connect(formation, formation.store, timeout)
         prefix = formation.store.prefix or _agreed_prefix(store, formation, timeout_s)
         fresh = PrefixStore(f"round/{prefix}", store)
+        _count_groups_anew()
         dist.init_process_group(
             placement.backend,
             store=PrefixStore("data", fresh),
@@ -81,6 +83,15 @@ def form(formation: Formation, placement: Placement, timeout_s: float) -> Group:
             hint="check that all nodes reach this address, and the other ranks' logs",
         ) from error
     return Group(formation, Control(control, formation.rank, formation.world_size), store)
+
+
+def _count_groups_anew() -> None:
+    """torch numbers the groups of a process, and ranks find each other under that number.
+
+    A form that failed has been counted, and only where it came so far: ranks would wait for each other under different
+    numbers in every round to come.
+    """
+    distributed_c10d._world.group_count = 0
 
 
 def _connect(formation: Formation, address: StoreAddress, timeout: timedelta) -> Any:
@@ -133,6 +144,7 @@ def form_in_place(
     else:
         fresh.wait(["go"], timeout)
     begun()
+    _count_groups_anew()
     dist.init_process_group(
         placement.backend,
         store=PrefixStore("data", fresh),
