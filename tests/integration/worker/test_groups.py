@@ -21,7 +21,7 @@ from tests.integration.worker.launch import free_port, run, standalone
 def test_gradients_summed_by_the_hook_are_those_of_ddp(tmp_path: Path) -> None:
     """In several buckets; in one pass, accumulated over passes, and summed in each of several passes."""
     log = tmp_path / "log"
-    run(standalone(2, "gradients.py"), log)
+    run(standalone(2, "hook.py"), log)
     assert log.read_text().count("equal") == 10
 
 

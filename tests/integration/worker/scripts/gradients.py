@@ -1,55 +1,48 @@
-"""Compares gradients summed by the session's hook with those of DistributedDataParallel, on two ranks."""
+"""Writes the gradients of every step of several small jobs: ``gradients.py OUTPUT``. One session after another."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
-from elastic_trainer.worker.gradients import Gradients
-from elastic_trainer.worker.works import Works
+from elastic_trainer import Session
 
-Backward = Callable[[torch.Tensor], None]
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 4))
-
-
-def train(backward: Backward, parallel: DistributedDataParallel, begin: Callable[[], None], sync: list[bool]) -> None:
-    """One step of as many passes as ``sync`` has entries; each says whether its gradients are summed at once."""
-    generator = torch.Generator().manual_seed(7 + dist.get_rank())
-    begin()
-    for summed in sync:
-        with nullcontext() if summed else parallel.no_sync():
-            backward(parallel(torch.randn(8, 64, generator=generator)).square().mean())
+CASES: list[tuple[int, int, int | None]] = [
+    (40, 16, None),  # a tail of 8
+    (37, 12, 4),  # accumulation, and a tail of one sample
+    (10, 4, 4),  # fewer micro-batches than ranks
+    (5, 2, None),  # fewer samples than ranks
+    (29, 14, 3),  # uneven micro-batches
+]
 
 
-def gradients(hooked: bool, sync: list[bool]) -> list[torch.Tensor]:
-    module = model()
-    parallel = DistributedDataParallel(module, bucket_cap_mb=0.1, gradient_as_bucket_view=True)
-    if hooked:
-        ours = Gradients(parallel, Works(interruptible=True))
-        train(lambda loss: ours.backward(loss * ours.share), parallel, ours.begin_step, sync)
-    else:
-        train(lambda loss: loss.backward(), parallel, lambda: None, sync)  # type: ignore[no-untyped-call]
-    return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+def gradients(length: int, size: int, micro: int | None) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    data = TensorDataset(torch.randn(length, 5, generator=generator), torch.randn(length, 1, generator=generator))
+    found, losses = [], []
+    with Session(device="cpu", seed=2) as session:
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        wrapped = session.wrap(model, optimizer=optimizer)
+        for batch in session.batches(data, global_batch_size=size, micro_batch_size=micro, epochs=2):
+            with session.step() as step:
+                for part in step.micro_batches(batch):
+                    step.backward(nn.functional.mse_loss(wrapped(part.x), part.y))
+                found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+                optimizer.step()
+            losses.append(torch.tensor([step.loss or 0.0]))
+    return found + losses
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    for sync in ([True], [False, True], [False, False, True], [True, True], [True, False, True]):
-        for mine, theirs in zip(gradients(True, sync), gradients(False, sync), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
-        sys.stdout.write(f"equal {dist.get_rank()} {sync}\n")
-        sys.stdout.flush()
-    dist.destroy_process_group()
+    torch.set_num_threads(1)
+    results = [gradients(*case) for case in CASES]
+    with Session(device="cpu") as session:
+        torch.save(results, Path(sys.argv[1]) / f"gradients-{session.world_size}-{session.rank}.pt")
 
 
 if __name__ == "__main__":
