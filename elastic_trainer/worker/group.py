@@ -64,16 +64,7 @@ def form(formation: Formation, placement: Placement, timeout_s: float) -> Group:
         store = _connect(formation, formation.store, timeout)
         prefix = formation.store.prefix or _agreed_prefix(store, formation, timeout_s)
         fresh = PrefixStore(f"round/{prefix}", store)
-        _count_groups_anew()
-        dist.init_process_group(
-            placement.backend,
-            store=PrefixStore("data", fresh),
-            rank=formation.rank,
-            world_size=formation.world_size,
-            timeout=timeout,
-            device_id=placement.device if placement.device.type == "cuda" else None,
-        )
-        control = dist.ProcessGroupGloo(PrefixStore("control", fresh), formation.rank, formation.world_size, timeout)
+        control = _init(formation, placement, fresh, timeout)
     except (RuntimeError, ValueError) as error:
         leave_torch()
         address = f"{formation.store.host}:{formation.store.port}"
@@ -82,16 +73,26 @@ def form(formation: Formation, placement: Placement, timeout_s: float) -> Group:
             f" {str(error).partition(chr(10))[0]}",
             hint="check that all nodes reach this address, and the other ranks' logs",
         ) from error
-    return Group(formation, Control(control, formation.rank, formation.world_size), store)
+    return Group(formation, control, store)
 
 
-def _count_groups_anew() -> None:
-    """torch numbers the groups of a process, and ranks find each other under that number.
-
-    A form that failed has been counted, and only where it came so far: ranks would wait for each other under different
-    numbers in every round to come.
-    """
+def _init(
+    formation: Formation, placement: Placement, fresh: PrefixStore, timeout: timedelta, works: Works | None = None
+) -> Control:
+    """Form both groups through ``fresh``, a store prefix that no form has used before."""
+    # torch numbers the groups of a process, and ranks find each other under that number. A form that failed has been
+    # counted, and only where it came so far: ranks would wait for each other under different numbers ever after.
     distributed_c10d._world.group_count = 0
+    dist.init_process_group(
+        placement.backend,
+        store=PrefixStore("data", fresh),
+        rank=formation.rank,
+        world_size=formation.world_size,
+        timeout=timeout,
+        device_id=placement.device if placement.device.type == "cuda" else None,
+    )
+    control = dist.ProcessGroupGloo(PrefixStore("control", fresh), formation.rank, formation.world_size, timeout)
+    return Control(control, formation.rank, formation.world_size, works)
 
 
 def _connect(formation: Formation, address: StoreAddress, timeout: timedelta) -> Any:
@@ -144,17 +145,7 @@ def form_in_place(
     else:
         fresh.wait(["go"], timeout)
     begun()
-    _count_groups_anew()
-    dist.init_process_group(
-        placement.backend,
-        store=PrefixStore("data", fresh),
-        rank=formation.rank,
-        world_size=formation.world_size,
-        timeout=timeout,
-        device_id=placement.device if placement.device.type == "cuda" else None,
-    )
-    control = dist.ProcessGroupGloo(PrefixStore("control", fresh), formation.rank, formation.world_size, timeout)
-    return Group(formation, Control(control, formation.rank, formation.world_size, works), store)
+    return Group(formation, _init(formation, placement, fresh, timeout, works), store)
 
 
 def _reach(address: StoreAddress, over: Callable[[], str | None]) -> TCPStore:
