@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -132,10 +132,11 @@ class RoundState(StrEnum):
     CLOSED = "closed"
 
 
-class RoundMember(BaseModel):
-    """One node of a round; ``first_rank`` is the global rank of its local rank 0."""
+class RoundMember(NamedTuple):
+    """One node of a round; ``first_rank`` is the global rank of its local rank 0.
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    Stored as a list without the names: every node receives the entry of every other one with each round document.
+    """
 
     node: str
     create_revision: int

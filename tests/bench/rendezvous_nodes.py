@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TextIO
 
 import structlog
@@ -377,6 +378,8 @@ def serve(commands: TextIO, answers: TextIO) -> None:
     """The process: its first line describes the job, each later one is a command; it ends with its input."""
     threading.stack_size(STACK_BYTES)  # some six threads a node
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    decode = RoundDocument.decode
+    RoundDocument.decode = lru_cache(4)(decode)  # type: ignore[method-assign]  # each real node has a core for it
     server = NodeServer(Job(**json.loads(commands.readline())))
     for line in commands:
         print(json.dumps(server.obey(json.loads(line))), file=answers, flush=True)

@@ -360,7 +360,7 @@ def test_a_life_under_another_key_takes_no_part(stage: Stage) -> None:
     worker = Worker(stage.conductor)
     worker.ready(1)
     stage.await_record(state=NodeState.READY)
-    old = stage.member().model_copy(update={"create_revision": KEY - 1})
+    old = stage.member()._replace(create_revision=KEY - 1)
     stage.see(3, members=(old, OTHER))
     assert worker.await_one(Over).number == 2
     assert not worker.of(Formation)
@@ -425,7 +425,7 @@ def test_only_rank_0_reports_how_far_the_job_is(stage: Stage) -> None:
     workers[1].progress(1, 10)
     workers[0].progress(1, 11)
     eventually(lambda: [each.step for each in stage.progress] == [11], lambda: f"{stage.progress}")
-    stage.see(1, members=(OTHER.model_copy(update={"first_rank": 0}), stage.member(1, 2)))
+    stage.see(1, members=(OTHER._replace(first_rank=0), stage.member(1, 2)))
     workers[0].progress(1, 12)
     workers[0].say(Failed(number=1, error="last"))
     stage.await_break()
