@@ -36,8 +36,9 @@ class Batch:
 
     ``ids`` are the samples that count (none for a filler), ``weight`` is what a mean loss over this data must be
     multiplied by, ``epoch`` and ``index`` say which global batch of which epoch it is of, ``global_size`` how many
-    samples that has, ``following`` is the cursor after it. ``micro_batches`` has at least one element. ``used`` is set
-    once a step has committed it.
+    samples that has, ``start`` how many samples of the epoch come before this part, ``following`` is the cursor after
+    the global batch. ``micro_batches`` has at least one element; ``number`` says which of all ranks' micro-batches of
+    the global batch this is (None: several, or a filler). ``used`` is set once a step has committed it.
     """
 
     __slots__ = (
@@ -51,6 +52,8 @@ class Batch:
         "ids",
         "index",
         "micro_batches",
+        "number",
+        "start",
         "used",
         "weight",
     )
@@ -63,6 +66,8 @@ class Batch:
         *,
         weight: float = 1.0,
         whole: GlobalBatch | None = None,
+        offset: int = 0,
+        number: int | None = None,
         micro_batches: tuple[Batch, ...] = (),
     ) -> None:
         self._fetch, self._positions = fetch, positions
@@ -71,7 +76,9 @@ class Batch:
         self.ids, self.weight = ids, weight
         self.epoch, self.index = (whole.cursor.epoch, whole.index) if whole is not None else (0, 0)
         self.global_size = len(whole.ids) if whole is not None else len(ids)
+        self.start = offset + (whole.cursor.samples if whole is not None else 0)
         self.following = whole.following if whole is not None else None
+        self.number = number
         self.micro_batches = micro_batches or (self,)
         self.used = False
 
@@ -170,7 +177,19 @@ class Sampler:
     def _batch(self, whole: GlobalBatch, piece: Piece, parts: tuple[Batch, ...] = ()) -> Batch:
         positions = whole.ids[piece.start : piece.stop]
         ids = positions if piece.counts else positions[:0]
-        return Batch(self._fetch, positions, ids, weight=piece.weight, whole=whole, micro_batches=parts)
+        number = None
+        if self.plan.micro_batch is not None and piece.counts and not parts:
+            number = piece.start // self.plan.micro_batch
+        return Batch(
+            self._fetch,
+            positions,
+            ids,
+            weight=piece.weight,
+            whole=whole,
+            offset=piece.start,
+            number=number,
+            micro_batches=parts,
+        )
 
 
 def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
