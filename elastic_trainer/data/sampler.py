@@ -37,8 +37,8 @@ class Batch:
     ``ids`` are the samples that count (none for a filler), ``weight`` is what a mean loss over this data must be
     multiplied by, ``epoch`` and ``index`` say which global batch of which epoch it is of, ``global_size`` how many
     samples that has, ``start`` how many samples of the epoch come before this part, ``following`` is the cursor after
-    the global batch. ``micro_batches`` has at least one element; ``number`` says which of all ranks' micro-batches of
-    the global batch this is (None: several, or a filler). ``used`` is set once a step has committed it.
+    the global batch. ``micro_batches`` has at least one element; ``number`` says which of the ``parts`` micro-batches
+    of the global batch this is (None: several, or a filler). ``used`` is set once a step has committed it.
     """
 
     __slots__ = (
@@ -53,6 +53,7 @@ class Batch:
         "index",
         "micro_batches",
         "number",
+        "parts",
         "start",
         "used",
         "weight",
@@ -68,6 +69,7 @@ class Batch:
         whole: GlobalBatch | None = None,
         offset: int = 0,
         number: int | None = None,
+        parts: int = 1,
         micro_batches: tuple[Batch, ...] = (),
     ) -> None:
         self._fetch, self._positions = fetch, positions
@@ -78,7 +80,7 @@ class Batch:
         self.global_size = len(whole.ids) if whole is not None else len(ids)
         self.start = offset + (whole.cursor.samples if whole is not None else 0)
         self.following = whole.following if whole is not None else None
-        self.number = number
+        self.number, self.parts = number, parts
         self.micro_batches = micro_batches or (self,)
         self.used = False
 
@@ -177,9 +179,9 @@ class Sampler:
     def _batch(self, whole: GlobalBatch, piece: Piece, parts: tuple[Batch, ...] = ()) -> Batch:
         positions = whole.ids[piece.start : piece.stop]
         ids = positions if piece.counts else positions[:0]
-        number = None
-        if self.plan.micro_batch is not None and piece.counts and not parts:
-            number = piece.start // self.plan.micro_batch
+        number, size = None, self.plan.micro_batch
+        if size is not None and piece.counts and not parts:
+            number = piece.start // size
         return Batch(
             self._fetch,
             positions,
@@ -188,6 +190,7 @@ class Sampler:
             whole=whole,
             offset=piece.start,
             number=number,
+            parts=-(-len(whole.ids) // size) if size is not None else 1,
             micro_batches=parts,
         )
 

@@ -29,7 +29,7 @@ from elastic_trainer.training.schedule import epochs_done, evaluation_due, run_l
 from elastic_trainer.training.task import Task
 from elastic_trainer.worker.device import Hardware, choose
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps import Step
+from elastic_trainer.worker.step import Step
 
 CONFIG_FILE = "config.yaml"
 

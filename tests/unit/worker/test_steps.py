@@ -13,7 +13,7 @@ from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, NonFiniteError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps import Step
+from elastic_trainer.worker.step import Step
 from tests.unit.worker.toys import Job, data, loss_of, model
 
 
