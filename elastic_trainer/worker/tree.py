@@ -63,6 +63,7 @@ class TreeReduction:
         self._length = end
         self._control = Control()
         self._stack: Stack[Leaf] = Stack(_added)
+        self._rooms: dict[str, torch.Tensor] = {}
         self.loss: float | None = None
         """The mean loss over the global batch, once gradients are combined."""
 
@@ -72,6 +73,7 @@ class TreeReduction:
     def bind(self, control: Control) -> None:
         """Combine over the ranks of this round."""
         self._control = control
+        self._rooms = {}  # an operation of the last round may still be writing into its own
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -139,13 +141,13 @@ class TreeReduction:
     # ---- between ranks
 
     def _exchanged(self, total: int, held: dict[Block, Leaf]) -> Leaf:
-        world, device = self._control.world_size, self._parameters[0].device
+        world = self._control.world_size
         plan = [blocks_of(total, world, rank) for rank in range(world)]
         slice_size = -(-self._length // (world * _ALIGNED)) * _ALIGNED
-        mine = torch.zeros(len(held), world * slice_size, dtype=self.dtype, device=device)
+        mine = self._room("mine", len(held) * world * slice_size).view(len(held), world * slice_size)
         for row, block in zip(mine, plan[self._control.rank], strict=True):
             self._write(held.pop(block), row)
-        result = torch.empty(world * slice_size, dtype=self.dtype, device=device)
+        result = self._room("result", world * slice_size)
         works = self._control.works
         most = max(_ALIGNED, SEGMENT_BYTES // result.element_size() // world)
         segments = [(begin, min(begin + most, slice_size)) for begin in range(0, slice_size, most)]
@@ -154,20 +156,32 @@ class TreeReduction:
         for (begin, end), (work, received) in zip(segments, sent, strict=True):
             works.wait(work)
             summed = self._summed(total, plan, received, end - begin)
-            whole = torch.empty(world * (end - begin), dtype=self.dtype, device=device)
+            whole = result if len(segments) == 1 else self._room(f"whole {begin}", world * (end - begin))
             gathered.append((works.begun(_all_gather(whole, summed)), whole, begin, end))
         for work, whole, begin, end in gathered:
             works.wait(work)
-            result.view(world, slice_size)[:, begin:end] = whole.view(world, end - begin)
+            if whole is not result:
+                result.view(world, slice_size)[:, begin:end] = whole.view(world, end - begin)
         return self._read(result)
+
+    def _room(self, name: str, count: int) -> torch.Tensor:
+        """Memory for ``count`` elements, the same as in the last step of this round: fresh memory is slow."""
+        room = self._rooms.get(name)
+        if room is None or room.numel() != count:
+            device = self._parameters[0].device
+            room = self._rooms[name] = torch.zeros(count, dtype=self.dtype, device=device)
+        return room
 
     def _send(
         self, mine: torch.Tensor, plan: Sequence[Sequence[Block]], begin: int, end: int
     ) -> tuple[Work, torch.Tensor]:
         """Begin to give each rank its slice of all sums held here. Shape of ``mine``: (blocks, ranks, slice)."""
-        outgoing = mine[:, :, begin:end].transpose(0, 1).contiguous().view(-1)
+        part = mine[:, :, begin:end].transpose(0, 1)
+        outgoing = part.reshape(-1) if part.is_contiguous() else self._room(f"out {begin}", part.numel())
+        if not part.is_contiguous():
+            outgoing.view(part.shape).copy_(part)
         sizes = [len(blocks) * (end - begin) for blocks in plan]
-        incoming = torch.empty(sum(sizes), dtype=self.dtype, device=mine.device)
+        incoming = self._room(f"in {begin}", sum(sizes))
         work = dist.all_to_all_single(
             incoming, outgoing, sizes, [mine.shape[0] * (end - begin)] * len(plan), async_op=True
         )
@@ -182,6 +196,8 @@ class TreeReduction:
 
     def _write(self, leaf: Leaf, row: torch.Tensor) -> None:
         pairs = [(row[place.begin : place.end], each) for place, each in zip(self._places, leaf, strict=True)]
+        for target in (target for target, each in pairs if each is None):
+            target.zero_()
         torch._foreach_copy_(
             [target for target, each in pairs if each is not None],
             [_flat(each) for _, each in pairs if each is not None],
