@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -136,7 +137,7 @@ class Replica:
         """Average gradients over the ranks of the present round; all ranks must hold the same state."""
         self.release()
         if self.tree is not None:
-            self.tree.bind(control)
+            self.tree.bind(control, None if control.alone else dist.group.WORLD)
             return
         if control.alone:
             return

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from elastic_trainer.errors import ConfigError
@@ -62,6 +62,7 @@ class TreeReduction:
             end += -(-count // _ALIGNED) * _ALIGNED
         self._length = end
         self._control = Control()
+        self._group: Any = None
         self._stack: Stack[Leaf] = Stack(_added)
         self._rooms: dict[str, torch.Tensor] = {}
         self.loss: float | None = None
@@ -70,9 +71,9 @@ class TreeReduction:
     def _small_size(self) -> int:
         return 1 + len(self._parameters) + sum(each.numel() for each in self._moving)
 
-    def bind(self, control: Control) -> None:
-        """Combine over the ranks of this round."""
-        self._control = control
+    def bind(self, control: Control, group: Any) -> None:
+        """Combine over the ranks of this round, whose process group for gradients is ``group`` (None: alone)."""
+        self._control, self._group = control, group
         self._rooms = {}  # an operation of the last round may still be writing into its own
         self.begin_step()
 
@@ -157,7 +158,7 @@ class TreeReduction:
             works.wait(work)
             summed = self._summed(total, plan, received, end - begin)
             whole = result if len(segments) == 1 else self._room(f"whole {begin}", world * (end - begin))
-            gathered.append((works.begun(_all_gather(whole, summed)), whole, begin, end))
+            gathered.append((works.begun(self._group._allgather_base(whole, summed.contiguous())), whole, begin, end))
         for work, whole, begin, end in gathered:
             works.wait(work)
             if whole is not result:
@@ -182,9 +183,7 @@ class TreeReduction:
             outgoing.view(part.shape).copy_(part)
         sizes = [len(blocks) * (end - begin) for blocks in plan]
         incoming = self._room(f"in {begin}", sum(sizes))
-        work = dist.all_to_all_single(
-            incoming, outgoing, sizes, [mine.shape[0] * (end - begin)] * len(plan), async_op=True
-        )
+        work: Work = self._group.alltoall_base(incoming, outgoing, sizes, [mine.shape[0] * (end - begin)] * len(plan))
         return self._control.works.begun(work), incoming
 
     @staticmethod
@@ -227,8 +226,3 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def _plus(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     left.add_(right)
     return left
-
-
-def _all_gather(whole: torch.Tensor, part: torch.Tensor) -> Work:
-    work: Work = dist.all_gather_into_tensor(whole, part.contiguous(), async_op=True)
-    return work
