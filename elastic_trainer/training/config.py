@@ -151,6 +151,12 @@ class JobConfig(Section):
     global_batch: int = Field(ge=1, description="samples per optimizer step, over all ranks, whatever their number")
     micro_batch: int | None = Field(default=None, ge=1, description="most samples in one forward pass")
     precision: Precision = Precision.FP32
+    reduction: Literal["ddp", "tree"] = Field(
+        default="ddp", description="tree: the same bits at any number of ranks (needs micro_batch)"
+    )
+    average: float | None = Field(
+        default=None, gt=0.0, lt=1.0, description="decay of a moving average of the parameters, which is evaluated"
+    )
     clip_norm: float | None = Field(default=None, gt=0.0)
     sync_batchnorm: bool = False
     nonfinite: Literal["raise", "warn"] = Field(default="raise", description="what a loss that is no number does")
@@ -176,4 +182,7 @@ class JobConfig(Section):
             raise ValueError("set 'epochs' or 'max_steps', or the job would never end")
         if self.micro_batch is not None and self.micro_batch > self.global_batch:
             raise ValueError(f"'micro_batch' {self.micro_batch} is larger than 'global_batch' {self.global_batch}")
+        if self.reduction == "tree" and (self.micro_batch is None or self.sync_batchnorm):
+            wrong = "needs 'micro_batch'" if self.micro_batch is None else "does not go with 'sync_batchnorm'"
+            raise ValueError(f"'reduction' tree {wrong}")
         return self

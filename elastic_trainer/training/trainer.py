@@ -103,6 +103,8 @@ class Run:
             scheduler=trainer.scheduler,
             scaler=trainer.arithmetic.scaler(),
             sync_batchnorm=self.config.sync_batchnorm,
+            reduction=self.config.reduction,
+            average=self.config.average,
         )
         self._loss = float("nan")
         if session.resumed_from is not None and self._finished() and self.history.at(session.step_number) is not None:
@@ -220,7 +222,8 @@ class Run:
         step, cursor, length = self.session.step_number, self.session.cursor, self.job.length
         job = self.job
         size = self.config.evaluation.batch_size
-        metrics = evaluate(self.session, job.task, self.model, job.data.test, size, job.arithmetic)
+        model = self.model if self.config.average is None else self.session.average
+        metrics = evaluate(self.session, job.task, model, job.data.test, size, job.arithmetic)
         if self.session.step_number != step or self.history.at(step) is not None:
             return  # a membership change meanwhile: all went back to a checkpoint, or a peer's history has it already
         done = epochs_done(cursor, length.samples)
