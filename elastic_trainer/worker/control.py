@@ -27,7 +27,7 @@ from elastic_trainer.errors import (
     StorageError,
     TransientError,
 )
-from elastic_trainer.worker.works import Works
+from elastic_trainer.worker.works import Aside, Works
 
 _PAYLOAD = 6
 _WIDTH = _PAYLOAD + 2
@@ -144,11 +144,11 @@ class Control:
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
         """Send ``tensor`` (contiguous, on the CPU) to rank ``target`` alone."""
-        self.finish(self._begin("send", [tensor], target, 0), "send")
+        self.finish(self._begin("send", [tensor], target, 0, aside=True), "send")
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         """Fill ``tensor`` with what ``source`` sends to this rank."""
-        self.finish(self._begin("recv", [tensor], source, 0), "receive")
+        self.finish(self._begin("recv", [tensor], source, 0, aside=True), "receive")
 
     def add_up(self, vector: torch.Tensor) -> None:
         """Sum ``vector`` (contiguous, on the CPU) over all ranks, in place."""
@@ -172,11 +172,12 @@ class Control:
         """Give the group up, and wait for its threads unless somebody else holds it."""
         self._group = None
 
-    def _begin(self, name: str, *arguments: Any) -> Any:
+    def _begin(self, name: str, *arguments: Any, aside: bool = False) -> Any:
         if self._group is None:
             raise RoundBrokenError(f"the round of rank {self.rank} has been left")
         try:
-            return self.works.begun(getattr(self._group, name)(*arguments))
+            work = getattr(self._group, name)(*arguments)
+            return self.works.begun(Aside(work) if aside else work)
         except RuntimeError as error:
             raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({name}: {_first_line(error)})") from error
 

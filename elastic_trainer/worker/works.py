@@ -31,6 +31,40 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
+class Aside:
+    """An operation that a thread of its own waits for: sending or receiving.
+
+    gloo closes the connection when the wait for one of these ends early, while it only looks at the clock in a wait
+    for any other operation.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._ended = threading.Event()
+        self._error: RuntimeError | None = None
+        threading.Thread(target=self._wait, name="transfer", daemon=True).start()
+
+    def _wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until it has ended. RuntimeError if it failed, or is still under way after ``timeout``."""
+        if not self._ended.wait(timeout.total_seconds() if timeout is not None else None):
+            raise RuntimeError("the transfer is still under way")
+        if self._error is not None:
+            raise self._error
+        return True
+
+
 class Works:
     """See the module. ``interruptible`` False: operations are waited for in one go (a round that lasts for good)."""
 

@@ -112,9 +112,9 @@ class Notes:
 class Trial:
     """Three workers that are frozen in turn."""
 
-    def __init__(self, lead: Lead, megabytes: float, bucket_mb: float) -> None:
+    def __init__(self, lead: Lead, *job: float) -> None:
         self._lead = lead
-        self.workers = [lead.start(name, "lasting.py", megabytes, bucket_mb) for name in "abc"]
+        self.workers = [lead.start(name, "lasting.py", *job) for name in "abc"]
         self.notes = {worker.name: Notes(worker) for worker in self.workers}
         self.result = Severed()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from elastic_trainer.errors import CheckpointError, ConfigError, RoundBrokenError, StorageError
 from elastic_trainer.worker.control import Control, Purpose
+from elastic_trainer.worker.works import MOMENT_S, Works
 from tests.unit.worker.ranks import outcome, run_ranks
 
 
@@ -79,3 +82,42 @@ def test_purposes_cannot_be_confused_by_a_coincidence_of_sums() -> None:
     with pytest.raises(ConfigError):
         control.checked([4.0, 10.0, 0.0], Purpose.LOSS)
     assert control.checked([4.0, 8.0, 7.0], Purpose.LOSS) == [7.0]
+
+
+def test_a_transfer_may_take_longer_than_a_moment() -> None:
+    """Waiting for it by moments does not close the connection: a state of many megabytes comes through a slow network.
+
+    The receiver is there early, then the sender is; other sums go on afterwards.
+    """
+
+    def body(control: Control) -> list[float]:
+        own = Control(control._group, control.rank, 2, Works(interruptible=True))
+        found: list[float] = []
+        for number in range(2):
+            tensor = torch.full((1 << 20,), float(number + 1) * (own.rank == number))
+            if own.rank == number:
+                threading.Event().wait(10 * MOMENT_S)
+                own.send(tensor, 1 - number)
+            else:
+                own.receive(tensor, number)
+            found.append(float(tensor.mean()))
+        return found + own.sum(Purpose.BARRIER, [1.0])[:1]
+
+    assert run_ranks(2, body) == [[1.0, 2.0, 2.0]] * 2
+
+
+def test_the_end_of_the_round_interrupts_a_transfer() -> None:
+    """Whoever waits for what a peer never sends is free at once."""
+
+    def body(control: Control) -> str:
+        works = Works(interruptible=True)
+        own = Control(control._group, control.rank, 2, works)
+        if own.rank == 1:
+            own.receive(torch.zeros(1), 0)  # the word that rank 0 has been freed
+            return ""
+        threading.Timer(2 * MOMENT_S, works.end).start()
+        told = outcome(lambda: own.receive(torch.zeros(1), 1))
+        control.send(torch.zeros(1), 1)
+        return told
+
+    assert "RoundBrokenError" in run_ranks(2, body)[0]

@@ -1,4 +1,4 @@
-"""Trains in place without end, and notes each round: ``lasting.py MEGABYTES BUCKET_MB``.
+"""Trains in place without end, and notes each round: ``lasting.py MEGABYTES BUCKET_MB [GROUP_TIMEOUT_S]``.
 
 Each line of ``NODE.rounds`` tells what the process holds in the middle of a round, and when the main thread was freed
 from the round before (on the monotonic clock, which processes of one host share).
@@ -21,6 +21,7 @@ from torch import nn
 
 from elastic_trainer import Session
 from elastic_trainer.worker.rounds import Rounds
+from elastic_trainer.worker.session import GROUP_TIMEOUT_S
 
 WIDTH = 256
 FREED = [0.0]
@@ -48,12 +49,12 @@ def holdings() -> dict[str, Any]:
     }
 
 
-def main(megabytes: float, bucket_mb: float) -> None:
+def main(megabytes: float, bucket_mb: float, group_timeout_s: float = GROUP_TIMEOUT_S) -> None:
     torch.set_num_threads(1)
     watch_freedom()
     layers = max(1, round(megabytes * (1 << 20) / (4 * WIDTH * (WIDTH + 1))))
     with (
-        Session(seed=1, device="cpu") as session,
+        Session(seed=1, device="cpu", group_timeout_s=group_timeout_s) as session,
         Path(f"{os.environ['ELASTIC_TRAINER_NODE']}.rounds").open("w") as out,
     ):
         module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
@@ -74,4 +75,4 @@ def main(megabytes: float, bucket_mb: float) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), float(sys.argv[2]))
+    main(*map(float, sys.argv[1:]))

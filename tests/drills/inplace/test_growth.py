@@ -1,0 +1,43 @@
+"""What rounds leave behind in a process that lives through many of them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.clock import pause
+from tests.bench.sever import Trial
+from tests.drills.inplace.leading import leading
+
+pytestmark = pytest.mark.timeout(900)
+
+GROUP_TIMEOUT_S = 4.0
+ROUNDS = 40
+FEW = 8
+"""What a round holds differs by threads that are just ending."""
+
+
+def test_rounds_cut_in_the_middle_of_messages_leave_nothing_behind(tmp_path: Path) -> None:
+    """A collective that was cut in mid-message holds its group until the group's timeout, and no longer.
+
+    Each round ends with a frozen rank, in buckets so large that most are cut in the middle. After the timeout there are
+    as many descriptors and threads as in the beginning, in every process.
+    """
+    chance = random.Random(5)
+    with leading(tmp_path) as lead:
+        trial = Trial(lead, 64.0, 25.0, GROUP_TIMEOUT_S)
+        trial.form()
+        for number in range(ROUNDS):
+            pause(chance.random() * 0.05)
+            trial.freeze(trial.workers[number % 3])
+        assert trial.result.stuck == 0
+        pause(GROUP_TIMEOUT_S + 2.0)
+        trial.freeze(trial.workers[0])  # one more round, in which what is left is counted
+    for notes in trial.notes.values():
+        first, last = notes.rounds[1], notes.rounds[-1]
+        most = max(each["threads"] for each in notes.rounds)
+        assert most > first["threads"] + FEW, "nothing was cut in mid-message"
+        for name in ("descriptors", "threads"):
+            assert last[name] <= first[name] + FEW, (name, [each[name] for each in notes.rounds])
