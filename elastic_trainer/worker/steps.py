@@ -37,8 +37,8 @@ class Step:
         "_losses",
         "_mean",
         "_open_parts",
+        "_part",
         "_steps",
-        "_weight",
         "committed",
         "generation",
         "number",
@@ -49,7 +49,7 @@ class Step:
 
     def __init__(self, steps: Steps, batch: Batch | None) -> None:
         self._steps, self._batch, self._control = steps, batch, steps.control
-        self._weight = batch.weight if batch is not None else 1.0
+        self._part = batch
         self._losses: list[tuple[torch.Tensor, float]] = []
         self._mean: float | None = None
         self._backwards = 0
@@ -79,11 +79,11 @@ class Step:
         parts = whole.micro_batches
         self._open_parts = True
         for part in parts[:-1]:
-            self._weight = part.weight
+            self._part = part
             with self._steps.replica.accumulating():
                 yield part
             part.release()
-        self._weight = parts[-1].weight
+        self._part = parts[-1]
         self._open_parts = False
         yield parts[-1]
 
@@ -92,7 +92,7 @@ class Step:
 
         It is weighted so that the average over ranks becomes the gradient of the mean over the global batch.
         """
-        weight = self._weight
+        weight = self._part.weight if self._part is not None else 1.0
         self._backwards += 1
         self._losses.append((loss.detach(), weight))
         factor = weight * self._steps.replica.share
