@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from elastic_trainer.data.bad_samples import Missing
+from elastic_trainer.data.placing import pinned
 from elastic_trainer.data.requests import Request
 from elastic_trainer.data.seeds import SampleSeeds
 from elastic_trainer.data.sources import StreamEndedError, checked_length, deterministic, is_stream
@@ -28,6 +29,10 @@ class Drawn:
 
     data: Any
     missing: tuple[Missing, ...] = ()
+
+    def pin_memory(self) -> Drawn:
+        """The same in pinned memory; called by the thread of torch's DataLoader that does this."""
+        return Drawn(pinned(self.data), self.missing)
 
 
 class Cancelled(Exception):

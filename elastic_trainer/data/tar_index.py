@@ -162,7 +162,7 @@ def cache_file(path: Path, directory: Path | None) -> Path:
 def _load(cache: Path, made_from: NDArray[np.int64]) -> TarIndex | None:
     """What was kept; None if it is missing, damaged, or of another state of the shard."""
     try:
-        with np.load(cache, allow_pickle=False) as kept:
+        with cache.open("rb") as file, np.load(file, allow_pickle=False) as kept:
             if not np.array_equal(kept["made_from"], made_from):
                 return None
             return TarIndex(*(kept[name] for name in TarIndex.__slots__))

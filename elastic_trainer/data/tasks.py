@@ -82,8 +82,8 @@ class Tasks(Dataset[Any]):
         """Nothing is wanted any more."""
         self._course[0] = _ENDING
 
-    def __getitem__(self, task: Task) -> Any:
-        """A tuple (data, missing), a :class:`Failure`, or None if it is not wanted any more."""
+    def __getitem__(self, task: Task) -> Drawn | Failure | None:
+        """What was drawn, a :class:`Failure`, or None if it is not wanted any more."""
 
         def wanted() -> bool:
             return int(self._course[0]) == task.course
@@ -97,7 +97,7 @@ class Tasks(Dataset[Any]):
             return None
         except Exception as error:  # noqa: BLE001 - the edge of a process: it is raised in the other one
             return Failure.of(error)
-        return drawn.data, drawn.missing
+        return drawn
 
 
 def check_sendable(data: Any) -> None:
@@ -117,14 +117,6 @@ def _try(leaf: Any, dumps: Callable[[Any], bytes]) -> None:
             f"a data worker gives a {type(leaf).__name__}, which cannot go to another process: {error}",
             hint="give tensors, arrays, numbers or text, or use workers=0",
         ) from error
-
-
-def result(value: Any) -> Drawn | Failure | None:
-    """What a process sent back, as it was before."""
-    if value is None or isinstance(value, Failure):
-        return value
-    data, missing = value
-    return Drawn(data, tuple(missing))
 
 
 def unchanged(value: Any) -> Any:

@@ -34,7 +34,7 @@ from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.placing import versions
 from elastic_trainer.data.reader import Drawn, Reader
 from elastic_trainer.data.requests import Place, Request
-from elastic_trainer.data.tasks import Failure, Task, Tasks, result, unchanged
+from elastic_trainer.data.tasks import Failure, Task, Tasks, unchanged
 from elastic_trainer.errors import DataError
 from elastic_trainer.telemetry.logs import logger
 
@@ -164,7 +164,7 @@ class Workers:
             except (RuntimeError, OSError, EOFError) as error:  # what a data set raises comes as a value
                 problem = f"{type(error).__name__}: {error}".partition("\n")[0]
             else:
-                return self._upcoming.sent.popleft(), result(value)
+                return self._upcoming.sent.popleft(), value
             self._check_alive()
             if "timed out after" not in problem or self._pinning_ended():
                 self.close()

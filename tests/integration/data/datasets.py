@@ -71,6 +71,13 @@ class Raising(Noisy):
         return index
 
 
+class Large(Noisy):
+    """Samples that a pipe does not hold."""
+
+    def __getitem__(self, index: int) -> Any:
+        return bytes(1 << 22)
+
+
 class Holed(Noisy):
     """Samples 1, 2 and 3 raise."""
 

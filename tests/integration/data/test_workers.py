@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +23,7 @@ from elastic_trainer.data.sampler import Batch, Fetcher, Sampler
 from elastic_trainer.errors import DataError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.failures import is_collective_failure
-from tests.integration.data.datasets import Counted, Holed, Inherited, Noisy, Raising, Words, connected
+from tests.integration.data.datasets import Counted, Holed, Inherited, Large, Noisy, Raising, Words, connected
 
 CPU = torch.device("cpu")
 
@@ -198,6 +200,29 @@ def test_a_worker_that_is_killed_while_nobody_asks_is_noticed_at_the_next_batch(
         with pytest.raises(DataError, match="signal 9"):
             _ = draw_one(source, 15).data
     assert total == 4_999_950_000
+
+
+def kill_all() -> None:
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+def draw_all(source: Fetcher) -> None:
+    for number in range(1, 20):
+        _ = draw_one(source, number).data
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_sending_ends_the_wait_for_the_rest() -> None:
+    """Its pipe stays open in the other processes, so the end of the data would never come."""
+    with fetcher(Large(), collate=list) as source:
+        assert len(draw_one(source, 0).data[0]) == 1 << 22
+        for process in multiprocessing.active_children():
+            psutil.Process(process.pid).suspend()  # with some of the next samples in the pipe
+        killer = threading.Timer(1.0, kill_all)
+        killer.start()
+        with pytest.raises(DataError, match="signal 9"):
+            draw_all(source)
+        killer.join()
 
 
 def test_closing_does_not_wait_for_a_sample_that_takes_long() -> None:
