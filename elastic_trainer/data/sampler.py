@@ -158,9 +158,8 @@ class Fetcher:
         self.length = self._reader.length
         self._tensors = dataset.tensors if plain_tensors(dataset) and collate is None else None
         self._pin = loading.pins(device)
-        self._workers = Workers(self._reader, loading, pin=self._pin) if loading.workers else None
-        if self._tensors is not None:
-            self._workers = None  # rows of tensors are there already: nothing is to be fetched ahead
+        ahead = loading.workers and self._tensors is None  # rows of tensors are there already
+        self._workers = Workers(self._reader, loading, pin=self._pin) if ahead else None
         self._world = 1
 
     def __call__(self, ids: Ids) -> Drawn:

@@ -103,12 +103,10 @@ class TarShards:
         return sample if self._transform is None else self._transform(sample)
 
     def _sample(self, path: Path, index: TarIndex, place: int) -> dict[str, Any]:
-        key = str(index.keys[place])
+        key = index.key(place)
         sample: dict[str, Any] = {"__key__": key}
-        for member in range(int(index.starts[place]), int(index.starts[place + 1])):
-            extension = str(index.extensions[member])
-            data = self._files.read(path, int(index.offsets[member]), int(index.sizes[member]))
-            sample[extension] = self._decoded(path, key, extension, data)
+        for extension, offset, size in index.members(place):
+            sample[extension] = self._decoded(path, key, extension, self._files.read(path, offset, size))
         return sample
 
     def _decoded(self, path: Path, key: str, extension: str, data: bytes) -> Any:

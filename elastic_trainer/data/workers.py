@@ -158,9 +158,11 @@ class Workers:
         while True:
             try:
                 value = self._received()
-            except StopIteration:
+            except StopIteration:  # the requests had come to an end, and go on now
                 self._iterator = iter(self._loader)  # type: ignore[arg-type]
-                continue
+                problem = "" if self._upcoming.sent else "nothing is left to deliver"
+                if not problem:
+                    continue
             except (RuntimeError, OSError, EOFError) as error:  # what a data set raises comes as a value
                 problem = f"{type(error).__name__}: {error}".partition("\n")[0]
             else:
@@ -214,11 +216,14 @@ class Workers:
         )
         before = set(multiprocessing.active_children())
         method = context or multiprocessing.get_start_method()
+        iterator, problem = None, ""
         try:
             with signals_held_back() if method == "fork" else nullcontext():
                 iterator = iter(loader)
         except (OSError, RuntimeError) as error:
-            raise DataError(f"{self._loading.workers} data workers cannot be started: {error}") from None
+            problem = str(error)
+        if iterator is None:  # raised out here, so that no RuntimeError stands behind it: recovery looks for those
+            raise DataError(f"{self._loading.workers} data workers cannot be started: {problem}")
         self._loader, self._iterator = loader, iterator
         self._processes = [process for process in multiprocessing.active_children() if process not in before]
         atexit.register(self.close)
