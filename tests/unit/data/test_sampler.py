@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from elastic_trainer.data.placing import versions
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.sampler import Batch, Fetcher, Sampler, checked_length, placed
 from elastic_trainer.errors import DataError
@@ -156,3 +157,14 @@ def test_nested_data_keep_their_structure_on_the_way_to_the_device() -> None:
     assert isinstance(moved["s"], Sample)
     assert moved["s"].a.device.type == moved["l"][0].device.type == "meta"
     assert (moved["s"].b, moved["l"][1], moved["t"]) == ("x", 3, (b"raw", None))
+
+
+def test_data_that_were_changed_in_place_are_known() -> None:
+    """By the tensors' own counts, also through views; what leaves no trace is never taken for untouched."""
+    data = {"x": [torch.zeros(3), torch.ones(2)], "name": "a", "n": 3}
+    before = versions(data)
+    assert before is not None
+    assert versions(data) == before
+    data["x"][1][:1].add_(1)  # type: ignore[index]
+    assert versions(data) != before
+    assert versions([np.zeros(2)]) is None
