@@ -37,7 +37,7 @@ class Batch:
     multiplied by (both leave out bad samples once the data were fetched), ``epoch`` and ``index`` say which global
     batch of which epoch it is of, ``global_size`` how many samples that has, ``start`` how many samples of the epoch
     come before this part, ``following`` is the cursor after the global batch. ``micro_batches`` has at least one
-    element; ``number`` says which of all ranks' micro-batches of the global batch this is (None: several, or a
+    element; ``number`` says which of the ``parts`` micro-batches of the global batch this is (None: several, or a
     filler). ``used`` is set once a step has committed it.
     """
 
@@ -55,6 +55,7 @@ class Batch:
         "index",
         "micro_batches",
         "number",
+        "parts",
         "start",
         "used",
     )
@@ -69,6 +70,7 @@ class Batch:
         whole: GlobalBatch | None = None,
         offset: int = 0,
         number: int | None = None,
+        parts: int = 1,
         micro_batches: tuple[Batch, ...] = (),
     ) -> None:
         self._fetch, self._positions = fetch, positions
@@ -80,7 +82,7 @@ class Batch:
         self.global_size = len(whole.ids) if whole is not None else len(ids)
         self.start = offset + (whole.cursor.samples if whole is not None else 0)
         self.following = whole.following if whole is not None else None
-        self.number = number
+        self.number, self.parts = number, parts
         self.micro_batches = micro_batches or (self,)
         self.used = False
 
@@ -233,9 +235,9 @@ class Sampler:
 
     def _batch(self, whole: GlobalBatch, piece: Piece, parts: tuple[Batch, ...] = ()) -> Batch:
         request = asked(whole, piece, span=bool(parts))
-        number = None
-        if self.plan.micro_batch is not None and piece.counts and not parts:
-            number = piece.start // self.plan.micro_batch
+        number, size = None, self.plan.micro_batch
+        if size is not None and piece.counts and not parts:
+            number = piece.start // size
         return Batch(
             lambda _: self._source.draw(request),
             request.ids,
@@ -244,6 +246,7 @@ class Sampler:
             whole=whole,
             offset=piece.start,
             number=number,
+            parts=-(-len(whole.ids) // size) if size is not None else 1,
             micro_batches=parts,
         )
 

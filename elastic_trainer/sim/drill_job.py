@@ -23,6 +23,7 @@ import xxhash
 from torch import nn
 
 from elastic_trainer.clock import pause
+from elastic_trainer.worker.replica import Reduction
 from elastic_trainer.worker.session import Session
 
 STOP_FILE, DIGESTS = "stop", "digests"
@@ -31,6 +32,8 @@ STACKS_SIGNAL = signal.SIGUSR1
 FEATURES, CLASSES = 32, 8
 DIGEST_EVERY = 10
 _FOREVER = 1_000_000
+_PARTS = 8
+"""Micro-batches of a global batch."""
 
 
 class Ending:
@@ -94,24 +97,27 @@ def main(argv: list[str] | None = None) -> None:
     options = _options(argv)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     torch.manual_seed(0)
-    model = _model(options.width)
+    model = _model(options.width, options.reduction)
     data = _data(options.samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     ending = Ending()
     with Session(checkpoint_dir=options.directory / "checkpoints", checkpoint_every_s=None) as session:
         session.register("ending", ending)
-        wrapped = session.wrap(model, optimizer=optimizer)
+        wrapped = session.wrap(model, optimizer=optimizer, reduction=options.reduction)
         digests = Digests(session, model, optimizer, options.directory / DIGESTS)
-        for batch in session.batches(data, global_batch_size=options.batch, epochs=_FOREVER):
+        micro = options.batch // _PARTS if options.reduction == Reduction.TREE else None
+        for batch in session.batches(data, global_batch_size=options.batch, micro_batch_size=micro, epochs=_FOREVER):
             if ending.agreed:
                 break
             pause(options.pause)
             with session.step() as step:
-                step.backward(nn.functional.cross_entropy(wrapped(batch.x), batch.y))
+                for part in step.micro_batches(batch):
+                    step.backward(nn.functional.cross_entropy(wrapped(part.x), part.y))
                 ending.agreed = _asked(session, options.directory / STOP_FILE)
                 optimizer.step()
             if step.committed and session.step_number % DIGEST_EVERY == 0:
                 digests.write("step")
+            ending.agreed |= session.step_number == options.steps
             if ending.agreed:
                 break
     digests.write("end")
@@ -123,9 +129,13 @@ def _asked(session: Session, stop: Path) -> bool:
     return bool(session.all_reduce(torch.tensor([float(stop.exists())])).item() > 0)
 
 
-def _model(width: int) -> nn.Module:
+def _model(width: int, reduction: str) -> nn.Module:
+    """With the tree also what depends on the micro-batch as a whole, since that has equal bits too."""
+    between: list[nn.Module] = [nn.ReLU()]
+    if reduction == Reduction.TREE:
+        between = [nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1)]
     return nn.Sequential(
-        nn.Linear(FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+        nn.Linear(FEATURES, width), *between, nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
     )
 
 
@@ -142,6 +152,8 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--reduction", choices=list(map(str, Reduction)), default=str(Reduction.DDP))
+    parser.add_argument("--steps", type=int, help="end behind this step, without being asked")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps")
     return parser.parse_args(argv)
 

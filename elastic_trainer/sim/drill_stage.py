@@ -61,6 +61,7 @@ class Setting:
     samples: int = 2048
     width: int = 256
     pause_s: float = 0.02
+    reduction: str = "ddp"
     limit_s: float = 90.0
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -68,6 +69,7 @@ class Setting:
         """What torchrun runs."""
         words = ["-m", "elastic_trainer.sim.drill_job", "--directory", str(directory)]
         words += ["--samples", str(self.samples), "--width", str(self.width), "--pause", str(self.pause_s)]
+        words += ["--reduction", self.reduction]
         return tuple(words)
 
 

@@ -49,6 +49,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="replaces one value, for example optimizer.lr=0.1"
     )
+    parser.add_argument(
+        "--allow-changed",
+        action="append",
+        default=[],
+        metavar="FIELD",
+        help="what may differ from the run that is resumed: length, global_batch, micro_batch, ... (may be repeated)",
+    )
     parser.add_argument("--print-config", action="store_true", help="print the effective configuration and end")
     return parser
 
@@ -69,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> None:
     if arguments.job is None:
         raise ConfigError("no job was given", hint=f"name a YAML file or a ready-made task: see {_PROGRAM} --help")
-    config = load_job(arguments.job, arguments.overrides)
+    overrides = list(arguments.overrides)
+    if arguments.allow_changed:
+        overrides.append(f"checkpoint.allow_changed=[{', '.join(arguments.allow_changed)}]")
+    config = load_job(arguments.job, overrides)
     from elastic_trainer.training.task import find_task  # after the file is known to be right: this loads torch
 
     task = find_task(config.task)

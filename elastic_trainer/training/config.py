@@ -73,8 +73,8 @@ class CheckpointConfig(Section):
     keep_every: int | None = Field(default=None, ge=1, description="also keep every checkpoint of such a step multiple")
     metric: str | None = Field(default=None, description="keep the checkpoint with the best value of it")
     mode: Mode = Mode.MAX
-    allow_changed: tuple[Literal["length", "global_batch", "micro_batch", "seed", "shuffle"], ...] = Field(
-        default=(), description="what may differ from the run that is resumed; samples may then repeat or miss"
+    allow_changed: tuple[Literal["length", "global_batch", "micro_batch", "seed", "shuffle", "arithmetic"], ...] = (
+        Field(default=(), description="what may differ from the run that is resumed; samples may then repeat or miss")
     )
 
 
@@ -156,6 +156,12 @@ class JobConfig(Section):
     bad_samples: Literal["raise", "skip"] = Field(default="raise", description="what a sample that raises does")
     max_bad_fraction: float = Field(default=0.01, ge=0.0, le=1.0, description="of an epoch that may be skipped")
     precision: Precision = Precision.FP32
+    reduction: Literal["ddp", "tree"] = Field(
+        default="ddp", description="tree: the same bits at any number of ranks (needs micro_batch)"
+    )
+    average: float | None = Field(
+        default=None, gt=0.0, lt=1.0, description="decay of a moving average of the parameters, which is evaluated"
+    )
     clip_norm: float | None = Field(default=None, gt=0.0)
     sync_batchnorm: bool = False
     nonfinite: Literal["raise", "warn"] = Field(default="raise", description="what a loss that is no number does")
@@ -181,4 +187,7 @@ class JobConfig(Section):
             raise ValueError("set 'epochs' or 'max_steps', or the job would never end")
         if self.micro_batch is not None and self.micro_batch > self.global_batch:
             raise ValueError(f"'micro_batch' {self.micro_batch} is larger than 'global_batch' {self.global_batch}")
+        if self.reduction == "tree" and (self.micro_batch is None or self.sync_batchnorm):
+            wrong = "needs 'micro_batch'" if self.micro_batch is None else "does not go with 'sync_batchnorm'"
+            raise ValueError(f"'reduction' tree {wrong}")
         return self

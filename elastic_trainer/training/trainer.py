@@ -30,7 +30,7 @@ from elastic_trainer.training.schedule import epochs_done, evaluation_due, run_l
 from elastic_trainer.training.task import Task
 from elastic_trainer.worker.device import Hardware, choose
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps import Step
+from elastic_trainer.worker.step import Step
 
 CONFIG_FILE = "config.yaml"
 
@@ -104,6 +104,8 @@ class Run:
             scheduler=trainer.scheduler,
             scaler=trainer.arithmetic.scaler(),
             sync_batchnorm=self.config.sync_batchnorm,
+            reduction=self.config.reduction,
+            average=self.config.average,
         )
         self._loss = float("nan")
         if session.resumed_from is not None and self._finished() and self.history.at(session.step_number) is not None:
@@ -227,7 +229,8 @@ class Run:
         step, cursor, length = self.session.step_number, self.session.cursor, self.job.length
         job = self.job
         size = self.config.evaluation.batch_size
-        metrics = evaluate(self.session, job.task, self.model, job.data.test, size, job.arithmetic)
+        model = self.model if self.config.average is None else self.session.average
+        metrics = evaluate(self.session, job.task, model, job.data.test, size, job.arithmetic)
         if self.session.step_number != step or self.history.at(step) is not None:
             return  # a membership change meanwhile: all went back to a checkpoint, or a peer's history has it already
         done = epochs_done(cursor, length.samples)

@@ -44,6 +44,7 @@ class Purpose(IntEnum):
     AGREE = 6
     STOP = 7
     FINISH = 8
+    COUNT = 9
 
 
 class Pending:

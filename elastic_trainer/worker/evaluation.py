@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,11 +38,9 @@ def evaluate(
     ``measure(module, batch)`` gives ``{name: (sum, count)}`` of one batch. ``turn`` is called equally often on all
     ranks, also on those with fewer samples.
     """
-    totals: dict[str, list[Any]] = {}
     with evaluating(module), torch.no_grad():
-        for batch in _shard(fetch, batch_size, control, turn):
-            _add(totals, measure(module, batch))
-    return reduced(totals, control)
+        measured = [_detached(measure(module, batch)) for batch in _shard(fetch, batch_size, control, turn)]
+    return reduced(measured, control)
 
 
 def predict(
@@ -75,15 +72,17 @@ def _joined(parts: Sequence[torch.Tensor], control: Control) -> torch.Tensor:
 
 
 def _shard(fetch: Fetcher, batch_size: int, control: Control, turn: Callable[[], None]) -> Iterator[Batch]:
-    """This rank's contiguous part of the samples, in batches; a ``turn`` behind each, as many as any rank has."""
+    """This rank's contiguous part of the batches; a ``turn`` behind each, as many as any rank has.
+
+    Where batches begin does not depend on the number of ranks: what a batch computes may.
+    """
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}", hint="it must be at least 1")
-    begin, end = cut(fetch.length, control.world_size, control.rank)
-    longest = -(-fetch.length // control.world_size)
-    for offset in range(0, longest, batch_size):
-        start, stop = begin + offset, min(begin + offset + batch_size, end)
-        if start < stop:
-            ids = np.arange(start, stop)
+    batches = -(-fetch.length // batch_size)
+    begin, end = cut(batches, control.world_size, control.rank)
+    for number in range(begin, begin + -(-batches // control.world_size)):
+        if number < end:
+            ids = np.arange(number * batch_size, min((number + 1) * batch_size, fetch.length))
             yield Batch(fetch, ids, ids)
         turn()
 
@@ -100,31 +99,33 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             each.training = training
 
 
-def _add(totals: dict[str, list[Any]], measured: Mapping[str, tuple[Number, Number]]) -> None:
+def _detached(measured: Mapping[str, tuple[Number, Number]]) -> dict[str, tuple[Number, Number]]:
+    """The pairs, without waiting for a device that has them. ConfigError where they are none."""
     for name, pair in measured.items():
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ConfigError(f"the metric {name!r} is not a (sum, count) pair", hint="return {name: (sum, count)}")
-        total = totals.setdefault(name, [0.0, 0.0])
-        total[0] += _wide(pair[0])
-        total[1] += _wide(pair[1])
+    return {name: (_wide(total), _wide(count)) for name, (total, count) in measured.items()}
 
 
-def _wide(value: Number) -> Any:
-    """In double precision, without waiting for a device that has it."""
+def _wide(value: Number) -> Number:
+    """In double precision."""
     if not isinstance(value, torch.Tensor):
         return float(value)
     value = value.detach()
     return value.double() if value.device.type != "mps" else value.cpu().double()
 
 
-def reduced(totals: Mapping[str, list[Any]], control: Control) -> dict[str, float]:
-    """Sums and counts of all ranks together; a rank may lack names, say because it had no samples."""
-    names = sorted(
-        {name for row in control.gather_bytes(json.dumps(list(totals)).encode()) for name in json.loads(row)}
-    )
-    vector = torch.tensor([float(x) for name in names for x in totals.get(name, (0.0, 0.0))], dtype=torch.float64)
-    if names:
-        control.add_up(vector)
-    values = vector.tolist()
-    pairs = zip(names, values[0::2], values[1::2], strict=True)
-    return {name: total / count if count else float("nan") for name, total, count in pairs}
+def reduced(measured: Sequence[Mapping[str, tuple[Number, Number]]], control: Control) -> dict[str, float]:
+    """Sums and counts of all batches of all ranks, added up in their order; a batch may lack names.
+
+    So the result does not depend on the number of ranks, down to the last bit.
+    """
+    rows = [{name: (float(total), float(count)) for name, (total, count) in each.items()} for each in measured]
+    everything = [row for data in control.gather_bytes(json.dumps(rows).encode()) for row in json.loads(data)]
+    totals: dict[str, list[float]] = {}
+    for row in everything:
+        for name, (total, count) in row.items():
+            so_far = totals.setdefault(name, [0.0, 0.0])
+            so_far[0] += total
+            so_far[1] += count
+    return {name: total / count if count else float("nan") for name, (total, count) in sorted(totals.items())}

@@ -21,6 +21,7 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker import group as groups
 from elastic_trainer.worker import seeds
+from elastic_trainer.worker.arithmetic import FIELD, arithmetic, check_ranks, check_resumed
 from elastic_trainer.worker.boundaries import Boundaries
 from elastic_trainer.worker.control import Control, Purpose
 from elastic_trainer.worker.device import Placement
@@ -32,7 +33,8 @@ from elastic_trainer.worker.resume import Origin, restore
 from elastic_trainer.worker.saving import Cadence, Saver, check_storage
 from elastic_trainer.worker.signals import Signals
 from elastic_trainer.worker.state import Position, TrainingState, reseed
-from elastic_trainer.worker.steps import Step, Steps
+from elastic_trainer.worker.step import Step
+from elastic_trainer.worker.steps import Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +190,18 @@ class Participation:
     def take_part(self, generation: int, fields: Mapping[str, Any]) -> None:
         """All ranks hold one state: bind everything to the round, and begin."""
         trained, control, world = self._training, self.control, self.formed.formation.world_size
+        claims: dict[str, Any] = {}
+        if trained.replica.tree is not None:
+            claims[FIELD] = mine = arithmetic(self.placement.device)
+            check_ranks(control, mine)
+            check_resumed(mine, fields.get(FIELD), self.plan.allow_changed)
         self.position.generation = generation
         if not self.is_rank0:
             reseed(self.plan.seed, self.position, self.rank, self.placement.device)
         trained.replica.bind(control)
         trained.steps.bind(control)
         self.feed.bind(control, fields, even=trained.replica.even)
-        self.saver.bind(trained.state, world, lambda: self.feed.fields)
+        self.saver.bind(trained.state, world, lambda: {**self.feed.fields, **claims})
         self.boundaries.watch(trained.steps)
         self.ledger.identify(rank=self.rank, local_rank=self.local_rank, world=world, round=generation)
         where = {"epoch": self.position.cursor.epoch, "resumed_from": self.origin.name}

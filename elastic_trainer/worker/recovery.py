@@ -23,7 +23,7 @@ from elastic_trainer.worker.participation import Participation, Trained
 from elastic_trainer.worker.resume import Origin
 from elastic_trainer.worker.rounds import Rounds
 from elastic_trainer.worker.signals import Signals
-from elastic_trainer.worker.steps import Step
+from elastic_trainer.worker.step import Step
 
 Result = TypeVar("Result")
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +22,17 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.device import Placement
 from elastic_trainer.worker.gradients import Gradients
+from elastic_trainer.worker.tree import TreeReduction
+
+
+class Reduction(StrEnum):
+    """How the gradients of micro-batches become one."""
+
+    DDP = "ddp"
+    """By DistributedDataParallel: as fast as can be; how sums are rounded depends on the number of ranks."""
+    TREE = "tree"
+    """In one fixed order: the same bits at any number of ranks (see tree)."""
+
 
 _OWN = ("init_sync", "device_ids", "output_device", "process_group")
 
@@ -51,8 +64,14 @@ class Replica:
         *,
         sync: bool,
         lasting: bool = False,
+        reduction: Reduction = Reduction.DDP,
     ) -> None:
         check_options(options)
+        if reduction is Reduction.TREE and (sync or options):
+            raise ConfigError(
+                f"reduction='tree' does not go with {'sync_batchnorm' if sync else 'ddp_options'}",
+                hint="leave it out: the tree does not use DistributedDataParallel",
+            )
         self._lasting: Runner | None = None
         self._buffers: list[torch.Tensor] = []
         self._kept: list[torch.Tensor] = []
@@ -62,8 +81,14 @@ class Replica:
         """Whether all ranks need equally many micro-batches (collectives in the forward pass)."""
         self._parallel: DistributedDataParallel | None = None
         self._gradients: Gradients | None = None
+        self.tree: TreeReduction | None = None
+        """What combines gradients, if that is the tree."""
         if lasting:
             self._prepare_to_last()
+        if reduction is Reduction.TREE:
+            self._check_trainable()
+            self._keep_buffers()
+            self.tree = TreeReduction(self.module, self._buffers, self._kept)
 
     def _prepare_to_last(self) -> None:
         if self.even:
@@ -71,6 +96,9 @@ class Replica:
                 raise ConfigError("sync_batchnorm needs CUDA devices", hint="leave it out on CPUs")
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
         self._lasting = Runner(self.module)
+        self._keep_buffers()
+
+    def _keep_buffers(self) -> None:
         self._buffers = [buffer.detach() for buffer in self.module.buffers()]
         self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
 
@@ -85,6 +113,13 @@ class Replica:
             torch._foreach_copy_(self._kept, self._buffers)
         if self._gradients is not None:
             self._gradients.begin_step()
+        if self.tree is not None:
+            self.tree.begin_step()
+
+    def begin_micro_batch(self) -> None:
+        """In the tree each micro-batch begins with the buffers that the step began with."""
+        if self.tree is not None:
+            self.restore_buffers()
 
     def restore_buffers(self) -> None:
         """The step is to be repeated."""
@@ -101,14 +136,16 @@ class Replica:
     def bind(self, control: Control) -> None:
         """Average gradients over the ranks of the present round; all ranks must hold the same state."""
         self.release()
+        if self.tree is not None:
+            self.tree.bind(control, None if control.alone else dist.group.WORLD)
+            return
         if control.alone:
             return
         if self.even and self._lasting is None:
             if self._placement.device.type != "cuda":
                 raise ConfigError("sync_batchnorm needs CUDA devices", hint="leave it out on CPUs")
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
-        if not any(parameter.requires_grad for parameter in self.module.parameters()):
-            raise ConfigError("no parameter of the model requires a gradient", hint="unfreeze what is to be trained")
+        self._check_trainable()
         cuda = self._placement.device.type == "cuda"
         ids = [self._placement.device.index] if cuda else None
         options = dict(self._options)
@@ -120,6 +157,10 @@ class Replica:
             self._gradients = Gradients(self._parallel, control.works)
         if self._lasting is not None:
             self._lasting.__dict__["through"] = self._parallel
+
+    def _check_trainable(self) -> None:
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            raise ConfigError("no parameter of the model requires a gradient", hint="unfreeze what is to be trained")
 
     def release(self) -> None:
         """Let go of the round that the gradients were averaged in."""
@@ -138,6 +179,12 @@ class Replica:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
             self._gradients.backward(loss)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients by ``factor``."""
+        grads = [each.grad for each in self.module.parameters() if each.grad is not None]
+        if grads and factor != 1.0:
+            torch._foreach_mul_(grads, factor)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """A context in which backward passes only add up locally."""

@@ -1,6 +1,7 @@
-"""Random numbers of a step, keyed by (seed, step, rank): a resumed step draws what the lost one drew.
+"""Random numbers of a micro-batch, keyed by (seed, epoch, place of its first sample in the epoch).
 
-So no rank's generator state needs saving, and ranks that arrive or leave change nothing for the others.
+A resumed step draws what the lost one drew, whatever the number of ranks is by then, and no rank's generator state
+needs saving. Steps about data of the script's own are keyed by (seed, step, rank).
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import torch
 
 from elastic_trainer.data.seeds import key, seed_host
 
-__all__ = ["START", "STEP", "key", "seed_all"]
+__all__ = ["SAMPLE", "START", "STEP", "key", "seed_all"]
 
-START, STEP = 1, 2
+START, STEP, SAMPLE = 1, 2, 4
 """What the numbers are for; each purpose has a stream of its own (``data.seeds`` has two more)."""
 
 

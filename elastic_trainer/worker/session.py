@@ -28,6 +28,7 @@ from typing import Any, Self, TypeVar
 import structlog
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer import settings
 from elastic_trainer.checkpoint import EventSink, Retention
@@ -36,7 +37,7 @@ from elastic_trainer.data.sampler import Batch, Collate
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker import device, evaluation
+from elastic_trainer.worker import averaging, device, evaluation
 from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.boundaries import Turn
 from elastic_trainer.worker.calls import JSON, TENSOR
@@ -45,13 +46,14 @@ from elastic_trainer.worker.control import Purpose
 from elastic_trainer.worker.link import EnvironmentLink, Link
 from elastic_trainer.worker.participation import Participation, Plan, Trained
 from elastic_trainer.worker.recovery import Recovery
-from elastic_trainer.worker.replica import Replica, check_optimizer
+from elastic_trainer.worker.replica import Reduction, Replica, check_optimizer
 from elastic_trainer.worker.rounds import Rounds
 from elastic_trainer.worker.saving import Cadence
 from elastic_trainer.worker.scaling import Scaling
 from elastic_trainer.worker.signals import Signals
 from elastic_trainer.worker.state import Position, Stateful, TrainingState, check_part
-from elastic_trainer.worker.steps import Step, Steps
+from elastic_trainer.worker.step import Step
+from elastic_trainer.worker.steps import Steps
 from elastic_trainer.worker.together import Together
 
 GROUP_TIMEOUT_S = 600.0
@@ -280,11 +282,17 @@ class Session:
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
         sync_batchnorm: bool = False,
+        reduction: str = Reduction.DDP,
+        average: float | AveragedModel | None = None,
         ddp_options: Mapping[str, Any] | None = None,
     ) -> nn.Module:
         """Put ``model`` on the device, resume it, and return what to call: averaged over ranks, if there are several.
 
         ``scheduler`` is advanced at every step. Buffers follow rank 0 (see replica).
+
+        ``reduction`` says how gradients are added up: ``"ddp"``, or ``"tree"`` for a training whose bits do not depend
+        on the number of ranks. ``average`` keeps an exponential moving average of the parameters with that decay (or
+        one of your own, from torch.optim.swa_utils), advanced at each step: see :attr:`average`.
         """
         part = self._here
         if part.trained is not None:
@@ -292,8 +300,20 @@ class Session:
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ConfigError("ReduceLROnPlateau needs a metric", hint="register() it and step it yourself")
         check_optimizer(optimizer, model)
+        if reduction not in list(Reduction):
+            raise ConfigError(
+                f"reduction is {reduction!r}", hint=f"use one of {', '.join(map(repr, map(str, Reduction)))}"
+            )
         lasting = self._recovery is not None
-        replica = Replica(model, part.placement, ddp_options or {}, sync=sync_batchnorm, lasting=lasting)
+        replica = Replica(
+            model,
+            part.placement,
+            ddp_options or {},
+            sync=sync_batchnorm,
+            lasting=lasting,
+            reduction=Reduction(reduction),
+        )
+        averaged = averaging.averaged(replica.module, average)
         state = TrainingState(
             module=replica.module,
             optimizer=optimizer,
@@ -303,6 +323,7 @@ class Session:
             user=self._user,
             pending=self._pending,
             device=self.device,
+            average=averaged,
         )
         steps = Steps(
             replica,
@@ -313,6 +334,7 @@ class Session:
             seed=self._plan.seed,
             device=self.device,
             boundary=self._after_step,
+            average=averaged,
         )
         part.train(Trained(state, replica, steps))
         if self._recovery is None:
@@ -321,6 +343,14 @@ class Session:
             steps.absorb = self._recovery.absorb
             self._recovery.enter()
         return replica.runner
+
+    @property
+    def average(self) -> nn.Module:
+        """The model with the averaged parameters, to evaluate or export; not to be trained."""
+        averaged = self._trained.state.average
+        if averaged is None:
+            raise ConfigError("no average is kept", hint="say session.wrap(..., average=0.999)")
+        return averaged.module
 
     # ---- data
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
@@ -58,6 +59,8 @@ class TrainingState:
     user: dict[str, Stateful]
     pending: dict[str, Any]
     device: torch.device
+    average: AveragedModel | None = None
+    """A running average of the parameters."""
 
     # ---- out
 
@@ -82,6 +85,7 @@ class TrainingState:
             },
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "average": None if self.average is None else self.average.state_dict(),
             "user": {**self.pending, **{name: each.state_dict() for name, each in self.user.items()}},
             "random": random_state(self.device),
         }
@@ -97,6 +101,8 @@ class TrainingState:
         _load_all(small)
         self.optimizer.load_state_dict(state["optimizer"]["state"])
         self.module.load_state_dict(state["model"])
+        if self.average is not None:
+            self._apply_average(self.average, state)
         self.pending.clear()
         self.pending.update(waiting)
         where = state["position"]
@@ -105,6 +111,14 @@ class TrainingState:
         self.position.cursor, self.position.best = Cursor(where["epoch"], where["samples"]), dict(where["best"])
         if first_rank:
             set_random_state(state["random"], self.device)
+
+    def _apply_average(self, average: AveragedModel, state: Mapping[str, Any]) -> None:
+        """A checkpoint without an average lets it begin at the parameters."""
+        if state.get("average") is not None:
+            average.load_state_dict(state["average"])
+        else:
+            average.module.load_state_dict(state["model"])
+            average.n_averaged.zero_()
 
     def register(self, name: str, part: Stateful) -> None:
         """Keep ``part`` with the state from now on; if a resumed state has it, it is loaded now."""
@@ -122,6 +136,8 @@ class TrainingState:
             raise CheckpointError(f"the state has format {state.get('format')!r}, not {FORMAT}", hint=_HINT)
         check_module(self.module, state["model"])
         check_optimizer(self.module, self.optimizer, state["optimizer"])
+        if self.average is not None and state.get("average") is not None:
+            check_module(self.average, state["average"])
         for name, part in self._optional().items():
             if (part is None) != (state[name] is None):
                 has = "has no" if state[name] is None else "has a"

@@ -1,4 +1,4 @@
-"""One training step: from the gradients of its micro-batches to the moment that it counts.
+"""The steps of a training: opening one, the moment that it counts, and its end.
 
 That moment, the commit, is the hook behind the one optimizer step. Scheduler, scaler, step number and cursor advance
 there together, so nothing that is raised later can make a step count twice or not at all.
@@ -9,155 +9,22 @@ there together, so nothing that is raised later can make a step count twice or n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.worker import seeds
-from elastic_trainer.worker.control import Control, Purpose
+from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.replica import Replica
 from elastic_trainer.worker.scaling import Scaling
 from elastic_trainer.worker.state import Position
+from elastic_trainer.worker.step import Step
 
-LOSS_TIMEOUT_S = 120.0
 _MOST_UNCHECKED = 64
-
-
-class Step:
-    """A step in progress, then its result. ``committed`` says whether it counts."""
-
-    __slots__ = (
-        "_backwards",
-        "_batch",
-        "_control",
-        "_losses",
-        "_mean",
-        "_open_parts",
-        "_part",
-        "_steps",
-        "committed",
-        "generation",
-        "number",
-        "rank",
-        "recorded",
-        "world_size",
-    )
-
-    def __init__(self, steps: Steps, batch: Batch | None) -> None:
-        self._steps, self._batch, self._control = steps, batch, steps.control
-        self._part = batch
-        self._losses: list[tuple[torch.Tensor, float]] = []
-        self._mean: float | None = None
-        self._backwards = 0
-        self._open_parts = False
-        self.committed = self.recorded = False
-        self.generation, self.rank, self.world_size = (
-            steps.position.generation,
-            steps.control.rank,
-            steps.control.world_size,
-        )
-        self.number = steps.position.step + 1
-
-    def __enter__(self) -> Step:
-        self._steps.opened(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        return self._steps.closed(self, error)
-
-    def micro_batches(self, batch: Batch | None = None) -> Iterator[Batch]:
-        """The parts of ``batch`` to compute one after another; gradients are averaged over ranks with the last one."""
-        whole = batch if batch is not None else self._batch
-        if whole is None:
-            raise ConfigError("there is no batch to divide", hint="draw it with session.batches()")
-        parts = whole.micro_batches
-        self._open_parts = True
-        for part in parts[:-1]:
-            self._part = part
-            with self._steps.replica.accumulating():
-                yield part
-            part.release()
-        self._part = parts[-1]
-        self._open_parts = False
-        yield parts[-1]
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of ``loss``, the mean over the micro-batch (or batch) at hand.
-
-        It is weighted so that the average over ranks becomes the gradient of the mean over the global batch.
-        """
-        weight = self._part.weight if self._part is not None else 1.0
-        self._backwards += 1
-        self._losses.append((loss.detach(), weight))
-        factor = weight * self._steps.replica.share
-        self._steps.replica.backward(self._steps.scaling.scaled(loss if factor == 1.0 else loss * factor))
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
-        self._steps.scaling.unscale()
-        return torch.nn.utils.clip_grad_norm_(self._steps.replica.module.parameters(), max_norm)
-
-    @property
-    def loss(self) -> float | None:
-        """The mean loss over the global batch; None before the commit.
-
-        Found when first asked for, by a collective: ask on all ranks or on none. If the ranks have changed since, it
-        is the mean over this rank's own samples.
-        """
-        if self._mean is None and self.committed:
-            try:
-                self._mean = self._global_mean()
-            except RoundBrokenError as error:
-                if not self._steps.absorb(self, error):
-                    raise
-                self._mean = self.local_mean()  # the round ended meanwhile: what is known here must do
-        return self._mean
-
-    def _global_mean(self) -> float | None:
-        control = self._control
-        if control is not self._steps.control:
-            return self.local_mean()  # its ranks are together no more, and others may have come
-        pending = control.start(Purpose.LOSS, [self.local_sum()])
-        return pending.wait(LOSS_TIMEOUT_S)[0] / control.world_size
-
-    def local_sum(self) -> float:
-        """This rank's weighted losses; their sum over ranks is W times the global mean."""
-        return sum(float(loss) * weight for loss, weight in self._losses if weight)
-
-    def local_mean(self) -> float | None:
-        """The mean loss over this rank's own samples; None if it had none."""
-        total = sum(weight for _, weight in self._losses)
-        return self.local_sum() / total if total else None
-
-    @property
-    def batch(self) -> Batch | None:
-        """What the step is about, if it was drawn with ``session.batches``."""
-        return self._batch
-
-    # ---- for Steps
-
-    def ready(self) -> None:
-        """ConfigError unless the gradients are complete and right."""
-        if self.committed:
-            raise ConfigError("a second optimizer step in one session.step()", hint="open one step for each")
-        if not self._backwards:
-            raise ConfigError(
-                "optimizer.step() without step.backward(loss)", hint="loss.backward() would weight ranks wrongly"
-            )
-        if self._open_parts:
-            raise ConfigError(
-                "not all micro-batches were used before optimizer.step()", hint="do not leave the loop over them early"
-            )
-
-    def finite_evidence(self) -> list[torch.Tensor]:
-        """Losses to be looked at when it costs nothing."""
-        return [loss for loss, weight in self._losses if weight]
 
 
 class Steps:
@@ -177,6 +44,7 @@ class Steps:
         seed: int,
         device: torch.device,
         boundary: Callable[[Step], None],
+        average: AveragedModel | None = None,
         absorb: Callable[[Step, BaseException], bool] = lambda step, error: False,
     ) -> None:
         self.absorb = absorb
@@ -187,8 +55,10 @@ class Steps:
         self.replica, self.scaling, self.position = replica, scaling, position
         self.control = Control()
         self._optimizer, self._scheduler = optimizer, scheduler
-        self._stream, self._device, self._boundary = seeds.key(seeds.STEP, seed), device, boundary
+        self._stream, self._sample_stream = seeds.key(seeds.STEP, seed), seeds.key(seeds.SAMPLE, seed)
+        self._device, self._boundary = device, boundary
         self._current: Step | None = None
+        self._average = average
         self._schedule_count = _count(scheduler)
         self._unchecked: list[torch.Tensor] = []
         self._nonfinite = False
@@ -220,7 +90,18 @@ class Steps:
         self.scaling.begin()
         self.replica.begin_step()
         self._optimizer.zero_grad(set_to_none=True)
-        seeds.seed_all(seeds.key(self.position.step, self.control.rank, start=self._stream), self._device)
+        if step.batch is None:
+            seeds.seed_all(seeds.key(self.position.step, self.control.rank, start=self._stream), self._device)
+        else:
+            self._seed(step.batch)
+
+    def begin_micro_batch(self, part: Batch) -> None:
+        """``part`` is computed now: it draws the random numbers that are its own at any number of ranks."""
+        self.replica.begin_micro_batch()
+        self._seed(part)
+
+    def _seed(self, part: Batch) -> None:
+        seeds.seed_all(seeds.key(part.epoch, part.start, start=self._sample_stream), self._device)
 
     def closed(self, step: Step, error: BaseException | None) -> bool:
         """The body has ended. True if its ``error`` was the end of a round, and has been dealt with."""
@@ -271,6 +152,8 @@ class Steps:
             self._commit(self._current)
 
     def _commit(self, step: Step) -> None:
+        if self._average is not None:
+            self._average.update_parameters(self.replica.module)
         self.dirty = False
         self.position.step += 1
         self.position.lineage = self.position.generation

@@ -18,6 +18,7 @@ from torch import nn
 from elastic_trainer.checkpoint import Committed
 from elastic_trainer.data.sampler import Collate, Fetcher
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
+from elastic_trainer.worker import averaging
 from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.boundaries import Turn
 from elastic_trainer.worker.calls import JSON, Codec, bytes_of
@@ -100,6 +101,8 @@ class Together:
         if part.trained is not None:
             module = part.trained.replica.unwrap(model)
             part.trained.replica.align_buffers(part.control)
+            if part.trained.state.average is not None:
+                averaging.align_buffers(part.trained.state.average, part.trained.replica.module)
         part.boundaries.begin_phase()
         result = method(module, fetch, batch_size, control=part.control, turn=self._turn)
         part.boundaries.begin_phase()

@@ -70,6 +70,35 @@ def test_etcd_loses_its_leader(tmp_path: Path) -> None:
     play(["etcd-leader-loss"], ETCD_OF_THREE, tmp_path)
 
 
+def test_with_the_tree_faults_leave_no_trace_in_any_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A join, a killed worker, the death of rank 0's node, a drain: parameters, BatchNorm's buffers and the optimizer's
+    state are those of one process that was never disturbed, at every step compared. Dropout included."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    setting = Setting(nodes=3, max_nodes=4, samples=500, width=64, reduction="tree", limit_s=180.0, options=PATIENT)
+    with Stage(setting, tmp_path / "disturbed", Loopback()) as stage:
+        for name in ("node-join", "worker-kill", "rank0-node-kill", "node-drain"):
+            effect = DRILLS[name].act(stage, 0, Circumstances(OUTAGE_S))
+            assert effect.problems == (), (name, effect)
+        assert conclusions(stage) == []
+        found = {(each.step, each.digest) for each in stage.digests()}
+        worlds = {len(document.members) for document in stage.history}
+    assert len(worlds) > 1
+    steps = max(step for step, _ in found)
+    expected = undisturbed(tmp_path / "alone", steps)
+    assert len(found) > 10
+    assert found == {(step, digest) for step, digest in expected.items() if step in dict(found)}
+
+
+def undisturbed(directory: Path, steps: int) -> dict[int, str]:
+    """Digests of the same job on one process, by step."""
+    words = ["--directory", str(directory), "--samples", "500", "--width", "64", "--pause", "0"]
+    command = [sys.executable, "-m", "elastic_trainer.sim.drill_job", *words, "--reduction", "tree"]
+    subprocess.run([*command, "--steps", str(steps)], check=True, timeout=300, capture_output=True)
+    (file,) = (directory / "digests").iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return {line["step"]: line["digest"] for line in lines}
+
+
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     """``elastic-trainer drill`` as a user calls it."""
     return subprocess.run(

@@ -68,7 +68,7 @@ def test_another_global_batch_on_resuming_is_refused_or_accepted_on_request(tmp_
     refused = train("mnist", *QUICK, where, "global_batch=50")
     assert refused.code == EXIT_CONFIG
     assert "global_batch" in refused.complaints[0]
-    accepted = train("mnist", *QUICK, where, "global_batch=50", "checkpoint.allow_changed=[global_batch]")
+    accepted = train("mnist", *QUICK, where, "global_batch=50", "--allow-changed", "global_batch")
     assert accepted.code == 0, accepted.err
     assert accepted.report["epoch"] == 2
 

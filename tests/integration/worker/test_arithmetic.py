@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,3 +24,41 @@ def test_gradients_and_losses_are_those_of_one_process_at_two_and_three_ranks(tm
             assert len(mine) == len(theirs)
             worst = max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True))
             assert worst < 1e-6, f"case {case}, rank {rank} of {world}: {worst}"
+
+
+def leaves(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """All values of nested containers, with their places."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from leaves(value, f"{where}.{name}")
+    elif isinstance(tree, (list, tuple)):
+        for number, value in enumerate(tree):
+            yield from leaves(value, f"{where}[{number}]")
+    else:
+        yield where, tree
+
+
+def test_with_the_tree_all_bits_are_those_of_one_process_at_two_three_and_four_ranks(tmp_path: Path) -> None:
+    """Parameters, buffers, optimizer, average, losses, evaluation and predictions: no difference in any of them.
+
+    The model has convolution, BatchNorm, dropout and parameters without a gradient; there are clipping, counted losses,
+    tails, and fewer micro-batches than ranks.
+    """
+    log = tmp_path / "log"
+    run(plain("bitwise.py", tmp_path), log)
+    for world in (2, 3, 4):
+        run(standalone(world, "bitwise.py", tmp_path), log)
+    expected = dict(leaves(torch.load(tmp_path / "bitwise-1-0.pt", weights_only=True)))
+    assert len(expected) > 100
+    for world, rank in ((2, 0), (2, 1), (3, 2), (4, 0), (4, 3)):
+        found = dict(leaves(torch.load(tmp_path / f"bitwise-{world}-{rank}.pt", weights_only=True)))
+        assert found.keys() == expected.keys()
+        different = [name for name, value in found.items() if not same(value, expected[name])]
+        assert not different, f"rank {rank} of {world}: {different}"
+
+
+def same(value: Any, other: Any) -> bool:
+    """Whether two values are equal to the last bit."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    return bool(value == other)

@@ -13,7 +13,7 @@ from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, NonFiniteError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps import Step
+from elastic_trainer.worker.step import Step
 from tests.unit.worker.toys import Job, data, loss_of, model
 
 
@@ -245,3 +245,78 @@ def test_a_loader_of_ones_own_works_without_a_cursor() -> None:
                 step.backward(wrapped(torch.randn(8, 4)).square().mean())
                 optimizer.step()
         assert (session.step_number, session.cursor) == (3, Cursor())
+
+
+def counted(parts: list[tuple[float, float]], micro: int | None = 4) -> tuple[torch.Tensor, float | None]:
+    """The gradient and the loss of one step over 16 samples whose micro-batches weigh and count as told."""
+    with Session(device="cpu") as session:
+        module = torch.nn.Linear(4, 1, bias=False)
+        torch.nn.init.zeros_(module.weight)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer)
+        batch = next(session.batches(data(), global_batch_size=4 * len(parts), micro_batch_size=micro, epochs=1))
+        with session.step() as step:
+            for part, (weight, count) in zip(step.micro_batches(batch), parts, strict=True):
+                step.backward(weight * (wrapped(torch.ones_like(part.x)) - 1.0).sum(), count=count)
+            assert module.weight.grad is not None
+            gradient = module.weight.grad.clone()
+            optimizer.step()
+        return gradient, step.loss
+
+
+def test_a_counted_loss_is_the_sum_over_the_global_batch_divided_by_its_count() -> None:
+    """Each item weighs the same, however they lie in micro-batches; a micro-batch may have none."""
+    gradient, loss = counted([(1.0, 10.0), (3.0, 2.0), (0.0, 0.0)])
+    assert torch.allclose(gradient, torch.full((1, 4), (1.0 + 3.0) * 4 / 12.0))
+    assert loss == pytest.approx(-(1.0 + 3.0) * 4 / 12.0)
+
+
+def test_a_global_batch_in_which_nothing_counts_changes_nothing() -> None:
+    """Neither a division by zero nor a loss that is no number."""
+    gradient, loss = counted([(0.0, 0.0), (0.0, 0.0)])
+    assert (gradient == 0).all()
+    assert loss == 0.0
+
+
+def some_counted(job: Job, step: Step, batch: Batch) -> None:
+    first, second = step.micro_batches(batch)
+    step.backward(loss_of(job.wrapped, first), count=3)
+    step.backward(loss_of(job.wrapped, second))
+
+
+def no_number(job: Job, step: Step, batch: Batch) -> None:
+    step.backward(loss_of(job.wrapped, batch), count=float("nan"))
+
+
+def counted_twice(job: Job, step: Step, batch: Batch) -> None:
+    step.backward(loss_of(job.wrapped, batch), count=3)
+    step.backward(loss_of(job.wrapped, batch), count=3)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [(some_counted, "for all or none"), (no_number, "a count of nan"), (counted_twice, "add the losses up")],
+)
+def test_counts_that_would_weigh_wrongly_are_refused(job: Job, body: Any, says: str) -> None:
+    """The sentence says what to do instead."""
+    batch = batch_of(job, micro_batch_size=8)
+    with pytest.raises(ConfigError, match=says), job.session.step() as step:
+        body(job, step, batch)
+
+
+def test_random_numbers_of_a_micro_batch_depend_on_its_place_in_the_epoch(job: Job) -> None:
+    """Not on how many micro-batches a rank has before it; two places draw different numbers."""
+
+    def drawn(micro: int) -> dict[int, float]:
+        found: dict[int, float] = {}
+        batch = batch_of(job, micro_batch_size=micro)
+        with suppress(InterruptedError), job.session.step() as step:
+            for part in step.micro_batches(batch):
+                found[part.start] = float(torch.rand(()))
+            raise InterruptedError
+        return found
+
+    four, eight = drawn(4), drawn(8)
+    assert sorted(four) == [0, 4, 8, 12]
+    assert len(set(four.values())) == 4
+    assert eight == {start: four[start] for start in (0, 8)}

@@ -38,9 +38,36 @@ def gradients(length: int, size: int, micro: int | None) -> list[torch.Tensor]:
     return found + losses
 
 
+def counted(length: int, size: int, micro: int | None) -> list[torch.Tensor]:
+    """As ``gradients``, where sample i has i % 4 items that count (of some samples none)."""
+    generator = torch.Generator().manual_seed(length)
+    x, y = torch.randn(length, 5, generator=generator), torch.randn(length, 1, generator=generator)
+    data = TensorDataset(x, y, (torch.arange(length) % 4).float().unsqueeze(1))
+    found, losses = [], []
+    with Session(device="cpu", seed=2) as session:
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        wrapped = session.wrap(model, optimizer=optimizer)
+        for batch in session.batches(data, global_batch_size=size, micro_batch_size=micro, epochs=1):
+            items, expected = 0.0, torch.zeros(())
+            with session.step() as step:
+                for part in step.micro_batches(batch):
+                    count = part.data[2]
+                    total = (count * (wrapped(part.x) - part.y) ** 2).sum()
+                    step.backward(total, count=float(count.sum()))
+                    if part.weight:
+                        items, expected = items + float(count.sum()), expected + total.detach()
+                found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+                optimizer.step()
+            sums = session.all_reduce(torch.tensor([float(expected), items], dtype=torch.float64))
+            losses.append(torch.tensor([step.loss or 0.0]))
+            torch.testing.assert_close(losses[-1].double(), sums[:1] / sums[1:], atol=1e-6, rtol=1e-5)
+    return found + losses
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    results = [gradients(*case) for case in CASES]
+    results = [gradients(*case) for case in CASES] + [counted(*case) for case in CASES[:3]]
     with Session(device="cpu") as session:
         torch.save(results, Path(sys.argv[1]) / f"gradients-{session.world_size}-{session.rank}.pt")
 

@@ -1,0 +1,32 @@
+"""Running averages of a model's parameters, as torch's own AveragedModel keeps them.
+
+*Runs in* the worker's main thread. *Fails by* ConfigError for a decay that is none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from elastic_trainer.errors import ConfigError
+
+
+def averaged(module: nn.Module, wanted: float | AveragedModel | None) -> AveragedModel | None:
+    """The average to keep of ``module``: one with this decay, the given one, or none.
+
+    With decay d, averaged parameters become d * averaged + (1 - d) * present at each step, from those of the first step
+    on. Buffers are the present ones.
+    """
+    if wanted is None or isinstance(wanted, AveragedModel):
+        return wanted
+    if not 0.0 < wanted < 1.0:
+        raise ConfigError(f"average is {wanted:g}", hint="give a decay between 0 and 1, such as 0.999")
+    return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(wanted))  # type: ignore[no-untyped-call]
+
+
+def align_buffers(average: AveragedModel, module: nn.Module) -> None:
+    """Give the average the buffers of ``module``, which all ranks agree on before they evaluate."""
+    with torch.no_grad():
+        for mine, present in zip(average.module.buffers(), module.buffers(), strict=True):
+            mine.copy_(present)

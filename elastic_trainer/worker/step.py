@@ -1,0 +1,235 @@
+"""One training step: from its micro-batches to the gradient of the mean over the global batch.
+
+*Runs in* the worker's main thread.
+*Fails by* ConfigError when a step is used in a way that would train wrongly; what the body raises passes through.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic_trainer.data.sampler import Batch
+from elastic_trainer.errors import ConfigError, RoundBrokenError
+from elastic_trainer.worker.control import Purpose
+from elastic_trainer.worker.tree import TreeReduction
+
+if TYPE_CHECKING:
+    from elastic_trainer.worker.steps import Steps
+
+LOSS_TIMEOUT_S = 120.0
+
+
+class Step:
+    """A step in progress, then its result. ``committed`` says whether it counts."""
+
+    __slots__ = (
+        "_backwards",
+        "_batch",
+        "_control",
+        "_counts",
+        "_losses",
+        "_mean",
+        "_normalized",
+        "_open_parts",
+        "_part",
+        "_steps",
+        "committed",
+        "generation",
+        "number",
+        "rank",
+        "recorded",
+        "world_size",
+    )
+
+    def __init__(self, steps: Steps, batch: Batch | None) -> None:
+        self._steps, self._batch, self._control = steps, batch, steps.control
+        self._part = batch
+        self._losses: list[tuple[torch.Tensor, float]] = []
+        self._mean: float | None = None
+        self._backwards = 0
+        self._counts: list[float] | None = None
+        self._normalized = False
+        self._open_parts = False
+        self.committed = self.recorded = False
+        self.generation, self.rank, self.world_size = (
+            steps.position.generation,
+            steps.control.rank,
+            steps.control.world_size,
+        )
+        self.number = steps.position.step + 1
+
+    def __enter__(self) -> Step:
+        self._steps.opened(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return self._steps.closed(self, error)
+
+    def micro_batches(self, batch: Batch | None = None) -> Iterator[Batch]:
+        """The parts of ``batch`` to compute one after another; gradients are averaged over ranks with the last one."""
+        whole = batch if batch is not None else self._batch
+        if whole is None:
+            raise ConfigError("there is no batch to divide", hint="draw it with session.batches()")
+        parts = whole.micro_batches
+        self._open_parts = True
+        for part in parts[:-1]:
+            self._begin(part)
+            with self._steps.replica.accumulating():
+                yield part
+            part.release()
+        self._begin(parts[-1])
+        self._open_parts = False
+        yield parts[-1]
+
+    def _begin(self, part: Batch) -> None:
+        self._part = part
+        self._steps.begin_micro_batch(part)
+
+    def backward(self, loss: torch.Tensor, count: float | None = None) -> None:
+        """Add the gradient of ``loss``, the mean over the micro-batch (or batch) at hand.
+
+        It is weighted so that the average over ranks becomes the gradient of the mean over the global batch.
+
+        With ``count``, ``loss`` is instead the *sum* over so many items (tokens that count, say), and the gradient
+        becomes that of the sum over the global batch divided by the count of the global batch: each item weighs the
+        same, however unevenly they lie. Say it for all micro-batches of a step or for none.
+        """
+        if self._backwards and (count is None) != (self._counts is None):
+            raise ConfigError("backward(loss, count) for some micro-batches only", hint="say the count for all or none")
+        self._backwards += 1
+        part = self._part
+        if self._steps.replica.tree is None:
+            weight = part.weight if part is not None else 1.0
+        else:
+            weight = self._fraction(part)
+        pending = None
+        if count is not None:
+            weight = self._count(float(count), counts=weight > 0.0)
+            if not self._open_parts:
+                pending = self._control.start(Purpose.COUNT, [sum(self._counts or [])])
+        self._losses.append((loss.detach(), weight))
+        factor = weight * self._steps.replica.share
+        self._steps.replica.backward(self._steps.scaling.scaled(loss if factor == 1.0 else loss * factor))
+        if self._steps.replica.tree is not None:
+            self._grow(self._steps.replica.tree, loss, weight)
+        if pending is not None:
+            self._normalize(pending.wait()[0])
+
+    def _count(self, count: float, *, counts: bool) -> float:
+        """Note the ``count``; what the sum is multiplied by until the count of the global batch is known."""
+        if not math.isfinite(count) or count < 0:
+            raise ConfigError(
+                f"backward(loss, count) with a count of {count:g}", hint="count the items that the loss sums"
+            )
+        if self._counts is None:
+            self._counts = []
+        elif self._normalized:
+            raise ConfigError("a second backward(loss, count) of one batch", hint="add the losses up first")
+        self._counts.append(count if counts else 0.0)
+        world = 1 if self._steps.replica.tree is not None else self._control.world_size
+        return world / self._items if counts else 0.0
+
+    @property
+    def _items(self) -> int:
+        """A number that keeps sums of losses at the size of means, the same on all ranks."""
+        return max(1, self._part.global_size) if self._part is not None else 1
+
+    def _normalize(self, total: float) -> None:
+        """Gradients and losses are sums divided by ``_items``; the global batch has ``total`` that count."""
+        self._normalized = True
+        factor = self._items / total if total else 0.0
+        self._steps.replica.scale_gradients(factor)
+        self._losses = [(loss, weight * factor) for loss, weight in self._losses]
+        if self._steps.replica.tree is not None and self._mean is not None:
+            self._mean *= factor
+
+    def _fraction(self, part: Batch | None) -> float:
+        """How much of the global batch the micro-batch at hand is; the same at any number of ranks."""
+        if part is None or (part.number is None and part.weight):
+            raise ConfigError(
+                "reduction='tree' adds up micro-batches",
+                hint="draw with session.batches(..., micro_batch_size=...), and loop over step.micro_batches()",
+            )
+        if self._backwards > len(self._batch.micro_batches if self._batch is not None else ()):
+            raise ConfigError("a second backward pass of one micro-batch", hint="add the losses up first")
+        return len(part.ids) / part.global_size
+
+    def _grow(self, tree: TreeReduction, loss: torch.Tensor, fraction: float) -> None:
+        part = self._part
+        if part is None or part.number is None:
+            tree.discard()
+        else:
+            tree.capture(part.number, fraction, loss.detach() * fraction)
+        if not self._open_parts and self._batch is not None:
+            tree.combine(self._batch.parts)
+            self._mean = tree.loss
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
+        self._steps.scaling.unscale()
+        return torch.nn.utils.clip_grad_norm_(self._steps.replica.module.parameters(), max_norm)
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss over the global batch; None before the commit.
+
+        Found when first asked for, by a collective: ask on all ranks or on none. If the ranks have changed since, it
+        is the mean over this rank's own samples.
+        """
+        if not self.committed:
+            return None
+        if self._mean is None:
+            try:
+                self._mean = self._global_mean()
+            except RoundBrokenError as error:
+                if not self._steps.absorb(self, error):
+                    raise
+                self._mean = self.local_mean()  # the round ended meanwhile: what is known here must do
+        return self._mean
+
+    def _global_mean(self) -> float | None:
+        control = self._control
+        if control is not self._steps.control:
+            return self.local_mean()  # its ranks are together no more, and others may have come
+        pending = control.start(Purpose.LOSS, [self.local_sum()])
+        return pending.wait(LOSS_TIMEOUT_S)[0] / control.world_size
+
+    def local_sum(self) -> float:
+        """This rank's weighted losses; their sum over ranks is W times the global mean."""
+        return sum(float(loss) * weight for loss, weight in self._losses if weight)
+
+    def local_mean(self) -> float | None:
+        """The mean loss over this rank's own samples; None if it had none."""
+        total = sum(weight for _, weight in self._losses)
+        return self.local_sum() / total if total else None
+
+    @property
+    def batch(self) -> Batch | None:
+        """What the step is about, if it was drawn with ``session.batches``."""
+        return self._batch
+
+    # ---- for Steps
+
+    def ready(self) -> None:
+        """ConfigError unless the gradients are complete and right."""
+        if self.committed:
+            raise ConfigError("a second optimizer step in one session.step()", hint="open one step for each")
+        if not self._backwards:
+            raise ConfigError(
+                "optimizer.step() without step.backward(loss)", hint="loss.backward() would weight ranks wrongly"
+            )
+        if self._open_parts:
+            raise ConfigError(
+                "not all micro-batches were used before optimizer.step()", hint="do not leave the loop over them early"
+            )
+
+    def finite_evidence(self) -> list[torch.Tensor]:
+        """Losses to be looked at when it costs nothing."""
+        return [loss for loss, weight in self._losses if weight]
