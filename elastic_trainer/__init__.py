@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic_trainer.data.sources import SeekableStream as SeekableStream
+    from elastic_trainer.data.tar_shards import TarShards as TarShards
     from elastic_trainer.training.task import Task as Task
     from elastic_trainer.training.trainer import Trainer as Trainer
     from elastic_trainer.worker.session import Session as Session
@@ -17,13 +19,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "SeekableStream": "elastic_trainer.data.sources",
+    "TarShards": "elastic_trainer.data.tar_shards",
     "Session": "elastic_trainer.worker.session",
     "Step": "elastic_trainer.worker.step",
     "Task": "elastic_trainer.training.task",
     "Trainer": "elastic_trainer.training.trainer",
 }
 
-__all__ = ["Session", "Step", "Task", "Trainer", "__version__"]
+__all__ = ["SeekableStream", "Session", "Step", "TarShards", "Task", "Trainer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

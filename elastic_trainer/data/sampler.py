@@ -1,62 +1,63 @@
-"""Draws one rank's part of a global batch from a map-style data set and puts it on the device.
+"""Draws one rank's part of a global batch from a data set and puts it on the device.
 
 *Runs in* the worker's main thread.
-*Fails by* DataError for a data set that cannot be planned (no length, empty) or whose samples do not have the asked
-part; what the data set itself raises passes through, with the sample numbers added as a note.
+*Fails by* DataError for a data set that cannot be planned (no length, empty), whose samples do not have the asked part,
+or whose bad samples are too many; what the data set itself raises passes through, with the sample number as a note.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from elastic_trainer.data.plan import EpochPlan, GlobalBatch, Ids, Piece, share
+from elastic_trainer.data.bad_samples import Tally, limit
+from elastic_trainer.data.loading import Loading
+from elastic_trainer.data.placing import pinned, placed
+from elastic_trainer.data.plan import EpochPlan, GlobalBatch, Ids, Piece
+from elastic_trainer.data.reader import Collate, Drawn, Reader
+from elastic_trainer.data.requests import Course, Request, asked, spanning
+from elastic_trainer.data.seeds import undisturbed
+from elastic_trainer.data.sources import MapDataset, checked_length, plain_tensors
+from elastic_trainer.data.workers import Workers
 from elastic_trainer.errors import DataError
 from elastic_trainer.model import Cursor
 
-Collate = Callable[[list[Any]], Any]
-Fetch = Callable[[Ids], Any]
+__all__ = ["Batch", "Collate", "Fetcher", "MapDataset", "Sampler", "checked_length", "placed"]
 
-
-@runtime_checkable
-class MapDataset(Protocol):
-    """A data set that knows its length and gives sample number i."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
+Fetch = Callable[[Ids], Drawn]
 
 
 class Batch:
     """One rank's part of a global batch, or one micro-batch of it. Its data are fetched when first asked for.
 
     ``ids`` are the samples that count (none for a filler), ``weight`` is what a mean loss over this data must be
-    multiplied by, ``epoch`` and ``index`` say which global batch of which epoch it is of, ``global_size`` how many
-    samples that has, ``start`` how many samples of the epoch come before this part, ``following`` is the cursor after
-    the global batch. ``micro_batches`` has at least one element; ``number`` says which of the ``parts`` micro-batches
-    of the global batch this is (None: several, or a filler). ``used`` is set once a step has committed it.
+    multiplied by (both leave out bad samples once the data were fetched), ``epoch`` and ``index`` say which global
+    batch of which epoch it is of, ``global_size`` how many samples that has, ``start`` how many samples of the epoch
+    come before this part, ``following`` is the cursor after the global batch. ``micro_batches`` has at least one
+    element; ``number`` says which of the ``parts`` micro-batches of the global batch this is (None: several, or a
+    filler). ``used`` is set once a step has committed it.
     """
 
     __slots__ = (
         "_data",
         "_fetch",
         "_fetched",
+        "_ids",
+        "_missing",
         "_positions",
+        "_weight",
         "epoch",
         "following",
         "global_size",
-        "ids",
         "index",
         "micro_batches",
         "number",
         "parts",
         "start",
         "used",
-        "weight",
     )
 
     def __init__(
@@ -75,7 +76,8 @@ class Batch:
         self._fetch, self._positions = fetch, positions
         self._data: Any = None
         self._fetched = False
-        self.ids, self.weight = ids, weight
+        self._missing: frozenset[int] = frozenset()
+        self._ids, self._weight = ids, weight
         self.epoch, self.index = (whole.cursor.epoch, whole.index) if whole is not None else (0, 0)
         self.global_size = len(whole.ids) if whole is not None else len(ids)
         self.start = offset + (whole.cursor.samples if whole is not None else 0)
@@ -88,8 +90,25 @@ class Batch:
     def data(self) -> Any:
         """The collated samples, on the device."""
         if not self._fetched:
-            self._data, self._fetched = self._fetch(self._positions), True
+            drawn = self._fetch(self._positions)
+            self._missing = frozenset(each.number for each in drawn.missing)
+            self._data, self._fetched = drawn.data, True
         return self._data
+
+    @property
+    def ids(self) -> Ids:
+        """The samples that count, without those that were found to be bad."""
+        bad = self._missing.union(*(part._missing for part in self.micro_batches))
+        return self._ids[~np.isin(self._ids, list(bad))] if bad else self._ids
+
+    @property
+    def weight(self) -> float:
+        """What a mean loss over the data must be multiplied by.
+
+        Planned is n / N for n of N samples of the global batch, times W ranks. Where only p of the n are there, p / N
+        makes the gradient that of the sum over all samples present, divided by N.
+        """
+        return self._weight * (1.0 - len(self._missing) / len(self._positions)) if self._missing else self._weight
 
     @property
     def x(self) -> Any:
@@ -104,7 +123,7 @@ class Batch:
         raise DataError("a sample has no second part", hint="use batch.data where samples are not (x, y) pairs")
 
     def __len__(self) -> int:
-        return len(self._positions)
+        return len(self._positions) - len(self._missing)
 
     def become(self, other: Batch) -> None:
         """Be ``other`` from now on, for whoever holds this one."""
@@ -121,7 +140,7 @@ class Batch:
 class Fetcher:
     """Turns sample numbers into collated data on ``device``.
 
-    ``before`` is called before samples are drawn that may use random numbers (not for plain tensors).
+    ``seed`` None: random numbers are not keyed by the sample, and the data set is told of no epoch (evaluation).
     """
 
     def __init__(
@@ -129,63 +148,100 @@ class Fetcher:
         dataset: Any,
         device: torch.device,
         collate: Collate | None = None,
-        before: Callable[[Ids], None] | None = None,
+        *,
+        seed: int | None = None,
+        loading: Loading | None = None,
+        tally: Tally | None = None,
     ) -> None:
-        self.length = checked_length(dataset)
-        self._dataset, self._device, self._before = dataset, device, before
-        self._collate = collate if collate is not None else default_collate
-        self._tensors = dataset.tensors if isinstance(dataset, TensorDataset) and collate is None else None
-        self._many = getattr(dataset, "__getitems__", None)
+        loading = loading if loading is not None else Loading()
+        self._loading, self._device = loading, device
+        self._tally = tally if tally is not None else Tally()
+        self._reader = Reader(dataset, collate, seed, skips=loading.skips)
+        self.length = self._reader.length
+        self._tensors = dataset.tensors if plain_tensors(dataset) and collate is None else None
+        self._pin = loading.pins(device)
+        ahead = loading.workers and self._tensors is None  # rows of tensors are there already
+        self._workers = Workers(self._reader, loading, pin=self._pin) if ahead else None
+        self._world = 1
 
-    def __call__(self, ids: Ids) -> Any:
-        """The samples ``ids``."""
+    def __call__(self, ids: Ids) -> Drawn:
+        """The samples ``ids``, in this process."""
+        return self._drawn(Request(0, int(ids[0]) if len(ids) else 0, ids))
+
+    def draw(self, request: Request) -> Drawn:
+        """The samples of ``request``, perhaps fetched ahead."""
+        if self._workers is None:
+            drawn = self._drawn(request)
+        else:
+            got = self._workers.get(request)
+            drawn = Drawn(placed(got.data, self._device), got.missing)
+        if drawn.missing and request.counts:
+            most = limit(self.length, self._world, self._loading.max_bad_fraction)
+            self._tally.note(request.epoch, drawn.missing, most)
+        return drawn
+
+    def follow(self, course: Course) -> None:
+        """What will be asked for next lies on ``course``."""
+        self._world = course.world
+        if self._workers is not None:
+            self._workers.future = course.from_request
+
+    def close(self) -> None:
+        """No more is fetched ahead."""
+        if self._workers is not None:
+            self._workers.close()
+
+    def _drawn(self, request: Request) -> Drawn:
         if self._tensors is not None:
-            index = torch.from_numpy(ids.astype(np.int64))
-            return [self._placed(_rows(tensor, index)) for tensor in self._tensors]
-        if self._before is not None:
-            self._before(ids)
-        return self._placed(self._collate(self._samples(ids)))
-
-    def _samples(self, ids: Ids) -> list[Any]:
-        numbers = [int(number) for number in ids]
-        try:
-            return list(self._many(numbers)) if self._many else [self._dataset[number] for number in numbers]
-        except Exception as error:
-            error.add_note(f"raised by the data set for one of the samples {numbers[:8]}{'...' * (len(numbers) > 8)}")
-            raise
+            index = torch.from_numpy(request.ids.astype(np.int64))
+            return Drawn([self._placed(_rows(tensor, index)) for tensor in self._tensors])
+        if not self._reader.draws:
+            drawn = self._reader.read(request)
+        else:
+            with undisturbed():
+                drawn = self._reader.read(request)
+        return Drawn(self._placed(drawn.data), drawn.missing)
 
     def _placed(self, data: Any) -> Any:
-        return placed(data, self._device)
+        return placed(pinned(data) if self._pin else data, self._device)
+
+
+class Source(Protocol):
+    """Where a sampler gets its data."""
+
+    def draw(self, request: Request) -> Drawn: ...
+
+    def follow(self, course: Course) -> None: ...
 
 
 class Sampler:
-    """Draws the batches of an epoch plan. ``even``: see :func:`elastic_trainer.data.plan.share`."""
+    """Draws the batches of an epoch plan. ``even``: see :func:`elastic_trainer.data.plan.share`.
 
-    def __init__(self, fetch: Fetch, plan: EpochPlan, *, even: bool = False) -> None:
+    ``until`` is the epoch before which drawing ends, where that is known: data may be fetched ahead up to there.
+    """
+
+    def __init__(self, source: Source, plan: EpochPlan, *, even: bool = False, until: int = 0) -> None:
         self.plan = plan
-        self._fetch, self._even = fetch, even
+        self._source, self._even, self._until = source, even, until
 
     def draw(self, cursor: Cursor, rank: int, world: int) -> Batch:
         """The part of ``rank`` in the global batch at ``cursor``."""
+        course = Course(self.plan, rank, world, max(self._until, cursor.epoch + 1), self._even)
+        self._source.follow(course)
         whole = self.plan.global_batch_at(cursor)
-        pieces = share(len(whole.ids), self.plan.micro_batch, world, rank, even=self._even)
+        pieces = course.pieces(whole)
         micro_batches = tuple(self._batch(whole, piece) for piece in pieces)
-        if len(micro_batches) == 1:
-            return micro_batches[0]
-        counting = [piece for piece in pieces if piece.counts] or [pieces[0]]
-        span = Piece(counting[0].start, counting[-1].stop, sum(piece.weight for piece in pieces))
-        return self._batch(whole, span, micro_batches)
+        return micro_batches[0] if len(pieces) == 1 else self._batch(whole, spanning(pieces), micro_batches)
 
     def _batch(self, whole: GlobalBatch, piece: Piece, parts: tuple[Batch, ...] = ()) -> Batch:
-        positions = whole.ids[piece.start : piece.stop]
-        ids = positions if piece.counts else positions[:0]
+        request = asked(whole, piece, span=bool(parts))
         number, size = None, self.plan.micro_batch
         if size is not None and piece.counts and not parts:
             number = piece.start // size
         return Batch(
-            self._fetch,
-            positions,
-            ids,
+            lambda _: self._source.draw(request),
+            request.ids,
+            request.ids if piece.counts else request.ids[:0],
             weight=piece.weight,
             whole=whole,
             offset=piece.start,
@@ -198,32 +254,3 @@ class Sampler:
 def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """``tensor[index]``; in a third of the time on the CPU, where alone index_select takes an index from there."""
     return tensor.index_select(0, index) if tensor.device.type == "cpu" else tensor[index]
-
-
-def checked_length(dataset: Any) -> int:
-    """The length of ``dataset``. DataError if it has none, is empty, or cannot be indexed."""
-    if not isinstance(dataset, MapDataset) or isinstance(dataset, IterableDataset):
-        raise DataError(
-            f"{type(dataset).__name__} is not a map-style data set: it needs __len__ and __getitem__",
-            hint="iterable data sets have no order that survives a change of ranks; wrap yours in one with a length",
-        )
-    try:
-        length = len(dataset)
-    except TypeError as error:
-        raise DataError(f"{type(dataset).__name__} does not know its length", hint="give it __len__") from error
-    if length < 1:
-        raise DataError(f"the data set {type(dataset).__name__} is empty", hint="check its path or filter")
-    return length
-
-
-def placed(data: Any, device: torch.device) -> Any:
-    """``data`` with all tensors in it on ``device``."""
-    if isinstance(data, torch.Tensor):
-        return data if data.device == device else data.to(device, non_blocking=True)
-    if isinstance(data, Mapping):
-        return {key: placed(value, device) for key, value in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(placed(value, device) for value in data))
-    if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
-        return type(data)(placed(value, device) for value in data)  # type: ignore[call-arg]
-    return data

@@ -150,6 +150,11 @@ class JobConfig(Section):
     max_steps: int | None = Field(default=None, ge=1)
     global_batch: int = Field(ge=1, description="samples per optimizer step, over all ranks, whatever their number")
     micro_batch: int | None = Field(default=None, ge=1, description="most samples in one forward pass")
+    workers: int = Field(default=0, ge=0, description="processes per rank that fetch training samples ahead of use")
+    prefetch: int = Field(default=2, ge=1, description="micro-batches that each of them fetches ahead")
+    pin_memory: bool | None = Field(default=None, description="copy through pinned memory; null: when on CUDA")
+    bad_samples: Literal["raise", "skip"] = Field(default="raise", description="what a sample that raises does")
+    max_bad_fraction: float = Field(default=0.01, ge=0.0, le=1.0, description="of an epoch that may be skipped")
     precision: Precision = Precision.FP32
     reduction: Literal["ddp", "tree"] = Field(
         default="ddp", description="tree: the same bits at any number of ranks (needs micro_batch)"

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from elastic_trainer.data.sources import SeekableStream
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.training.config import JobConfig, Section
 from elastic_trainer.training.loading import READY_MADE, checked
@@ -27,9 +28,9 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """What to train on and what to evaluate on."""
+    """What to train on (map-style, or a stream in its own order) and what to evaluate on."""
 
-    train: Samples
+    train: Samples | SeekableStream
     test: Samples
 
 

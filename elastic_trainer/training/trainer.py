@@ -17,6 +17,7 @@ from elastic_trainer.checkpoint.retention import Mode as BestMode
 from elastic_trainer.checkpoint.retention import Retention
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.data.sampler import Batch, checked_length
+from elastic_trainer.data.sources import is_stream
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.training.config import JobConfig
 from elastic_trainer.training.evaluation import check_metric, evaluate, measurable
@@ -164,6 +165,12 @@ class Run:
                 self.job.data.train,
                 global_batch_size=self.config.global_batch,
                 micro_batch_size=self.config.micro_batch,
+                shuffle=not is_stream(self.job.data.train),
+                workers=self.config.workers,
+                prefetch=self.config.prefetch,
+                pin_memory=self.config.pin_memory,
+                bad_samples=self.config.bad_samples,
+                max_bad_fraction=self.config.max_bad_fraction,
             ):
                 if self._finished():
                     return

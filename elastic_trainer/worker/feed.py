@@ -2,7 +2,7 @@
 
 The position moves when a step commits, not when a batch is drawn; so a batch comes again until it has been committed.
 
-*Runs in* the worker's main thread.
+*Runs in* the worker's main thread. *Owns* what draws the samples, with its data worker processes.
 *Fails by* DataError for a data set that cannot be used, ConfigError for one that is not the resumed one.
 """
 
@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.data.plan import EpochPlan, Ids
+from elastic_trainer.data.bad_samples import Tally
+from elastic_trainer.data.loading import Loading
+from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.sampler import Batch, Collate, Fetcher, Sampler
+from elastic_trainer.data.sources import checked_length, is_stream
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
-from elastic_trainer.worker import seeds
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.fields import check_fields
 from elastic_trainer.worker.state import Position
@@ -32,8 +34,13 @@ class Feed:
         self.fields: dict[str, Any] = {}
         self._resumed: Mapping[str, Any] = {}
         self._control = Control()
-        self._even = self._in_epochs = False
+        self._even = False
+        self._last_epoch: int | None = None
+        """How many epochs there are, inside of epochs()."""
         self._sampler: Sampler | None = None
+        self._source: Fetcher | None = None
+        self._source_for: tuple[Any, ...] = ()
+        self.tally = Tally()
         self.change: Callable[[], bool] = lambda: False
         """Called before a batch is drawn: lets the ranks change there; whether they did."""
 
@@ -62,22 +69,52 @@ class Feed:
         """The epochs from the position's to ``total - 1``; the position moves on when the body of one ends."""
         try:
             while self._position.cursor.epoch < total:
-                self._in_epochs = True
+                self._last_epoch = total
                 yield self._position.cursor.epoch
                 self._next_epoch()
         finally:
-            self._in_epochs = False
+            self._last_epoch = None
+            self.close()
 
     def batches(
-        self, dataset: Any, size: int, micro: int | None, *, shuffle: bool, collate: Collate | None, epochs: int | None
+        self,
+        dataset: Any,
+        size: int,
+        micro: int | None,
+        *,
+        shuffle: bool,
+        collate: Collate | None,
+        epochs: int | None,
+        loading: Loading,
     ) -> Iterator[Batch]:
         """See ``Session.batches``. Mistakes are raised here, not at the first batch."""
-        if epochs is None and not self._in_epochs:
+        if epochs is None and self._last_epoch is None:
             raise ConfigError("batches() does not know how many epochs", hint="say epochs=N, or loop over epochs(N)")
-        fetch = Fetcher(dataset, self._device, collate, self._before_draw)
-        plan = EpochPlan(fetch.length, size, micro, self._seed, shuffle)
+        if shuffle and is_stream(dataset):
+            raise ConfigError(
+                f"{type(dataset).__name__} is a stream, which cannot be shuffled from outside",
+                hint="say shuffle=False; a stream may order each epoch itself, in read_from(epoch, position)",
+            )
+        plan = EpochPlan(checked_length(dataset), size, micro, self._seed, shuffle)
         self.fields = check_fields(plan, self._resumed, self.fields, self._allow_changed)
-        return self._drawn(Sampler(fetch, plan, even=self._even), epochs)
+        source = self._source_of(dataset, collate, loading)
+        until = epochs if epochs is not None else self._last_epoch or 0
+        return self._drawn(Sampler(source, plan, even=self._even, until=until), epochs)
+
+    def _source_of(self, dataset: Any, collate: Collate | None, loading: Loading) -> Fetcher:
+        """The one of the epoch before, if it is for the same: its data workers go on."""
+        asked = (dataset, collate, loading)
+        if self._source is None or not _same(asked, self._source_for):
+            self.close()
+            self._source = Fetcher(dataset, self._device, collate, seed=self._seed, loading=loading, tally=self.tally)
+            self._source_for = asked
+        return self._source
+
+    def close(self) -> None:
+        """Nothing is drawn any more, or from something else."""
+        if self._source is not None:
+            self._source.close()
+        self._source, self._source_for = None, ()
 
     def _drawn(self, sampler: Sampler, epochs: int | None) -> Iterator[Batch]:
         position = self._position
@@ -92,10 +129,13 @@ class Feed:
             if epochs is None:
                 return
             self._next_epoch()
+        if self._sampler is sampler:
+            self.close()
 
     def _next_epoch(self) -> None:
         self._position.cursor = Cursor(self._position.cursor.epoch + 1, 0)
 
-    def _before_draw(self, ids: Ids) -> None:
-        """Random augmentations are those of this step and sample, also when the batch is drawn again."""
-        seeds.seed_all(seeds.key(seeds.DRAW, self._seed, self._position.step, int(ids[0])), self._device)
+
+def _same(asked: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """The same data set and function (themselves, not others that are equal), and equal options."""
+    return len(before) == 3 and asked[0] is before[0] and asked[1] is before[1] and asked[2] == before[2]

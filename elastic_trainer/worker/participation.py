@@ -248,7 +248,7 @@ class Participation:
         if self.control.sum(Purpose.STOP, [float(problem is not None)])[0]:
             logs.logger().error("session.failed", reason="the last checkpoint could not be saved")
             raise SystemExit(EXIT_CANNOT_WRITE) from problem
-        self.ledger.write("closed", step=self.position.step, status=status)
+        self.ledger.write("closed", step=self.position.step, status=status, skipped_samples=self.feed.tally.total)
 
     def save_before_waiting(self) -> None:
         """Too few nodes will be left: what is only in memory is made durable first, while all wait."""
@@ -258,6 +258,7 @@ class Participation:
 
     def leave(self) -> None:
         """The session ends."""
+        self.feed.close()
         self.ledger.close()
         if self._group is not None:
             groups.leave(self._group)

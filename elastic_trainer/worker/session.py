@@ -32,6 +32,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer import settings
 from elastic_trainer.checkpoint import EventSink, Retention
+from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.sampler import Batch, Collate
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
@@ -366,15 +367,45 @@ class Session:
         shuffle: bool = True,
         collate: Collate | None = None,
         epochs: int | None = None,
+        workers: int = 0,
+        prefetch: int = 2,
+        pin_memory: bool | None = None,
+        bad_samples: str = "raise",
+        max_bad_fraction: float = 0.01,
+        multiprocessing_context: str | None = None,
     ) -> Iterator[Batch]:
         """This rank's part of each global batch from the cursor on: of the present epoch, or of all up to ``epochs``.
 
-        A batch comes again until a step has committed it.
+        A batch comes again until a step has committed it. ``dataset`` is map-style, or a SeekableStream (with
+        ``shuffle=False``: it comes in its own order). Random numbers drawn for a sample are keyed by (seed, epoch,
+        sample), so its augmentation does not depend on where it is drawn; a data set with ``deterministic = True``
+        draws none, and one with ``set_epoch(epoch)`` is told of each epoch, in every process.
+
+        With ``workers`` that many processes per rank fetch ``prefetch`` micro-batches each ahead of use (plain tensors
+        are always taken directly). They hold the data set as it was at the first batch, and none of its sockets.
+        ``pin_memory`` None: when the device is CUDA.
+
+        ``bad_samples="skip"`` leaves out samples that raise: they are logged and counted (``skipped_samples``), and
+        the gradient is that of the sum over the samples present, divided by the planned size of the global batch.
+        DataError when more than ``max_bad_fraction`` of this rank's samples of an epoch (and more than 8) are bad, or
+        all of a micro-batch.
         """
         self._trained  # noqa: B018 - raises where the mistake is
+        loading = Loading(workers, prefetch, pin_memory, bad_samples, max_bad_fraction, multiprocessing_context)
         return self._here.feed.batches(
-            dataset, global_batch_size, micro_batch_size, shuffle=shuffle, collate=collate, epochs=epochs
+            dataset,
+            global_batch_size,
+            micro_batch_size,
+            shuffle=shuffle,
+            collate=collate,
+            epochs=epochs,
+            loading=loading,
         )
+
+    @property
+    def skipped_samples(self) -> int:
+        """How many samples this process has left out because they raise."""
+        return self._here.feed.tally.total
 
     # ---- steps
 

@@ -164,3 +164,52 @@ def test_the_shipped_job_reads_97_of_100_unseen_digits(tmp_path: Path, world: in
     progressed = outcome.events("training.progressed")
     assert {line["rank"] for line in progressed} == {0}
     assert all(line["world_size"] == world and line["samples_per_s"] > 0 for line in progressed)
+
+
+NOISY_TASK = '''
+"""A task whose samples are drawn at random, and one of which is broken."""
+import torch
+from elastic_trainer import Task
+from elastic_trainer.training.task import Datasets
+
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == 13:
+            raise OSError("torn")
+        x = torch.tensor([index / 64.0, 1.0]) + 0.1 * torch.randn(2)
+        return x, x.sum(0, keepdim=True)
+
+
+class Noisy(Task):
+    def datasets(self):
+        x = torch.rand(10, 2, generator=torch.Generator().manual_seed(1))
+        return Datasets(train=Points(), test=torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)))
+
+    def model(self):
+        return torch.nn.Linear(2, 1)
+
+    def loss(self, model, batch):
+        return torch.nn.functional.mse_loss(model(batch.x), batch.y)
+
+    def metrics(self, model, batch):
+        return {"error": ((model(batch.x) - batch.y).square().sum(), len(batch.x))}
+'''
+
+
+def test_a_job_with_data_workers_trains_on_the_same_samples_as_one_without(tmp_path: Path) -> None:
+    """On another number of ranks, with random augmentation, and a bad sample that both leave out and tell of."""
+    (tmp_path / "noisy.py").write_text(NOISY_TASK)
+    (tmp_path / "job.yaml").write_text("{task: 'noisy:Noisy', epochs: 3, global_batch: 16, bad_samples: skip}")
+    plain = train("job.yaml", "checkpoint.directory=plain", cwd=tmp_path)
+    ahead = train("job.yaml", "checkpoint.directory=ahead", "workers=1", "prefetch=3", world=2, cwd=tmp_path)
+    assert (plain.code, ahead.code) == (0, 0), plain.err + ahead.err
+    assert ahead.report["metrics"]["error"] == pytest.approx(plain.report["metrics"]["error"], rel=1e-4)
+    for outcome in (plain, ahead):
+        told = outcome.events("data.sample_skipped")
+        assert [(each["sample"], each["epoch"], each["error"]) for each in told] == [
+            (13, epoch, "OSError: torn") for epoch in range(3)
+        ]

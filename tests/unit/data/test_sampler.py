@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from elastic_trainer.data.placing import versions
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.sampler import Batch, Fetcher, Sampler, checked_length, placed
 from elastic_trainer.errors import DataError
@@ -84,13 +85,16 @@ def test_data_are_fetched_when_asked_for_and_once() -> None:
     assert (first.x.tolist(), asked) == ([0.0, 1.0], [0, 1, 0, 1])
 
 
-def test_random_augmentation_is_announced_before_each_fetch() -> None:
-    """Whoever seeds generators hears of every draw of a data set that may use them, and not of plain tensors."""
-    heard: list[list[int]] = []
-    for dataset in (Pairs(), tensors()):
-        fetch = Fetcher(dataset, CPU, before=lambda ids: heard.append(ids.tolist()))
-        fetch(np.array([4, 2]))
-    assert heard == [[4, 2]]
+class Shifted(TensorDataset):
+    """Not the rows themselves."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.tensors[0][index] + 100,)
+
+
+def test_a_tensor_dataset_with_samples_of_its_own_is_asked_for_them() -> None:
+    """Only where a sample is the rows of the tensors are they taken without asking."""
+    assert Fetcher(Shifted(torch.arange(3)), CPU)(np.array([2, 0])).data[0].tolist() == [102, 100]
 
 
 def test_a_collate_function_of_ones_own_is_used() -> None:
@@ -111,7 +115,7 @@ def test_what_the_data_set_raises_names_the_samples() -> None:
 
     with pytest.raises(OSError, match="disk") as caught:
         Fetcher(Broken(), CPU)(np.array([7]))
-    assert "[7]" in caught.value.__notes__[0]
+    assert "sample 7" in caught.value.__notes__[0]
 
 
 class Stream(IterableDataset[int]):
@@ -153,3 +157,14 @@ def test_nested_data_keep_their_structure_on_the_way_to_the_device() -> None:
     assert isinstance(moved["s"], Sample)
     assert moved["s"].a.device.type == moved["l"][0].device.type == "meta"
     assert (moved["s"].b, moved["l"][1], moved["t"]) == ("x", 3, (b"raw", None))
+
+
+def test_data_that_were_changed_in_place_are_known() -> None:
+    """By the tensors' own counts, also through views; what leaves no trace is never taken for untouched."""
+    data = {"x": [torch.zeros(3), torch.ones(2)], "name": "a", "n": 3}
+    before = versions(data)
+    assert before is not None
+    assert versions(data) == before
+    data["x"][1][:1].add_(1)  # type: ignore[index]
+    assert versions(data) != before
+    assert versions([np.zeros(2)]) is None

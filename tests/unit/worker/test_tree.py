@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from elastic_trainer.data.plan import EpochPlan
-from elastic_trainer.data.sampler import Batch, Sampler
+from elastic_trainer.data.sampler import Batch, Fetcher, Sampler
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.control import Control
@@ -32,12 +34,13 @@ def network() -> nn.Module:
 def combined(plan: EpochPlan, world: int) -> list[list[torch.Tensor]]:
     """The gradients and the loss of the first global batch on each rank."""
     x, y = data(plan.length).tensors
+    made = network()  # by one thread: all draw from one generator
 
     def body(control: Control) -> list[torch.Tensor]:
-        module = network()
+        module = deepcopy(made)
         tree = TreeReduction(module, [], [])
         tree.bind(control, control._group)
-        sampler = Sampler(lambda ids: (x[torch.from_numpy(np.array(ids))], y[torch.from_numpy(np.array(ids))]), plan)
+        sampler = Sampler(Fetcher(TensorDataset(x, y), torch.device("cpu")), plan)
         batch = sampler.draw(Cursor(0, 0), control.rank, control.world_size)
         for part in batch.micro_batches:
             grow(tree, module, part)

@@ -1,0 +1,98 @@
+"""Makes a data worker process independent of what it inherits from the process that trains.
+
+A forked child holds the sockets of its parent: peers would not notice the parent's death while the child lives. It
+holds the parent's handlers and wakeup descriptor: a signal to the child would look like one to the parent. torchrun
+and Slurm send SIGTERM to all processes of a job, and the parent needs its data workers for the step in which the ranks
+agree to stop; so they leave such signals to it, and end with it.
+
+*Runs in* the main thread of a data worker process, before it fetches anything.
+*Fails by* nothing: where the system has no such means, less is done.
+*Invariant*: no data worker outlives its parent (on Linux at once, elsewhere within the seconds that torch takes).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_DESCRIPTORS = "/proc/self/fd"
+_STANDARD = 2
+PR_SET_PDEATHSIG = 1
+_HELD_BACK = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Children that are started in here inherit that SIGTERM and SIGINT wait, until :func:`settle` says what they do.
+
+    Other threads of this process, and their C handler, still receive them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def settle(parent: int) -> None:
+    """Let go of what belongs to the process ``parent``, and end when it ends."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)) and number not in _HELD_BACK:
+            signal.signal(number, signal.SIG_DFL)
+    for number in _HELD_BACK:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
+    end_with(parent)
+    drop_sockets()
+
+
+def end_with(parent: int) -> None:
+    """Be killed when ``parent`` dies. On Linux."""
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    except (OSError, AttributeError):
+        return
+    if os.getppid() != parent and _died(parent):  # it died before the call above, which then never signals
+        os._exit(1)
+
+
+def _died(parent: int) -> bool:
+    """Whether ``parent`` has died, rather than never been this process's parent (a fork server's child)."""
+    try:
+        os.kill(parent, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def drop_sockets() -> int:
+    """Let go of all inherited sockets; how many.
+
+    Their numbers stay taken, by /dev/null: objects of the parent that still name them, and may close them at any time,
+    then close nothing of this process.
+    """
+    try:
+        numbers = [int(name) for name in os.listdir(_DESCRIPTORS)]
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    dropped = 0
+    for number in numbers:
+        if number > _STANDARD and _is_socket(number):
+            os.dup2(nothing, number, inheritable=False)
+            dropped += 1
+    os.close(nothing)
+    return dropped
+
+
+def _is_socket(number: int) -> bool:
+    try:
+        return os.readlink(f"{_DESCRIPTORS}/{number}").startswith("socket:")
+    except OSError:
+        return False

@@ -1,0 +1,124 @@
+"""What goes to a data worker process and comes back: requests, samples, and errors as they were raised.
+
+*Runs in* a data worker process (:class:`Tasks`), and where its results are used.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from elastic_trainer.data.placing import leaves
+from elastic_trainer.data.reader import Cancelled, Drawn, Reader
+from elastic_trainer.data.requests import Request
+from elastic_trainer.errors import DataError
+
+_ENDING = -1
+_SENDABLE = (torch.Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A request of one ``course`` (they are counted). Requests of an earlier one are not wanted any more."""
+
+    course: int
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception on its way to another process: pickled, or where that cannot be, in words."""
+
+    pickled: bytes | None
+    words: str
+    trace: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """``error``, which is being handled."""
+        words = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        trace = "".join(traceback.format_exception(error))
+        try:
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:  # noqa: BLE001 - an exception may be of any class, which may pickle itself anyhow
+            return cls(None, words, trace)
+        return cls(pickled, words, trace)
+
+    def exception(self) -> Exception:
+        """The exception, of the kind that it was; a DataError where that cannot be."""
+        error: Exception | None = None
+        if self.pickled is not None:
+            try:
+                error = pickle.loads(self.pickled)
+            except Exception:  # noqa: BLE001 - as above
+                error = None
+        if not isinstance(error, Exception):
+            error = DataError(self.words)
+        error.add_note(f"raised in a data worker process:\n{self.trace}")
+        return error
+
+
+class Tasks(Dataset[Any]):
+    """The data set that torch's DataLoader gives to its processes: item ``task`` is what its request gives."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._course = torch.zeros(1, dtype=torch.int64)
+        self._course.share_memory_()  # type: ignore[no-untyped-call]
+
+    def begin(self, course: int) -> None:
+        """Requests of earlier courses are not wanted any more."""
+        self._course[0] = course
+
+    def end(self) -> None:
+        """Nothing is wanted any more."""
+        self._course[0] = _ENDING
+
+    def __getitem__(self, task: Task) -> Drawn | Failure | None:
+        """What was drawn, a :class:`Failure`, or None if it is not wanted any more."""
+
+        def wanted() -> bool:
+            return int(self._course[0]) == task.course
+
+        try:
+            if not wanted():
+                return None
+            drawn = self._reader.read(task.request, wanted)
+            check_sendable(drawn.data)
+        except Cancelled:
+            return None
+        except Exception as error:  # noqa: BLE001 - the edge of a process: it is raised in the other one
+            return Failure.of(error)
+        return drawn
+
+
+def check_sendable(data: Any) -> None:
+    """DataError unless ``data`` can go to another process: its queue would drop it, and the other wait for ever."""
+    for leaf in leaves(data):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
+            raise DataError("a data worker gives a tensor that is part of a graph", hint="detach() it")
+        if not isinstance(leaf, _SENDABLE):
+            _try(leaf, pickle.dumps)
+
+
+def _try(leaf: Any, dumps: Callable[[Any], bytes]) -> None:
+    try:
+        dumps(leaf)
+    except Exception as error:
+        raise DataError(
+            f"a data worker gives a {type(leaf).__name__}, which cannot go to another process: {error}",
+            hint="give tensors, arrays, numbers or text, or use workers=0",
+        ) from error
+
+
+def unchanged(value: Any) -> Any:
+    """The data are collated already."""
+    return value

@@ -1,0 +1,288 @@
+"""Data worker processes that fetch ahead: torch's DataLoader over the requests that are still to come.
+
+What is asked for next is usually what the stream delivers next. If it is not (the ranks changed, the position moved),
+the stream begins anew there; requests under way are abandoned between two samples. The position in the data is not
+here: fetching ahead changes nothing but when samples are read. What was delivered of the global batch at hand is kept,
+so that a step that is repeated does not fetch it again.
+
+*Runs in* the worker's main thread. *Owns* the data worker processes, from the first request to ``close``.
+*Fails by* what the data set raises, with the worker's trace as a note; DataError when a worker process dies.
+*Invariant*: no data worker process outlives this one, or ``close``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from multiprocessing import connection
+from typing import Any
+
+import torch
+from torch._C import _remove_worker_pids, _set_worker_pids
+from torch.utils.data import DataLoader
+
+from elastic_trainer.clock import SYSTEM
+from elastic_trainer.data.child import settle, signals_held_back
+from elastic_trainer.data.loading import Loading
+from elastic_trainer.data.placing import versions
+from elastic_trainer.data.reader import Drawn, Reader
+from elastic_trainer.data.requests import Place, Request
+from elastic_trainer.data.tasks import Failure, Task, Tasks, unchanged
+from elastic_trainer.errors import DataError
+from elastic_trainer.telemetry.logs import logger
+
+LOOK_S = 0.5
+"""How often a wait for data looks whether the workers are alive."""
+SLOW_S = 60.0
+GRACE_S = 2.0
+"""How long workers that are told to end may take for the sample at hand."""
+
+Future = Callable[[Request], Iterator[Request]]
+"""A request, and those that will be made after it."""
+
+
+class Upcoming:
+    """The requests that are to be sent to workers, and (in ``sent``) those that were; an iterator may go on after
+    StopIteration here, once it was aimed anew.
+    """
+
+    def __init__(self) -> None:
+        self.sent: deque[Task] = deque()
+        self.course = 0
+        self._requests: Iterator[Request] = iter(())
+
+    def aim(self, requests: Iterator[Request]) -> None:
+        """``requests`` are what follows."""
+        self.course += 1
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[Task]:
+        return self
+
+    def __next__(self) -> Task:
+        task = Task(self.course, next(self._requests))
+        self.sent.append(task)
+        return task
+
+
+class Workers:
+    """See the module."""
+
+    def __init__(self, reader: Reader, loading: Loading, *, pin: bool) -> None:
+        self._tasks, self._loading, self._pin = Tasks(reader), loading, pin
+        self._upcoming = Upcoming()
+        self._loader: DataLoader[Any] | None = None
+        self._iterator: Any = None
+        self._processes: list[Any] = []
+        self._owner = os.getpid()
+        self._kept: dict[Place, tuple[Drawn, tuple[int, ...] | None]] = {}
+        self._kept_of: tuple[int, int] | None = None
+        self.future: Future = lambda request: iter([request])
+        """What will be asked for after a request; set before each batch."""
+
+    def get(self, request: Request) -> Drawn:
+        """The samples of ``request``, not yet on the device."""
+        self._keep_only(request)
+        kept = self._kept.get(request.place)
+        if kept is not None and kept[1] is not None and versions(kept[0].data) == kept[1]:
+            return kept[0]
+        drawn = self._delivered(request)
+        self._kept[request.place] = drawn, versions(drawn.data)
+        return drawn
+
+    def close(self) -> None:
+        """End the processes; those in the middle of a sample are killed after a moment."""
+        self._kept.clear()
+        self._upcoming = Upcoming()
+        iterator, processes = self._iterator, self._processes
+        self._iterator = self._loader = None
+        self._processes = []
+        if iterator is None or os.getpid() != self._owner:
+            return
+        atexit.unregister(self.close)
+        self._tasks.end()
+        _end(iterator, processes)
+
+    # ---- what lies behind
+
+    def _keep_only(self, request: Request) -> None:
+        """Forget what was delivered of another global batch."""
+        batch = request.epoch, request.batch_start
+        if batch != self._kept_of:
+            self._kept.clear()
+            self._kept_of = batch
+
+    def _delivered(self, request: Request) -> Drawn:
+        if not self._coming(request.place):
+            self._aim(request)
+        while True:
+            task, value = self._next()
+            if task.course == self._upcoming.course and task.request.place == request.place:
+                break
+        if isinstance(value, Failure):
+            self._aim_again()
+            raise value.exception()
+        if value is None:
+            raise DataError(f"the data workers gave nothing for samples {request.ids[:8].tolist()}")
+        return value
+
+    def _coming(self, place: Place) -> bool:
+        """Whether workers are at ``place``, or have been."""
+        course = self._upcoming.course
+        return any(task.request.place == place and task.course == course for task in self._upcoming.sent)
+
+    def _aim(self, request: Request) -> None:
+        """Go on from ``request``, whatever was expected to come next."""
+        self._upcoming.aim(self.future(request))
+        self._tasks.begin(self._upcoming.course)
+        if self._iterator is None:
+            self._start()
+        elif not self._upcoming.sent:
+            self._iterator = iter(self._loader)  # type: ignore[arg-type]
+
+    def _aim_again(self) -> None:
+        """A request failed: whoever makes it again gets a new answer."""
+        self._upcoming.aim(iter(()))
+        self._tasks.begin(self._upcoming.course)
+
+    def _next(self) -> tuple[Task, Drawn | Failure | None]:
+        """What the workers deliver next."""
+        began, told = SYSTEM.monotonic(), False
+        while True:
+            try:
+                value = self._received()
+            except StopIteration:  # the requests had come to an end, and go on now
+                self._iterator = iter(self._loader)  # type: ignore[arg-type]
+                problem = "" if self._upcoming.sent else "nothing is left to deliver"
+                if not problem:
+                    continue
+            except (RuntimeError, OSError, EOFError) as error:  # what a data set raises comes as a value
+                problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+            else:
+                return self._upcoming.sent.popleft(), value
+            self._check_alive()
+            if "timed out after" not in problem or self._pinning_ended():
+                self.close()
+                raise DataError(f"the data workers failed: {problem}")
+            if not told and SYSTEM.monotonic() - began > SLOW_S:
+                told = True
+                logger().warning("data.awaited", seconds=round(SYSTEM.monotonic() - began, 1))
+
+    def _received(self) -> Any:
+        """The next value. RuntimeError after a while, and at once when a worker dies; ChildProcessError if it is dead.
+
+        torch's handler of SIGCHLD raises that in the main thread wherever it is: so it is told of these processes for
+        no longer than they are waited for. It also ends a read of what a process that was killed has half written.
+        """
+        name = id(self._iterator)
+        try:
+            _set_worker_pids(name, tuple(process.pid for process in self._processes))
+            if dead_of(self._processes):
+                raise ChildProcessError("a data worker has ended")
+            return next(self._iterator)
+        finally:
+            _remove_worker_pids(name)
+
+    def _pinning_ended(self) -> bool:
+        thread = getattr(self._iterator, "_pin_memory_thread", None)
+        return thread is not None and not thread.is_alive()
+
+    # ---- processes
+
+    def _start(self) -> None:
+        """Start the processes; the first requests go out."""
+        self._owner = os.getpid()
+        context = self._loading.multiprocessing_context
+        loader: DataLoader[Any] = DataLoader(
+            self._tasks,
+            batch_size=None,
+            sampler=self._upcoming,
+            collate_fn=unchanged,
+            num_workers=self._loading.workers,
+            prefetch_factor=self._loading.prefetch,
+            persistent_workers=True,
+            pin_memory=self._pin,
+            timeout=LOOK_S,
+            worker_init_fn=partial(_begun, os.getpid()),
+            multiprocessing_context=context,
+            generator=torch.Generator(),  # else it draws from the one that training uses
+        )
+        before = set(multiprocessing.active_children())
+        method = context or multiprocessing.get_start_method()
+        iterator, problem = None, ""
+        try:
+            with signals_held_back() if method == "fork" else nullcontext():
+                iterator = iter(loader)
+        except (OSError, RuntimeError) as error:
+            problem = str(error)
+        if iterator is None:  # raised out here, so that no RuntimeError stands behind it: recovery looks for those
+            raise DataError(f"{self._loading.workers} data workers cannot be started: {problem}")
+        self._loader, self._iterator = loader, iterator
+        self._processes = [process for process in multiprocessing.active_children() if process not in before]
+        atexit.register(self.close)
+        _remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False  # type: ignore[attr-defined]
+
+    def _check_alive(self) -> None:
+        dead = dead_of(self._processes)
+        if dead:
+            self.close()
+            raise died(dead[0])
+
+
+def _begun(parent: int, number: int) -> None:
+    """A data worker process has begun."""
+    settle(parent)
+
+
+_CAUSES: dict[int, str] = {
+    signal.SIGKILL: "out of memory? Use fewer workers, a smaller prefetch or smaller micro-batches",
+    signal.SIGBUS: "is /dev/shm full? Give the container more of it (docker: --shm-size)",
+}
+
+
+def dead_of(processes: list[Any]) -> list[Any]:
+    """Those that have ended; told by their pipes, since whoever else waits for children may have taken their status."""
+    ended = connection.wait([process.sentinel for process in processes], 0)
+    return [process for process in processes if process.sentinel in ended]
+
+
+def died(process: Any) -> DataError:
+    """What to say of a data worker process that has ended."""
+    process.join(LOOK_S)  # its pipe closes a moment before its status is there
+    code = process.exitcode
+    if code is None or code >= 0:
+        return DataError(f"a data worker (process {process.pid}) ended by itself (exit code {code})")
+    return DataError(f"a data worker (process {process.pid}) was killed (signal {-code})", hint=_CAUSES.get(-code))
+
+
+def _end(iterator: Any, processes: list[Any]) -> None:
+    """In peace, or by force where a process is dead already: it may hold a lock that the peaceful way waits for."""
+    if not dead_of(processes):
+        force = threading.Timer(GRACE_S, _kill, [processes])
+        force.name, force.daemon = "data-workers-end", True
+        force.start()
+        try:
+            iterator._shutdown_workers()
+        finally:
+            force.cancel()
+            force.join()
+    else:
+        iterator._shutdown = True
+        if hasattr(iterator, "_pin_memory_thread_done_event"):
+            iterator._pin_memory_thread_done_event.set()
+    _kill(processes)
+    for process in processes:
+        process.join(GRACE_S)
+
+
+def _kill(processes: list[Any]) -> None:
+    for process in processes:
+        process.kill()

@@ -1,0 +1,252 @@
+"""Data worker processes: the same samples as without them, fetched once, and what happens when they fail."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_trainer.clock import SYSTEM
+from elastic_trainer.data.loading import Loading
+from elastic_trainer.data.plan import EpochPlan
+from elastic_trainer.data.sampler import Batch, Fetcher, Sampler
+from elastic_trainer.errors import DataError
+from elastic_trainer.model import Cursor
+from elastic_trainer.worker.failures import is_collective_failure
+from tests.integration.data.datasets import Counted, Holed, Inherited, Large, Noisy, Raising, Words, connected
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def fetcher(dataset: Any, workers: int = 2, collate: Any = None, **options: Any) -> Iterator[Fetcher]:
+    """A source whose processes are gone at the end."""
+    before = multiprocessing.active_children()
+    source = Fetcher(dataset, CPU, collate, seed=7, loading=Loading(workers=workers, **options))
+    try:
+        yield source
+    finally:
+        source.close()
+        assert multiprocessing.active_children() == before
+
+
+def rows(batch: Batch) -> list[tuple[float, ...]]:
+    return [
+        tuple(map(float, row)) for part in batch.micro_batches if part.weight for row in zip(*part.data, strict=True)
+    ]
+
+
+def epochs(source: Fetcher, plan: EpochPlan, worlds: list[int], until: int = 2) -> list[list[tuple[float, ...]]]:
+    """All ranks' samples of each epoch, where the number of ranks is another one at each step."""
+    sampler = Sampler(source, plan, until=until)
+    found: list[list[tuple[float, ...]]] = []
+    step = 0
+    for epoch in range(until):
+        found.append([])
+        cursor = Cursor(epoch, 0)
+        while not plan.ended(cursor):
+            world = worlds[step % len(worlds)]
+            parts = [sampler.draw(cursor, rank, world) for rank in range(world)]
+            for part in parts:
+                found[-1] += rows(part)
+            cursor, step = parts[0].following or cursor, step + 1
+    return found
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    sizes=st.tuples(st.integers(1, 30), st.integers(1, 10), st.one_of(st.none(), st.integers(1, 10))),
+    worlds=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    prefetch=st.integers(1, 4),
+)
+def test_with_workers_the_samples_are_those_without_them(
+    sizes: tuple[int, int, int | None], worlds: list[int], prefetch: int
+) -> None:
+    """Each sample of an epoch once, in the same order and with the same augmentation, whatever is fetched ahead."""
+    length, size, micro = sizes
+    plan = EpochPlan(length, size, min(micro, size) if micro else None, seed=1)
+    with fetcher(Noisy(length), 0) as direct, fetcher(Noisy(length), prefetch=prefetch) as ahead:
+        found = epochs(ahead, plan, worlds)
+        assert found == epochs(direct, plan, worlds) == epochs(direct, plan, [1])
+    assert [sorted(int(row[0]) for row in each) for each in found] == [list(range(length))] * 2
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_other_ways_to_start_processes_give_the_same_samples(method: str) -> None:
+    """As do those of torch."""
+    plan = EpochPlan(8, 4, 2, seed=1)
+    with fetcher(Noisy(8), 0) as direct, fetcher(Noisy(8), 1, multiprocessing_context=method) as ahead:
+        assert epochs(ahead, plan, [1]) == epochs(direct, plan, [1])
+
+
+def test_nothing_is_fetched_twice_although_batches_are_drawn_again() -> None:
+    """A repeated step gets what its first attempt got, also its released micro-batches; epochs follow each other."""
+    dataset = Counted(24)
+    with fetcher(dataset) as source:
+        sampler = Sampler(source, EpochPlan(24, 8, 4), until=2)
+        for epoch in range(2):
+            for start in (0, 8, 16):
+                first, again = (
+                    [part.data.tolist() for part in sampler.draw(Cursor(epoch, start), 0, 1).micro_batches]
+                    for _ in "ab"
+                )
+                assert first == again
+        assert dataset.fetched.tolist() == [2] * 24
+
+
+def test_data_that_a_step_changed_in_place_are_fetched_again() -> None:
+    """The repeated step must not begin with what the lost one left."""
+    with fetcher(Counted()) as source:
+        sampler = Sampler(source, EpochPlan(20, 4, shuffle=False))
+        sampler.draw(Cursor(), 0, 1).x.mul_(100.0)
+        assert sampler.draw(Cursor(), 0, 1).x.tolist() == [0, 1, 2, 3]
+        assert sampler.draw(Cursor(0, 4), 0, 1).x.tolist() == [4, 5, 6, 7]
+
+
+def test_a_position_that_jumps_is_followed_without_what_lies_between() -> None:
+    """Healing or a resumed checkpoint moves the cursor: fetching begins there."""
+    dataset = Counted(2000)
+    with fetcher(dataset, 1, prefetch=1) as source:
+        sampler = Sampler(source, EpochPlan(2000, 4, shuffle=False))
+        assert sampler.draw(Cursor(0, 0), 0, 1).x.tolist() == [0, 1, 2, 3]
+        assert sampler.draw(Cursor(0, 1000), 1, 2).x.tolist() == [1002, 1003]
+        assert sampler.draw(Cursor(0, 40), 0, 1).x.tolist() == [40, 41, 42, 43]
+        assert sampler.draw(Cursor(0, 44), 0, 1).x.tolist() == [44, 45, 46, 47]
+    assert int(dataset.fetched.sum()) < 60
+
+
+def test_whole_parts_are_foreseen_once_a_step_uses_them() -> None:
+    """A step may take all its micro-batches at once."""
+    dataset = Counted(64)
+    with fetcher(dataset, 1, prefetch=1) as source:
+        sampler = Sampler(source, EpochPlan(64, 8, 2, shuffle=False))
+        for start in range(0, 64, 8):
+            assert sampler.draw(Cursor(0, start), 0, 1).x.tolist() == list(range(start, start + 8))
+    assert int(dataset.fetched.sum()) <= 64 + 4
+
+
+def test_streams_are_read_in_worker_processes() -> None:
+    """Each process seeks what it is asked for."""
+    with fetcher(Words()) as source:
+        sampler = Sampler(source, EpochPlan(20, 4, 2, shuffle=False))
+        read = [rows(sampler.draw(Cursor(0, start), 0, 1)) for start in range(0, 20, 4)]
+    assert [int(row[0]) for each in read for row in each] == list(range(20))
+    assert {int(row[1]) for each in read for row in each} == {0, 1}
+
+
+def test_bad_samples_are_skipped_in_worker_processes() -> None:
+    """And counted here, once, when they are used."""
+    with fetcher(Holed(), 1, bad_samples="skip") as source:
+        batch = Sampler(source, EpochPlan(20, 16, 8, shuffle=False)).draw(Cursor(), 0, 1)
+        for _ in range(2):
+            assert [part.x.tolist() for part in batch.micro_batches] == [[0, 4, 5, 6, 7], list(range(8, 16))]
+        assert [part.weight for part in batch.micro_batches] == [5 / 16, 0.5]
+        with pytest.raises(DataError, match=r"all 3 raised: \[1, 2, 3\]"):
+            _ = Sampler(source, EpochPlan(4, 3, shuffle=False)).draw(Cursor(0, 1), 0, 1).data
+
+
+def draw_one(source: Fetcher, number: int) -> Batch:
+    return Sampler(source, EpochPlan(20, 1, shuffle=False)).draw(Cursor(0, number), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "says"),
+    [
+        (0, LookupError, "zero"),
+        (1, DataError, r"one \(advice\)"),
+        (2, DataError, "OddError: two"),
+        (3, DataError, "gives a lock, which cannot go to another process"),
+    ],
+)
+def test_an_error_in_a_worker_comes_out_as_it_was_raised(number: int, kind: type[Exception], says: str) -> None:
+    """With the sample's number and the worker's trace; what cannot travel comes as a DataError. The workers go on."""
+    with fetcher(Raising(), 1, collate=list if number == 3 else None) as source:
+        for _ in range(2):
+            with pytest.raises(kind, match=says) as caught:
+                _ = draw_one(source, number).data
+        if number < 3:
+            assert f"sample {number}, in epoch 0" in str(caught.value.__notes__) + str(caught.value)
+        assert "raised in a data worker process" in str(caught.value.__notes__)
+        assert list(draw_one(source, 8).x if number != 3 else draw_one(source, 8).data) == [8]
+
+
+def test_a_worker_that_is_killed_is_a_clear_error_and_no_failed_collective() -> None:
+    """It says by which signal, soon; in-place recovery must not take it for a lost peer."""
+    with fetcher(Raising()) as source:
+        with pytest.raises(DataError, match=r"was killed \(signal 9\).*out of memory") as caught:
+            _ = draw_one(source, 13).data
+        assert not is_collective_failure(caught.value)
+        assert draw_one(source, 8).x.tolist() == [8]
+
+
+def test_a_worker_that_is_killed_while_nobody_asks_is_noticed_at_the_next_batch() -> None:
+    """Nothing is raised in between: the main thread may be in the middle of an optimizer step."""
+    with fetcher(Noisy()) as source:
+        _ = draw_one(source, 0).data
+        child = multiprocessing.active_children()[-1]
+        child.kill()
+        child.join(10)
+        total = sum(range(100_000))
+        with pytest.raises(DataError, match="signal 9"):
+            _ = draw_one(source, 15).data
+    assert total == 4_999_950_000
+
+
+def kill_all() -> None:
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+def draw_all(source: Fetcher) -> None:
+    for number in range(1, 20):
+        _ = draw_one(source, number).data
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_sending_ends_the_wait_for_the_rest() -> None:
+    """Its pipe stays open in the other processes, so the end of the data would never come."""
+    with fetcher(Large(), collate=list) as source:
+        assert len(draw_one(source, 0).data[0]) == 1 << 22
+        for process in multiprocessing.active_children():
+            psutil.Process(process.pid).suspend()  # with some of the next samples in the pipe
+        killer = threading.Timer(1.0, kill_all)
+        killer.start()
+        with pytest.raises(DataError, match="signal 9"):
+            draw_all(source)
+        killer.join()
+
+
+def test_closing_does_not_wait_for_a_sample_that_takes_long() -> None:
+    """The process in the middle of it is killed."""
+    with fetcher(Raising(), 1) as source:
+        assert draw_one(source, 14).x.tolist() == [14]  # sample 15, which takes a minute, is under way by now
+        began = SYSTEM.monotonic()
+        source.close()
+        assert SYSTEM.monotonic() - began < 20.0
+
+
+def test_a_worker_has_neither_sockets_nor_handlers_of_its_parent() -> None:
+    """A signal to it is no wish of the parent's to stop, and peers see the parent's connections end with it."""
+    client, server = connected()
+    told: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+    try:
+        with client, server, fetcher(Inherited(), 1) as source:
+            sampler = Sampler(source, EpochPlan(20, 1, shuffle=False))
+            *found, pid = (int(each) for each in sampler.draw(Cursor(), 0, 1).data)
+            assert found == [0, 1, 1, 1, -1]
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(pid, number)
+            assert int(sampler.draw(Cursor(0, 10), 0, 1).data[-1]) == pid
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not told

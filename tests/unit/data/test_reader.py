@@ -1,0 +1,279 @@
+"""Reading samples in this process: keyed random numbers, streams, bad samples."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from elastic_trainer.data.bad_samples import LEAST_LIMIT, Missing, Tally, limit, worth_a_line
+from elastic_trainer.data.loading import Loading
+from elastic_trainer.data.plan import EpochPlan
+from elastic_trainer.data.reader import Reader
+from elastic_trainer.data.requests import Request
+from elastic_trainer.data.sampler import Fetcher, Sampler
+from elastic_trainer.data.sources import SeekableStream, checked_length, deterministic, is_stream
+from elastic_trainer.errors import ConfigError, DataError
+from elastic_trainer.model import Cursor
+
+CPU = torch.device("cpu")
+
+
+class Noisy(Dataset[Any]):
+    """A sample is its number and three random numbers, each from another generator."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), np.random.rand(), torch.rand(())
+
+
+class NoisyMany(Noisy):
+    """The same, and several at a time."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def request(*numbers: int, epoch: int = 0, position: int = 0) -> Request:
+    return Request(epoch, position, np.array(numbers))
+
+
+def drawn(dataset: Any, *numbers: int, epoch: int = 0) -> dict[int, tuple[float, ...]]:
+    data = Fetcher(dataset, CPU, seed=7).draw(request(*numbers, epoch=epoch)).data
+    return {int(row[0]): tuple(map(float, row[1:])) for row in zip(*data, strict=True)}
+
+
+@pytest.mark.parametrize("dataset", [Noisy(), NoisyMany(), Subset(NoisyMany(), range(20))], ids=["one", "many", "sub"])
+def test_the_augmentation_of_a_sample_depends_on_seed_epoch_and_number_alone(dataset: Any) -> None:
+    """Whatever is drawn before it or with it, and whether the data set offers to give several at a time."""
+    together, apart = drawn(dataset, 3, 4, 5), {**drawn(dataset, 5), **drawn(dataset, 4, 3)}
+    assert together == apart
+    assert len({number for values in together.values() for number in values}) == 9
+    assert drawn(dataset, 3, epoch=1) != drawn(dataset, 3)
+
+
+def test_drawing_leaves_the_generators_as_they_were() -> None:
+    """A step that draws data goes on with random numbers of its own (dropout)."""
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
+    drawn(Noisy(), 1, 2)
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
+    assert before[:2] == after[:2]
+    assert torch.equal(before[2], after[2])
+
+
+class Fixed(NoisyMany):
+    """Says that it draws no random numbers."""
+
+    deterministic = True
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.asked.append(indices)
+        return indices
+
+
+def test_a_data_set_that_draws_no_random_numbers_is_asked_for_many_at_once() -> None:
+    """It says so, or wraps one that does; nothing is seeded then."""
+    dataset = Fixed()
+    reader = Reader(dataset, None, seed=7)
+    assert (reader.draws, deterministic(Subset(dataset, [0])), deterministic(Noisy())) == (False, True, False)
+    assert reader.read(request(4, 2)).data.tolist() == [4, 2]
+    assert dataset.asked == [[4, 2]]
+    assert deterministic(TensorDataset(torch.ones(1)))
+
+
+def test_a_collate_function_that_mixes_at_random_is_keyed_too() -> None:
+    """By the first sample; what the samples have drawn does not matter."""
+
+    def mixing(samples: list[Any]) -> float:
+        return random.random()
+
+    first, again = (Reader(Noisy(), mixing, seed=1).read(request(5, 6)).data for _ in range(2))
+    assert first == again != Reader(Noisy(), mixing, seed=1).read(request(6, 5)).data
+
+
+def test_a_data_set_is_told_of_the_epoch() -> None:
+    """Before the first sample of each, where it wants to know."""
+
+    class Knowing(Noisy):
+        told: list[int] = []  # noqa: RUF012
+
+        def set_epoch(self, epoch: int) -> None:
+            self.told.append(epoch)
+
+    reader = Reader(Knowing(), None, seed=1)
+    for epoch in (2, 2, 3):
+        reader.read(request(1, epoch=epoch))
+    assert Knowing.told == [2, 3]
+
+
+# ---- streams
+
+
+class Words:
+    """A stream with an order of its own in each epoch; counts how often it is sought in."""
+
+    def __init__(self, length: int = 10, real: int | None = None) -> None:
+        self.length, self.real = length, real if real is not None else length
+        self.sought: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read_from(self, epoch: int, position: int) -> Iterator[Any]:
+        self.sought.append((epoch, position))
+        for number in range(position, self.real):
+            if number == 7 and epoch == 5:
+                raise OSError("torn")
+            yield 100 * epoch + number
+
+
+def test_a_stream_is_read_in_its_own_order_and_sought_in_only_where_it_must() -> None:
+    """Contiguous requests go on with the open iterator."""
+    stream = Words()
+    reader = Reader(stream, None, seed=1)
+    assert reader.read(request(2, 3)).data.tolist() == [2, 3]
+    assert reader.read(request(4, 5)).data.tolist() == [4, 5]
+    assert reader.read(request(0, epoch=1)).data.tolist() == [100]
+    assert stream.sought == [(0, 2), (1, 0)]
+    assert isinstance(stream, SeekableStream)
+    assert is_stream(stream)
+
+
+def test_a_stream_that_is_shorter_than_it_says_is_an_error_also_where_bad_samples_are_skipped() -> None:
+    """Skipping to its end would train on less data than the plan says."""
+    with pytest.raises(DataError, match="of 10 samples ended before sample 4 of epoch 0"):
+        Reader(Words(real=4), None, seed=1, skips=True).read(request(3, 4, 5))
+
+
+def test_a_bad_sample_of_a_stream_is_passed_over() -> None:
+    """The stream is sought behind it."""
+    read = Reader(Words(), None, seed=1, skips=True).read(request(6, 7, 8, epoch=5))
+    assert (read.data.tolist(), [each.number for each in read.missing]) == ([506, 508], [7])
+
+
+class Plain(IterableDataset[int]):
+    """Cannot be sought in."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_an_iterable_that_cannot_be_sought_in_is_refused_with_advice() -> None:
+    """The message names what it lacks."""
+    with pytest.raises(DataError, match="read_from"):
+        checked_length(Plain())
+
+
+# ---- bad samples
+
+
+class Holed(Dataset[Any]):
+    """Samples 1, 2, 3 and 11 raise."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        if index in (1, 2, 3, 11):
+            raise ValueError(f"bad {index}")
+        return torch.tensor(float(index))
+
+
+class HoledMany(Holed):
+    """Several at a time, deterministic."""
+
+    deterministic = True
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("dataset", [Holed(), HoledMany()], ids=["one", "many"])
+def test_a_bad_sample_is_left_out_counted_and_weighs_nothing(dataset: Any) -> None:
+    """The others keep the weight that they have in the planned global batch."""
+    tally = Tally()
+    source = Fetcher(dataset, CPU, seed=1, loading=Loading(bad_samples="skip"), tally=tally)
+    batch = Sampler(source, EpochPlan(16, 8, 4, shuffle=False)).draw(Cursor(0, 8), 0, 2)
+    part = batch.micro_batches[0]
+    assert (part.weight, len(part), part.ids.tolist()) == (1.0, 4, [8, 9, 10, 11])
+    assert part.data.tolist() == [8, 9, 10]
+    assert (part.weight, len(part), part.ids.tolist()) == (0.75, 3, [8, 9, 10])
+    assert (batch.ids.tolist(), tally.total) == ([8, 9, 10], 1)
+    part.release()
+    assert part.data.tolist() == [8, 9, 10]
+    assert tally.total == 1
+
+
+def test_the_gradient_with_a_bad_sample_is_that_of_the_sum_over_the_others_divided_by_the_plan() -> None:
+    """Summed over ranks and micro-batches, whoever had the bad sample."""
+    source = Fetcher(Holed(), CPU, seed=1, loading=Loading(bad_samples="skip"))
+    sampler = Sampler(source, EpochPlan(16, 16, 5, shuffle=False))
+    total = 0.0
+    for rank in range(3):
+        for part in sampler.draw(Cursor(), rank, 3).micro_batches:
+            mean = float(part.data.mean())
+            total += mean * part.weight / 3
+    assert total == pytest.approx(sum(i for i in range(16) if i not in (1, 2, 3, 11)) / 16)
+
+
+def test_by_default_a_bad_sample_is_an_error_that_names_it() -> None:
+    """The data set's own error."""
+    with pytest.raises(ValueError, match="bad 2") as caught:
+        Fetcher(Holed(), CPU, seed=1).draw(request(0, 2))
+    assert "sample 2, in epoch 0" in caught.value.__notes__[0]
+
+
+def test_a_micro_batch_of_bad_samples_only_is_an_error_that_names_them() -> None:
+    """There is nothing to compute on."""
+    with pytest.raises(DataError, match=r"all 3 raised: \[1, 2, 3\]; sample 1: ValueError: bad 1"):
+        Fetcher(Holed(), CPU, seed=1, loading=Loading(bad_samples="skip")).draw(request(1, 2, 3))
+
+
+def test_too_many_bad_samples_are_an_error() -> None:
+    """A sample that is drawn again counts once; each epoch begins anew."""
+    tally = Tally()
+    for epoch in (0, 1):
+        tally.note(epoch, [Missing(1, "E"), Missing(1, "E"), Missing(2, "E")], most=2)
+    assert tally.total == 4
+    with pytest.raises(DataError, match="3 samples of epoch 1 could not be fetched here, and at most 2"):
+        tally.note(1, [Missing(3, "E")], most=2)
+
+
+def test_the_limit_is_a_part_of_what_one_rank_sees_and_at_least_a_handful() -> None:
+    """1 % of 100,000 samples on 4 ranks are 250 on each."""
+    assert limit(100_000, 4, 0.01) == 250
+    assert limit(100, 4, 0.01) == LEAST_LIMIT
+
+
+def test_lines_about_bad_samples_become_fewer_but_never_end() -> None:
+    """The first ten, then each time that the count has doubled."""
+    assert [count for count in range(1, 200) if worth_a_line(count)] == [*range(1, 11), 16, 32, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"workers": -1}, "workers is -1"),
+        ({"prefetch": 0}, "prefetch is 0"),
+        ({"bad_samples": "drop"}, "bad_samples is 'drop'"),
+        ({"max_bad_fraction": 2.0}, "max_bad_fraction is 2.0"),
+        ({"multiprocessing_context": "thread"}, "multiprocessing_context is 'thread'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], says: str) -> None:
+    """The message names the wrong value."""
+    with pytest.raises(ConfigError, match=says):
+        Loading(**options)

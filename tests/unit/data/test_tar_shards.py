@@ -1,0 +1,238 @@
+"""Tar files of samples: grouping, decoding, broken files, the kept index."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_trainer.data import tar_index, tar_shards
+from elastic_trainer.data.plan import EpochPlan
+from elastic_trainer.data.sampler import Fetcher, Sampler
+from elastic_trainer.data.tar_shards import TarShards
+from elastic_trainer.errors import ConfigError, DataError
+from elastic_trainer.model import Cursor
+
+
+def shard(path: Path, files: Mapping[str, bytes]) -> Path:
+    """A tar file with ``files`` in their order."""
+    with tarfile.open(path, "w") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def numbered(path: Path, first: int, last: int) -> Path:
+    return shard(path, {f"{number:04d}.cls": str(number).encode() for number in range(first, last)})
+
+
+def array(values: list[float]) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.array(values))
+    return buffer.getvalue()
+
+
+def test_files_with_one_key_are_one_sample_and_decoded_by_extension(tmp_path: Path) -> None:
+    """Up to the first dot of the name it is the key; folders belong to it, and hidden files to nothing."""
+    files = {
+        "a/1.cls": b"7",
+        "a/1.txt": b"caf\xc3\xa9",
+        "a/1.json": json.dumps({"x": [1]}).encode(),
+        "a/.hidden": b"",
+        "README": b"",
+        "b/1.x.npy": array([1.5]),
+        "b/1.BIN": b"\0\1",
+    }
+    first, second = (TarShards(shard(tmp_path / "s.tar", files))[number] for number in (0, 1))
+    assert first == {"__key__": "a/1", "cls": 7, "txt": "café", "json": {"x": [1]}}
+    assert (second["__key__"], second["x.npy"].tolist(), second["bin"]) == ("b/1", [1.5], b"\0\1")
+
+
+def test_images_are_decoded_where_pillow_is_there(tmp_path: Path) -> None:
+    """Else they stay bytes."""
+    image = pytest.importorskip("PIL.Image")
+    buffer = io.BytesIO()
+    image.new("RGB", (3, 2), (10, 20, 30)).save(buffer, "png")
+    path = shard(tmp_path / "s.tar", {"a.png": buffer.getvalue()})
+    assert TarShards(path)[0]["png"].size == (3, 2)
+    assert TarShards(path, decode=False)[0]["png"] == buffer.getvalue()
+
+
+def test_own_decoders_and_a_transform_are_used(tmp_path: Path) -> None:
+    """The whole extension goes before its last part. Such data may draw random numbers."""
+    path = shard(tmp_path / "s.tar", {"a.seg.txt": b"s", "a.txt": b"t"})
+    shards = TarShards(path, decode={"seg.txt": lambda data: data * 2}, transform=lambda sample: sample["seg.txt"])
+    assert shards[0] == b"ss"
+    assert not shards.deterministic
+    assert TarShards(path).deterministic
+
+
+def test_several_shards_are_one_data_set_that_is_shuffled_and_divided_exactly(tmp_path: Path) -> None:
+    """Patterns name them; sample numbers go on from one to the next."""
+    for number in range(3):
+        numbered(tmp_path / f"s-{number:02d}.tar", 10 * number, 10 * number + 10)
+    shards = TarShards(f"{tmp_path}/s-{{00..02}}.tar")
+    assert [shards[number]["cls"] for number in range(len(shards))] == list(range(30))
+    assert [path.name for path in TarShards(f"{tmp_path}/s-*.tar").paths] == ["s-00.tar", "s-01.tar", "s-02.tar"]
+    with pytest.raises(IndexError):
+        shards[30]
+
+    sampler = Sampler(Fetcher(shards, torch.device("cpu"), seed=1), EpochPlan(30, 30, 7, seed=1))
+    parts = [part for rank in range(3) for part in sampler.draw(Cursor(), rank, 3).micro_batches]
+    assert sorted(int(each) for part in parts for each in part.data["cls"]) == list(range(30))
+
+
+def test_patterns_with_braces_name_each_file() -> None:
+    """Numbers keep their leading zeros."""
+    assert tar_index.braces("a{08..10}{x,y}.tar") == [f"a{n}{c}.tar" for n in ("08", "09", "10") for c in "xy"]
+
+
+def damaged(path: Path, kind: str) -> Path:
+    """A shard of five samples with something wrong."""
+    if kind == "compressed":
+        return _zipped(path)
+    numbered(path, 0, 5)
+    data = path.read_bytes()
+    broken = {
+        "cut in a header": data[: 2 * 1024 + 100],
+        "cut between files": data[: 3 * 1024],
+        "cut in a file": data[: 2 * 1024 + 512],
+        "header overwritten": data[:2048] + b"\xff" * 512 + data[2560:],
+        "no bytes": b"",
+        "no tar": b"hello " * 1000,
+        "zeros": bytes(10240),
+    }
+    path.write_bytes(broken[kind])
+    return path
+
+
+def _zipped(path: Path) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        member = tarfile.TarInfo("a.cls")
+        member.size = 1
+        tar.addfile(member, io.BytesIO(b"1"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("cut in a header", "cut off or damaged at byte 2048"),
+        ("cut between files", "cut off or damaged at byte 3072"),
+        ("cut in a file", "no whole tar file|cut off"),
+        ("header overwritten", "cut off or damaged at byte 2048"),
+        ("no bytes", "no whole tar file"),
+        ("no tar", "no whole tar file"),
+        ("zeros", "holds no samples|no whole tar file"),
+        ("compressed", "it is compressed"),
+    ],
+)
+def test_a_broken_shard_is_named_when_the_data_set_is_made(tmp_path: Path, kind: str, says: str) -> None:
+    """Python's reader takes most damage for the end of the file, and samples would be missing without a word."""
+    with pytest.raises(DataError, match=says) as caught:
+        TarShards(damaged(tmp_path / "broken.tar", kind))
+    assert "broken.tar" in str(caught.value)
+
+
+def test_shards_that_are_not_there_are_named(tmp_path: Path) -> None:
+    """By path or by pattern."""
+    for pattern in (tmp_path / "s.tar", f"{tmp_path}/*.tar"):
+        with pytest.raises(DataError, match=r"\.tar"):
+            TarShards(pattern)
+    with pytest.raises(DataError, match="no shards are named"):
+        TarShards([])
+
+
+def test_a_sample_with_two_files_of_one_name_is_refused(tmp_path: Path) -> None:
+    """Two samples with one key lie next to each other: they would become one."""
+    with tarfile.open(tmp_path / "s.tar", "w") as tar:
+        for _ in range(2):
+            tar.addfile(tarfile.TarInfo("a.txt"))
+    with pytest.raises(DataError, match=r"holds a\.txt twice"):
+        TarShards(tmp_path / "s.tar")
+
+
+def test_a_sample_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
+    """By shard, key and extension."""
+    path = shard(tmp_path / "s.tar", {"a.cls": b"one"})
+    with pytest.raises(DataError, match=r"a\.cls in the shard .*s\.tar cannot be decoded: ValueError"):
+        TarShards(path)[0]
+
+
+def test_the_index_is_kept_and_made_anew_when_the_shard_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when what was kept is damaged; never without being asked."""
+    path = numbered(tmp_path / "s.tar", 0, 5)
+    (tmp_path / "kept").mkdir()
+    cache = tmp_path / "kept" / "s.tar.index.npz"
+    TarShards(path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["kept", "s.tar"]
+    TarShards(path, index=tmp_path / "kept")
+    scanned: list[Path] = []
+    scan = tar_index.scan
+
+    def counting(path: Path) -> tar_index.TarIndex:
+        scanned.append(path)
+        return scan(path)
+
+    monkeypatch.setattr(tar_index, "scan", counting)
+    kept = TarShards(path, index=tmp_path / "kept")
+    assert ([kept[number]["cls"] for number in range(5)], scanned) == ([0, 1, 2, 3, 4], [])
+    numbered(path, 10, 14)
+    os.utime(path, ns=(1, 1))
+    assert [TarShards(path, index=tmp_path / "kept")[number]["cls"] for number in range(4)] == [10, 11, 12, 13]
+    assert len(scanned) == 1
+    cache.write_bytes(cache.read_bytes()[:-100])
+    assert len(TarShards(path, index=tmp_path / "kept")) == 4
+    assert len(scanned) == 2
+    assert [each.name for each in cache.parent.iterdir()] == [cache.name]
+    TarShards(path, index=True)
+    assert (tmp_path / "s.tar.index.npz").exists()
+    with pytest.raises(ConfigError, match="is not there"):
+        TarShards(path, index=tmp_path / "nowhere")
+
+
+def _read(shards: TarShards, number: int, results: Any) -> None:
+    results.put((shards[number]["cls"], os.getpid() == shards._files._process))
+
+
+def test_each_process_opens_the_files_for_itself_and_only_so_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork may share nothing with its parent that moves; a pickled data set opens its files again."""
+    monkeypatch.setattr(tar_shards, "MOST_OPEN", 2)
+    for number in range(4):
+        numbered(tmp_path / f"s{number}.tar", number, number + 1)
+    shards = TarShards(f"{tmp_path}/s{{0..3}}.tar")
+    assert [shards[number]["cls"] for number in (0, 1, 2, 3, 0)] == [0, 1, 2, 3, 0]
+    assert len(shards._files._open) == 2
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    child = context.Process(target=_read, args=(shards, 0, results))
+    child.start()
+    assert results.get(timeout=30) == (0, True)
+    child.join(30)
+    again = pickle.loads(pickle.dumps(shards))
+    assert again[1]["cls"] == 1
+
+
+def test_a_shard_that_became_shorter_is_an_error(tmp_path: Path) -> None:
+    """Not a short read taken for data."""
+    path = numbered(tmp_path / "s.tar", 0, 5)
+    shards = TarShards(path)
+    os.truncate(path, 1024)
+    with pytest.raises(DataError, match="shorter than it was"):
+        shards[4]
