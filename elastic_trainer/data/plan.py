@@ -6,7 +6,9 @@ count of samples. So every sample of an epoch is used exactly once under any sch
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 
 import numpy as np
@@ -56,15 +58,35 @@ class GlobalBatch:
     index: int
 
 
+class LrRule(StrEnum):
+    """What becomes of the learning rate where the global batch is r times as large as the one it was chosen for."""
+
+    NONE = "none"
+    LINEAR = "linear"
+    """r times (Goyal et al. 2017, "Accurate, Large Minibatch SGD")."""
+    SQRT = "sqrt"
+    """The square root of r times (Krizhevsky 2014, "One weird trick"), usual with adaptive optimizers."""
+
+    def factor(self, ratio: float) -> float:
+        """What the learning rate is multiplied by."""
+        return {LrRule.NONE: 1.0, LrRule.LINEAR: ratio, LrRule.SQRT: math.sqrt(ratio)}[self]
+
+
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """How a data set of ``length`` samples is cut into global batches, whatever the number of ranks."""
+    """How a data set of ``length`` samples is cut into global batches.
+
+    By default the number of ranks has no part in it. With ``scale_from`` the global batch is the one for that many
+    ranks, and with W ranks it is W / scale_from times as large; the learning rate follows by ``lr_rule``.
+    """
 
     length: int
     global_batch: int
     micro_batch: int | None = None
     seed: int = 0
     shuffle: bool = True
+    scale_from: int | None = None
+    lr_rule: LrRule = LrRule.NONE
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -78,6 +100,29 @@ class EpochPlan:
             )
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}", hint="it must not be negative")
+        if self.scale_from is not None and self.scale_from < 1:
+            raise ConfigError(f"scale_from is {self.scale_from}", hint="say for how many ranks the batch was chosen")
+        if self.scale_from is None and self.lr_rule is not LrRule.NONE:
+            raise ConfigError(
+                f"lr_rule is {self.lr_rule!s} and the global batch is fixed", hint="say scale_from=..., or leave it out"
+            )
+
+    def at(self, world: int) -> EpochPlan:
+        """The plan with the global batch that ``world`` ranks have."""
+        if self.scale_from is None or world == self.scale_from:
+            return self
+        size = max(1, round(self.global_batch * world / self.scale_from))
+        micro = min(self.micro_batch, size) if self.micro_batch is not None else None
+        return EpochPlan(self.length, size, micro, self.seed, self.shuffle)
+
+    @property
+    def most_parts(self) -> int:
+        """Into how many parts a full global batch can be divided."""
+        return -(-self.global_batch // self.micro_batch) if self.micro_batch is not None else self.global_batch
+
+    def lr_factor(self, world: int) -> float:
+        """What the learning rate is multiplied by at ``world`` ranks."""
+        return self.lr_rule.factor(self.at(world).global_batch / self.global_batch)
 
     @property
     def batches_per_epoch(self) -> int:

@@ -226,16 +226,17 @@ class Sampler:
 
     def draw(self, cursor: Cursor, rank: int, world: int) -> Batch:
         """The part of ``rank`` in the global batch at ``cursor``."""
-        course = Course(self.plan, rank, world, max(self._until, cursor.epoch + 1), self._even)
+        plan = self.plan.at(world)
+        course = Course(plan, rank, world, max(self._until, cursor.epoch + 1), self._even)
         self._source.follow(course)
-        whole = self.plan.global_batch_at(cursor)
+        whole, size = plan.global_batch_at(cursor), plan.micro_batch
         pieces = course.pieces(whole)
-        micro_batches = tuple(self._batch(whole, piece) for piece in pieces)
-        return micro_batches[0] if len(pieces) == 1 else self._batch(whole, spanning(pieces), micro_batches)
+        micro_batches = tuple(self._batch(whole, piece, size) for piece in pieces)
+        return micro_batches[0] if len(pieces) == 1 else self._batch(whole, spanning(pieces), size, micro_batches)
 
-    def _batch(self, whole: GlobalBatch, piece: Piece, parts: tuple[Batch, ...] = ()) -> Batch:
+    def _batch(self, whole: GlobalBatch, piece: Piece, size: int | None, parts: tuple[Batch, ...] = ()) -> Batch:
         request = asked(whole, piece, span=bool(parts))
-        number, size = None, self.plan.micro_batch
+        number = None
         if size is not None and piece.counts and not parts:
             number = piece.start // size
         return Batch(

@@ -73,9 +73,9 @@ class CheckpointConfig(Section):
     keep_every: int | None = Field(default=None, ge=1, description="also keep every checkpoint of such a step multiple")
     metric: str | None = Field(default=None, description="keep the checkpoint with the best value of it")
     mode: Mode = Mode.MAX
-    allow_changed: tuple[Literal["length", "global_batch", "micro_batch", "seed", "shuffle", "arithmetic"], ...] = (
-        Field(default=(), description="what may differ from the run that is resumed; samples may then repeat or miss")
-    )
+    allow_changed: tuple[
+        Literal["length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "arithmetic"], ...
+    ] = Field(default=(), description="what may differ from the run that is resumed; samples may then repeat or miss")
 
 
 class LoggingConfig(Section):

@@ -15,11 +15,12 @@ import torch
 
 from elastic_trainer.data.bad_samples import Tally
 from elastic_trainer.data.loading import Loading
-from elastic_trainer.data.plan import EpochPlan
+from elastic_trainer.data.plan import EpochPlan, LrRule
 from elastic_trainer.data.sampler import Batch, Collate, Fetcher, Sampler
 from elastic_trainer.data.sources import checked_length, is_stream
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
+from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.fields import check_fields
 from elastic_trainer.worker.state import Position
@@ -41,6 +42,8 @@ class Feed:
         self._source: Fetcher | None = None
         self._source_for: tuple[Any, ...] = ()
         self.tally = Tally()
+        self._idle = (0, 0)
+        """Ranks and micro-batches when it was last said that there are too few of the latter."""
         self.change: Callable[[], bool] = lambda: False
         """Called before a batch is drawn: lets the ranks change there; whether they did."""
 
@@ -56,14 +59,21 @@ class Feed:
         if sampler.plan.ended(cursor):
             batch.used = True  # by the others
         else:
-            batch.become(sampler.draw(cursor, self._control.rank, self._control.world_size))
+            batch.become(self._draw(sampler))
 
     @property
     def next_size(self) -> int:
         """How many samples the next step takes, job-wide; 0 where that is not known, and at the end of an epoch."""
         fields = self.fields or self._resumed
         left = int(fields.get("length", 0)) - self._position.cursor.samples
-        return max(0, min(int(fields.get("global_batch", 0)), left))
+        size = int(fields.get("global_batch", 0))
+        if self._sampler is not None:
+            size = self._sampler.plan.at(self._control.world_size).global_batch
+        return max(0, min(size, left))
+
+    def lr_factor(self) -> float:
+        """What the learning rate is multiplied by at the present number of ranks."""
+        return 1.0 if self._sampler is None else self._sampler.plan.lr_factor(self._control.world_size)
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs from the position's to ``total - 1``; the position moves on when the body of one ends."""
@@ -83,6 +93,8 @@ class Feed:
         micro: int | None,
         *,
         shuffle: bool,
+        scale_from: int | None,
+        lr_rule: LrRule,
         collate: Collate | None,
         epochs: int | None,
         loading: Loading,
@@ -95,7 +107,7 @@ class Feed:
                 f"{type(dataset).__name__} is a stream, which cannot be shuffled from outside",
                 hint="say shuffle=False; a stream may order each epoch itself, in read_from(epoch, position)",
             )
-        plan = EpochPlan(checked_length(dataset), size, micro, self._seed, shuffle)
+        plan = EpochPlan(checked_length(dataset), size, micro, self._seed, shuffle, scale_from, lr_rule)
         self.fields = check_fields(plan, self._resumed, self.fields, self._allow_changed)
         source = self._source_of(dataset, collate, loading)
         until = epochs if epochs is not None else self._last_epoch or 0
@@ -123,7 +135,7 @@ class Feed:
             while not sampler.plan.ended(position.cursor):
                 if self.change():
                     continue
-                self.batch = sampler.draw(position.cursor, self._control.rank, self._control.world_size)
+                self.batch = self._draw(sampler)
                 yield self.batch
             self.batch = None
             if epochs is None:
@@ -131,6 +143,15 @@ class Feed:
             self._next_epoch()
         if self._sampler is sampler:
             self.close()
+
+    def _draw(self, sampler: Sampler) -> Batch:
+        rank, world = self._control.rank, self._control.world_size
+        parts = sampler.plan.at(world).most_parts
+        if world > parts and self._idle != (world, parts):
+            self._idle = (world, parts)
+            if rank == 0:
+                logger().warning("ranks.idle", idle=world - parts, world_size=world, micro_batches=parts)
+        return sampler.draw(self._position.cursor, rank, world)
 
     def _next_epoch(self) -> None:
         self._position.cursor = Cursor(self._position.cursor.epoch + 1, 0)

@@ -9,7 +9,7 @@ from typing import Any
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.errors import ConfigError
 
-NAMES = ("length", "global_batch", "micro_batch", "seed", "shuffle", "arithmetic")
+NAMES = ("length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "arithmetic")
 
 
 def check_fields(

@@ -168,6 +168,7 @@ class Participation:
     def train(self, trained: Trained) -> None:
         """From now on this is what is trained."""
         self._trained = trained
+        trained.steps.lr_factor = self.feed.lr_factor
 
     def resume(self, unfit: CheckpointError | None = None) -> None:
         """Bring all ranks of the present round to one state, out of storage, and let them train together.
@@ -248,6 +249,10 @@ class Participation:
         if self.control.sum(Purpose.STOP, [float(problem is not None)])[0]:
             logs.logger().error("session.failed", reason="the last checkpoint could not be saved")
             raise SystemExit(EXIT_CANNOT_WRITE) from problem
+        self.write_closed(status)
+
+    def write_closed(self, status: str) -> None:
+        """The last line of this rank's ledger."""
         self.ledger.write("closed", step=self.position.step, status=status, skipped_samples=self.feed.tally.total)
 
     def save_before_waiting(self) -> None:

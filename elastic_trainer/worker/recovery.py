@@ -222,7 +222,7 @@ class Recovery:
             self._part.save_before_waiting()
         if drain.next is None and self._signals.requested is not None:
             self._part.stopped = True
-            self._part.ledger.write("closed", step=self._part.position.step, status="stopped")
+            self._part.write_closed("stopped")
             raise SystemExit(self._signals.exit_code)
         self._trained.replica.release()
         rounds.abandon(planned=True)

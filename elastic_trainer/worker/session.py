@@ -33,6 +33,7 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_trainer import settings
 from elastic_trainer.checkpoint import EventSink, Retention
 from elastic_trainer.data.loading import Loading
+from elastic_trainer.data.plan import LrRule
 from elastic_trainer.data.sampler import Batch, Collate
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
@@ -67,7 +68,7 @@ class Session:
     """See the module. ``checkpoint_dir`` None: nothing is saved. ``nonfinite``: ``raise`` or ``warn``.
 
     ``keep_last`` and ``keep_every`` (a step multiple) say which checkpoints stay, or ``retention`` instead of them.
-    ``allow_changed`` names fields (length, global_batch, micro_batch, seed, shuffle) that a resumed job may have
+    ``allow_changed`` names fields (length, global_batch, micro_batch, seed, shuffle, ...) that a resumed job may have
     changed. ``stop_timeout_s`` bounds how long the ranks may take to agree to stop.
     """
 
@@ -365,6 +366,8 @@ class Session:
         global_batch_size: int,
         micro_batch_size: int | None = None,
         shuffle: bool = True,
+        scale_from: int | None = None,
+        lr_rule: str = LrRule.NONE,
         collate: Collate | None = None,
         epochs: int | None = None,
         workers: int = 0,
@@ -380,6 +383,10 @@ class Session:
         ``shuffle=False``: it comes in its own order). Random numbers drawn for a sample are keyed by (seed, epoch,
         sample), so its augmentation does not depend on where it is drawn; a data set with ``deterministic = True``
         draws none, and one with ``set_epoch(epoch)`` is told of each epoch, in every process.
+
+        The global batch is the same at any number of ranks. With ``scale_from=R`` it is the one for R ranks, and with W
+        ranks W / R times as large (rounded); the learning rate that the optimizer has is then multiplied by what
+        ``lr_rule`` says ("linear", "sqrt", "none") for each update. Both are kept in the checkpoint.
 
         With ``workers`` that many processes per rank fetch ``prefetch`` micro-batches each ahead of use (plain tensors
         are always taken directly). They hold the data set as it was at the first batch, and none of its sockets.
@@ -397,6 +404,8 @@ class Session:
             global_batch_size,
             micro_batch_size,
             shuffle=shuffle,
+            scale_from=scale_from,
+            lr_rule=_lr_rule(lr_rule),
             collate=collate,
             epochs=epochs,
             loading=loading,
@@ -464,3 +473,9 @@ class Session:
     def barrier(self) -> None:
         """Wait for all ranks."""
         self._all.barrier()
+
+
+def _lr_rule(name: str) -> LrRule:
+    if name not in list(LrRule):
+        raise ConfigError(f"lr_rule is {name!r}", hint=f"use one of {', '.join(map(repr, map(str, LrRule)))}")
+    return LrRule(name)

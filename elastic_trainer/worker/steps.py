@@ -50,6 +50,9 @@ class Steps:
         self.absorb = absorb
         self.check_gradients: Callable[[], None] = lambda: None
         """Raises if the gradients at hand are not those of all ranks (asked right before the update)."""
+        self.lr_factor: Callable[[], float] = lambda: 1.0
+        """What the learning rate is multiplied by during an update."""
+        self._own_lrs: list[Any] = []
         self.dirty = False
         """Between the optimizer's first change and the commit: this state is neither the old nor the new one."""
         self.replica, self.scaling, self.position = replica, scaling, position
@@ -114,6 +117,7 @@ class Steps:
                 self.scaling.after_update()
         finally:
             self._current = None
+            self._restore_lr()
         if error is not None:
             return self.absorb(step, error)
         if not step.committed:
@@ -145,11 +149,25 @@ class Steps:
         step.ready()
         self.check_gradients()
         self.scaling.before_update()
+        self._scale_lr(optimizer)
         self.dirty = True
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._restore_lr()
         if self._current is not None:
             self._commit(self._current)
+
+    def _scale_lr(self, optimizer: torch.optim.Optimizer) -> None:
+        factor = self.lr_factor()
+        if factor != 1.0:
+            self._own_lrs = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
+
+    def _restore_lr(self) -> None:
+        for group, own in zip(self._optimizer.param_groups, self._own_lrs, strict=False):
+            group["lr"] = own
+        self._own_lrs = []
 
     def _commit(self, step: Step) -> None:
         if self._average is not None:

@@ -1,0 +1,106 @@
+"""What a session makes of a batch that follows the number of ranks, and of more ranks than micro-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.model import Cursor
+from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.step import Step
+from tests.unit.worker.toys import data, loss_of
+
+
+def first_step(directory: Path | None = None, allow: tuple[str, ...] = (), **policy: Any) -> tuple[float, float, int]:
+    """How far a weight of 1 with a gradient of 1 moves, the learning rate afterwards, samples used."""
+    with Session(directory, device="cpu", allow_changed=allow) as session:
+        module = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(module.weight)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        session.wrap(module, optimizer=optimizer, scheduler=scheduler)
+        before = float(module.weight.detach()[0, 0])
+        next(session.batches(data(), global_batch_size=16, epochs=10, **policy))
+        with session.step() as step:
+            step.backward(module.weight.sum())
+            optimizer.step()
+        return before - float(module.weight.detach()[0, 0]), optimizer.param_groups[0]["lr"], session.cursor.samples
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 0.25), ("sqrt", 0.5), ("none", 1.0)])
+def test_one_rank_of_four_takes_a_quarter_of_the_batch(rule: str, factor: float) -> None:
+    """The update is made with the scaled learning rate; the optimizer's own, and its schedule, stay as they were."""
+    moved, lr, samples = first_step(scale_from=4, lr_rule=rule)
+    assert moved == pytest.approx(0.1 * factor)
+    assert lr == pytest.approx(0.05)
+    assert samples == 4
+
+
+def test_the_policy_is_kept_in_the_checkpoint(tmp_path: Path) -> None:
+    """Another one on resuming is refused by name, unless it is allowed."""
+    first_step(tmp_path, scale_from=4, lr_rule="sqrt")
+    with pytest.raises(ConfigError, match="'lr_rule' is linear here and was sqrt"):
+        first_step(tmp_path, scale_from=4, lr_rule="linear")
+    with pytest.raises(ConfigError, match="'scale_from' is 2 here and was 4"):
+        first_step(tmp_path, scale_from=2, lr_rule="sqrt")
+    first_step(tmp_path, ("scale_from",), scale_from=2, lr_rule="sqrt")
+
+
+def update(step: Step, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    with step:
+        step.backward(loss)
+        optimizer.step()
+
+
+def test_an_update_that_fails_leaves_the_learning_rate_as_it_was() -> None:
+    """The factor is of the update alone."""
+    with Session(device="cpu") as session:
+        module = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer)
+        batch = next(session.batches(data(), global_batch_size=16, epochs=1, scale_from=4, lr_rule="linear"))
+
+        def fail(*_: Any) -> None:
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+            raise ValueError("in the update")
+
+        optimizer.register_step_pre_hook(fail)
+        step = session.step()
+        with pytest.raises(ValueError, match="in the update"):
+            update(step, optimizer, loss_of(wrapped, batch))
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_more_ranks_than_micro_batches_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare ranks compute a filler of weight zero; nothing fails, and the log does not fill up."""
+    said: list[tuple[str, dict[str, int]]] = []
+
+    class Log:
+        def warning(self, event: str, **values: int) -> None:
+            said.append((event, values))
+
+    monkeypatch.setattr("elastic_trainer.worker.feed.logger", Log)
+    with Session(device="cpu") as session:
+        module = nn.Linear(4, 1)
+        session.wrap(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+        feed = session._here.feed
+        batches = session.batches(data(), global_batch_size=8, micro_batch_size=4, epochs=1)
+        feed._control = Control(None, 0, 5)
+        for _ in range(3):
+            batch = next(batches)
+            batch.used = True
+            session._position.cursor = batch.following or Cursor(0, 0)
+        feed._control = Control()
+    assert said == [("ranks.idle", {"idle": 3, "world_size": 5, "micro_batches": 2})]
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    """The sentence names the known ones."""
+    with pytest.raises(ConfigError, match="'none', 'linear', 'sqrt'"):
+        first_step(scale_from=4, lr_rule="cubic")
