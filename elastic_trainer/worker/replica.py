@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.batchnorm import Company, share_batchnorm
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.device import Placement
 from elastic_trainer.worker.gradients import Gradients
@@ -77,6 +79,9 @@ class Replica:
         self._kept: list[torch.Tensor] = []
         self._placement, self._options = placement, dict(options)
         self.module = module.to(placement.device)
+        self._company = Company()
+        if sync and placement.device.type != "cuda":
+            self.module = share_batchnorm(self.module, self._company)
         self.even = sync
         """Whether all ranks need equally many micro-batches (collectives in the forward pass)."""
         self._parallel: DistributedDataParallel | None = None
@@ -91,9 +96,7 @@ class Replica:
             self.tree = TreeReduction(self.module, self._buffers, self._kept)
 
     def _prepare_to_last(self) -> None:
-        if self.even:
-            if self._placement.device.type != "cuda":
-                raise ConfigError("sync_batchnorm needs CUDA devices", hint="leave it out on CPUs")
+        if self.even and self._placement.device.type == "cuda":
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
         self._lasting = Runner(self.module)
         self._keep_buffers()
@@ -107,8 +110,12 @@ class Replica:
         """Names of the bare module's buffers."""
         return frozenset(name for name, _ in self.module.named_buffers())
 
-    def begin_step(self) -> None:
-        """A step begins: the forward pass moves buffers (BatchNorm) before anything is committed."""
+    def begin_step(self, *, counts: bool = True) -> None:
+        """A step begins: the forward pass moves buffers (BatchNorm) before anything is committed.
+
+        ``counts``: whether the samples at hand do (they are no filler).
+        """
+        self._company.counts = counts
         if self._buffers:
             torch._foreach_copy_(self._kept, self._buffers)
         if self._gradients is not None:
@@ -116,8 +123,9 @@ class Replica:
         if self.tree is not None:
             self.tree.begin_step()
 
-    def begin_micro_batch(self) -> None:
+    def begin_micro_batch(self, *, counts: bool = True) -> None:
         """In the tree each micro-batch begins with the buffers that the step began with."""
+        self._company.counts = counts
         if self.tree is not None:
             self.restore_buffers()
 
@@ -141,12 +149,12 @@ class Replica:
             return
         if control.alone:
             return
-        if self.even and self._lasting is None:
-            if self._placement.device.type != "cuda":
-                raise ConfigError("sync_batchnorm needs CUDA devices", hint="leave it out on CPUs")
-            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
-        self._check_trainable()
         cuda = self._placement.device.type == "cuda"
+        if self.even and cuda and self._lasting is None:
+            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
+        if self.even and not cuda:
+            self._company.bind(control.rank, control.world_size, partial(_all_reduce, control))
+        self._check_trainable()
         ids = [self._placement.device.index] if cuda else None
         options = dict(self._options)
         interruptible = self._lasting is not None and not cuda and options.get("gradient_as_bucket_view", True)
@@ -164,6 +172,7 @@ class Replica:
 
     def release(self) -> None:
         """Let go of the round that the gradients were averaged in."""
+        self._company.bind(0, 1, lambda tensor: None)
         self._parallel = self._gradients = None
         if self._lasting is not None:
             self._lasting.__dict__["through"] = self.module
@@ -206,6 +215,11 @@ class Replica:
             if control.rank != 0:
                 with torch.no_grad():
                     buffer.copy_(copy)
+
+
+def _all_reduce(control: Control, tensor: torch.Tensor) -> None:
+    """Sum ``tensor`` over all ranks; the end of the round interrupts the wait."""
+    control.works.wait(control.works.begun(dist.all_reduce(tensor, async_op=True)))
 
 
 def forwards_buffers(parallel: DistributedDataParallel) -> bool:

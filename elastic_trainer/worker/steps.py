@@ -91,7 +91,7 @@ class Steps:
             raise ConfigError("session.step() inside another one", hint="end the first step before the next")
         self._current = step
         self.scaling.begin()
-        self.replica.begin_step()
+        self.replica.begin_step(counts=step.batch is None or step.batch.weight > 0.0)
         self._optimizer.zero_grad(set_to_none=True)
         if step.batch is None:
             seeds.seed_all(seeds.key(self.position.step, self.control.rank, start=self._stream), self._device)
@@ -100,7 +100,7 @@ class Steps:
 
     def begin_micro_batch(self, part: Batch) -> None:
         """``part`` is computed now: it draws the random numbers that are its own at any number of ranks."""
-        self.replica.begin_micro_batch()
+        self.replica.begin_micro_batch(counts=part.weight > 0.0)
         self._seed(part)
 
     def _seed(self, part: Batch) -> None:

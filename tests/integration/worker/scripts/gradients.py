@@ -65,9 +65,29 @@ def counted(length: int, size: int, micro: int | None) -> list[torch.Tensor]:
     return found + losses
 
 
+def normalized(length: int, size: int) -> list[torch.Tensor]:
+    """As ``gradients``, with batch normalization over the samples of all ranks; and what it keeps of them."""
+    generator = torch.Generator().manual_seed(length)
+    data = TensorDataset(torch.randn(length, 3, 5, generator=generator), torch.randn(length, 1, generator=generator))
+    found: list[torch.Tensor] = []
+    with Session(device="cpu", seed=2) as session:
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(15, 7), nn.BatchNorm1d(7, affine=False))
+        model.extend([nn.Tanh(), nn.Linear(7, 1)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        wrapped = session.wrap(model, optimizer=optimizer, sync_batchnorm=True)
+        for batch in session.batches(data, global_batch_size=size, epochs=2):
+            with session.step() as step:
+                step.backward(nn.functional.mse_loss(wrapped(batch.x), batch.y))
+                found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+                optimizer.step()
+        found += [buffer.float() for buffer in model.buffers()]
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
     results = [gradients(*case) for case in CASES] + [counted(*case) for case in CASES[:3]]
+    results += [normalized(40, 16), normalized(29, 14), normalized(9, 4)]  # the last with tails smaller than the ranks
     with Session(device="cpu") as session:
         torch.save(results, Path(sys.argv[1]) / f"gradients-{session.world_size}-{session.rank}.pt")
 
