@@ -45,7 +45,7 @@ class Piece:
         return self.weight > 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GlobalBatch:
     """The samples ``ids`` that all ranks together train on in one step.
 
@@ -122,6 +122,8 @@ class EpochPlan:
 
     def lr_factor(self, world: int) -> float:
         """What the learning rate is multiplied by at ``world`` ranks."""
+        if self.scale_from is None:
+            return 1.0
         return self.lr_rule.factor(self.at(world).global_batch / self.global_batch)
 
     @property
@@ -145,12 +147,8 @@ class EpochPlan:
         if self.ended(cursor):
             raise ValueError(f"epoch {cursor.epoch} has {self.length} samples; nothing is left at {cursor.samples}")
         stop = min(cursor.samples + self.global_batch, self.length)
-        return GlobalBatch(
-            ids=self.order(cursor.epoch)[cursor.samples : stop],
-            cursor=cursor,
-            following=Cursor(cursor.epoch, stop),
-            index=cursor.samples // self.global_batch,
-        )
+        ids = self.order(cursor.epoch)[cursor.samples : stop]
+        return GlobalBatch(ids, cursor, Cursor(cursor.epoch, stop), cursor.samples // self.global_batch)
 
 
 @lru_cache(maxsize=2)

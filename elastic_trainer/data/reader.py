@@ -23,7 +23,7 @@ from elastic_trainer.errors import DataError
 Collate = Callable[[list[Any]], Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Drawn:
     """Collated samples, and those that were left out of them."""
 

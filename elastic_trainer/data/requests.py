@@ -16,7 +16,7 @@ Place = tuple[int, int, int]
 """Epoch, position of the first sample in it, number of samples."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Request:
     """The samples ``ids``, which begin at ``position`` of ``epoch``.
 
@@ -79,14 +79,8 @@ class Course:
 
 def asked(whole: GlobalBatch, piece: Piece, *, span: bool = False) -> Request:
     """The request for ``piece`` of the global batch ``whole``."""
-    return Request(
-        epoch=whole.cursor.epoch,
-        position=whole.cursor.samples + piece.start,
-        ids=whole.ids[piece.start : piece.stop],
-        batch_start=whole.cursor.samples,
-        counts=piece.counts,
-        span=span,
-    )
+    ids, cursor = whole.ids[piece.start : piece.stop], whole.cursor
+    return Request(cursor.epoch, cursor.samples + piece.start, ids, cursor.samples, piece.weight > 0.0, span)
 
 
 def spanning(pieces: tuple[Piece, ...]) -> Piece:

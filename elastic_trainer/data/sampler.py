@@ -160,6 +160,7 @@ class Fetcher:
         self.length = self._reader.length
         self._tensors = dataset.tensors if plain_tensors(dataset) and collate is None else None
         self._pin = loading.pins(device)
+        self._in_place = self._tensors is not None and all(t.device == device for t in self._tensors)
         ahead = loading.workers and self._tensors is None  # rows of tensors are there already
         self._workers = Workers(self._reader, loading, pin=self._pin) if ahead else None
         self._world = 1
@@ -194,6 +195,8 @@ class Fetcher:
     def _drawn(self, request: Request) -> Drawn:
         if self._tensors is not None:
             index = torch.from_numpy(request.ids.astype(np.int64))
+            if self._in_place:
+                return Drawn([_rows(tensor, index) for tensor in self._tensors])
             return Drawn([self._placed(_rows(tensor, index)) for tensor in self._tensors])
         if not self._reader.draws:
             drawn = self._reader.read(request)
@@ -223,16 +226,21 @@ class Sampler:
     def __init__(self, source: Source, plan: EpochPlan, *, even: bool = False, until: int = 0) -> None:
         self.plan = plan
         self._source, self._even, self._until = source, even, until
+        self._course: Course | None = None
 
     def draw(self, cursor: Cursor, rank: int, world: int) -> Batch:
         """The part of ``rank`` in the global batch at ``cursor``."""
         plan = self.plan.at(world)
-        course = Course(plan, rank, world, max(self._until, cursor.epoch + 1), self._even)
-        self._source.follow(course)
+        course = self._course
+        if course is None or course.rank != rank or course.world != world or course.until <= cursor.epoch:
+            course = self._course = Course(plan, rank, world, max(self._until, cursor.epoch + 1), self._even)
+            self._source.follow(course)
         whole, size = plan.global_batch_at(cursor), plan.micro_batch
         pieces = course.pieces(whole)
+        if len(pieces) == 1:
+            return self._batch(whole, pieces[0], size)
         micro_batches = tuple(self._batch(whole, piece, size) for piece in pieces)
-        return micro_batches[0] if len(pieces) == 1 else self._batch(whole, spanning(pieces), size, micro_batches)
+        return self._batch(whole, spanning(pieces), size, micro_batches)
 
     def _batch(self, whole: GlobalBatch, piece: Piece, size: int | None, parts: tuple[Batch, ...] = ()) -> Batch:
         request = asked(whole, piece, span=bool(parts))

@@ -165,7 +165,9 @@ class Steps:
                 group["lr"] = group["lr"] * factor
 
     def _restore_lr(self) -> None:
-        for group, own in zip(self._optimizer.param_groups, self._own_lrs, strict=False):
+        if not self._own_lrs:
+            return
+        for group, own in zip(self._optimizer.param_groups, self._own_lrs, strict=True):
             group["lr"] = own
         self._own_lrs = []
 

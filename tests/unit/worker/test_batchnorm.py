@@ -13,7 +13,7 @@ from elastic_trainer.worker.batchnorm import Company, SharedBatchNorm, share_bat
 from elastic_trainer.worker.control import Control
 from tests.unit.worker.ranks import run_ranks
 
-SIZES = (5, 1, 3)
+SIZES = [5, 1, 3]
 """Samples of each rank."""
 
 
