@@ -135,6 +135,9 @@ class RendezvousOptions(Frozen):
     sever_timeout: float = Field(
         default=30.0, gt=0.0, description="in place: time a worker gets to leave a round that is over, before SIGKILL"
     )
+    hang_timeout: float = Field(
+        default=60.0, ge=0.0, description="in place: time a worker may answer nothing (frozen), before SIGKILL; 0: ever"
+    )
     form_timeout: float = Field(default=5.0, gt=0.0, description="longest time to form a process group")
     session_timeout: float = Field(default=60.0, gt=0.0, description="in place: time until a worker opens a Session")
     failure_limit: int = Field(default=3, ge=1, description="failures at one step that end the run")

@@ -18,6 +18,7 @@ from elastic_trainer.agent.announcer import Announcer
 from elastic_trainer.agent.release import Release
 from elastic_trainer.agent.roster import Life, Worker
 from elastic_trainer.agent.strikes import Strikes
+from elastic_trainer.agent.watchdog import Watchdog
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import EXIT_FAILURE
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Listener
@@ -55,6 +56,7 @@ class Conductor:
         on_progress: Callable[[Progress], None],
         clock: Clock = SYSTEM,
         sever_timeout_s: float = 30.0,
+        hang_timeout_s: float = 0.0,
     ) -> None:
         self._run, self._node, self._base, self._announcer = run, node, base, announcer
         self._on_progress, self._clock = on_progress, clock
@@ -71,6 +73,8 @@ class Conductor:
         self.met = threading.Event()
         """Set when the first worker of the present life has opened a session."""
         self._listener = Listener(self._serve)
+        self._watchdog = Watchdog(hang_timeout_s, self._at_work, clock)
+        self._watchdog.start()
 
     @property
     def path(self) -> Path:
@@ -88,11 +92,17 @@ class Conductor:
 
     def close(self) -> None:
         """Tell the workers that nobody leads them any more."""
+        self._watchdog.close()
         self._release.close()
         self._listener.close()
         with self._lock:
             for worker in self._life.workers.values():
                 worker.connection.close()
+
+    def _at_work(self) -> list[Worker]:
+        """The workers that have not said farewell."""
+        with self._lock:
+            return [] if self._life.ended else [each for each in self._life.workers.values() if each.left is None]
 
     # ---- lives
 
@@ -252,6 +262,7 @@ class Conductor:
             logger().warning("worker.mutex_unusable", pid=worker.pid, error=str(error))
 
     def _hear(self, worker: Worker, message: Message) -> None:
+        worker.heard_at = self._clock.monotonic()
         with self._lock:
             if worker.life != self._life.number or self._life.ended:
                 return

@@ -120,6 +120,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             self._report,
             self._clock,
             self._options.sever_timeout,
+            self._options.hang_timeout,
         )
         self._conductor.know_incarnation(member.create_revision)
         member.on_round(self._conductor.see)

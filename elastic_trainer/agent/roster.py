@@ -27,6 +27,8 @@ class Worker:
     told_drain: int = 0
     offered: int = 0
     """The round in which a planned change would give it a place."""
+    heard_at: float = 0.0
+    """Monotonic time of the last word from it; 0 before the watchdog has seen it."""
     inside: int = 0
     """The newest round that it may have entered: one whose place it was given and had no reason to refuse."""
 

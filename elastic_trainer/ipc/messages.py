@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from elastic_trainer.errors import PermanentError
 
-CHANNEL_VERSION = 1
+CHANNEL_VERSION = 2
 LONGEST_LINE = 1 << 20
 
 
@@ -100,6 +100,12 @@ class Evicted(Message):
     reason: str
 
 
+class Pong(Message):
+    """The answer to Ping."""
+
+    kind: Literal["pong"] = "pong"
+
+
 class Leaving(Message):
     """The worker ends: ``done`` (its work is finished), ``stopped`` (asked to leave) or ``failed``."""
 
@@ -156,6 +162,12 @@ class Drain(Message):
     next: Formation | None = None
 
 
+class Ping(Message):
+    """Is the process alive? Its link's thread answers at once."""
+
+    kind: Literal["ping"] = "ping"
+
+
 class Exit(Message):
     """End at once with ``code``: there is nothing left to do here."""
 
@@ -164,14 +176,14 @@ class Exit(Message):
     reason: str
 
 
-FromWorker = Annotated[Hello | Ready | Failed | Progress | Evicted | Leaving, Field(discriminator="kind")]
-FromAgent = Annotated[Welcome | Formation | Over | Drain | Exit, Field(discriminator="kind")]
+FromWorker = Annotated[Hello | Ready | Failed | Progress | Evicted | Pong | Leaving, Field(discriminator="kind")]
+FromAgent = Annotated[Welcome | Formation | Over | Drain | Ping | Exit, Field(discriminator="kind")]
 
-_FROM_WORKER: TypeAdapter[Hello | Ready | Failed | Progress | Evicted | Leaving] = TypeAdapter(FromWorker)
-_FROM_AGENT: TypeAdapter[Welcome | Formation | Over | Drain | Exit] = TypeAdapter(FromAgent)
+_FROM_WORKER: TypeAdapter[Hello | Ready | Failed | Progress | Evicted | Pong | Leaving] = TypeAdapter(FromWorker)
+_FROM_AGENT: TypeAdapter[Welcome | Formation | Over | Drain | Ping | Exit] = TypeAdapter(FromAgent)
 
 
-def read_from_worker(line: bytes) -> Hello | Ready | Failed | Progress | Evicted | Leaving:
+def read_from_worker(line: bytes) -> Hello | Ready | Failed | Progress | Evicted | Pong | Leaving:
     """Parse a line that a worker sent."""
     try:
         return _FROM_WORKER.validate_json(line)
@@ -181,7 +193,7 @@ def read_from_worker(line: bytes) -> Hello | Ready | Failed | Progress | Evicted
         ) from error
 
 
-def read_from_agent(line: bytes) -> Welcome | Formation | Over | Drain | Exit:
+def read_from_agent(line: bytes) -> Welcome | Formation | Over | Drain | Ping | Exit:
     """Parse a line that the agent sent."""
     try:
         return _FROM_AGENT.validate_json(line)

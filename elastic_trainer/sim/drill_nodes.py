@@ -6,15 +6,12 @@ Each function strikes once, measures, and leaves the stage as it found it: all i
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
-from elastic_trainer.errors import EXIT_LEFT, ConfigError
+from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.sim.drill_measure import Effect, Standing
 from elastic_trainer.sim.drill_stage import DrillError, Stage, now
 from elastic_trainer.sim.drill_strikes import aftermath, freeze, kill_nodes, kill_workers, restarted, worker
 
-WATCHDOG = "elastic_trainer.agent.watchdog"
 MOST_APART_S = 0.05
 _TRIES = 3
 
@@ -30,23 +27,13 @@ def worker_kill(stage: Stage, repeat: int) -> Effect:
 
 
 def worker_freeze(stage: Stage, repeat: int) -> Effect:
-    """SIGSTOP the worker of a node whose agent lives on: only a watchdog can tell."""
+    """SIGSTOP the worker of a node whose agent lives on: only its watchdog can tell, which ends it."""
     before = stage.settled()
     name = before.nodes[-1 - repeat % len(before.nodes)]
     t = freeze(stage, [worker(stage, before, name)])
     effect = aftermath(stage, before, f"worker of {name} frozen", t, [name])
     stage.restore()
     return effect
-
-
-def check_watchdog() -> None:
-    """Nothing notices a frozen worker without one."""
-    if find_spec(WATCHDOG) is None:
-        raise ConfigError(
-            "worker-freeze needs the health watchdog, which this version does not have: while its agent lives, nothing"
-            " notices a worker that stands still",
-            hint="node-freeze freezes the agent too, whose lease then ends",
-        )
 
 
 def node_kill(stage: Stage, repeat: int) -> Effect:

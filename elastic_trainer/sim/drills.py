@@ -70,9 +70,9 @@ DRILLS: dict[str, Drill] = {
         Drill("rank0-node-kill", "SIGKILL the node that hosts rank 0", _plain(drill_nodes.rank0_node_kill)),
         Drill(
             "worker-freeze",
-            "SIGSTOP one worker whose agent lives on (needs the health watchdog)",
+            "SIGSTOP one worker whose agent lives on",
             _plain(drill_nodes.worker_freeze),
-            check=drill_nodes.check_watchdog,
+            Setting(options={"hang_timeout": "2"}),
         ),
         Drill(
             "node-freeze",

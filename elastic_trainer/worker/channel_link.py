@@ -185,6 +185,9 @@ class ChannelLink:
     def _hear(self, message: messages.Message) -> None:
         if isinstance(message, messages.Exit):
             self._end(message.code, message.reason)
+        if isinstance(message, messages.Ping):
+            self._send(messages.Pong())
+            return
         with self._changed:
             if isinstance(message, messages.Welcome):
                 self._welcome = message

@@ -49,6 +49,13 @@ def test_lost_and_leaving_nodes(tmp_path: Path) -> None:
     play(["worker-kill", "node-kill", "rank0-node-kill", "node-drain", "node-freeze"], THREE, tmp_path)
 
 
+def test_a_frozen_worker_is_ended_by_its_agent(tmp_path: Path) -> None:
+    """Its agent lives on, so no lease ends; the watchdog finds it, and the others go on without a step lost. Of a
+    worker that is merely slow to answer nothing is heard: all others keep their processes."""
+    options = {**PATIENT, "hang_timeout": "3"}
+    play(["worker-freeze", "worker-freeze"], Setting(nodes=3, limit_s=180.0, options=options), tmp_path)
+
+
 def test_a_join_meets_a_failure(tmp_path: Path) -> None:
     """A member, then the newcomer itself, is killed in the moment in which a planned change begins."""
     play(["kill-during-join", "kill-during-join"], THREE, tmp_path)

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from elastic_trainer.cli import drill as command
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.sim import drill_nodes
 from elastic_trainer.sim.drill_measure import Effect
 from elastic_trainer.sim.drill_report import Report, show
 from elastic_trainer.sim.drill_run import DrillOptions, unmet
@@ -95,16 +94,6 @@ def test_options_that_cannot_be_meant_are_refused(words: list[str], said: str) -
     command.configure(parser)
     with pytest.raises(ConfigError, match=said):
         command.run(parser.parse_args(words))
-
-
-def test_a_frozen_worker_is_not_drilled_without_a_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what is missing, and what can be drilled instead; with one the drill is there."""
-    monkeypatch.setattr(drill_nodes, "WATCHDOG", "elastic_trainer.agent.no_such_module")
-    with pytest.raises(ConfigError, match="needs the health watchdog") as caught:
-        named("worker-freeze")
-    assert "node-freeze" in str(caught.value)
-    monkeypatch.setattr(drill_nodes, "WATCHDOG", "elastic_trainer.agent.conductor")
-    assert named("worker-freeze").name == "worker-freeze"
 
 
 def test_networks_need_root_and_programs(monkeypatch: pytest.MonkeyPatch) -> None:
