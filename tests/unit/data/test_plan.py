@@ -144,3 +144,35 @@ def test_a_share_for_a_rank_that_does_not_exist_is_a_mistake() -> None:
     """Caught, not answered with an empty share."""
     with pytest.raises(ValueError, match="rank 2 of 2"):
         share(10, None, 2, 2)
+
+
+happenings = st.lists(
+    st.tuples(st.sampled_from(["commit", "commit", "commit", "give up", "save", "crash"]), st.integers(1, 9)),
+    min_size=1,
+    max_size=30,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plan=plans, schedule=happenings)
+def test_each_sample_counts_once_whatever_is_given_up_and_wherever_it_crashes(
+    plan: EpochPlan, schedule: list[tuple[str, int]]
+) -> None:
+    """Steps that are given up come again, crashes go back to the last save, world sizes change all the while."""
+    cursor, counted, saved, step = Cursor(5, 0), [], (Cursor(5, 0), 0), 0
+    while not plan.ended(cursor):
+        what, world = schedule[step] if step < len(schedule) else ("commit", 3)
+        step += 1
+        whole = plan.global_batch_at(cursor)
+        parts = [share(len(whole.ids), plan.micro_batch, world, rank) for rank in range(world)]
+        if what == "save":
+            saved = (cursor, len(counted))
+        elif what == "crash":
+            cursor = saved[0]
+            del counted[saved[1] :]
+        elif what == "commit":
+            taken = [piece for pieces in parts for piece in pieces if piece.counts]
+            counted += [int(i) for piece in taken for i in whole.ids[piece.start : piece.stop]]
+            cursor = whole.following
+    assert sorted(counted) == list(range(plan.length))
+    assert counted == [int(i) for i in plan.order(5)]
