@@ -159,7 +159,8 @@ def test_each_sample_counts_once_whatever_is_given_up_and_wherever_it_crashes(
     plan: EpochPlan, schedule: list[tuple[str, int]]
 ) -> None:
     """Steps that are given up come again, crashes go back to the last save, world sizes change all the while."""
-    cursor, counted, saved, step = Cursor(5, 0), [], (Cursor(5, 0), 0), 0
+    counted: list[int] = []
+    cursor, saved, step = Cursor(5, 0), (Cursor(5, 0), 0), 0
     while not plan.ended(cursor):
         what, world = schedule[step] if step < len(schedule) else ("commit", 3)
         step += 1
