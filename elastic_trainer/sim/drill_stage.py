@@ -228,7 +228,14 @@ class Stage:
         standing = self.look()
         if standing is None or set(standing.nodes) != self.expected or standing.world != len(standing.nodes):
             return None
-        return standing if standing.least_steps() >= steps else None
+        if standing.least_steps() < steps:
+            return None
+        return standing if all(self._alive(name, pid) for name, pid in standing.pids.items()) else None
+
+    def _alive(self, name: str, pid: int) -> bool:
+        """Whether the process that stepped is there still: of one just killed nothing has been written yet."""
+        worker = self.node(name).worker()
+        return worker is not None and worker.pid == pid and processes.alive(worker)
 
     def resumed(self, pids: Collection[int], t: float, round_: int, what: str, limit_s: float | None = None) -> float:
         """When all of ``pids`` had committed a step after ``t`` in ``round_`` or later, once they have five."""
