@@ -13,6 +13,7 @@ agree to stop; so they leave such signals to it, and end with it.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -25,20 +26,29 @@ _HELD_BACK = (signal.SIGTERM, signal.SIGINT)
 
 
 @contextmanager
-def signals_held_back() -> Iterator[None]:
-    """Children that are started in here inherit that SIGTERM and SIGINT wait, until :func:`settle` says what they do.
+def forking() -> Iterator[None]:
+    """Children that are forked in here wait with two things until :func:`settle`, which does what is right for them.
 
-    Other threads of this process, and their C handler, still receive them.
+    SIGTERM and SIGINT (other threads of this process, and their C handler, still receive them); and the collection of
+    garbage, which would end process groups of the parent that only cycles hold: they wait for threads that a child
+    does not have.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    before, collected = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK), gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
+        if collected:
+            gc.enable()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def settle(parent: int) -> None:
+def settle(parent: int, *, forked: bool) -> None:
     """Let go of what belongs to the process ``parent``, and end when it ends."""
+    if forked:
+        gc.freeze()  # nothing of the parent's is ever collected here
+        gc.enable()
+        drop_sockets()
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)) and number not in _HELD_BACK:
@@ -47,7 +57,6 @@ def settle(parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
     end_with(parent)
-    drop_sockets()
 
 
 def end_with(parent: int) -> None:

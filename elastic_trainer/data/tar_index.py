@@ -11,9 +11,11 @@ is only a loss of time.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tarfile
+import uuid
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -171,8 +173,11 @@ def _advice(path: Path) -> str:
 
 
 def cache_file(path: Path, directory: Path | None) -> Path:
-    """Where the index of ``path`` is kept: beside it, or in ``directory``."""
-    return (directory if directory is not None else path.parent) / f"{path.name}.index.npz"
+    """Where the index of ``path`` is kept: beside it, or in ``directory``, where shards of one name may meet."""
+    if directory is None:
+        return path.parent / f"{path.name}.index.npz"
+    place = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:12]
+    return directory / f"{path.name}.{place}.index.npz"
 
 
 def _load(cache: Path, made_from: NDArray[np.int64]) -> TarIndex | None:
@@ -187,7 +192,7 @@ def _load(cache: Path, made_from: NDArray[np.int64]) -> TarIndex | None:
 
 
 def _save(index: TarIndex, cache: Path, made_from: NDArray[np.int64]) -> None:
-    beside = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
+    beside = cache.with_name(f"{cache.name}.{uuid.uuid4().hex}.tmp")
     try:
         with beside.open("wb") as file:
             np.savez(file, made_from=made_from, **{name: getattr(index, name) for name in TarIndex.__slots__})

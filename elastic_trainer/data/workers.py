@@ -2,8 +2,8 @@
 
 What is asked for next is usually what the stream delivers next. If it is not (the ranks changed, the position moved),
 the stream begins anew there; requests under way are abandoned between two samples. The position in the data is not
-here: fetching ahead changes nothing but when samples are read. What was delivered of the global batch at hand is kept,
-so that a step that is repeated does not fetch it again.
+here: fetching ahead changes nothing but when samples are read. The last that was delivered of the global batch at hand
+is kept, so that a step that is repeated does not fetch it again.
 
 *Runs in* the worker's main thread. *Owns* the data worker processes, from the first request to ``close``.
 *Fails by* what the data set raises, with the worker's trace as a note; DataError when a worker process dies.
@@ -24,12 +24,13 @@ from functools import partial
 from multiprocessing import connection
 from typing import Any
 
+import numpy as np
 import torch
 from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data import DataLoader
 
 from elastic_trainer.clock import SYSTEM
-from elastic_trainer.data.child import settle, signals_held_back
+from elastic_trainer.data.child import forking, settle
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.placing import versions
 from elastic_trainer.data.reader import Drawn, Reader
@@ -82,7 +83,7 @@ class Workers:
         self._iterator: Any = None
         self._processes: list[Any] = []
         self._owner = os.getpid()
-        self._kept: dict[Place, tuple[Drawn, tuple[int, ...] | None]] = {}
+        self._kept: dict[Place, tuple[Drawn, tuple[int, ...]]] = {}
         self._kept_of: tuple[int, int] | None = None
         self.future: Future = lambda request: iter([request])
         """What will be asked for after a request; set before each batch."""
@@ -91,10 +92,14 @@ class Workers:
         """The samples of ``request``, not yet on the device."""
         self._keep_only(request)
         kept = self._kept.get(request.place)
-        if kept is not None and kept[1] is not None and versions(kept[0].data) == kept[1]:
+        if kept is not None and versions(kept[0].data) == kept[1]:
             return kept[0]
         drawn = self._delivered(request)
-        self._kept[request.place] = drawn, versions(drawn.data)
+        seen = versions(drawn.data)
+        if seen is not None:
+            self._kept[request.place] = drawn, seen
+            while len(self._kept) > self._loading.workers * self._loading.prefetch:
+                del self._kept[next(iter(self._kept))]  # as much again as is fetched ahead, and no more
         return drawn
 
     def close(self) -> None:
@@ -120,11 +125,11 @@ class Workers:
             self._kept_of = batch
 
     def _delivered(self, request: Request) -> Drawn:
-        if not self._coming(request.place):
+        if not self._coming(request):
             self._aim(request)
         while True:
             task, value = self._next()
-            if task.course == self._upcoming.course and task.request.place == request.place:
+            if task.course == self._upcoming.course and _alike(task.request, request):
                 break
         if isinstance(value, Failure):
             self._aim_again()
@@ -133,10 +138,10 @@ class Workers:
             raise DataError(f"the data workers gave nothing for samples {request.ids[:8].tolist()}")
         return value
 
-    def _coming(self, place: Place) -> bool:
-        """Whether workers are at ``place``, or have been."""
+    def _coming(self, request: Request) -> bool:
+        """Whether workers are at ``request``, or have been."""
         course = self._upcoming.course
-        return any(task.request.place == place and task.course == course for task in self._upcoming.sent)
+        return any(task.course == course and _alike(task.request, request) for task in self._upcoming.sent)
 
     def _aim(self, request: Request) -> None:
         """Go on from ``request``, whatever was expected to come next."""
@@ -200,6 +205,7 @@ class Workers:
         """Start the processes; the first requests go out."""
         self._owner = os.getpid()
         context = self._loading.multiprocessing_context
+        forked = (context or multiprocessing.get_start_method()) == "fork"
         loader: DataLoader[Any] = DataLoader(
             self._tasks,
             batch_size=None,
@@ -210,18 +216,22 @@ class Workers:
             persistent_workers=True,
             pin_memory=self._pin,
             timeout=LOOK_S,
-            worker_init_fn=partial(_begun, os.getpid()),
+            worker_init_fn=partial(_begun, os.getpid(), forked),
             multiprocessing_context=context,
             generator=torch.Generator(),  # else it draws from the one that training uses
         )
         before = set(multiprocessing.active_children())
-        method = context or multiprocessing.get_start_method()
         iterator, problem = None, ""
         try:
-            with signals_held_back() if method == "fork" else nullcontext():
+            with forking() if forked else nullcontext():
                 iterator = iter(loader)
         except (OSError, RuntimeError) as error:
             problem = str(error)
+        finally:
+            if iterator is None:  # those that could be started ignore what asks them to end
+                _kill(begun := [each for each in multiprocessing.active_children() if each not in before])
+                for process in begun:
+                    process.join(GRACE_S)
         if iterator is None:  # raised out here, so that no RuntimeError stands behind it: recovery looks for those
             raise DataError(f"{self._loading.workers} data workers cannot be started: {problem}")
         self._loader, self._iterator = loader, iterator
@@ -237,9 +247,14 @@ class Workers:
             raise died(dead[0])
 
 
-def _begun(parent: int, number: int) -> None:
+def _alike(one: Request, other: Request) -> bool:
+    """Whether both are for the same samples at the same place."""
+    return one.place == other.place and np.array_equal(one.ids, other.ids)
+
+
+def _begun(parent: int, forked: bool, number: int) -> None:
     """A data worker process has begun."""
-    settle(parent)
+    settle(parent, forked=forked)
 
 
 _CAUSES: dict[int, str] = {

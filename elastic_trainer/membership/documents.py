@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from elastic_trainer.errors import PermanentError
 from elastic_trainer.model import Incarnation, RecoveryMode
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Nodes of different versions refuse each other's documents (see Document.version)."""
 
 
@@ -26,7 +26,7 @@ class Document(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
 
     def encode(self) -> bytes:
         """The JSON to store."""
@@ -135,7 +135,8 @@ class RoundState(StrEnum):
 class RoundMember(NamedTuple):
     """One node of a round; ``first_rank`` is the global rank of its local rank 0.
 
-    Stored as a list without the names: every node receives the entry of every other one with each round document.
+    Stored as a list without the names, since every node receives the entry of every other one with each round document.
+    So entries are read strictly: one more value makes it another protocol version.
     """
 
     node: str

@@ -1,5 +1,8 @@
 """What decides the bits that one micro-batch computes here: equal bits are claimed only where all of it is alike.
 
+On CPUs. On CUDA devices some kernels of torch are not deterministic whatever is alike, unless the script asks for that
+(torch.use_deterministic_algorithms).
+
 *Runs in* the worker's main thread.
 *Fails by* ConfigError on each rank that differs from rank 0 or from the checkpoint, naming the first difference.
 """
@@ -22,17 +25,24 @@ _ADVICE = {
     "isa": "use hosts of one kind, or set ATEN_CPU_CAPABILITY alike for all processes",
     "torch": "install the same version of torch everywhere",
     "device": "train on devices of one kind",
+    "modes": "set torch's flags for arithmetic alike everywhere",
 }
 
 
 def arithmetic(device: torch.device) -> dict[str, str]:
     """How this process computes: torch's version, threads, instruction set and device."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    modes = []
+    if device.type == "cuda":
+        modes += ["tf32"] if torch.backends.cuda.matmul.allow_tf32 else []
+        modes += ["benchmark"] if torch.backends.cudnn.benchmark else []
+    modes += ["deterministic"] if torch.are_deterministic_algorithms_enabled() else []
     return {
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "device": kind,
+        "modes": " ".join(modes),
     }
 
 

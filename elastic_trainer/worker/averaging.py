@@ -16,10 +16,12 @@ def averaged(module: nn.Module, wanted: float | AveragedModel | None) -> Average
     """The average to keep of ``module``: one with this decay, the given one, or none.
 
     With decay d, averaged parameters become d * averaged + (1 - d) * present at each step, from those of the first step
-    on. Buffers are the present ones.
+    on; a step that a GradScaler skipped counts too. Buffers are the present ones.
     """
-    if wanted is None or isinstance(wanted, AveragedModel):
-        return wanted
+    if wanted is None:
+        return None
+    if isinstance(wanted, AveragedModel):
+        return wanted.to(next(module.parameters()).device)
     if not 0.0 < wanted < 1.0:
         raise ConfigError(f"average is {wanted:g}", hint="give a decay between 0 and 1, such as 0.999")
     return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(wanted))  # type: ignore[no-untyped-call]

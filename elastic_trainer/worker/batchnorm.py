@@ -50,11 +50,11 @@ class SharedBatchNorm(_BatchNorm):
         """Normalize ``input``; running statistics move alike on all ranks."""
         self._check_input_dim(input)
         alone = self.company.world_size == 1 and input.numel() > input.shape[1]
-        if alone or not (self.training or not self.track_running_stats):
+        if alone or not self.training:  # ranks evaluate unequally many batches
             return super().forward(input)
         output: torch.Tensor
         output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, self.company)  # type: ignore[no-untyped-call]
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._move(mean, variance, float(count))
         return output
 

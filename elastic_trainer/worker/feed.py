@@ -35,7 +35,7 @@ class Feed:
         self.fields: dict[str, Any] = {}
         self._resumed: Mapping[str, Any] = {}
         self._control = Control()
-        self._even = False
+        self._even = self._fixed = False
         self._last_epoch: int | None = None
         """How many epochs there are, inside of epochs()."""
         self._sampler: Sampler | None = None
@@ -47,9 +47,12 @@ class Feed:
         self.change: Callable[[], bool] = lambda: False
         """Called before a batch is drawn: lets the ranks change there; whether they did."""
 
-    def bind(self, control: Control, resumed: Mapping[str, Any], *, even: bool) -> None:
-        """Draw for the rank of the present round. ``resumed``: the fields of the checkpoint that it began from."""
-        self._control, self._resumed, self._even = control, resumed, even
+    def bind(self, control: Control, resumed: Mapping[str, Any], *, even: bool, fixed: bool) -> None:
+        """Draw for the rank of the present round. ``resumed``: the fields of the checkpoint that it began from.
+
+        ``fixed``: nothing that is drawn may depend on the number of ranks.
+        """
+        self._control, self._resumed, self._even, self._fixed = control, resumed, even, fixed
 
     def redraw(self) -> None:
         """The ranks changed between a batch and its step: make it this rank's part of what comes next now."""
@@ -107,15 +110,20 @@ class Feed:
                 f"{type(dataset).__name__} is a stream, which cannot be shuffled from outside",
                 hint="say shuffle=False; a stream may order each epoch itself, in read_from(epoch, position)",
             )
+        if self._fixed and scale_from is not None:
+            raise ConfigError(
+                "reduction='tree' gives the same bits at any number of ranks, and scale_from another batch at each",
+                hint="leave one of them out",
+            )
         plan = EpochPlan(checked_length(dataset), size, micro, self._seed, shuffle, scale_from, lr_rule)
         self.fields = check_fields(plan, self._resumed, self.fields, self._allow_changed)
-        source = self._source_of(dataset, collate, loading)
+        source = self._source_of(dataset, collate, loading, plan)
         until = epochs if epochs is not None else self._last_epoch or 0
         return self._drawn(Sampler(source, plan, even=self._even, until=until), epochs)
 
-    def _source_of(self, dataset: Any, collate: Collate | None, loading: Loading) -> Fetcher:
+    def _source_of(self, dataset: Any, collate: Collate | None, loading: Loading, plan: EpochPlan) -> Fetcher:
         """The one of the epoch before, if it is for the same: its data workers go on."""
-        asked = (dataset, collate, loading)
+        asked = (dataset, collate, loading, (plan.length, plan.shuffle))
         if self._source is None or not _same(asked, self._source_for):
             self.close()
             self._source = Fetcher(dataset, self._device, collate, seed=self._seed, loading=loading, tally=self.tally)
@@ -159,4 +167,4 @@ class Feed:
 
 def _same(asked: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
     """The same data set and function (themselves, not others that are equal), and equal options."""
-    return len(before) == 3 and asked[0] is before[0] and asked[1] is before[1] and asked[2] == before[2]
+    return len(before) == 4 and asked[0] is before[0] and asked[1] is before[1] and asked[2:] == before[2:]

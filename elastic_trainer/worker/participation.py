@@ -201,7 +201,7 @@ class Participation:
             reseed(self.plan.seed, self.position, self.rank, self.placement.device)
         trained.replica.bind(control)
         trained.steps.bind(control)
-        self.feed.bind(control, fields, even=trained.replica.even)
+        self.feed.bind(control, fields, even=trained.replica.even, fixed=trained.replica.tree is not None)
         self.saver.bind(trained.state, world, lambda: {**self.feed.fields, **claims})
         self.boundaries.watch(trained.steps)
         self.ledger.identify(rank=self.rank, local_rank=self.local_rank, world=world, round=generation)

@@ -121,6 +121,7 @@ class Replica:
         if self._gradients is not None:
             self._gradients.begin_step()
         if self.tree is not None:
+            self._check_buffers()
             self.tree.begin_step()
 
     def begin_micro_batch(self, *, counts: bool = True) -> None:
@@ -166,6 +167,15 @@ class Replica:
         if self._lasting is not None:
             self._lasting.__dict__["through"] = self._parallel
 
+    def _check_buffers(self) -> None:
+        """The tree adds up what moves in the very buffers that the model had when it was wrapped."""
+        for mine, (name, present) in zip(self._buffers, self.module.named_buffers(), strict=True):
+            if mine.data_ptr() != present.data_ptr():
+                raise ConfigError(
+                    f"buffer {name!r} was replaced, and reduction='tree' needs the one that was wrapped",
+                    hint="change it in place, with copy_()",
+                )
+
     def _check_trainable(self) -> None:
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             raise ConfigError("no parameter of the model requires a gradient", hint="unfreeze what is to be trained")
@@ -173,6 +183,8 @@ class Replica:
     def release(self) -> None:
         """Let go of the round that the gradients were averaged in."""
         self._company.bind(0, 1, lambda tensor: None)
+        if self.tree is not None:
+            self.tree.unbind()
         self._parallel = self._gradients = None
         if self._lasting is not None:
             self._lasting.__dict__["through"] = self.module

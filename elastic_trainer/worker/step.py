@@ -32,6 +32,8 @@ class Step:
         "_batch",
         "_control",
         "_counts",
+        "_divided",
+        "_done",
         "_losses",
         "_mean",
         "_normalized",
@@ -53,7 +55,8 @@ class Step:
         self._mean: float | None = None
         self._backwards = 0
         self._counts: list[float] | None = None
-        self._normalized = False
+        self._normalized = self._divided = False
+        self._done: set[int] = set()
         self._open_parts = False
         self.committed = self.recorded = False
         self.generation, self.rank, self.world_size = (
@@ -78,7 +81,7 @@ class Step:
         if whole is None:
             raise ConfigError("there is no batch to divide", hint="draw it with session.batches()")
         parts = whole.micro_batches
-        self._open_parts = True
+        self._open_parts = self._divided = True
         for part in parts[:-1]:
             self._begin(part)
             with self._steps.replica.accumulating():
@@ -99,16 +102,22 @@ class Step:
 
         With ``count``, ``loss`` is instead the *sum* over so many items (tokens that count, say), and the gradient
         becomes that of the sum over the global batch divided by the count of the global batch: each item weighs the
-        same, however unevenly they lie. Say it for all micro-batches of a step or for none.
+        same, however unevenly they lie. Say it for all micro-batches of a step or for none. Until the count of the
+        global batch is known, gradients are as large as those of a sum over one sample: a GradScaler for float16 should
+        begin lower than usual. Where nothing counts in the whole global batch the gradient is zero, and the update is
+        made all the same.
         """
         if self._backwards and (count is None) != (self._counts is None):
             raise ConfigError("backward(loss, count) for some micro-batches only", hint="say the count for all or none")
         self._backwards += 1
         part = self._part
+        fraction = 1.0
         if self._steps.replica.tree is None:
             weight = part.weight if part is not None else 1.0
         else:
-            weight = self._fraction(part)
+            weight = fraction = self._fraction(part)
+        self._done.add(0 if part is None else part.start)
+        self._complete()
         pending = None
         if count is not None:
             weight = self._count(float(count), counts=weight > 0.0)
@@ -118,7 +127,7 @@ class Step:
         factor = weight * self._steps.replica.share
         self._steps.replica.backward(self._steps.scaling.scaled(loss if factor == 1.0 else loss * factor))
         if self._steps.replica.tree is not None:
-            self._grow(self._steps.replica.tree, loss, weight)
+            self._grow(self._steps.replica.tree, fraction, loss.detach() * weight)
         if pending is not None:
             self._normalize(pending.wait()[0])
 
@@ -138,7 +147,7 @@ class Step:
 
     @property
     def _items(self) -> int:
-        """A number that keeps sums of losses at the size of means, the same on all ranks."""
+        """The samples of the global batch: what sums of losses are divided by at first, the same on all ranks."""
         return max(1, self._part.global_size) if self._part is not None else 1
 
     def _normalize(self, total: float) -> None:
@@ -161,12 +170,21 @@ class Step:
             raise ConfigError("a second backward pass of one micro-batch", hint="add the losses up first")
         return len(part.ids) / part.global_size
 
-    def _grow(self, tree: TreeReduction, loss: torch.Tensor, fraction: float) -> None:
+    def _complete(self) -> None:
+        """ConfigError unless each micro-batch has had its backward pass when the last one has."""
+        parts = self._batch.micro_batches if self._batch is not None and self._divided else ()
+        if not self._open_parts and len(self._done) < len({part.start for part in parts}):
+            raise ConfigError(
+                "a micro-batch had no backward pass, so the gradient would lack its samples",
+                hint="call step.backward(loss) for each, with a loss of zero where nothing counts",
+            )
+
+    def _grow(self, tree: TreeReduction, fraction: float, loss: torch.Tensor) -> None:
         part = self._part
         if part is None or part.number is None:
             tree.discard()
         else:
-            tree.capture(part.number, fraction, loss.detach() * fraction)
+            tree.capture(part.number, fraction, loss)
         if not self._open_parts and self._batch is not None:
             tree.combine(self._batch.parts)
             self._mean = tree.loss
@@ -207,6 +225,9 @@ class Step:
 
     def local_mean(self) -> float | None:
         """The mean loss over this rank's own samples; None if it had none."""
+        if self._counts is not None:
+            own = sum(self._counts)
+            return sum(float(loss) for loss, weight in self._losses if weight) / own if own else None
         total = sum(weight for _, weight in self._losses)
         return self.local_sum() / total if total else None
 
@@ -229,6 +250,7 @@ class Step:
             raise ConfigError(
                 "not all micro-batches were used before optimizer.step()", hint="do not leave the loop over them early"
             )
+        self._complete()
 
     def finite_evidence(self) -> list[torch.Tensor]:
         """Losses to be looked at when it costs nothing."""

@@ -158,6 +158,7 @@ class Steps:
             self._commit(self._current)
 
     def _scale_lr(self, optimizer: torch.optim.Optimizer) -> None:
+        self._restore_lr()
         factor = self.lr_factor()
         if factor != 1.0:
             self._own_lrs = [group["lr"] for group in optimizer.param_groups]

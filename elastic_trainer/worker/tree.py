@@ -52,6 +52,8 @@ class TreeReduction:
 
     def __init__(self, module: nn.Module, buffers: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> None:
         self._parameters = [each for each in module.parameters() if each.requires_grad]
+        if not all(map(_fills_its_memory, self._parameters)):
+            raise ConfigError("a parameter is a part of another tensor", hint="make it one of its own, with clone()")
         pairs = [(buffer, old) for buffer, old in zip(buffers, kept, strict=True) if buffer.is_floating_point()]
         self._moving, self._kept = [buffer for buffer, _ in pairs], [old for _, old in pairs]
         tensors = [*self._parameters, *self._moving]
@@ -76,6 +78,10 @@ class TreeReduction:
         self._control, self._group = control, group
         self._rooms = {}  # an operation of the last round may still be writing into its own
         self.begin_step()
+
+    def unbind(self) -> None:
+        """Let go of the round: its group is to end, and its memory may still be written to."""
+        self._control, self._group, self._rooms = Control(), None, {}
 
     def begin_step(self) -> None:
         """There are no gradients yet."""
@@ -149,18 +155,17 @@ class TreeReduction:
         for row, block in zip(mine, plan[self._control.rank], strict=True):
             self._write(held.pop(block), row)
         result = self._room("result", world * slice_size)
-        works = self._control.works
         most = max(_ALIGNED, SEGMENT_BYTES // result.element_size() // world)
         segments = [(begin, min(begin + most, slice_size)) for begin in range(0, slice_size, most)]
         sent = [self._send(mine.view(len(mine), world, slice_size), plan, *segment) for segment in segments]
         gathered = []
         for (begin, end), (work, received) in zip(segments, sent, strict=True):
-            works.wait(work)
+            self._wait(work)
             summed = self._summed(total, plan, received, end - begin)
             whole = result if len(segments) == 1 else self._room(f"whole {begin}", world * (end - begin))
-            gathered.append((works.begun(self._group._allgather_base(whole, summed.contiguous())), whole, begin, end))
+            gathered.append((self._begun(self._group._allgather_base(whole, summed.contiguous())), whole, begin, end))
         for work, whole, begin, end in gathered:
-            works.wait(work)
+            self._wait(work)
             if whole is not result:
                 result.view(world, slice_size)[:, begin:end] = whole.view(world, end - begin)
         return self._read(result)
@@ -184,7 +189,17 @@ class TreeReduction:
         sizes = [len(blocks) * (end - begin) for blocks in plan]
         incoming = self._room(f"in {begin}", sum(sizes))
         work: Work = self._group.alltoall_base(incoming, outgoing, sizes, [mine.shape[0] * (end - begin)] * len(plan))
-        return self._control.works.begun(work), incoming
+        return self._begun(work), incoming
+
+    def _begun(self, work: Work) -> Work:
+        """An operation is under way. On CUDA it is the device's: a wait with a limit would abort it there."""
+        return work if self._parameters[0].is_cuda else self._control.works.begun(work)
+
+    def _wait(self, work: Work) -> None:
+        if self._parameters[0].is_cuda:
+            work.wait()  # what is computed next waits on the device; the session looks at it before the update
+        else:
+            self._control.works.wait(work)
 
     @staticmethod
     def _summed(total: int, plan: Sequence[Sequence[Block]], received: torch.Tensor, size: int) -> torch.Tensor:
@@ -226,3 +241,14 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def _plus(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     left.add_(right)
     return left
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -41,13 +41,13 @@ class Aside:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._ended = threading.Event()
-        self._error: RuntimeError | None = None
+        self._error: BaseException | None = None
         threading.Thread(target=self._wait, name="transfer", daemon=True).start()
 
     def _wait(self) -> None:
         try:
             self._work.wait()
-        except RuntimeError as error:
+        except BaseException as error:  # noqa: BLE001 - the edge of a thread: whoever waits raises it
             self._error = error
         finally:
             self._ended.set()

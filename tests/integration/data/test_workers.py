@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,7 +25,18 @@ from elastic_trainer.data.sampler import Batch, Fetcher, Sampler
 from elastic_trainer.errors import DataError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.failures import is_collective_failure
-from tests.integration.data.datasets import Counted, Holed, Inherited, Large, Noisy, Raising, Words, connected
+from tests.integration.data.datasets import (
+    Collecting,
+    Counted,
+    Cycle,
+    Holed,
+    Inherited,
+    Large,
+    Noisy,
+    Raising,
+    Words,
+    connected,
+)
 
 CPU = torch.device("cpu")
 
@@ -250,3 +263,56 @@ def test_a_worker_has_neither_sockets_nor_handlers_of_its_parent() -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert not told
+
+
+def test_what_the_parent_has_thrown_away_is_not_ended_in_a_worker(tmp_path: Path) -> None:
+    """A process group of an earlier round, say, whose end waits for threads that no worker has."""
+    told = tmp_path / "told"
+    gc.disable()
+    try:
+        Cycle(told)  # no name holds it: only a collection finds it
+        with fetcher(Collecting(told), workers=1) as source:
+            assert float(draw_one(source, 0).data) == 0.0
+            draw_all(source)
+        assert not told.exists()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's own half-made iterator
+def test_workers_that_cannot_all_be_started_leave_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of processes: a clear error, and the one that was started does not keep this process from ending."""
+    start, begun = multiprocessing.process.BaseProcess.start, [0]
+
+    def limited(self: Any) -> None:
+        begun[0] += 1
+        if begun[0] == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        start(self)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", limited)
+    with fetcher(Counted(), workers=2) as source, pytest.raises(DataError, match="2 data workers cannot be started"):
+        _ = draw_one(source, 0).data
+
+
+def test_what_was_fetched_ahead_is_of_use_only_for_the_same_samples() -> None:
+    """Another order of the same places: each sample comes where the plan says."""
+    with fetcher(Counted(24)) as source:
+        for shuffle in (False, True, False):
+            plan = EpochPlan(24, 6, 3, 1, shuffle)
+            sampler = Sampler(source, plan, until=2)
+            for start in (0, 6):
+                batch = sampler.draw(Cursor(0, start), 0, 1)
+                found = [int(value) for part in batch.micro_batches for value in part.x.tolist()]
+                assert found == batch.ids.tolist()
+
+
+def test_what_is_kept_for_a_repeated_step_is_bounded() -> None:
+    """However many micro-batches a step has: shared memory and descriptors are not without end."""
+    with fetcher(Counted(400), prefetch=2) as source:
+        batch = Sampler(source, EpochPlan(400, 400, 2), until=1).draw(Cursor(0, 0), 0, 1)
+        for part in batch.micro_batches:
+            assert len(part.x) == 2
+            part.release()
+        assert source._workers is not None
+        assert 0 < len(source._workers._kept) <= 4

@@ -171,13 +171,27 @@ def test_a_sample_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
         TarShards(path)[0]
 
 
+def test_shards_of_one_name_keep_their_indexes_apart(tmp_path: Path) -> None:
+    """In a directory where the indexes of several data sets are kept."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for name, first in (("a", 0), ("b", 7)):
+        (tmp_path / name).mkdir()
+        numbered(tmp_path / name / "s.tar", first, first + 3)
+        os.utime(tmp_path / name / "s.tar", ns=(1, 1))
+    for name, first in (("a", 0), ("b", 7), ("a", 0)):
+        found = TarShards(tmp_path / name / "s.tar", index=kept)
+        assert [found[number]["cls"] for number in range(3)] == [first, first + 1, first + 2]
+    assert len(list(kept.iterdir())) == 2
+
+
 def test_the_index_is_kept_and_made_anew_when_the_shard_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when what was kept is damaged; never without being asked."""
     path = numbered(tmp_path / "s.tar", 0, 5)
     (tmp_path / "kept").mkdir()
-    cache = tmp_path / "kept" / "s.tar.index.npz"
+    cache = tar_index.cache_file(path, tmp_path / "kept")
     TarShards(path)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kept", "s.tar"]
     TarShards(path, index=tmp_path / "kept")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,30 @@ def test_an_update_that_fails_leaves_the_learning_rate_as_it_was() -> None:
         step = session.step()
         with pytest.raises(ValueError, match="in the update"):
             update(step, optimizer, loss_of(wrapped, batch))
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_an_update_that_is_tried_again_is_scaled_once() -> None:
+    """A script that catches what its optimizer raises does not lose its learning rate."""
+    with Session(device="cpu") as session:
+        module = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer)
+        batch = next(session.batches(data(), global_batch_size=16, epochs=1, scale_from=4, lr_rule="linear"))
+        seen: list[float] = []
+
+        def fail_once(*_: Any) -> None:
+            seen.append(optimizer.param_groups[0]["lr"])
+            if len(seen) == 1:
+                raise ValueError("once")
+
+        optimizer.register_step_pre_hook(fail_once)
+        with session.step() as step:
+            step.backward(loss_of(wrapped, batch))
+            with suppress(ValueError):
+                optimizer.step()
+            optimizer.step()
+        assert seen == [pytest.approx(0.025)] * 2
         assert optimizer.param_groups[0]["lr"] == 0.1
 
 

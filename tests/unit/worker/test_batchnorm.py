@@ -124,3 +124,16 @@ def test_names_parameters_and_modes_stay() -> None:
     assert changed.state_dict().keys() == before.keys()
     assert all(mine is other for mine, other in zip(changed.parameters(), parameters, strict=True))
     assert [each.training for each in changed.modules() if isinstance(each, SharedBatchNorm)] == [True, False]
+
+
+def test_evaluation_needs_nobody_else() -> None:
+    """Ranks evaluate unequally many batches, also with layers that keep no statistics."""
+
+    def refuse(tensor: torch.Tensor) -> None:
+        raise AssertionError("a collective in evaluation")
+
+    company = Company()
+    company.bind(0, 3, refuse)
+    for options in ({}, {"track_running_stats": False}):
+        module = share_batchnorm(layer(**options), company).eval()
+        assert torch.equal(module(samples()), layer(**options).eval()(samples()))

@@ -271,6 +271,21 @@ def test_a_counted_loss_is_the_sum_over_the_global_batch_divided_by_its_count() 
     assert loss == pytest.approx(-(1.0 + 3.0) * 4 / 12.0)
 
 
+def test_the_mean_over_this_ranks_own_items_is_that_of_its_counts() -> None:
+    """What the ledger keeps, and what is told where the ranks have changed since."""
+    with Session(device="cpu") as session:
+        module = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer)
+        batch = next(session.batches(data(), global_batch_size=8, micro_batch_size=4, epochs=1))
+        with session.step() as step:
+            for part in step.micro_batches(batch):
+                step.backward(((wrapped(part.x) - part.y) ** 2).sum(), count=2 * len(part))
+            optimizer.step()
+        assert step.loss is not None
+        assert step.local_mean() == pytest.approx(step.loss)
+
+
 def test_a_global_batch_in_which_nothing_counts_changes_nothing() -> None:
     """Neither a division by zero nor a loss that is no number."""
     gradient, loss = counted([(0.0, 0.0), (0.0, 0.0)])
@@ -279,9 +294,8 @@ def test_a_global_batch_in_which_nothing_counts_changes_nothing() -> None:
 
 
 def some_counted(job: Job, step: Step, batch: Batch) -> None:
-    first, second = step.micro_batches(batch)
-    step.backward(loss_of(job.wrapped, first), count=3)
-    step.backward(loss_of(job.wrapped, second))
+    for part in step.micro_batches(batch):
+        step.backward(loss_of(job.wrapped, part), count=None if part.start else 3)
 
 
 def no_number(job: Job, step: Step, batch: Batch) -> None:
@@ -291,6 +305,28 @@ def no_number(job: Job, step: Step, batch: Batch) -> None:
 def counted_twice(job: Job, step: Step, batch: Batch) -> None:
     step.backward(loss_of(job.wrapped, batch), count=3)
     step.backward(loss_of(job.wrapped, batch), count=3)
+
+
+def one_left_out(job: Job, step: Step, batch: Batch) -> None:
+    for part in step.micro_batches(batch):
+        if part.start:
+            step.backward(loss_of(job.wrapped, part))
+    job.optimizer.step()
+
+
+def last_left_out(job: Job, step: Step, batch: Batch) -> None:
+    for part in step.micro_batches(batch):
+        if not part.start:
+            step.backward(loss_of(job.wrapped, part))
+    job.optimizer.step()
+
+
+@pytest.mark.parametrize("body", [one_left_out, last_left_out])
+def test_a_micro_batch_without_a_backward_pass_is_refused(job: Job, body: Any) -> None:
+    """Its samples would be missing in the gradient, and nobody would know."""
+    batch = batch_of(job, micro_batch_size=8)
+    with pytest.raises(ConfigError, match="had no backward pass"), job.session.step() as step:
+        body(job, step, batch)
 
 
 @pytest.mark.parametrize(

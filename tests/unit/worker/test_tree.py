@@ -128,6 +128,17 @@ def two_losses(step: Any, wrapped: Any, batch: Any) -> None:
         step.backward(loss_of(wrapped, part))
 
 
+def left_out(step: Any, wrapped: Any, batch: Any) -> None:
+    for part in step.micro_batches(batch):
+        if part.number != 1:
+            step.backward(loss_of(wrapped, part))
+
+
+def replaced(step: Any, wrapped: Any, batch: Any) -> None:
+    wrapped[1].running_mean = torch.ones(8)
+    step._steps.replica.begin_step()
+
+
 def sparse(step: Any, wrapped: Any, batch: Any) -> None:
     for part in step.micro_batches(batch):
         parameter = wrapped[0].weight
@@ -141,6 +152,8 @@ def sparse(step: Any, wrapped: Any, batch: Any) -> None:
         (whole_batch, None, {}, r"adds up micro-batches \(draw with"),
         (whole_batch, 4, {}, r"loop over step.micro_batches\(\)"),
         (two_losses, 4, {}, "a second backward pass of one micro-batch"),
+        (left_out, 4, {}, "had no backward pass"),
+        (replaced, 4, {}, r"buffer '1.running_mean' was replaced"),
         (sparse, 4, {}, "a gradient is sparse"),
         (whole_batch, 4, {"ddp_options": {"bucket_cap_mb": 1}}, "does not go with ddp_options"),
         (whole_batch, 4, {"sync_batchnorm": True}, "does not go with sync_batchnorm"),
@@ -150,3 +163,47 @@ def test_what_has_no_place_in_the_tree_is_refused(body: Any, micro: int | None, 
     """In one sentence that says what to do."""
     with pytest.raises(ConfigError, match=says):
         in_session(body, micro, **options)
+
+
+def test_a_batch_that_follows_the_ranks_is_refused() -> None:
+    """It would be another one at each number of ranks."""
+    with Session(device="cpu") as session:
+        module = model()
+        session.wrap(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), reduction="tree")
+        with pytest.raises(ConfigError, match="leave one of them out"):
+            session.batches(data(), global_batch_size=16, micro_batch_size=4, scale_from=2, epochs=1)
+
+
+def test_a_parameter_that_is_a_part_of_another_tensor_is_refused() -> None:
+    """Its elements do not lie side by side; any order of dimensions is fine."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.randn(4, 8).t())
+    TreeReduction(module, [], [])
+    module.weight = nn.Parameter(torch.randn(4, 8)[:, :4])
+    with pytest.raises(ConfigError, match=r"clone\(\)"):
+        TreeReduction(module, [], [])
+
+
+def moved_by(count: bool) -> torch.Tensor:
+    """The running mean after one step, with mean losses or with counted sums that mean the same."""
+    with Session(device="cpu", seed=1) as session:
+        module = model(0.0)
+        torch.manual_seed(4)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer, reduction="tree")
+        batch = next(session.batches(data(), global_batch_size=16, micro_batch_size=4, epochs=1))
+        with session.step() as step:
+            for part in step.micro_batches(batch):
+                loss = loss_of(wrapped, part)
+                step.backward(*((loss * len(part), len(part)) if count else (loss,)))
+            optimizer.step()
+        mean: torch.Tensor = module[1].running_mean  # type: ignore[index]
+        return mean
+
+
+def test_what_batchnorm_moves_does_not_depend_on_how_losses_are_counted() -> None:
+    """Its statistics are of samples, whatever the losses weigh."""
+    assert moved_by(count=False).abs().max() > 0.01
+    assert torch.equal(moved_by(count=True), moved_by(count=False))
