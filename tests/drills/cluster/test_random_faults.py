@@ -16,7 +16,7 @@ from elastic_trainer.sim.drill_stage import Loopback, Stage
 from elastic_trainer.sim.drill_storm import SETTING, Storm
 
 VARIABLE = "ELASTIC_TRAINER_RANDOM_FAULTS"
-FAULTS_IN_CI, FAULTS_OF_A_SEED = 12, 25
+FAULTS_IN_CI, FAULTS_OF_A_SEED = 10, 25
 
 
 def _seeds() -> list[tuple[int, int]]:

@@ -13,8 +13,8 @@ from tests.drills.inplace.leading import leading
 
 pytestmark = pytest.mark.timeout(900)
 
-GROUP_TIMEOUT_S = 6.0
-ROUNDS = 12
+GROUP_TIMEOUT_S = 4.0
+ROUNDS = 8
 FEW = 6
 """What a round holds differs by threads that are just ending."""
 
