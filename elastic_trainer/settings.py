@@ -136,7 +136,7 @@ class RendezvousOptions(Frozen):
         default=30.0, gt=0.0, description="in place: time a worker gets to leave a round that is over, before SIGKILL"
     )
     hang_timeout: float = Field(
-        default=60.0, ge=0.0, description="in place: time a worker may answer nothing (frozen), before SIGKILL; 0: ever"
+        default=60.0, ge=0.0, description="in place: time a worker may answer nothing before SIGKILL; 0: no limit"
     )
     form_timeout: float = Field(default=5.0, gt=0.0, description="longest time to form a process group")
     session_timeout: float = Field(default=60.0, gt=0.0, description="in place: time until a worker opens a Session")

@@ -9,13 +9,10 @@ the script's, a driver) only the end of the process frees. torchrun then starts 
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import threading
 
+from elastic_trainer.agent.ending import end_now
 from elastic_trainer.agent.roster import Life, Worker
-from elastic_trainer.telemetry.logs import logger
 
 FIRST_STEP_S = 600.0
 """The first step of a life may compile the model."""
@@ -60,6 +57,4 @@ class Release:
             if worker.pid not in self._timers or life.ended or worker.left is not None or not stuck:
                 return
             del self._timers[worker.pid]
-            logger().warning("worker.killed", pid=worker.pid, reason=f"it did not leave round {number}, which is over")
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, signal.SIGKILL)
+            end_now(worker.pid, f"it did not leave round {number}, which is over")

@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from pathlib import Path
 
+from elastic_trainer.agent.ending import end_now
 from elastic_trainer.clock import SYSTEM, Clock
-from elastic_trainer.telemetry.logs import logger
 
 
 def worker_pids(run_id: str, proc: Path = Path("/proc")) -> list[int]:
@@ -38,11 +36,7 @@ def _has_variable(environ: Path, wanted: bytes) -> bool:
 def kill_workers(run_id: str, reason: str) -> None:
     """SIGKILL this process's workers of ``run_id``."""
     for pid in worker_pids(run_id):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-        logger().warning("worker.killed", pid=pid, reason=reason)
+        end_now(pid, reason)
 
 
 class Supervisor:

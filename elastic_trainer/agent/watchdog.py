@@ -12,12 +12,11 @@ again, and the others go on. A worker that answers and yet does not get on is no
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from elastic_trainer.agent.ending import end_now
 from elastic_trainer.agent.roster import Worker
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.ipc.channel import ChannelClosedError
@@ -82,9 +81,7 @@ class Watchdog:
             logger().warning("worker.silent", pid=worker.pid, silent_s=round(silent_s, 1), state=state)
             return
         reason = f"it has answered nothing for {silent_s:.1f} s (state: {state})"
-        logger().warning("worker.killed", pid=worker.pid, local_rank=worker.local_rank, reason=reason)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.pid, signal.SIGKILL)
+        end_now(worker.pid, reason, local_rank=worker.local_rank)
 
 
 def process_state(pid: int) -> str:

@@ -6,7 +6,7 @@ Every message that concerns a round carries its number: messages overtake each o
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -176,14 +176,14 @@ class Exit(Message):
     reason: str
 
 
-FromWorker = Annotated[Hello | Ready | Failed | Progress | Evicted | Pong | Leaving, Field(discriminator="kind")]
-FromAgent = Annotated[Welcome | Formation | Over | Drain | Ping | Exit, Field(discriminator="kind")]
+FromWorker: TypeAlias = Hello | Ready | Failed | Progress | Evicted | Pong | Leaving
+FromAgent: TypeAlias = Welcome | Formation | Over | Drain | Ping | Exit
 
-_FROM_WORKER: TypeAdapter[Hello | Ready | Failed | Progress | Evicted | Pong | Leaving] = TypeAdapter(FromWorker)
-_FROM_AGENT: TypeAdapter[Welcome | Formation | Over | Drain | Ping | Exit] = TypeAdapter(FromAgent)
+_FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="kind")])
+_FROM_AGENT: TypeAdapter[FromAgent] = TypeAdapter(Annotated[FromAgent, Field(discriminator="kind")])
 
 
-def read_from_worker(line: bytes) -> Hello | Ready | Failed | Progress | Evicted | Pong | Leaving:
+def read_from_worker(line: bytes) -> FromWorker:
     """Parse a line that a worker sent."""
     try:
         return _FROM_WORKER.validate_json(line)
@@ -193,7 +193,7 @@ def read_from_worker(line: bytes) -> Hello | Ready | Failed | Progress | Evicted
         ) from error
 
 
-def read_from_agent(line: bytes) -> Welcome | Formation | Over | Drain | Ping | Exit:
+def read_from_agent(line: bytes) -> FromAgent:
     """Parse a line that the agent sent."""
     try:
         return _FROM_AGENT.validate_json(line)

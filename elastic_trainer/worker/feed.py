@@ -123,8 +123,8 @@ class Feed:
 
     def _source_of(self, dataset: Any, collate: Collate | None, loading: Loading, plan: EpochPlan) -> Fetcher:
         """The one of the epoch before, if it is for the same: its data workers go on."""
-        asked = (dataset, collate, loading, (plan.length, plan.shuffle))
-        if self._source is None or not _same(asked, self._source_for):
+        asked = (id(dataset), id(collate), loading, plan.length, plan.shuffle)  # the source keeps both of them alive
+        if self._source is None or asked != self._source_for:
             self.close()
             self._source = Fetcher(dataset, self._device, collate, seed=self._seed, loading=loading, tally=self.tally)
             self._source_for = asked
@@ -163,8 +163,3 @@ class Feed:
 
     def _next_epoch(self) -> None:
         self._position.cursor = Cursor(self._position.cursor.epoch + 1, 0)
-
-
-def _same(asked: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    """The same data set and function (themselves, not others that are equal), and equal options."""
-    return len(before) == 4 and asked[0] is before[0] and asked[1] is before[1] and asked[2:] == before[2:]

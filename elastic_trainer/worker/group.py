@@ -223,12 +223,12 @@ class _Teardowns:
 _TEARDOWNS = _Teardowns()
 
 
-def all_reduce(group: Group, tensor: torch.Tensor) -> None:
+def all_reduce(control: Control, tensor: torch.Tensor) -> None:
     """Sum ``tensor`` over the ranks of torch's default group, in place; the end of the round interrupts the wait."""
     if tensor.device.type == "cuda":
         dist.all_reduce(tensor)  # returns at once; waiting for it would wait for the device
         return
-    works = group.control.works
+    works = control.works
     works.wait(works.begun(dist.all_reduce(tensor, async_op=True)))
 
 

@@ -24,6 +24,7 @@ from elastic_trainer.worker.batchnorm import Company, share_batchnorm
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.device import Placement
 from elastic_trainer.worker.gradients import Gradients
+from elastic_trainer.worker.group import all_reduce
 from elastic_trainer.worker.tree import TreeReduction
 
 
@@ -154,7 +155,7 @@ class Replica:
         if self.even and cuda and self._lasting is None:
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
         if self.even and not cuda:
-            self._company.bind(control.rank, control.world_size, partial(_all_reduce, control))
+            self._company.bind(control.rank, control.world_size, partial(all_reduce, control))
         self._check_trainable()
         ids = [self._placement.device.index] if cuda else None
         options = dict(self._options)
@@ -227,11 +228,6 @@ class Replica:
             if control.rank != 0:
                 with torch.no_grad():
                     buffer.copy_(copy)
-
-
-def _all_reduce(control: Control, tensor: torch.Tensor) -> None:
-    """Sum ``tensor`` over all ranks; the end of the round interrupts the wait."""
-    control.works.wait(control.works.begun(dist.all_reduce(tensor, async_op=True)))
 
 
 def forwards_buffers(parallel: DistributedDataParallel) -> bool:

@@ -20,6 +20,7 @@ be saved or resumed, RoundBrokenError when a peer is lost; SystemExit 143 when s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -61,7 +62,7 @@ GROUP_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 10.0
 FORM_TIMEOUT_S = 10.0
 
-Result = TypeVar("Result")
+Kind = TypeVar("Kind", bound=StrEnum)
 
 
 class Session:
@@ -301,10 +302,7 @@ class Session:
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ConfigError("ReduceLROnPlateau needs a metric", hint="register() it and step it yourself")
         check_optimizer(optimizer, model)
-        if reduction not in list(Reduction):
-            raise ConfigError(
-                f"reduction is {reduction!r}", hint=f"use one of {', '.join(map(repr, map(str, Reduction)))}"
-            )
+        how = _one_of(Reduction, reduction, "reduction")
         lasting = self._recovery is not None
         replica = Replica(
             model,
@@ -312,7 +310,7 @@ class Session:
             ddp_options or {},
             sync=sync_batchnorm,
             lasting=lasting,
-            reduction=Reduction(reduction),
+            reduction=how,
         )
         averaged = averaging.averaged(replica.module, average)
         state = TrainingState(
@@ -405,7 +403,7 @@ class Session:
             micro_batch_size,
             shuffle=shuffle,
             scale_from=scale_from,
-            lr_rule=_lr_rule(lr_rule),
+            lr_rule=_one_of(LrRule, lr_rule, "lr_rule"),
             collate=collate,
             epochs=epochs,
             loading=loading,
@@ -475,7 +473,8 @@ class Session:
         self._all.barrier()
 
 
-def _lr_rule(name: str) -> LrRule:
-    if name not in list(LrRule):
-        raise ConfigError(f"lr_rule is {name!r}", hint=f"use one of {', '.join(map(repr, map(str, LrRule)))}")
-    return LrRule(name)
+def _one_of(kind: type[Kind], value: str, what: str) -> Kind:
+    """``value`` as one of ``kind``; ConfigError names them all."""
+    if value not in list(kind):
+        raise ConfigError(f"{what} is {value!r}", hint=f"use one of {', '.join(map(repr, map(str, kind)))}")
+    return kind(value)

@@ -28,11 +28,9 @@ class Step:
     """A step in progress, then its result. ``committed`` says whether it counts."""
 
     __slots__ = (
-        "_backwards",
         "_batch",
         "_control",
-        "_counts",
-        "_divided",
+        "_count_here",
         "_done",
         "_losses",
         "_mean",
@@ -53,10 +51,11 @@ class Step:
         self._part = batch
         self._losses: list[tuple[torch.Tensor, float]] = []
         self._mean: float | None = None
-        self._backwards = 0
-        self._counts: list[float] | None = None
-        self._normalized = self._divided = False
+        self._count_here: float | None = None
+        """The items counted on this rank, if losses are sums."""
+        self._normalized = False
         self._done: set[int] = set()
+        """Where the micro-batches begin that have had a backward pass."""
         self._open_parts = False
         self.committed = self.recorded = False
         self.generation, self.rank, self.world_size = (
@@ -81,7 +80,7 @@ class Step:
         if whole is None:
             raise ConfigError("there is no batch to divide", hint="draw it with session.batches()")
         parts = whole.micro_batches
-        self._open_parts = self._divided = True
+        self._open_parts = True
         for part in parts[:-1]:
             self._begin(part)
             with self._steps.replica.accumulating():
@@ -107,27 +106,23 @@ class Step:
         begin lower than usual. Where nothing counts in the whole global batch the gradient is zero, and the update is
         made all the same.
         """
-        if self._backwards and (count is None) != (self._counts is None):
+        if self._done and (count is None) != (self._count_here is None):
             raise ConfigError("backward(loss, count) for some micro-batches only", hint="say the count for all or none")
-        self._backwards += 1
-        part = self._part
-        fraction = 1.0
-        if self._steps.replica.tree is None:
-            weight = part.weight if part is not None else 1.0
-        else:
-            weight = fraction = self._fraction(part)
+        part, replica = self._part, self._steps.replica
+        fraction = self._fraction(part) if replica.tree is not None else 1.0
+        weight = fraction if part is None or replica.tree is not None else part.weight
         self._done.add(0 if part is None else part.start)
         self._complete()
         pending = None
         if count is not None:
             weight = self._count(float(count), counts=weight > 0.0)
             if not self._open_parts:
-                pending = self._control.start(Purpose.COUNT, [sum(self._counts or [])])
+                pending = self._control.start(Purpose.COUNT, [self._count_here or 0.0])
         self._losses.append((loss.detach(), weight))
-        factor = weight * self._steps.replica.share
-        self._steps.replica.backward(self._steps.scaling.scaled(loss if factor == 1.0 else loss * factor))
-        if self._steps.replica.tree is not None:
-            self._grow(self._steps.replica.tree, fraction, loss.detach() * weight)
+        factor = weight * replica.share
+        replica.backward(self._steps.scaling.scaled(loss if factor == 1.0 else loss * factor))
+        if replica.tree is not None:
+            self._grow(replica.tree, fraction, loss.detach() * weight)
         if pending is not None:
             self._normalize(pending.wait()[0])
 
@@ -137,11 +132,9 @@ class Step:
             raise ConfigError(
                 f"backward(loss, count) with a count of {count:g}", hint="count the items that the loss sums"
             )
-        if self._counts is None:
-            self._counts = []
-        elif self._normalized:
+        if self._normalized:
             raise ConfigError("a second backward(loss, count) of one batch", hint="add the losses up first")
-        self._counts.append(count if counts else 0.0)
+        self._count_here = (self._count_here or 0.0) + (count if counts else 0.0)
         world = 1 if self._steps.replica.tree is not None else self._control.world_size
         return world / self._items if counts else 0.0
 
@@ -156,7 +149,7 @@ class Step:
         factor = self._items / total if total else 0.0
         self._steps.replica.scale_gradients(factor)
         self._losses = [(loss, weight * factor) for loss, weight in self._losses]
-        if self._steps.replica.tree is not None and self._mean is not None:
+        if self._mean is not None:  # the tree's: no other is known before the commit
             self._mean *= factor
 
     def _fraction(self, part: Batch | None) -> float:
@@ -166,13 +159,14 @@ class Step:
                 "reduction='tree' adds up micro-batches",
                 hint="draw with session.batches(..., micro_batch_size=...), and loop over step.micro_batches()",
             )
-        if self._backwards > len(self._batch.micro_batches if self._batch is not None else ()):
+        if part.start in self._done:
             raise ConfigError("a second backward pass of one micro-batch", hint="add the losses up first")
         return len(part.ids) / part.global_size
 
     def _complete(self) -> None:
         """ConfigError unless each micro-batch has had its backward pass when the last one has."""
-        parts = self._batch.micro_batches if self._batch is not None and self._divided else ()
+        divided = self._batch if self._part is not self._batch else None
+        parts = divided.micro_batches if divided is not None else ()
         if not self._open_parts and len(self._done) < len({part.start for part in parts}):
             raise ConfigError(
                 "a micro-batch had no backward pass, so the gradient would lack its samples",
@@ -225,8 +219,8 @@ class Step:
 
     def local_mean(self) -> float | None:
         """The mean loss over this rank's own samples; None if it had none."""
-        if self._counts is not None:
-            own = sum(self._counts)
+        if self._count_here is not None:
+            own = self._count_here
             return sum(float(loss) for loss, weight in self._losses if weight) / own if own else None
         total = sum(weight for _, weight in self._losses)
         return self.local_sum() / total if total else None
@@ -242,7 +236,7 @@ class Step:
         """ConfigError unless the gradients are complete and right."""
         if self.committed:
             raise ConfigError("a second optimizer step in one session.step()", hint="open one step for each")
-        if not self._backwards:
+        if not self._done:
             raise ConfigError(
                 "optimizer.step() without step.backward(loss)", hint="loss.backward() would weight ranks wrongly"
             )

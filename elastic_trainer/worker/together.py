@@ -122,7 +122,7 @@ class Together:
             return tensor
         inside = part.trained is not None and part.trained.steps.inside
         if self._recovery is None or inside:
-            groups.all_reduce(part.formed, tensor)  # a step that fails is repeated as a whole
+            groups.all_reduce(part.control, tensor)  # a step that fails is repeated as a whole
             return tensor
         before = tensor.clone()
         return self.repeated(lambda: self._summed(tensor, before), bytes_of(tensor))
@@ -130,7 +130,7 @@ class Together:
     def _summed(self, tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         tensor.copy_(value)
         if not self._part.control.alone:
-            groups.all_reduce(self._part.formed, tensor)
+            groups.all_reduce(self._part.control, tensor)
         return tensor
 
     def barrier(self) -> None:

@@ -15,7 +15,6 @@ at that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,18 +34,6 @@ Leaf = list[torch.Tensor | None]
 """Gradients by parameter, and as the last entry all small values in one vector."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor lies in the flat vector."""
-
-    begin: int
-    count: int
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.count
-
-
 class TreeReduction:
     """The gradients of ``module``. ``kept`` are copies of its ``buffers`` as they were when the step began."""
 
@@ -58,9 +45,11 @@ class TreeReduction:
         self._moving, self._kept = [buffer for buffer, _ in pairs], [old for _, old in pairs]
         tensors = [*self._parameters, *self._moving]
         self.dtype = torch.float64 if any(each.dtype is torch.float64 for each in tensors) else torch.float32
-        self._places, end = [], 0
+        self._places: list[slice] = []
+        """Where each tensor of a leaf lies in the flat vector."""
+        end = 0
         for count in [*(each.numel() for each in self._parameters), self._small_size()]:
-            self._places.append(Place(end, count))
+            self._places.append(slice(end, end + count))
             end += -(-count // _ALIGNED) * _ALIGNED
         self._length = end
         self._control = Control()
@@ -76,8 +65,6 @@ class TreeReduction:
     def bind(self, control: Control, group: Any) -> None:
         """Combine over the ranks of this round, whose process group for gradients is ``group`` (None: alone)."""
         self._control, self._group = control, group
-        self._rooms = {}  # an operation of the last round may still be writing into its own
-        self.begin_step()
 
     def unbind(self) -> None:
         """Let go of the round: its group is to end, and its memory may still be written to."""
@@ -183,12 +170,13 @@ class TreeReduction:
     ) -> tuple[Work, torch.Tensor]:
         """Begin to give each rank its slice of all sums held here. Shape of ``mine``: (blocks, ranks, slice)."""
         part = mine[:, :, begin:end].transpose(0, 1)
-        outgoing = part.reshape(-1) if part.is_contiguous() else self._room(f"out {begin}", part.numel())
         if not part.is_contiguous():
-            outgoing.view(part.shape).copy_(part)
+            part = self._room(f"out {begin}", part.numel()).view(part.shape).copy_(part)
         sizes = [len(blocks) * (end - begin) for blocks in plan]
         incoming = self._room(f"in {begin}", sum(sizes))
-        work: Work = self._group.alltoall_base(incoming, outgoing, sizes, [mine.shape[0] * (end - begin)] * len(plan))
+        work: Work = self._group.alltoall_base(
+            incoming, part.view(-1), sizes, [mine.shape[0] * (end - begin)] * len(plan)
+        )
         return self._begun(work), incoming
 
     def _begun(self, work: Work) -> Work:
@@ -209,7 +197,7 @@ class TreeReduction:
         return fold(total, dict(zip(order, rows, strict=True)), _plus)
 
     def _write(self, leaf: Leaf, row: torch.Tensor) -> None:
-        pairs = [(row[place.begin : place.end], each) for place, each in zip(self._places, leaf, strict=True)]
+        pairs = [(row[place], each) for place, each in zip(self._places, leaf, strict=True)]
         for target in (target for target, each in pairs if each is None):
             target.zero_()
         torch._foreach_copy_(
@@ -218,7 +206,7 @@ class TreeReduction:
         )
 
     def _read(self, flat: torch.Tensor) -> Leaf:
-        *gradients, small = [flat[place.begin : place.end] for place in self._places]
+        *gradients, small = [flat[place] for place in self._places]
         shaped = [
             part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
             for part, parameter in zip(gradients, self._parameters, strict=True)

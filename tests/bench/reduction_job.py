@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
@@ -23,9 +22,9 @@ from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
 from elastic_trainer.settings import ENV_LEDGER_DIR
+from tests.bench.step_overhead_job import ENDLESS, block
 
 MICRO_BATCHES, SIDE, CLASSES, SAMPLES, WARM_UP = 8, 16, 10, 4096, 3
-ENDLESS = 1_000_000
 
 
 def build(kind: str, width: int) -> nn.Module:
@@ -75,14 +74,6 @@ def ddp_steps(session: Session, model: nn.Module, data: TensorDataset, micro: in
             yield
 
 
-def block(steps: Iterator[None], count: int) -> float:
-    """Seconds for each of ``count`` steps."""
-    began = time.perf_counter()
-    for _ in range(count):
-        next(steps)
-    return (time.perf_counter() - began) / count
-
-
 def run(result: Path, kind: str, width: int, micro: int, alternations: int, count: int) -> None:
     """Train both ways in turn."""
     torch.set_num_threads(1)
@@ -102,7 +93,7 @@ def run(result: Path, kind: str, width: int, micro: int, alternations: int, coun
         taken: dict[str, list[float]] = {name: [] for name in loops}
         for turn in range(alternations):
             for name in ("tree", "ddp") if turn % 2 else ("ddp", "tree"):
-                taken[name].append(block(loops[name], count))
+                taken[name].append(block(loops[name], count)[0])
         if session.is_rank0:
             result.write_text(json.dumps(taken))
 
