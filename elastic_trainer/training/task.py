@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -32,6 +32,14 @@ class Datasets:
 
     train: Samples | SeekableStream
     test: Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Exhibits:
+    """What people would rather see than read, by name: images of (3, height, width) bytes on the CPU, and texts."""
+
+    images: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 class NoOptions(Section):
@@ -99,6 +107,14 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, model: torch.nn.Module, batch: Any) -> Mapping[str, tuple[Any, Any]]:
         """For each metric its sum over ``batch`` and what to divide the sum of all batches by; no gradients."""
+
+    def exhibits(self, model: torch.nn.Module, batch: Any) -> Exhibits:
+        """What to show of the first test samples after an evaluation (in TensorBoard), none by default.
+
+        Called on rank 0 alone, with the model in evaluation mode, outside DDP and without gradients: no collectives.
+        """
+        del model, batch
+        return Exhibits()
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """The optimizer; by default what the section ``optimizer:`` says, over all parameters."""
