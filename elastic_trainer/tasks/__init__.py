@@ -6,7 +6,10 @@ import difflib
 
 from elastic_trainer.errors import ConfigError
 
-_HOMES = {"mnist": ("elastic_trainer.tasks.mnist", "Mnist")}
+_HOMES = {
+    "imagefolder": ("elastic_trainer.tasks.imagefolder", "ImageClasses"),
+    "mnist": ("elastic_trainer.tasks.mnist", "Mnist"),
+}
 
 
 def names() -> list[str]:
