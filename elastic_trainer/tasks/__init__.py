@@ -8,6 +8,7 @@ from elastic_trainer.errors import ConfigError
 
 _HOMES = {
     "imagefolder": ("elastic_trainer.tasks.imagefolder", "ImageClasses"),
+    "keypoints": ("elastic_trainer.tasks.keypoints", "Keypoints"),
     "mnist": ("elastic_trainer.tasks.mnist", "Mnist"),
 }
 
