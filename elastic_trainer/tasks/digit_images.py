@@ -28,7 +28,7 @@ def digit_images(cache: Path | None = None) -> Path:
     if final.is_dir():
         return final
     train, test = split(shipped_digits(), TEST_SIZE, seed=0)
-    with storage_errors(root):
+    with storage_errors(root, hint="set data.cache to a directory that can be written"):
         root.mkdir(parents=True, exist_ok=True)
         begun = Path(tempfile.mkdtemp(dir=root, prefix=f".{NAME}."))
         try:
