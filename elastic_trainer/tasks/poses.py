@@ -44,16 +44,14 @@ class Instance:
         return sum(peak.score for peak in self.peaks.values()) / len(self.peaks)
 
 
-def find_peaks(
-    heat: Tensor, tags: Tensor, stride: int, *, threshold: float, most: int, reach: int = 1
-) -> list[list[list[Peak]]]:
+def find_peaks(heat: Tensor, tags: Tensor, stride: int, *, threshold: float, most: int) -> list[list[list[Peak]]]:
     """For each of n pictures and k kinds of points the highest local maxima above ``threshold``, at most ``most``.
 
-    ``heat`` and ``tags`` are (n, k, h, w); a maximum is the highest within ``reach`` cells in each direction.
+    ``heat`` and ``tags`` are (n, k, h, w); a maximum is the highest of its eight neighbours.
     """
     pictures, kinds, _, width = heat.shape
-    highest = functional.max_pool2d(heat, 2 * reach + 1, stride=1, padding=reach)
-    scores, places = torch.where(heat == highest, heat, -torch.inf).flatten(2).topk(min(most, heat[0, 0].numel()))
+    candidates = torch.where(_are_maxima(heat), heat, -torch.inf).flatten(2)
+    scores, places = candidates.topk(min(most, candidates.shape[2]))
     found = tags.flatten(2).gather(2, places)
     shift_x, shift_y = (each.flatten(2).gather(2, places) for each in _quarters(heat))
     x = (places % width + shift_x + 0.5) * stride
@@ -63,6 +61,15 @@ def find_peaks(
         [[Peak(*row) for row in table[picture][kind] if row[2] > threshold] for kind in range(kinds)]
         for picture in range(pictures)
     ]
+
+
+def _are_maxima(heat: Tensor) -> Tensor:
+    """Which cells are no lower than their neighbours; of equal ones, which half precision makes, the first alone."""
+    height, width = heat.shape[-2:]
+    padded = functional.pad(heat, (1, 1, 1, 1), value=-torch.inf)
+    around = [padded[..., row : row + height, column : column + width] for row in range(3) for column in range(3)]
+    before, behind = torch.stack(around[:4]).amax(0), torch.stack(around[5:]).amax(0)
+    return (heat > before) & (heat >= behind)
 
 
 def _quarters(heat: Tensor) -> tuple[Tensor, Tensor]:
