@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_trainer.data.seeds import key
-from elastic_trainer.tasks.digits import SIDE, Digits
+from elastic_trainer.tasks.digits import Digits
 from elastic_trainer.tasks.pillow import Image
 from elastic_trainer.tasks.scenes import Floats, Scene
 
@@ -33,7 +33,8 @@ class DigitScenes:
     names: Sequence[str] = ("top", "bottom", "left", "right", "centre")
 
     def __init__(self, digits: Digits, count: int, seed: int) -> None:
-        self._images, self._count, self._seed = digits.images, count, seed
+        inked = (digits.images >= INK).any(axis=(1, 2))
+        self._images, self._count, self._seed = digits.images[inked], count, seed
 
     def __len__(self) -> int:
         return self._count
@@ -77,16 +78,12 @@ def _touch(one: Box, other: Box) -> bool:
 def ink_box(image: NDArray[np.uint8]) -> Box:
     """Left, top, right, bottom of all that is not black, the latter two exclusive."""
     rows, columns = np.flatnonzero(image.any(axis=1)), np.flatnonzero(image.any(axis=0))
-    if not len(rows):
-        return 0, 0, SIDE, SIDE
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
 def stroke_points(image: NDArray[np.uint8]) -> Floats:
-    """(5, 3): the points of a digit in its own pixels, all visible if it has ink at all."""
+    """(5, 3): the points of a digit, which has ink, in its own pixels; all visible."""
     rows, columns = np.nonzero(image >= INK)
-    if not len(rows):
-        return np.zeros((5, 3))
     ends = [(rows, rows.min()), (rows, rows.max()), (columns, columns.min()), (columns, columns.max())]
     at = [axis == value for axis, value in ends] + [np.ones(len(rows), dtype=bool)]
     return np.array([[columns[each].mean() + 0.5, rows[each].mean() + 0.5, 1.0] for each in at])

@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class Scene:
     """A picture, the (m, k, 3) points of its m instances, their areas (m,), and boxes (j, 4) of left, top, right,
-    bottom inside which nobody says what there is."""
+    bottom inside which nobody says what there is. An instance has at least one visible point."""
 
     image: Image.Image
     points: Floats
@@ -37,7 +37,8 @@ class Scene:
 class Scenes(Protocol):
     """A data set of scenes. ``names`` are its k kinds of points; scene ``i`` is always the same."""
 
-    names: Sequence[str]
+    @property
+    def names(self) -> Sequence[str]: ...
 
     def __len__(self) -> int: ...
 
@@ -131,7 +132,8 @@ class Views:
         points = scene.points[kept][:, self._mirror] if mirrored else scene.points[kept]
         seen = moved(points, transform, self._size)
         sizes = np.sqrt(scene.areas[kept] * abs(np.linalg.det(transform[:, :2])))
-        unknown = [*scene.unknown, *(bounds(scene.points[each]) for each in left_out)]
+        surplus = [around(scene.points[each], np.sqrt(scene.areas[each]) / 2) for each in left_out]
+        unknown = [*scene.unknown, *surplus]
         known = self._known(scene.image.size, unknown, transform)
         image = warped(scene.image, transform, self._size)
         return as_bytes(image), self._padded(seen), self._padded(np.maximum(sizes, 1.0)), known
@@ -171,9 +173,7 @@ def warped(
     return image.transform((size, size), Image.Transform.AFFINE, coefficients, resample=resample, fillcolor=colour)
 
 
-def bounds(points: Floats) -> Floats:
-    """The box, (4,), around the visible ones of (k, 3) points."""
+def around(points: Floats, margin: float) -> Floats:
+    """The box, (4,), around the visible ones of (k, 3) points, ``margin`` wider on each side; at least one is."""
     places = points[points[:, 2] > 0, :2]
-    if not len(places):
-        return np.zeros(4)
-    return np.concatenate([places.min(0), places.max(0)])
+    return np.concatenate([places.min(0) - margin, places.max(0) + margin])
