@@ -36,19 +36,21 @@ class Parallel(nn.ModuleList):
 
 
 class Fusion(nn.Module):
-    """Each branch becomes the sum of all of them, brought to its resolution; shapes stay.
+    """Each of the first ``targets`` branches becomes the sum of all, brought to its resolution; its shape stays.
 
     From lower resolution by a 1x1 convolution and upsampling, from higher by 3x3 convolutions of stride 2.
     """
 
-    def __init__(self, channels: Sequence[int]) -> None:
+    def __init__(self, channels: Sequence[int], targets: int) -> None:
         super().__init__()
         every = range(len(channels))
-        self.paths = nn.ModuleList(Parallel(_path(channels, source, target) for source in every) for target in every)
+        self.paths = nn.ModuleList(
+            Parallel(_path(channels, source, target) for source in every) for target in range(targets)
+        )
 
     def forward(self, branches: list[Tensor]) -> list[Tensor]:
         fused = []
-        for target, paths in zip(branches, self.paths, strict=True):
+        for target, paths in zip(branches, self.paths, strict=False):
             arrived = paths(branches)
             size = target.shape[-2:]
             same = [x if x.shape[-2:] == size else functional.interpolate(x, size, mode="nearest") for x in arrived]
@@ -77,9 +79,13 @@ def _halving(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 class Stage(nn.Module):
-    """New branches from the lowest resolution there is, then the modules of ``plan``."""
+    """New branches from the lowest resolution there is, then the modules of ``plan``.
 
-    def __init__(self, channels: Sequence[int], present: int, plan: StagePlan) -> None:
+    The ``last`` stage gives the highest resolution alone: parameters without a part in the loss are no use, and an
+    error of DDP's.
+    """
+
+    def __init__(self, channels: Sequence[int], present: int, plan: StagePlan, *, last: bool) -> None:
         super().__init__()
         self.begun = nn.ModuleList(
             nn.Sequential(*_halving(channels[branch - 1], channels[branch]), nn.ReLU())
@@ -90,7 +96,8 @@ class Stage(nn.Module):
             Parallel(nn.Sequential(*(BasicBlock(width, width) for _ in range(plan.blocks))) for width in mine)
             for _ in range(plan.modules)
         )
-        self.fusions = nn.ModuleList(Fusion(mine) for _ in range(plan.modules))
+        targets = [plan.branches] * (plan.modules - 1) + [1 if last else plan.branches]
+        self.fusions = nn.ModuleList(Fusion(mine, each) for each in targets)
 
     def forward(self, branches: list[Tensor]) -> list[Tensor]:
         for begin in self.begun:
@@ -125,7 +132,8 @@ class HighResolutionNet(nn.Module):
         self.stem = nn.Sequential(*stem)
         present = [1, *(plan.branches for plan in stages)]
         self.stages = nn.ModuleList(
-            Stage(channels, before, plan) for before, plan in zip(present, stages, strict=False)
+            Stage(channels, before, plan, last=number == len(stages))
+            for number, (before, plan) in enumerate(zip(present, stages, strict=False), 1)
         )
         self.heat = nn.Conv2d(channels[0], points, 1)
         self.tags = nn.Conv2d(channels[0], points, 1)  # begins far from 0: alike tags would have no slope to part on
