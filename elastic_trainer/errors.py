@@ -110,3 +110,9 @@ class DataError(ConfigError):
 
 class NonFiniteError(PermanentError):
     """The loss or the parameters are no longer finite numbers."""
+
+
+class SampleError(PermanentError):
+    """One sample cannot be read. Unlike a DataError, only the process that needs the sample finds it, and tells it."""
+
+    exit_code = EXIT_CONFIG

@@ -249,6 +249,13 @@ def log_level(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get(ENV_LOG_LEVEL, "info")
 
 
+def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """Where data that can be made again is kept for other runs: in ``$XDG_CACHE_HOME``, by default ``~/.cache``."""
+    root = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    return (Path(root) if os.path.isabs(root) else Path(os.path.expanduser("~/.cache"))) / "elastic_trainer"
+
+
 def prefer_loopback() -> None:
     """Let gloo use the loopback interface in this process, unless the user chose one.
 

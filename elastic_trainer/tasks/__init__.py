@@ -6,7 +6,11 @@ import difflib
 
 from elastic_trainer.errors import ConfigError
 
-_HOMES = {"mnist": ("elastic_trainer.tasks.mnist", "Mnist")}
+_HOMES = {
+    "imagefolder": ("elastic_trainer.tasks.imagefolder", "ImageClasses"),
+    "keypoints": ("elastic_trainer.tasks.keypoints", "Keypoints"),
+    "mnist": ("elastic_trainer.tasks.mnist", "Mnist"),
+}
 
 
 def names() -> list[str]:

@@ -128,6 +128,21 @@ class StepConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
 
 
+class MultiStepConfig(Section):
+    """The learning rate is multiplied by ``gamma`` at each of the ``milestones``, which are epochs."""
+
+    name: Literal["multistep"]
+    milestones: tuple[Annotated[float, Field(gt=0.0)], ...] = Field(min_length=1)
+    gamma: float = Field(default=0.1, gt=0.0, le=1.0)
+    warmup_steps: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _rising(self) -> MultiStepConfig:
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ValueError("'milestones' must rise")
+        return self
+
+
 class CosineConfig(Section):
     """The learning rate falls along half a cosine, to ``floor`` times its beginning at the end of the run."""
 
@@ -137,7 +152,7 @@ class CosineConfig(Section):
 
 
 OptimizerConfig = Annotated[SgdConfig | AdamWConfig, Field(discriminator="name")]
-SchedulerConfig = Annotated[ConstantConfig | StepConfig | CosineConfig, Field(discriminator="name")]
+SchedulerConfig = Annotated[ConstantConfig | StepConfig | MultiStepConfig | CosineConfig, Field(discriminator="name")]
 
 
 class JobConfig(Section):

@@ -16,14 +16,12 @@ from elastic_trainer.errors import StorageError
 
 
 @contextmanager
-def storage_errors(path: Path) -> Iterator[None]:
+def storage_errors(path: Path, hint: str = "give a writable checkpoint.directory") -> Iterator[None]:
     """Translate the operating system's refusal to write ``path``."""
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written: {error.strerror or error}", hint="give a writable checkpoint.directory"
-        ) from error
+        raise StorageError(f"{path}: cannot be written: {error.strerror or error}", hint=hint) from error
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from elastic_trainer.training.config import (
     AdamWConfig,
     ConstantConfig,
     CosineConfig,
+    MultiStepConfig,
     OptimizerConfig,
     SchedulerConfig,
     SgdConfig,
@@ -19,8 +20,8 @@ from elastic_trainer.training.config import (
 from elastic_trainer.training.schedule import RunLength
 
 
-def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that ``config`` names, over ``parameters``."""
+def build_optimizer(config: OptimizerConfig, parameters: ParamsT) -> torch.optim.Optimizer:
+    """The optimizer that ``config`` names, over ``parameters`` or groups of them, as torch's own take them."""
     arguments = config.model_dump(exclude={"name"})
     match config:
         case SgdConfig():
@@ -47,6 +48,9 @@ def rate_factor(config: SchedulerConfig, step: int, length: RunLength) -> float:
             return 1.0
         case StepConfig():
             return float(config.gamma ** math.floor(step / (config.every_epochs * length.steps_per_epoch)))
+        case MultiStepConfig():
+            passed = sum(step >= milestone * length.steps_per_epoch for milestone in config.milestones)
+            return float(config.gamma**passed)
         case CosineConfig():
             span = max(1, length.steps - config.warmup_steps)
             progress = min(1.0, (step - config.warmup_steps) / span)

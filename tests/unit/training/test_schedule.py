@@ -14,6 +14,7 @@ from elastic_trainer.training.config import (
     CosineConfig,
     EvaluationConfig,
     JobConfig,
+    MultiStepConfig,
     StepConfig,
 )
 from elastic_trainer.training.optimization import rate_factor
@@ -99,6 +100,20 @@ def test_a_step_schedule_falls_at_epochs() -> None:
     """gamma is applied every so many epochs, counted in steps."""
     factors = [rate_factor(StepConfig(name="step", every_epochs=1.5, gamma=0.5), step, LENGTH) for step in range(12)]
     assert factors == [1.0] * 6 + [0.5] * 6
+
+
+def test_a_multistep_schedule_falls_at_its_milestones() -> None:
+    """gamma is applied at each of them, counted in epochs, after the warm-up of the beginning."""
+    config = MultiStepConfig(name="multistep", milestones=(1, 2.5), gamma=0.5, warmup_steps=1)
+    factors = [rate_factor(config, step, LENGTH) for step in range(12)]
+    assert factors == [0.5, 1.0, 1.0, 1.0, *[0.5] * 6, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("milestones", [[], [2, 1], [1, 1], [0], [-1, 3]])
+def test_milestones_must_rise_from_above_zero(milestones: list[float]) -> None:
+    """A list in another order is a slip of the pen."""
+    with pytest.raises(ValueError, match="milestones"):
+        MultiStepConfig.model_validate({"name": "multistep", "milestones": milestones})
 
 
 def test_a_cosine_begins_at_one_and_ends_at_its_floor() -> None:

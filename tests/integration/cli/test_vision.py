@@ -1,0 +1,68 @@
+"""The tasks on images train through faults on a real cluster: nothing is lost of the training, and it succeeds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.cli.test_local import Local
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("etcd_binary")]
+
+FAULTS = ("--nodes", "2:3", "--start", "2", "--recovery", "in_place", "--join-at", "4", "--kill-worker-at", "50:n0")
+"""One more node comes in the course of the training, one of the first two loses its worker."""
+QUICK = ("evaluation.every_epochs=null", "checkpoint.every_steps=40")
+
+
+@pytest.fixture
+def started() -> Iterator[list[Local]]:
+    """Commands to end after the test."""
+    commands: list[Local] = []
+    yield commands
+    for command in commands:
+        command.kill()
+
+
+def survived(directory: Path, started: list[Local], *job: str) -> dict[str, Any]:
+    """The summary of a job that went through the faults, once it is certain that it did."""
+    command = Local(directory, *FAULTS, job=(*job, *QUICK))
+    started.append(command)
+    assert command.wait() == 0, command.said()
+    summary = command.summary()
+    kinds = [fault["what"].split(" ")[0] for fault in summary["faults"]]
+    assert sorted(kinds) == ["node", "worker"], summary["faults"]
+    killed = summary["faults"][kinds.index("worker")]["recovery"]
+    assert killed["steps_repeated"] == 0, summary["faults"]
+    assert "n2" in summary["rounds"][-1]["nodes"], summary["rounds"]
+    audit = summary["audit"]
+    assert (audit["exact"], audit["steps_rolled_back"], audit["steps_skipped"]) == (True, 0, 0), audit
+    assert command.left() == []
+    return summary
+
+
+def test_images_are_told_apart_after_faults(tmp_path: Path, started: list[Local]) -> None:
+    """On class folders that all nodes write at once: a killed worker and a newcomer cost no step and no sample."""
+    job = ("imagefolder", f"data.cache={tmp_path / 'cache'}", "data.limit=600", "epochs=8", "model.width=4")
+    summary = survived(tmp_path, started, *job)
+    assert summary["audit"]["steps"] == 96
+    assert [epoch["used"] for epoch in summary["audit"]["epochs"]] == [600] * 8
+    assert summary["metrics"]["top1"] > 0.7
+    (record,) = [json.loads(line) for line in (tmp_path / "run/checkpoints/metrics.jsonl").read_text().splitlines()]
+    assert record["step"] == 96
+    assert math.isfinite(record["train_loss"])
+
+
+def test_key_points_are_found_after_faults(tmp_path: Path, started: list[Local]) -> None:
+    """With the statistics of all ranks in every norm: a killed worker and a newcomer cost no step and no sample."""
+    network = ("model.channels=[8, 16]", "model.stages=[{branches: 1, blocks: 1}, {branches: 2, blocks: 1}]")
+    job = ("keypoints", "data.count=400", "data.test_count=60", "epochs=3", "global_batch=10")
+    summary = survived(tmp_path, started, *job, *network, "scheduler.milestones=[2]")
+    assert summary["audit"]["steps"] == 120
+    assert [epoch["used"] for epoch in summary["audit"]["epochs"]] == [400] * 3
+    assert summary["metrics"]["point_f1"] > 0.6
+    assert summary["metrics"]["heat_loss"] < 0.003
