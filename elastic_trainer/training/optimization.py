@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from elastic_trainer.training.config import (
     AdamWConfig,
@@ -19,8 +19,8 @@ from elastic_trainer.training.config import (
 from elastic_trainer.training.schedule import RunLength
 
 
-def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that ``config`` names, over ``parameters``."""
+def build_optimizer(config: OptimizerConfig, parameters: ParamsT) -> torch.optim.Optimizer:
+    """The optimizer that ``config`` names, over ``parameters`` or groups of them with values of their own."""
     arguments = config.model_dump(exclude={"name"})
     match config:
         case SgdConfig():

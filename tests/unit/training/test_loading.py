@@ -104,7 +104,7 @@ def test_the_effective_configuration_reads_back_equal(job: Path, tmp_path: Path)
         ("epochs=0", ["'epochs' is 0", "greater than or equal to 1"]),
         ("epochs=2.5", ["'epochs' is 2.5"]),
         ("epochs=null", ["'epochs' or 'max_steps'"]),
-        ("global_batch=null", ["'global_batch' is None"]),
+        ("global_batch=null", ["'global_batch' is missing"]),
         ("optimizer.lr=-1", ["'optimizer.lr' is -1", "greater than 0"]),
         ("optimizer.lr=.nan", ["'optimizer.lr' is nan", "finite"]),
         ("optimizer.name=sdg", ["'optimizer.name' is 'sdg'", "did you mean 'sgd'?"]),
