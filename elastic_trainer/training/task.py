@@ -68,9 +68,9 @@ class Task(ABC):
                 hits = (model(batch.x).argmax(1) == batch.y).sum()
                 return {"accuracy": (hits, len(batch.y))}
 
-    The methods are called on every rank, in this order: ``datasets``, ``model``, ``optimizer``, ``scheduler`` once,
-    then ``loss`` and ``metrics`` for each (micro-)batch. Whatever is random must come from torch's, numpy's or
-    Python's global generators (seeded and resumed with the job) or from the identity of the samples.
+    The methods are called on every rank, in this order: ``datasets``, ``identity``, ``model``, ``optimizer``,
+    ``scheduler`` once, then ``loss`` and ``metrics`` for each (micro-)batch. Whatever is random must come from torch's,
+    numpy's or Python's global generators (seeded and resumed with the job) or from the identity of the samples.
     """
 
     Data: ClassVar[type[Section]] = NoOptions
@@ -118,6 +118,14 @@ class Task(ABC):
     def implied_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """More metrics, which follow from those over the whole data set, as the perplexity from the mean loss."""
         del metrics
+        return {}
+
+    def identity(self) -> Mapping[str, Any]:
+        """Facts about the data that must stay as they are when the run is resumed, by name: JSON values.
+
+        For example the names of classes in their order, or a vocabulary. Called after ``datasets``. They are kept with
+        the checkpoints; a job that resumes with others ends with one sentence that names what was added or removed.
+        """
         return {}
 
     def exhibits(self, model: torch.nn.Module, batch: Any) -> Exhibits:

@@ -23,6 +23,7 @@ from elastic_trainer.training.config import JobConfig
 from elastic_trainer.training.evaluation import check_metric, evaluate, measurable
 from elastic_trainer.training.files import make_writable, write_atomically
 from elastic_trainer.training.history import History
+from elastic_trainer.training.identity import Identity
 from elastic_trainer.training.loading import as_yaml
 from elastic_trainer.training.precision import arithmetic
 from elastic_trainer.training.progress import Moment, Progress, Silent, progress
@@ -51,6 +52,7 @@ class Trainer:
         self.arithmetic = arithmetic(config.precision, placement.device)
         self.data = self.task.datasets()
         checked_length(self.data.test)
+        self.identity = Identity(self.task.identity())
         self.length = run_length(config, checked_length(self.data.train))
         torch.manual_seed(config.seed)
         self.model = self.task.model()
@@ -100,6 +102,7 @@ class Run:
         self.job, self.session, self.config = trainer, session, trainer.config
         self.history = History()
         session.register("history", self.history)
+        session.register("identity", trainer.identity)
         self.model = session.wrap(
             trainer.model,
             optimizer=trainer.optimizer,

@@ -27,7 +27,11 @@ _HINT = "the checkpoint is of a different model or optimizer; use another checkp
 
 
 class Stateful(Protocol):
-    """What can be registered: anything with the two methods of torch's own objects."""
+    """What can be registered: anything with the two methods of torch's own objects.
+
+    A part may also have ``check_state(state_dict)``, which raises a ConfigError or CheckpointError for a state that is
+    not for this job. It is called before anything else of a state is compared or changed.
+    """
 
     def state_dict(self) -> Any: ...
 
@@ -134,6 +138,9 @@ class TrainingState:
     def _check(self, state: Mapping[str, Any]) -> None:
         if state.get("format") != FORMAT:
             raise CheckpointError(f"the state has format {state.get('format')!r}, not {FORMAT}", hint=_HINT)
+        for name, registered in self.user.items():
+            if name in state["user"] and hasattr(registered, "check_state"):
+                registered.check_state(state["user"][name])
         check_module(self.module, state["model"])
         check_optimizer(self.module, self.optimizer, state["optimizer"])
         if self.average is not None and state.get("average") is not None:

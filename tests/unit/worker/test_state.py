@@ -144,6 +144,23 @@ def test_a_registered_part_that_refuses_its_state_undoes_the_others() -> None:
     assert state.scheduler.last_epoch == 0
 
 
+class Particular(Counter):
+    """Knows a state that is not for it."""
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        if state["values"] == [1, 2]:
+            raise ConfigError("not mine")
+
+
+def test_a_part_that_checks_its_state_is_asked_before_the_model_is_compared() -> None:
+    """It knows the reason of what would only look like another model; nothing was changed by then."""
+    state = make(wider)
+    state.user = {"counter": Particular()}
+    with pytest.raises(ConfigError, match="not mine"):
+        state.apply(trained().collect(), first_rank=True)
+    assert (state.position.step, state.user["counter"].state_dict()) == (0, {"values": []})
+
+
 def test_a_part_registered_after_resuming_gets_its_state_then() -> None:
     """Until then its state is kept and saved again."""
     state = make(small)
