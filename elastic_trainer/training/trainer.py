@@ -53,7 +53,7 @@ class Trainer:
         self.data = self.task.datasets()
         checked_length(self.data.test)
         self.identity = Identity(self.task.identity())
-        self.length = run_length(config, checked_length(self.data.train))
+        self.length = run_length(self.config, checked_length(self.data.train))
         torch.manual_seed(config.seed)
         self.model = self.task.model()
         self.optimizer = self.task.optimizer(self.model)
