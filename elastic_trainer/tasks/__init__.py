@@ -6,7 +6,11 @@ import difflib
 
 from elastic_trainer.errors import ConfigError
 
-_HOMES = {"mnist": ("elastic_trainer.tasks.mnist", "Mnist")}
+_HOMES = {
+    "gpt": ("elastic_trainer.tasks.gpt", "Gpt"),
+    "gpt2": ("elastic_trainer.tasks.gpt", "Gpt"),
+    "mnist": ("elastic_trainer.tasks.mnist", "Mnist"),
+}
 
 
 def names() -> list[str]:

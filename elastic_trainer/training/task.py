@@ -89,7 +89,8 @@ class Task(ABC):
             "model": self.model_options.model_dump(mode="json"),
             "options": self.options.model_dump(mode="json"),
         }
-        self.config = _completed(config.model_copy(update=filled), self.implied_config())
+        self.config = config.model_copy(update=filled)
+        self.config = _completed(self.config, self.implied_config())
         """The configuration with this task's own sections, and what follows from them, filled in."""
 
     @abstractmethod
