@@ -72,7 +72,7 @@ class Gpt2Bpe:
         return bytes(byte_of[letter] for letter in visible if letter in byte_of).decode("utf-8", errors="replace")
 
     def identity(self) -> Mapping[str, Any]:
-        return {"vocabulary": self.size, "bpe files": self._digest}
+        return {"bpe files": self._digest}
 
     def _word(self, word: str) -> list[int]:
         known = self._words.get(word)

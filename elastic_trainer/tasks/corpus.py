@@ -52,11 +52,8 @@ class Corpus:
 
     def identity(self, name: str) -> Mapping[str, Any]:
         """What may not change between runs of a job with the tokenizer ``name``."""
-        return {
-            "tokenizer": name,
-            "vocabulary": self.vocabulary,
-            **(self.tokenizer.identity() if self.tokenizer is not None else {}),
-        }
+        own = self.tokenizer.identity() if self.tokenizer is not None else {}
+        return {"tokenizer": name, **own, "vocabulary size": self.vocabulary}
 
 
 def load_corpus(options: TextOptions, context: int) -> Corpus:

@@ -86,7 +86,7 @@ class Chars:
         return "".join(known[number] for number in ids)
 
     def identity(self) -> Mapping[str, Any]:
-        return {"vocabulary": self.characters}
+        return {"characters": self.characters}
 
 
 def _points(text: str) -> NDArray[np.uint32]:
