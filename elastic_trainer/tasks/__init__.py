@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 
 from elastic_trainer.errors import ConfigError
 
@@ -11,6 +12,13 @@ _HOMES = {
     "gpt2": ("elastic_trainer.tasks.gpt", "Gpt"),
     "mnist": ("elastic_trainer.tasks.mnist", "Mnist"),
 }
+
+_SCRIPTS = {"script": "session_script.py"}
+
+
+def script(name: str) -> Path | None:
+    """The ready-made script called ``name``, which takes ``--directory`` for its checkpoints; None if there is none."""
+    return Path(__file__).with_name("scripts") / _SCRIPTS[name] if name in _SCRIPTS else None
 
 
 def names() -> list[str]:
