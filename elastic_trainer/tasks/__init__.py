@@ -9,7 +9,6 @@ from elastic_trainer.errors import ConfigError
 
 _HOMES = {
     "gpt": ("elastic_trainer.tasks.gpt", "Gpt"),
-    "gpt2": ("elastic_trainer.tasks.gpt", "Gpt"),
     "mnist": ("elastic_trainer.tasks.mnist", "Mnist"),
 }
 

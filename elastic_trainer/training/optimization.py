@@ -20,7 +20,7 @@ from elastic_trainer.training.schedule import RunLength
 
 
 def build_optimizer(config: OptimizerConfig, parameters: ParamsT) -> torch.optim.Optimizer:
-    """The optimizer that ``config`` names, over ``parameters`` or groups of them with values of their own."""
+    """The optimizer that ``config`` names, over ``parameters`` or groups of them, as torch's own take them."""
     arguments = config.model_dump(exclude={"name"})
     match config:
         case SgdConfig():
