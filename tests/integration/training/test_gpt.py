@@ -21,6 +21,7 @@ from elastic_trainer.training.config import JobConfig
 from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.trainer import Trainer
 from tests.integration.training.launch import records, train
+from tests.support.requirements import needs
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -126,6 +127,7 @@ def test_the_tree_gives_the_same_parameters_at_any_number_of_ranks(tmp_path: Pat
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it loads the compiler
 def test_a_compiled_model_computes_alike_and_its_checkpoints_fit(tmp_path: Path, text: Path) -> None:
     """Its parameters keep their names: what it saved is resumed without, and stays where it was to 1e-4."""
+    needs("g++", "torch.compile makes C++ of a model on the CPU")
     # One layer, and batches of one size in training and evaluation: each other shape is compiled anew.
     sizes = ("model.layers=1", "evaluation.batch_size=8", "data.validation_fraction=0.055")
     plain = Trainer(Gpt, _config(tmp_path / "plain", text, *sizes, tokens=128 * 4)).run()
