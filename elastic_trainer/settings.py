@@ -138,7 +138,7 @@ class RendezvousOptions(Frozen):
     hang_timeout: float = Field(
         default=60.0, ge=0.0, description="in place: time a worker may answer nothing before SIGKILL; 0: no limit"
     )
-    form_timeout: float = Field(default=5.0, gt=0.0, description="longest time to form a process group")
+    form_timeout: float = Field(default=10.0, gt=0.0, description="in place: longest time to form a process group")
     session_timeout: float = Field(default=60.0, gt=0.0, description="in place: time until a worker opens a Session")
     failure_limit: int = Field(default=3, ge=1, description="failures at one step that end the run")
     stalled_rounds: int = Field(default=10, ge=1, description="rounds without a committed step that end the run")
@@ -194,6 +194,8 @@ class WorkerEnvironment(Frozen):
     channel: Path | None = None
     """The agent's socket, where this package's agent started the process."""
     recovery: RecoveryMode = RecoveryMode.RESTART
+    form_timeout: float = Field(default=10.0, gt=0.0)
+    """In place: how many seconds the forming of a process group may take."""
     ledger_dir: Path | None = None
     """Where to write one line for each committed step (``ELASTIC_TRAINER_LEDGER_DIR``)."""
     log_level: str = "info"
@@ -208,6 +210,7 @@ ENV_CHANNEL = "ELASTIC_TRAINER_CHANNEL"
 ENV_NODE = "ELASTIC_TRAINER_NODE"
 ENV_ROUND = "ELASTIC_TRAINER_ROUND"
 ENV_RECOVERY = "ELASTIC_TRAINER_RECOVERY"
+ENV_FORM_TIMEOUT = "ELASTIC_TRAINER_FORM_TIMEOUT"
 ENV_LEDGER_DIR = "ELASTIC_TRAINER_LEDGER_DIR"
 ENV_LOG_LEVEL = "ELASTIC_TRAINER_LOG_LEVEL"
 
@@ -225,6 +228,7 @@ _WORKER_VARIABLES = {
     "round": ENV_ROUND,
     "channel": ENV_CHANNEL,
     "recovery": ENV_RECOVERY,
+    "form_timeout": ENV_FORM_TIMEOUT,
     "ledger_dir": ENV_LEDGER_DIR,
     "log_level": ENV_LOG_LEVEL,
 }

@@ -9,12 +9,15 @@ Writes to the store are left to the announcer's thread, so that none of these wa
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.agent.announcer import Announcer
+from elastic_trainer.agent.contact import Contact
+from elastic_trainer.agent.quarantine import Quarantine
 from elastic_trainer.agent.release import Release
 from elastic_trainer.agent.roster import Life, Worker
 from elastic_trainer.agent.strikes import Strikes
@@ -57,6 +60,7 @@ class Conductor:
         clock: Clock = SYSTEM,
         sever_timeout_s: float = 30.0,
         hang_timeout_s: float = 0.0,
+        contact: Contact | None = None,
     ) -> None:
         self._run, self._node, self._base, self._announcer = run, node, base, announcer
         self._on_progress, self._clock = on_progress, clock
@@ -69,6 +73,7 @@ class Conductor:
         self._reached: Identity | None = None
         """How far the last life came."""
         self._strikes = Strikes()
+        self._quarantine = Quarantine(node, contact or Contact(dict), lambda: self._document, self._released)
         self._create_revision: Callable[[], int] = lambda: 0
         self.met = threading.Event()
         """Set when the first worker of the present life has opened a session."""
@@ -93,6 +98,7 @@ class Conductor:
     def close(self) -> None:
         """Tell the workers that nobody leads them any more."""
         self._watchdog.close()
+        self._quarantine.close()
         self._release.close()
         self._listener.close()
         with self._lock:
@@ -112,10 +118,12 @@ class Conductor:
             if not self._life.ended:
                 self._end_life("its workers failed", worker_failed=True)
             back_off_s = self._strikes.back_off_s()
-            self._life = Life(self._life.number, size, joins_at=self._clock.monotonic() + back_off_s)
+            joins_at = math.inf if self._quarantine.active else self._clock.monotonic() + back_off_s
+            self._life = Life(self._life.number, size, joins_at=joins_at)
             if back_off_s:
                 logger().warning("node.backs_off", node=self._node, seconds=back_off_s, failures=self._strikes.count)
                 threading.Timer(back_off_s, self._offer, args=(self._life.number,)).start()
+            self._quarantine.clear()
             self._evicted = ""  # only a worker was told to go: torchrun itself would not start it again
             self.met.clear()
             return self._record(NodeState.WARMING)
@@ -125,6 +133,12 @@ class Conductor:
         with self._lock:
             if life == self._life.number and not self._life.ended:
                 self._publish()
+
+    def _released(self) -> None:
+        """All who train can be reached again."""
+        with self._lock:
+            self._life.joins_at = 0.0
+            self._offer(self._life.number)
 
     def _end_life(self, cause: str, *, worker_failed: bool, planned: bool = False) -> None:
         """The workers of this life are gone, or are to go; called with the lock held."""
@@ -164,6 +178,8 @@ class Conductor:
                 self._form(document, mine)
             elif document.state is RoundState.ACTIVE:
                 self._over(document, document.number - 1, f"round {document.number} was formed without this node")
+                if document.left_out == self._node:
+                    self._keep_away(document)
             elif document.state is RoundState.DRAINING:
                 self._drain(document, mine)
 
@@ -181,6 +197,12 @@ class Conductor:
         waited_for |= any(worker.told_formation for worker in self._life.workers.values())
         if self._acknowledged <= number and waited_for:
             self._acknowledged = number + 1
+            self._publish()
+
+    def _keep_away(self, document: RoundDocument) -> None:
+        self._quarantine.enter(document)
+        if self._life.joins_at != math.inf:
+            self._life.joins_at = math.inf
             self._publish()
 
     def _tell_over(self, number: int, reason: str) -> None:
@@ -263,6 +285,8 @@ class Conductor:
 
     def _hear(self, worker: Worker, message: Message) -> None:
         worker.heard_at = self._clock.monotonic()
+        if isinstance(message, Failed) and message.forming:
+            self._quarantine.ask(self._document)  # takes a moment; what the worker says next comes after it
         with self._lock:
             if worker.life != self._life.number or self._life.ended:
                 return
@@ -277,6 +301,7 @@ class Conductor:
             elif isinstance(message, Evicted):
                 self._evict(message.reason)
             elif isinstance(message, Progress):
+                self._quarantine.clear()
                 self._life.note(
                     Identity(round=message.round, step=message.step, epoch=message.epoch, samples=message.samples)
                 )
@@ -342,6 +367,7 @@ class Conductor:
         fields["acknowledged"] = max(self._acknowledged, fields["reported"])
         if planned is not None:
             fields["planned"] = planned
+        fields["unreachable"] = self._quarantine.unreachable
         return self._base.model_copy(update={**fields, "reached": self._reached, "cause": cause})
 
     def _tell_all(self, message: Message) -> None:

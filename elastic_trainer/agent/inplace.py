@@ -14,12 +14,14 @@ import os
 import sys
 import threading
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from elastic_trainer.agent.announcer import Announcer
 from elastic_trainer.agent.conductor import Conductor
+from elastic_trainer.agent.contact import Contact, records_of
 from elastic_trainer.agent.handler import Etcd3RendezvousHandler
 from elastic_trainer.agent.launcher import LocalWorkers, local_workers
 from elastic_trainer.agent.patience import Patience
@@ -38,7 +40,7 @@ from elastic_trainer.membership.documents import (
     RoundState,
 )
 from elastic_trainer.membership.member import closed_error
-from elastic_trainer.settings import ENV_CHANNEL, ENV_NODE, ENV_RECOVERY, ENV_ROUND
+from elastic_trainer.settings import ENV_CHANNEL, ENV_FORM_TIMEOUT, ENV_NODE, ENV_RECOVERY, ENV_ROUND
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store as TorchStore
@@ -121,6 +123,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             self._clock,
             self._options.sever_timeout,
             self._options.hang_timeout,
+            Contact(partial(records_of, self._store, self._keys)),
         )
         self._conductor.know_incarnation(member.create_revision)
         member.on_round(self._conductor.see)
@@ -146,6 +149,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         os.environ[ENV_NODE] = self.node_id
         os.environ[ENV_ROUND] = "0"
         os.environ[ENV_RECOVERY] = str(self._options.recovery)
+        os.environ[ENV_FORM_TIMEOUT] = str(self._options.form_timeout)
         os.environ[ENV_CHANNEL] = str(conductor.path)
         # torchrun exports 1, and NCCL's watchdog would then kill survivors of a failed collective.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"

@@ -7,7 +7,7 @@ or whose bad samples are too many; what the data set itself raises passes throug
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -161,6 +161,7 @@ class Fetcher:
         self._tensors = dataset.tensors if plain_tensors(dataset) and collate is None else None
         self._pin = loading.pins(device)
         self._in_place = self._tensors is not None and all(t.device == device for t in self._tensors)
+        self._on_host = self._tensors is not None and all(t.device.type == "cpu" for t in self._tensors)
         ahead = loading.workers and self._tensors is None  # rows of tensors are there already
         self._workers = Workers(self._reader, loading, pin=self._pin) if ahead else None
         self._world = 1
@@ -194,16 +195,20 @@ class Fetcher:
 
     def _drawn(self, request: Request) -> Drawn:
         if self._tensors is not None:
-            index = torch.from_numpy(request.ids.astype(np.int64))
-            if self._in_place:
-                return Drawn([_rows(tensor, index) for tensor in self._tensors])
-            return Drawn([self._placed(_rows(tensor, index)) for tensor in self._tensors])
+            rows = self._rows(torch.from_numpy(request.ids.astype(np.int64)), self._tensors)
+            return Drawn(rows if self._in_place else [self._placed(each) for each in rows])
         if not self._reader.draws:
             drawn = self._reader.read(request)
         else:
             with undisturbed():
                 drawn = self._reader.read(request)
         return Drawn(self._placed(drawn.data), drawn.missing)
+
+    def _rows(self, index: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """``tensor[index]``; in a third of the time on the CPU, where alone index_select takes an index from there."""
+        if self._on_host:
+            return [tensor.index_select(0, index) for tensor in tensors]
+        return [tensor[index] for tensor in tensors]
 
     def _placed(self, data: Any) -> Any:
         return placed(pinned(data) if self._pin else data, self._device)
@@ -258,8 +263,3 @@ class Sampler:
             parts=-(-len(whole.ids) // size) if size is not None else 1,
             micro_batches=parts,
         )
-
-
-def _rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``tensor[index]``; in a third of the time on the CPU, where alone index_select takes an index from there."""
-    return tensor.index_select(0, index) if tensor.device.type == "cpu" else tensor[index]

@@ -68,16 +68,15 @@ class Ready(Message):
     step_time_s: float = 0.0
     joinable: bool = True
     """Whether newcomers may be in the next round: not in the middle of an evaluation, where they could not follow."""
-    unreachable: tuple[int, ...] = ()
-    """Ranks of the last round that could not be reached while it was formed."""
 
 
 class Failed(Message):
-    """A collective of round ``number`` failed here."""
+    """A collective of round ``number`` failed here; ``forming``: before the round had begun."""
 
     kind: Literal["failed"] = "failed"
     number: int
     error: str
+    forming: bool = False
 
 
 class Progress(Message):

@@ -32,6 +32,7 @@ def compose(
     last_step: int | None = None,
     failures: int = 0,
     stalled: int = 0,
+    left_out: str | None = None,
 ) -> RoundDocument:
     """The next round, of ``chosen`` in this order."""
     members, first_rank = [], 0
@@ -61,6 +62,7 @@ def compose(
         last_step=last_step,
         failures=failures,
         stalled=stalled,
+        left_out=left_out,
     )
 
 

@@ -119,6 +119,7 @@ class NodeRecord(Document):
     joinable: bool = True
     """In place: whether its workers could go on beside a newcomer now (not in the middle of an evaluation)."""
     unreachable: tuple[str, ...] = ()
+    """Members of the last round that it could not reach, where that round could not be formed (in place)."""
     cause: str = ""
     """Why it left its last round, for people."""
 
@@ -185,6 +186,8 @@ class RoundDocument(Document):
     stalled: int = 0
     """Rounds in a row that ended without a committed step."""
     ghosts: tuple[Ghost, ...] = ()
+    left_out: str | None = None
+    """The node that could have been a member, had the others reached it."""
     reason: str = ""
     worker_failed: bool = False
     """Whether it was broken by a failure of workers, rather than by the loss of a node."""

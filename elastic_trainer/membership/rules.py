@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from elastic_trainer.membership.composition import broken, compose
+from elastic_trainer.membership.contact import left_out
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.standing import (
     NodeView,
@@ -205,13 +206,19 @@ def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decisi
         reason = f"{verdict}: {reason}"
         update = {"state": RoundState.CLOSED, "result": RunResult.FAILED, "reason": reason, "next": None}
         return Decision(Action.CLOSE, reason, current.model_copy(update=update))
+    ready = ready[: view.limits.max_nodes]
+    absent = left_out(ready, tally.stalled, view.limits.min_nodes)
+    if absent is not None:
+        ready = [node for node in ready if node is not absent]
+        reason = f"node {absent.id} is left out, which others cannot reach: {reason}"
     document = compose(
         view,
-        ready[: view.limits.max_nodes],
+        ready,
         reason,
         last_step=tally.step,
         failures=tally.failures,
         stalled=tally.stalled,
+        left_out=absent.id if absent is not None else None,
     )
     return Decision(Action.FORM, reason, document)
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from elastic_trainer import tasks
 from elastic_trainer.errors import ConfigError
 
 CHECKPOINT_DIRECTORY = "checkpoint.directory"
@@ -21,6 +22,8 @@ def entry(words: Sequence[str], run_dir: Path) -> tuple[str, ...]:
     what, arguments = words[0], list(words[1:])
     if what.endswith(".py"):
         return (_readable(what), *arguments)
+    if (script := tasks.script(what)) is not None:
+        return (str(script), f"--directory={run_dir / 'checkpoints'}", *arguments)
     if not _places_checkpoints(what, arguments):
         arguments.insert(0, f"{CHECKPOINT_DIRECTORY}={run_dir / 'checkpoints'}")
     from elastic_trainer.training.loading import load_job

@@ -33,6 +33,8 @@ BRIDGE, INSIDE = "bridge0", "eth0"
 NETWORK = "10.213.7"
 PROGRAMS = ("ip", "unshare", "nsenter")
 ETCD_PORTS = (2379, 2380)
+_NOBODY = "02:00:00:00:00:01"
+"""A hardware address that no cable has."""
 _HUB = f"{NETWORK}.1"
 _CLOSED_PORT = 9
 _READY_S = 10.0
@@ -145,6 +147,20 @@ class Segment:
     def restore(self, node: str) -> None:
         """Undo :meth:`cut`."""
         _ip("link", "set", self._cables[node].outside, "master", BRIDGE)
+
+    def part(self, one: str, other: str) -> None:
+        """Let everything between two nodes vanish; all others still reach both."""
+        for here, there in ((one, other), (other, one)):
+            self._neighbour("replace", here, there, "lladdr", _NOBODY, "nud", "permanent")
+
+    def reunite(self, one: str, other: str) -> None:
+        """Undo :meth:`part`."""
+        for here, there in ((one, other), (other, one)):
+            self._neighbour("del", here, there)
+
+    def _neighbour(self, verb: str, here: str, there: str, *more: str) -> None:
+        enter = ["nsenter", f"--net={self._cables[here].network}"]
+        _ip("neigh", verb, self._cables[there].address, "dev", INSIDE, *more, inside=enter)
 
     def reaches(self, node: str) -> bool:
         """Whether ``node``'s network answers the hub: it refuses a connection to a port that nobody listens on."""

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 
 from elastic_trainer.errors import ConfigError
 
 _HOMES = {
+    "gpt": ("elastic_trainer.tasks.gpt", "Gpt"),
     "imagefolder": ("elastic_trainer.tasks.imagefolder", "ImageClasses"),
     "keypoints": ("elastic_trainer.tasks.keypoints", "Keypoints"),
     "mnist": ("elastic_trainer.tasks.mnist", "Mnist"),
 }
+
+_SCRIPTS = {"script": "session_script.py"}
+
+
+def script(name: str) -> Path | None:
+    """The ready-made script called ``name``, which takes ``--directory`` for its checkpoints; None if there is none."""
+    return Path(__file__).with_name("scripts") / _SCRIPTS[name] if name in _SCRIPTS else None
 
 
 def names() -> list[str]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import Frozen
 
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
@@ -163,7 +164,11 @@ class JobConfig(Section):
     device: str = "auto"
     epochs: int | None = Field(default=None, ge=1)
     max_steps: int | None = Field(default=None, ge=1)
-    global_batch: int = Field(ge=1, description="samples per optimizer step, over all ranks, whatever their number")
+    global_batch: int | None = Field(
+        default=None,
+        ge=1,
+        description="samples per optimizer step, over all ranks, whatever their number; a task may derive it",
+    )
     micro_batch: int | None = Field(default=None, ge=1, description="most samples in one forward pass")
     workers: int = Field(default=0, ge=0, description="processes per rank that fetch training samples ahead of use")
     prefetch: int = Field(default=2, ge=1, description="micro-batches that each of them fetches ahead")
@@ -179,6 +184,7 @@ class JobConfig(Section):
     )
     clip_norm: float | None = Field(default=None, gt=0.0)
     sync_batchnorm: bool = False
+    compile: bool = Field(default=False, description="compile the model (torch.compile); the first steps take longer")
     nonfinite: Literal["raise", "warn"] = Field(default="raise", description="what a loss that is no number does")
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -198,11 +204,25 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _bounded(self) -> JobConfig:
-        if self.epochs is None and self.max_steps is None:
-            raise ValueError("set 'epochs' or 'max_steps', or the job would never end")
-        if self.micro_batch is not None and self.micro_batch > self.global_batch:
-            raise ValueError(f"'micro_batch' {self.micro_batch} is larger than 'global_batch' {self.global_batch}")
+        if not self.options and (lack := self.lack()) is not None:  # a task derives from its options alone
+            raise ValueError(lack)
+        small, large = self.micro_batch, self.global_batch
+        if small is not None and large is not None and small > large:
+            raise ValueError(f"'micro_batch' {small} is larger than 'global_batch' {large}")
         if self.reduction == "tree" and (self.micro_batch is None or self.sync_batchnorm):
             wrong = "needs 'micro_batch'" if self.micro_batch is None else "does not go with 'sync_batchnorm'"
             raise ValueError(f"'reduction' tree {wrong}")
         return self
+
+    def lack(self) -> str | None:
+        """What is missing that only the task's own options may stand in for (see ``Task.implied_config``)."""
+        if self.epochs is None and self.max_steps is None:
+            return "set 'epochs' or 'max_steps', or the job would never end"
+        return "'global_batch' is missing" if self.global_batch is None else None
+
+    @property
+    def samples_per_step(self) -> int:
+        """``global_batch``, where it is known: in the configuration of every task."""
+        if self.global_batch is None:
+            raise ConfigError("'global_batch' is missing", hint="set 'global_batch'")
+        return self.global_batch

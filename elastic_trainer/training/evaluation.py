@@ -33,7 +33,8 @@ def evaluate(
         with how.autocast():
             return task.metrics(module, batch)
 
-    return session.evaluate(model, dataset, batch_size, measured)
+    means = session.evaluate(model, dataset, batch_size, measured)
+    return {**means, **task.implied_metrics(means)}
 
 
 def measurable(task: Task, model: torch.nn.Module, dataset: Samples) -> list[str]:
@@ -41,7 +42,8 @@ def measurable(task: Task, model: torch.nn.Module, dataset: Samples) -> list[str
     first = np.arange(1)
     with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
         measured = task.metrics(model, Batch(Fetcher(dataset, torch.device("cpu")), first, first, weight=1.0))
-    return sorted(measured)
+    means = {name: float(total) / float(count) for name, (total, count) in measured.items()}
+    return sorted({**means, **task.implied_metrics(means)})
 
 
 def check_metric(wanted: str | None, known: Iterable[str]) -> None:

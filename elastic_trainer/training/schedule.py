@@ -31,7 +31,7 @@ class RunLength:
 
 def run_length(config: JobConfig, samples: int) -> RunLength:
     """The length of the job ``config`` on ``samples`` training samples; the last batch of an epoch may be smaller."""
-    per_epoch = math.ceil(samples / config.global_batch)
+    per_epoch = math.ceil(samples / config.samples_per_step)
     by_epochs = math.inf if config.epochs is None else config.epochs * per_epoch
     by_steps = math.inf if config.max_steps is None else config.max_steps
     steps = int(min(by_epochs, by_steps))

@@ -90,7 +90,8 @@ class Task(ABC):
             "options": self.options.model_dump(mode="json"),
         }
         self.config = config.model_copy(update=filled)
-        """The configuration with the defaults of this task's own sections filled in."""
+        self.config = _completed(self.config, self.implied_config())
+        """The configuration with this task's own sections, and what follows from them, filled in."""
 
     @abstractmethod
     def datasets(self) -> Datasets:
@@ -107,6 +108,18 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, model: torch.nn.Module, batch: Any) -> Mapping[str, tuple[Any, Any]]:
         """For each metric its sum over ``batch`` and what to divide the sum of all batches by; no gradients."""
+
+    def implied_config(self) -> Mapping[str, Any]:
+        """Keys of the job file that follow from this task's own sections, as ``global_batch`` from a number of tokens.
+
+        They need not be set in the job file, and must not be set otherwise there.
+        """
+        return {}
+
+    def implied_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """More metrics, which follow from those over the whole data set, as the perplexity from the mean loss."""
+        del metrics
+        return {}
 
     def identity(self) -> Mapping[str, Any]:
         """Facts about the data that must stay as they are when the run is resumed, by name: JSON values.
@@ -137,6 +150,21 @@ class Task(ABC):
 
 def _section(kind: type[Section], config: JobConfig, name: str) -> Section:
     return checked(kind, getattr(config, name), f"task {config.task}", prefix=f"{name}.")
+
+
+def _completed(config: JobConfig, implied: Mapping[str, Any]) -> JobConfig:
+    where = f"task {config.task}"
+    for key, value in implied.items():
+        given = getattr(config, key)
+        if given is not None and given != value:
+            raise ConfigError(
+                f"{where}: '{key}' is {given}, but its options make it {value}", hint="leave one of them out"
+            )
+    if implied:
+        config = checked(JobConfig, {**config.model_dump(), **implied}, where)
+    if (lack := config.lack()) is not None:
+        raise ConfigError(f"{where}: {lack}", hint="neither the job file nor the task's options say it")
+    return config
 
 
 def find_task(name: str) -> type[Task]:

@@ -53,13 +53,15 @@ class Trainer:
         self.data = self.task.datasets()
         checked_length(self.data.test)
         self.identity = Identity(self.task.identity())
-        self.length = run_length(config, checked_length(self.data.train))
+        self.length = run_length(self.config, checked_length(self.data.train))
         torch.manual_seed(config.seed)
         self.model = self.task.model()
         self.optimizer = self.task.optimizer(self.model)
         self.scheduler = self.task.scheduler(self.optimizer, self.length)
         if config.checkpoint.metric is not None:
             check_metric(config.checkpoint.metric, measurable(self.task, self.model, self.data.test))
+        if config.compile:
+            self.model.compile()  # in place: parameters keep their names, so checkpoints fit with and without
         if environment.rank == 0:
             make_writable(self.directory)
 
@@ -166,7 +168,7 @@ class Run:
         for _ in self.session.epochs(self.job.length.epochs):
             for batch in self.session.batches(
                 self.job.data.train,
-                global_batch_size=self.config.global_batch,
+                global_batch_size=self.config.samples_per_step,
                 micro_batch_size=self.config.micro_batch,
                 shuffle=not is_stream(self.job.data.train),
                 workers=self.config.workers,

@@ -145,9 +145,9 @@ class ChannelLink:
             store=StoreAddress(host.strip("[]"), int(port), serve=False, prefix=formation.nonce),
         )
 
-    def failed(self, number: int, error: str) -> None:
-        """A collective of round ``number`` failed here."""
-        self._send(messages.Failed(number=number, error=error))
+    def failed(self, number: int, error: str, *, forming: bool = False) -> None:
+        """A collective of round ``number`` failed here; ``forming``: before the round had begun."""
+        self._send(messages.Failed(number=number, error=error, forming=forming))
 
     def evicted(self, reason: str) -> None:
         """This process was asked to end."""

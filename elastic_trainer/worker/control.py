@@ -10,6 +10,7 @@ moment (one saves while another evaluates) get an error that says so, instead of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
@@ -168,6 +169,10 @@ class Control:
 
     # ---- the group
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a collective may take from now on."""
+        self._group._set_default_timeout(timeout)
+
     def close(self) -> None:
         """Give the group up, and wait for its threads unless somebody else holds it."""
         self._group = None
@@ -177,7 +182,7 @@ class Control:
             raise RoundBrokenError(f"the round of rank {self.rank} has been left")
         try:
             work = getattr(self._group, name)(*arguments)
-            return self.works.begun(Aside(work) if aside else work)
+            return self.works.begun(Aside(work.wait) if aside else work)
         except RuntimeError as error:
             raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({name}: {_first_line(error)})") from error
 

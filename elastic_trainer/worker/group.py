@@ -30,7 +30,7 @@ from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.device import NCCL, Placement
 from elastic_trainer.worker.link import Formation, StoreAddress
 from elastic_trainer.worker.meeting import meet
-from elastic_trainer.worker.works import Works
+from elastic_trainer.worker.works import Aside, Works
 
 REACH_S = 20.0
 REACH_ATTEMPT_S = 2.5
@@ -51,6 +51,14 @@ class Group:
     def formed(self) -> bool:
         """Whether there is a default process group."""
         return self.store is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds that the forming of groups, and later an operation of theirs, may take."""
+
+    forming_s: float
+    working_s: float
 
 
 def form(formation: Formation, placement: Placement, timeout_s: float) -> Group:
@@ -79,20 +87,28 @@ def form(formation: Formation, placement: Placement, timeout_s: float) -> Group:
 def _init(
     formation: Formation, placement: Placement, fresh: PrefixStore, timeout: timedelta, works: Works | None = None
 ) -> Control:
-    """Form both groups through ``fresh``, a store prefix that no form has used before."""
+    """Form both groups through ``fresh``, a store prefix that no form has used before.
+
+    The one for agreement comes first, from a thread of its own: a rank that waits for a peer to connect cannot be
+    freed, only left behind, and torch's default group is nothing to be left behind with. When it is there, all ranks
+    reach each other.
+    """
+    works = works if works is not None else Works()
+    rank, world_size = formation.rank, formation.world_size
+    made = Aside(lambda: dist.ProcessGroupGloo(PrefixStore("control", fresh), rank, world_size, timeout))
+    works.wait(works.begun(made))
     # torch numbers the groups of a process, and ranks find each other under that number. A form that failed has been
     # counted, and only where it came so far: ranks would wait for each other under different numbers ever after.
     distributed_c10d._world.group_count = 0
     dist.init_process_group(
         placement.backend,
         store=PrefixStore("data", fresh),
-        rank=formation.rank,
-        world_size=formation.world_size,
+        rank=rank,
+        world_size=world_size,
         timeout=timeout,
         device_id=placement.device if placement.device.type == "cuda" else None,
     )
-    control = dist.ProcessGroupGloo(PrefixStore("control", fresh), formation.rank, formation.world_size, timeout)
-    return Control(control, formation.rank, formation.world_size, works)
+    return Control(made.result, rank, world_size, works)
 
 
 def _connect(formation: Formation, address: StoreAddress, timeout: timedelta) -> Any:
@@ -122,7 +138,7 @@ def leave_torch() -> None:
 def form_in_place(
     formation: Formation,
     placement: Placement,
-    timeout_s: float,
+    patience: Patience,
     begun: Callable[[], None],
     over: Callable[[], str | None],
     works: Works,
@@ -136,16 +152,19 @@ def form_in_place(
         raise ConfigError("the agent named no meeting place for the round", hint="update elastic_trainer on all nodes")
     if formation.one_host:
         settings.prefer_loopback()
-    timeout = timedelta(seconds=timeout_s)
     store = _reach(formation.store, over)
-    store.set_timeout(timeout)
+    forming, working = timedelta(seconds=patience.forming_s), timedelta(seconds=patience.working_s)
+    store.set_timeout(working)
     fresh = PrefixStore(f"round/{formation.store.prefix}", store)
     if formation.rank == 0:
         fresh.set("go", "1")
     else:
-        fresh.wait(["go"], timeout)
+        fresh.wait(["go"], working)
     begun()
-    return Group(formation, _init(formation, placement, fresh, timeout, works), store)
+    control = _init(formation, placement, fresh, forming, works)
+    distributed_c10d._set_pg_timeout(working)
+    control.set_timeout(working)
+    return Group(formation, control, store)
 
 
 def _reach(address: StoreAddress, over: Callable[[], str | None]) -> TCPStore:

@@ -84,7 +84,7 @@ class Rounds:
                 if not is_collective_failure(error):
                     raise
                 logger().info("round.not_entered", round=formation.round, error=summary(error))
-                self.link.failed(formation.round, summary(error))
+                self.link.failed(formation.round, summary(error), forming=True)
                 self.abandon()
                 self.link.await_over(formation.round)
 
@@ -95,11 +95,13 @@ class Rounds:
         self._inside.set()
         if self.link.broken(formation.round) is not None:
             raise RejoinError(f"round {formation.round} is broken already")
-        limit = threading.Timer(self._form_timeout_s, self._sockets.sever)
+        why = f"round {formation.round} was not formed within {self._form_timeout_s:g} s"
+        limit = threading.Timer(self._form_timeout_s, self._free, (why,))
         started = self._clock.monotonic()
         try:
             over = partial(self.link.broken, formation.round)
-            group = groups.form_in_place(formation, placement, self._group_timeout_s, limit.start, over, self._works)
+            patience = groups.Patience(self._form_timeout_s, self._group_timeout_s)
+            group = groups.form_in_place(formation, placement, patience, limit.start, over, self._works)
             self._group = group
             self._sockets.formed()
         finally:
@@ -150,12 +152,16 @@ class Rounds:
         group, self._group = self._group, None
         groups.abandon(group)
 
+    def _free(self, why: str) -> None:
+        """Nobody waits in the present round any longer."""
+        self._works.end(why)
+        self._sockets.sever()
+
     def _over(self, number: int) -> None:
         """From the link's thread: free the main thread if it is in a round that is over."""
         if self._inside.is_set() and number >= self._number:
             groups.abort_nccl()
-            self._works.end()
-            self._sockets.sever()
+            self._free("the round ended in the middle of a collective")
             threading.Thread(target=self._sever_until_free, args=(self._number,), name="sever", daemon=True).start()
 
     def _sever_until_free(self, number: int) -> None:

@@ -6,23 +6,37 @@ needs saving. Steps about data of the script's own are keyed by (seed, step, ran
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from elastic_trainer.data.seeds import key, seed_host
 
-__all__ = ["SAMPLE", "START", "STEP", "key", "seed_all"]
+__all__ = ["SAMPLE", "START", "STEP", "key", "seed_all", "seeder"]
 
 START, STEP, SAMPLE = 1, 2, 4
 """What the numbers are for; each purpose has a stream of its own (``data.seeds`` has two more)."""
 
 
 def seed_all(value: int, device: torch.device) -> None:
-    """Seed python's, numpy's and torch's generators of this process and ``device`` (about 8 us on a CPU).
+    """Seed python's, numpy's and torch's generators of this process and ``device``."""
+    seeder(device)(value)
 
-    ``torch.manual_seed`` does more and costs 120 us.
-    """
-    seed_host(value)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(value)
-    elif device.type == "mps":
-        torch.mps.manual_seed(value & 0x7FFFFFFF)
+
+def seeder(device: torch.device) -> Callable[[int], None]:
+    """What seeds python's, numpy's and torch's generators of this process and ``device``."""
+    on_device = _ON_DEVICE.get(device.type)
+    if on_device is None:
+        return seed_host
+
+    def seed(value: int) -> None:
+        seed_host(value)
+        on_device(value)
+
+    return seed
+
+
+_ON_DEVICE: dict[str, Callable[[int], None]] = {
+    "cuda": lambda value: torch.cuda.manual_seed(value),
+    "mps": lambda value: torch.mps.manual_seed(value & 0x7FFFFFFF),
+}

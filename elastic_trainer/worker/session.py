@@ -60,7 +60,6 @@ from elastic_trainer.worker.together import Together
 
 GROUP_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 10.0
-FORM_TIMEOUT_S = 10.0
 
 Kind = TypeVar("Kind", bound=StrEnum)
 
@@ -144,7 +143,8 @@ class Session:
         link = ChannelLink(self.environment)
         self._link = link
         self._signals.on_request = link.evicted
-        rounds = Rounds(link, form_timeout_s=FORM_TIMEOUT_S, group_timeout_s=self._group_timeout_s)
+        limit_s = self.environment.form_timeout
+        rounds = Rounds(link, form_timeout_s=limit_s, group_timeout_s=self._group_timeout_s)
         part = self._take_place(self.environment.local_rank, world_size=2)
         self._recovery = Recovery(rounds, part, self._signals)
 

@@ -165,8 +165,9 @@ class Step:
 
     def _complete(self) -> None:
         """ConfigError unless each micro-batch has had its backward pass when the last one has."""
-        divided = self._batch if self._part is not self._batch else None
-        parts = divided.micro_batches if divided is not None else ()
+        if self._batch is None or self._part is self._batch:
+            return
+        parts = self._batch.micro_batches
         if not self._open_parts and len(self._done) < len({part.start for part in parts}):
             raise ConfigError(
                 "a micro-batch had no backward pass, so the gradient would lack its samples",

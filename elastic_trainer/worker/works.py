@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import RoundBrokenError
@@ -32,21 +33,22 @@ class Work(Protocol):
 
 
 class Aside:
-    """An operation that a thread of its own waits for: sending or receiving.
+    """What a thread of its own does, or waits for: sending or receiving, and the making of a group.
 
-    gloo closes the connection when the wait for one of these ends early, while it only looks at the clock in a wait
-    for any other operation.
+    gloo closes the connection when the wait for a transfer ends early, while it only looks at the clock in a wait for
+    any other operation. And nothing ends the making of a group that waits for a peer to connect.
     """
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        threading.Thread(target=self._wait, name="transfer", daemon=True).start()
+        self.result: Any = None
+        threading.Thread(target=self._run, name="aside", daemon=True).start()
 
-    def _wait(self) -> None:
+    def _run(self) -> None:
         try:
-            self._work.wait()
+            self.result = self._act()
         except BaseException as error:  # noqa: BLE001 - the edge of a thread: whoever waits raises it
             self._error = error
         finally:
@@ -59,7 +61,7 @@ class Aside:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until it has ended. RuntimeError if it failed, or is still under way after ``timeout``."""
         if not self._ended.wait(timeout.total_seconds() if timeout is not None else None):
-            raise RuntimeError("the transfer is still under way")
+            raise RuntimeError("this is still under way")
         if self._error is not None:
             raise self._error
         return True
@@ -71,6 +73,7 @@ class Works:
     def __init__(self, *, interruptible: bool = False) -> None:
         self._interruptible = interruptible
         self._over = threading.Event()
+        self._why = ""
         self._open: dict[int, Work] = {}
 
     def begun(self, work: Work) -> Work:
@@ -104,10 +107,11 @@ class Works:
                 if deadline is not None and deadline.expired:
                     raise
             if self._over.is_set():
-                raise RoundBrokenError("the round ended in the middle of a collective")
+                raise RoundBrokenError(self._why)
 
-    def end(self) -> None:
-        """The round is over: nobody waits any longer. From any thread."""
+    def end(self, why: str) -> None:
+        """Nobody waits any longer, because of ``why``. From any thread."""
+        self._why = self._why or why
         self._over.set()
 
     def outlive(self) -> int:

@@ -398,3 +398,27 @@ def test_scripts_of_restart_mode_are_not_given_up() -> None:
     scene = Scene().show(*(free(n.id, n.create_revision, 1, life=2, identity=None, planned=True) for n in nodes))
     scene.adopt(round_of(1, nodes, RoundState.BROKEN, failures=99, stalled=99))
     assert scene.decide().action is Action.FORM
+
+
+# ---- members that do not reach each other
+
+
+def test_after_two_rounds_in_vain_the_unreachable_node_is_left_out_and_named() -> None:
+    """The round without it says so; while only one round has failed all are in the next."""
+    scene = trio(RoundState.BROKEN, 3, last_step=7, stalled=0)
+    scene.show(free("a", 1, 3, unreachable=("c",)), free("b", 2, 3), free("c", 3, 3, unreachable=("a",)))
+    again = made(scene.decide(), Action.FORM)
+    assert (names(again), again.left_out, again.stalled) == (["a", "b", "c"], None, 1)
+    scene = trio(RoundState.BROKEN, 4, last_step=7, stalled=1)
+    scene.show(free("a", 1, 4, unreachable=("c",)), free("b", 2, 4), free("c", 3, 4, unreachable=("a",)))
+    without = made(scene.decide(), Action.FORM)
+    assert (names(without), without.left_out, without.stalled) == (["a", "b"], "c", 2)
+    assert without.reason.startswith("node c is left out, which others cannot reach")
+    assert without.ghosts == ()  # it may come back
+
+
+def test_a_step_committed_since_makes_old_complaints_void() -> None:
+    """Who was unreachable before may be reachable now."""
+    scene = trio(RoundState.BROKEN, 4, last_step=7, stalled=1)
+    scene.show(*(free(name, i + 1, 4, step=8, unreachable=("c",)) for i, name in enumerate("ab")), free("c", 3, 4, 8))
+    assert names(made(scene.decide(), Action.FORM)) == ["a", "b", "c"]

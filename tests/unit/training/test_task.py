@@ -11,6 +11,7 @@ import torch
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.training.config import JobConfig, Section
+from elastic_trainer.training.evaluation import measurable
 from elastic_trainer.training.task import Datasets, Task, find_task
 
 
@@ -102,3 +103,55 @@ def test_a_users_module_with_a_missing_import_is_not_blamed_on_the_name(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
         find_task("broken_task_module:Task")
+
+
+class Doubling(Line):
+    """Its option says how large a batch is."""
+
+    class Options(Section):
+        """Half of the batch."""
+
+        half: int = 2
+
+    def implied_config(self) -> Mapping[str, Any]:
+        return {"global_batch": 2 * self.options.half}
+
+    def implied_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        return {"root": metrics["error"] ** 0.5}
+
+
+class Silent(Doubling):
+    """Has an option, from which nothing follows."""
+
+    def implied_config(self) -> Mapping[str, Any]:
+        return {}
+
+
+def test_a_task_may_say_what_the_job_file_leaves_out() -> None:
+    """From its own options; the effective configuration reads back equal, and needs no options to be complete."""
+    config = JobConfig.model_validate({"task": "line", "epochs": 1, "options": {"half": 3}})
+    task = Doubling(config)
+    assert task.config.global_batch == 6
+    assert Doubling(task.config).config == task.config
+    assert Line(_job()).config.samples_per_step == 2
+
+
+def test_a_job_file_and_its_options_must_not_contradict_each_other() -> None:
+    """Which of them is meant, nobody knows."""
+    with pytest.raises(ConfigError, match=r"task line: 'global_batch' is 5, but its options make it 4"):
+        Doubling(_job(global_batch=5))
+
+
+def test_what_neither_says_is_missing() -> None:
+    """Told when the task is known; a job file without options is refused when it is read."""
+    config = JobConfig.model_validate({"task": "line", "epochs": 1, "options": {"half": 3}})
+    with pytest.raises(ConfigError, match=r"task line: 'global_batch' is missing"):
+        Silent(config)
+    with pytest.raises(ConfigError, match=r"'global_batch' is missing"):
+        _ = config.samples_per_step
+
+
+def test_metrics_that_follow_from_others_can_choose_the_best_checkpoint() -> None:
+    """They are known by name beforehand, like those that are measured."""
+    task = Doubling(_job(global_batch=None, options={"half": 1}))
+    assert measurable(task, task.model(), task.datasets().test) == ["error", "root"]

@@ -115,7 +115,7 @@ def test_the_end_of_the_round_interrupts_a_transfer() -> None:
         if own.rank == 1:
             own.receive(torch.zeros(1), 0)  # the word that rank 0 has been freed
             return ""
-        threading.Timer(2 * MOMENT_S, works.end).start()
+        threading.Timer(2 * MOMENT_S, works.end, ("the round is over",)).start()
         told = outcome(lambda: own.receive(torch.zeros(1), 1))
         control.send(torch.zeros(1), 1)
         return told

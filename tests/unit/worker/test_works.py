@@ -48,7 +48,7 @@ def test_the_end_of_the_round_interrupts_a_wait() -> None:
     """The operation itself never ends; whoever waits for it learns that the round is over."""
     works, operation = Works(interruptible=True), Operation()
     works.begun(operation)
-    threading.Timer(0.05, works.end).start()
+    threading.Timer(0.05, works.end, ("the round is over",)).start()
     with pytest.raises(RoundBrokenError):
         works.wait(operation)
     assert not operation.is_completed()
@@ -58,7 +58,7 @@ def test_an_operation_abandoned_in_the_middle_is_outlived() -> None:
     """It is held until it has ended, however it ends."""
     works, operation = Works(interruptible=True), Operation()
     works.begun(operation)
-    works.end()
+    works.end("the round is over")
     with pytest.raises(RoundBrokenError):
         works.wait(operation)
     threading.Timer(0.05, operation.end, args=("Connection closed by peer",)).start()

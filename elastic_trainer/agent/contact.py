@@ -1,0 +1,64 @@
+"""Which other nodes this one cannot reach: asked when rounds cannot be formed, though the store is there for all.
+
+*Runs in* the agent: whoever asks waits for the answer, which takes some seconds at most.
+*Owns* short-lived threads. *Fails by* nothing: where the store does not answer nobody is found missing.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import ElasticTrainerError
+from elastic_trainer.membership.documents import NodeRecord
+from elastic_trainer.store.api import Store
+from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.telemetry.logs import logger
+
+CONNECT_S = 1.0
+READ_S = 2.0
+AT_ONCE = 32
+Reaches = Callable[[str, int], bool]
+
+
+def reaches(host: str, port: int) -> bool:
+    """Whether ``host`` answers at ``port``; refusing is an answer too: a dead agent is others' business."""
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+class Contact:
+    """Tries the ports that agents listen on. ``records()`` are those of all nodes, by name."""
+
+    def __init__(self, records: Callable[[], Mapping[str, NodeRecord]], try_one: Reaches = reaches) -> None:
+        self._records, self._try_one = records, try_one
+
+    def missing(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        """Those of ``nodes`` that have a key and cannot be reached from here."""
+        records = self._records()
+        asked = [(name, records[name]) for name in nodes if name in records and records[name].probe_port > 0]
+        if not asked:
+            return ()
+        with ThreadPoolExecutor(min(AT_ONCE, len(asked)), thread_name_prefix="contact") as pool:
+            found = list(pool.map(lambda each: self._try_one(each[1].address, each[1].probe_port), asked))
+        return tuple(name for (name, _), there in zip(asked, found, strict=True) if not there)
+
+
+def records_of(store: Store, keys: RunKeys) -> Mapping[str, NodeRecord]:
+    """The records of all nodes of the run; none where the store does not answer."""
+    records = {}
+    try:
+        for item in store.range(keys.nodes, Deadline.after(READ_S)).items:
+            name = keys.node_id(item.key)
+            if name is not None:
+                records[name] = NodeRecord.decode(item.value, item.key)
+    except ElasticTrainerError as error:
+        logger().info("contact.unknown", error=str(error))
+    return records

@@ -1,0 +1,86 @@
+"""Keeps a node away whose round could not be formed, until it reaches all who train; else each of its joins is a stop.
+
+*Runs in* the agent: ``ask`` in a reader thread of the channel, which waits; the attempts to come back in timers.
+*Owns* one timer at a time. *Fails by* nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from elastic_trainer.agent.contact import Contact
+from elastic_trainer.agent.strikes import Strikes
+from elastic_trainer.membership.contact import FAILED_ROUNDS
+from elastic_trainer.membership.documents import RoundDocument
+from elastic_trainer.telemetry.logs import logger
+
+SHORTEST_S = 1.0
+
+
+class Quarantine:
+    """See the module. ``present()`` is the round that stands; ``released()`` is called when it can be reached."""
+
+    def __init__(
+        self,
+        node: str,
+        contact: Contact,
+        present: Callable[[], RoundDocument | None],
+        released: Callable[[], None],
+    ) -> None:
+        self._node, self._contact, self._present, self._released = node, contact, present, released
+        self.unreachable: tuple[str, ...] = ()
+        """Nodes that could not be reached when a round with them could not be formed."""
+        self.active = False
+        """Whether this node does not offer itself."""
+        self._since_round = 0
+        self._strikes = Strikes()
+        self._timer: threading.Timer | None = None
+
+    def ask(self, document: RoundDocument | None) -> None:
+        """The round of ``document`` could not be formed here: if it is not the first in a row, find out why."""
+        if document is not None and document.stalled >= FAILED_ROUNDS - 1:
+            self._look(document)
+            if self.unreachable:
+                logger().warning("node.cut_off", node=self._node, round=document.number, unreachable=self.unreachable)
+
+    def clear(self) -> None:
+        """Steps are committed, or the workers are others."""
+        self.unreachable = ()
+
+    def enter(self, document: RoundDocument) -> None:
+        """The round of ``document`` was formed without this node because of that."""
+        if document.number <= self._since_round:
+            return
+        self._since_round, self.active = document.number, True
+        self._wait()
+
+    def close(self) -> None:
+        """The node ends."""
+        self.active = False
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait(self) -> None:
+        self._strikes = self._strikes.after(0)
+        seconds = max(SHORTEST_S, self._strikes.back_off_s())
+        logger().warning("node.kept_away", node=self._node, seconds=seconds, unreachable=self.unreachable)
+        self._timer = threading.Timer(seconds, self._try_again)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _look(self, document: RoundDocument) -> None:
+        self.unreachable = self._contact.missing(m.node for m in document.members if m.node != self._node)
+
+    def _try_again(self) -> None:
+        if not self.active:
+            return
+        document = self._present()
+        if document is not None:
+            self._look(document)
+        if self.unreachable:
+            self._wait()
+            return
+        self.active = False
+        logger().info("node.returns", node=self._node)
+        self._released()

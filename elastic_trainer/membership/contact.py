@@ -1,0 +1,27 @@
+"""Whom the next round leaves out when some of its members cannot reach each other. Pure.
+
+Each of two nodes that are cut off from one another may reach the store and all the rest, so no lease ends and no agent
+is found dead; yet no round with both of them can be formed, for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from elastic_trainer.membership.standing import NodeView
+
+FAILED_ROUNDS = 2
+"""Rounds in a row that ended without a committed step before anybody is left out."""
+
+
+def left_out(ready: list[NodeView], stalled: int, least: int) -> NodeView | None:
+    """The node that most of the others could not reach, the last of equals; None if all may stay.
+
+    ``ready`` would make up the next round, in this order, of which at least ``least`` have to be left.
+    """
+    if stalled < FAILED_ROUNDS or len(ready) <= least:
+        return None
+    present = {node.id for node in ready}
+    named = Counter(name for node in ready for name in set(node.record.unreachable) & (present - {node.id}))
+    most = max(named.values(), default=0)
+    return next((node for node in reversed(ready) if most and named[node.id] == most), None)

@@ -1,0 +1,129 @@
+"""Ready-made tasks and scripts on a local cluster whose workers are killed and whose nodes join, in place."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_trainer import tasks
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.sim.etcd_binary import find_binary
+from tests.integration.cli.test_local import Local
+from tests.integration.training.launch import environment
+from tests.support.requirements import missing
+
+pytestmark = pytest.mark.timeout(240)
+
+SCRIPTS = Path(tasks.__file__).with_name("scripts")
+VERSE = "Row, row, row your boat, gently down the stream; merrily, merrily, merrily, life is but a dream.\n"
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[Local]]:
+    """Commands to end after the test."""
+    try:
+        find_binary()
+    except ConfigError as error:
+        missing(str(error))
+    commands: list[Local] = []
+    yield commands
+    for command in commands:
+        command.kill()
+
+
+def _needs(module: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        missing(f"{module} is not installed: it brings the digits")
+
+
+def _survived(started: list[Local], directory: Path, options: tuple[str, ...], job: tuple[str, ...]) -> Local:
+    """Run ``job`` in place through the faults in ``options``; what every such run has to show."""
+    command = Local(directory, "--recovery", "in_place", *options, job=job)
+    started.append(command)
+    assert command.wait() == 0, command.said()
+    summary = command.summary()
+    assert summary["audit"]["exact"], summary["audit"]
+    for fault in summary["faults"]:
+        assert fault["recovery"] is not None, summary["faults"]
+        assert fault["recovery"]["steps_repeated"] == 0, summary["faults"]
+    assert command.left() == []
+    return command
+
+
+def _said_by_workers(command: Local) -> str:
+    return "".join(path.read_text() for path in (command.run_dir / "logs").glob("n*.log"))
+
+
+def test_a_language_model_trains_through_kills_and_a_join(tmp_path: Path, started: list[Local]) -> None:
+    """No step is lost or repeated, every sample of the budget is used once, and the model has learnt its verse."""
+    text = tmp_path / "verse.txt"
+    text.write_text(VERSE * 400)
+    sizes = ("model.layers=2", "model.width=32", "model.heads=2", "model.context=32", "data.tokenizer=bytes")
+    tokens = ("options.batch_tokens=256", "options.max_tokens=76800", "evaluation.every_steps=null")
+    job = ("gpt", f"data.files={text}", *sizes, *tokens, "optimizer.lr=0.01", "epochs=50")
+    # Two nodes are the fewest: the job cannot end before the worker is back, nor before the third node has joined.
+    faults = ("--kill-worker-at", "20", "--join-at", "40", "--kill-node-at", "60:n1")
+    summary = _survived(started, tmp_path, ("--nodes", "2:3", "--start", "2", *faults), job).summary()
+    assert [fault["what"].split(" ")[0] for fault in summary["faults"]] == ["worker", "node", "node"]
+    assert summary["audit"]["steps"] == 300
+    assert summary["rounds"][0]["nodes"] == ["n0", "n1"]
+    assert "n2" in summary["rounds"][-1]["nodes"]
+    assert summary["metrics"]["loss"] < 2.0
+
+
+def test_the_session_script_survives_a_kill(tmp_path: Path, started: list[Local]) -> None:
+    """The script to start from, by its name: in place, evaluated on the ranks there are, resumed when run again."""
+    _needs("mlxtend")
+    options = ("--nodes", "1:2", "--kill-worker-at", "20")
+    command = _survived(started, tmp_path, options, ("script", "--epochs", "3"))
+    assert command.summary()["audit"]["steps"] == 189
+    reached = re.findall(r"epoch 3: ([\d.]+)% on \d ranks?", _said_by_workers(command))
+    assert [float(percent) > 90.0 for percent in reached] == [True]
+    again = _alone("session_script.py", "--directory", str(command.run_dir / "checkpoints"), "--epochs", "4")
+    assert re.findall(r"epoch (\d)", again) == ["4"]
+
+
+def test_the_elastic_script_survives_a_kill(tmp_path: Path, started: list[Local]) -> None:
+    """Four changes are enough: the survivor goes on in place, and all digits are used once an epoch."""
+    _needs("sklearn")
+    command = _survived(
+        started,
+        tmp_path,
+        ("--nodes", "1:2", "--kill-worker-at", "20"),
+        (str(SCRIPTS / "ddp_script_elastic.py"), "--epochs", "8", "--directory", str(tmp_path / "checkpoints")),
+    )
+    epochs: list[dict[str, Any]] = command.summary()["audit"]["epochs"]
+    assert [epoch["used"] for epoch in epochs] == [1797] * 8
+    assert _right(_said_by_workers(command)) > 90.0
+
+
+def test_the_plain_script_runs_under_torchrun() -> None:
+    """It is an ordinary DDP script: two ranks learn the digits, without this package."""
+    _needs("sklearn")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    said = _run(*launcher, str(SCRIPTS / "ddp_script.py"), "--epochs", "4")
+    assert said.count("epoch 4 done") == 2
+    assert _right(said) > 90.0
+
+
+def _alone(script: str, *arguments: str) -> str:
+    return _run(str(SCRIPTS / script), *arguments)
+
+
+def _run(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=200, check=False, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _right(said: str) -> float:
+    return min(float(percent) for percent in re.findall(r"([\d.]+)% of the digits", said))

@@ -1,0 +1,256 @@
+"""The language model from end to end: it learns, resumes exactly, compiles, writes, refuses in one sentence."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_trainer.checkpoint import CheckpointManager
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError, DataError
+from elastic_trainer.tasks import gpt_sample
+from elastic_trainer.tasks.gpt import Gpt
+from elastic_trainer.telemetry import logs
+from elastic_trainer.training.config import JobConfig
+from elastic_trainer.training.loading import load_job
+from elastic_trainer.training.trainer import Trainer
+from tests.integration.training.launch import records, train
+
+pytestmark = pytest.mark.timeout(300)
+
+VERSE = "Row, row, row your boat, gently down the stream; merrily, merrily, merrily, life is but a dream.\n"
+SMALL = (
+    "model.layers=2",
+    "model.heads=2",
+    "model.width=32",
+    "model.context=16",
+    "options.batch_tokens=128",
+    "logging.loss_every=1",
+    "checkpoint.every_s=null",
+    "device=cpu",
+    "data.validation_fraction=0.1",
+)
+
+
+class PowerCutError(Exception):
+    """What ends a run in these tests."""
+
+
+class Cut(Gpt):
+    """Training that ends abruptly at a given forward pass."""
+
+    left = 0
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        Cut.left -= 1
+        if Cut.left < 0:
+            raise PowerCutError
+        return super().loss(model, batch)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logs.configure(io.StringIO())
+    yield
+    logs.configure()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Almost 5,000 characters."""
+    path = tmp_path / "verse.txt"
+    path.write_text(VERSE * 50)
+    return path
+
+
+def _config(directory: Path, text: Path, *overrides: str, tokens: int = 128 * 20) -> JobConfig:
+    fixed = [f"checkpoint.directory={directory}", f"data.files={text}", f"options.max_tokens={tokens}"]
+    return load_job("gpt", [*SMALL, *fixed, *overrides])
+
+
+def _parameters(directory: Path) -> Mapping[str, torch.Tensor]:
+    loaded = CheckpointManager(directory).load_newest()
+    assert loaded is not None
+    model: Mapping[str, torch.Tensor] = loaded.state["model"]
+    return model
+
+
+def test_it_learns_a_verse_and_says_so_in_consistent_metrics(tmp_path: Path, text: Path) -> None:
+    """The loss falls far below guessing; perplexity and bits follow from it exactly; the history has all three."""
+    report = Trainer(Gpt, _config(tmp_path / "run", text, tokens=128 * 80)).run()
+    metrics = report["metrics"]
+    assert metrics["loss"] < 0.5 * math.log(len(set(VERSE)))
+    assert metrics["perplexity"] == math.exp(metrics["loss"])
+    assert metrics["bits_per_char"] == metrics["loss"] / math.log(2)
+    assert records(tmp_path / "run")[-1]["metrics"] == metrics
+    assert report["step"] == 80
+    assert report["best"]["loss"] == metrics["loss"]
+
+
+def test_a_run_cut_off_in_mid_epoch_ends_bitwise_like_a_whole_one(tmp_path: Path, text: Path) -> None:
+    """With dropout, accumulation and checkpoints between: equal parameters, losses and metrics."""
+    overrides = ("model.dropout=0.2", "micro_batch=2", "checkpoint.every_steps=3")
+    whole = Trainer(Gpt, _config(tmp_path / "whole", text, *overrides)).run()
+    assert whole["epoch"] == 0
+    Cut.left = 4 * 11 + 2  # of four micro-batches a step
+    with pytest.raises(PowerCutError):
+        Trainer(Cut, _config(tmp_path / "cut", text, *overrides)).run()
+    resumed = Trainer(Gpt, _config(tmp_path / "cut", text, *overrides)).run()
+    assert resumed["resumed_from"].startswith("step-000000009")
+    assert (resumed["metrics"], resumed["train_loss"]) == (whole["metrics"], whole["train_loss"])
+    mine, theirs = _parameters(tmp_path / "cut"), _parameters(tmp_path / "whole")
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        assert torch.equal(mine[name], theirs[name]), name
+
+
+def test_the_tree_gives_the_same_parameters_at_any_number_of_ranks(tmp_path: Path, text: Path) -> None:
+    """Dropout included: what two ranks train together has the bits of one."""
+    for world in (1, 2):
+        where = (f"checkpoint.directory={tmp_path / str(world)}", f"data.files={text}")
+        fixed = (*SMALL, "options.max_tokens=768", "reduction=tree", "micro_batch=2", "model.dropout=0.1")
+        done = train("gpt", *fixed, *where, world=world)
+        assert done.code == 0, done.err
+        assert (done.report["world_size"], done.report["step"]) == (world, 6)
+    one, two = _parameters(tmp_path / "1"), _parameters(tmp_path / "2")
+    for name in one:
+        assert torch.equal(one[name], two[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it loads the compiler
+def test_a_compiled_model_computes_alike_and_its_checkpoints_fit(tmp_path: Path, text: Path) -> None:
+    """Its parameters keep their names: what it saved is resumed without, and stays where it was to 1e-4."""
+    plain = Trainer(Gpt, _config(tmp_path / "plain", text, tokens=128 * 4)).run()
+    trainer = Trainer(Gpt, _config(tmp_path / "run", text, "compile=true", tokens=128 * 4))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled = trainer.run()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+    assert compiled["metrics"]["loss"] == pytest.approx(plain["metrics"]["loss"], abs=1e-4)
+    assert _parameters(tmp_path / "run").keys() == _parameters(tmp_path / "plain").keys()
+    more = Trainer(Gpt, _config(tmp_path / "run", text, tokens=128 * 6)).run()
+    assert more["resumed_from"] is not None
+    assert more["step"] == 6
+
+
+def test_another_vocabulary_on_resuming_is_refused_by_its_difference(tmp_path: Path, text: Path) -> None:
+    """Before a tensor is compared: what was added and what went is told."""
+    Trainer(Gpt, _config(tmp_path / "run", text, tokens=128 * 2)).run()
+    text.write_text(VERSE.replace("w", "v").replace("\n", "Z") * 50)
+    with pytest.raises(ConfigError) as caught:
+        Trainer(Gpt, _config(tmp_path / "run", text)).run()
+    sentence = str(caught.value)
+    assert "'characters' changed since the run began: 'Z', 'v' added, '\\n', 'w' removed" in sentence
+    assert caught.value.exit_code == EXIT_CONFIG
+
+
+def test_another_tokenizer_on_resuming_is_refused(tmp_path: Path, text: Path) -> None:
+    """Equal sizes would not make it the same model."""
+    Trainer(Gpt, _config(tmp_path / "run", text, tokens=128 * 2)).run()
+    with pytest.raises(ConfigError, match="'tokenizer' is 'bytes' here and was 'chars'"):
+        Trainer(Gpt, _config(tmp_path / "run", text, "data.tokenizer=bytes")).run()
+
+
+def test_a_foreign_token_ends_the_run_with_its_place(tmp_path: Path) -> None:
+    """Also where it is drawn in the middle of training."""
+    numbers = np.ones(2000, "<u2")
+    numbers[700] = 40000
+    numbers.tofile(tmp_path / "a.bin")
+    ids = ("data.tokenizer=ids", "data.vocab_size=9")
+    with pytest.raises(DataError, match="token 700 is 40000, but the vocabulary ends at 8"):
+        Trainer(Gpt, _config(tmp_path / "run", tmp_path / "a.bin", *ids, "epochs=1", tokens=128 * 99)).run()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["data.files={text}.gone"], "error: data.files '{text}.gone' matches no file"),
+        (["data.files={text}", "model.context=9999", "options.batch_tokens=9999"], "error: the training text has 4802"),
+        (["data.files={text}", "options.batch_tokens=100"], "error: options.batch_tokens 100 is not a multiple"),
+        (["data.files={text}", "model.heads=3"], "error: task gpt: 'model.heads' 3 does not divide"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_78(
+    tmp_path: Path, text: Path, arguments: list[str], sentence: str
+) -> None:
+    """Nothing else is on standard error, no traceback least of all."""
+    given = [argument.format(text=text) for argument in arguments]
+    outcome = train("gpt", f"checkpoint.directory={tmp_path / 'run'}", *given)
+    assert outcome.code == EXIT_CONFIG
+    assert outcome.err.startswith(sentence.format(text=text)), outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that knows the verse, whose texts are gone."""
+    logs.configure(io.StringIO())
+    directory = tmp_path_factory.mktemp("trained")
+    path = directory / "verse.txt"
+    path.write_text(VERSE * 50)
+    overrides = ("evaluation.every_steps=40", "checkpoint.keep_last=2")
+    Trainer(Gpt, _config(directory / "run", path, *overrides, tokens=128 * 120)).run()
+    path.unlink()
+    return directory / "run"
+
+
+def test_a_trained_model_writes_what_it_learnt(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the texts: the characters are kept with the checkpoint. The likeliest next letters are the verse's."""
+    words = [str(trained), "--prompt", "gently do", "--tokens", "9", "--temperature", "0"]
+    assert gpt_sample.main(words) == 0
+    assert capsys.readouterr().out == "gently down the st\n"
+
+
+def test_the_seed_decides_what_is_written(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same text for the same seed, another for another; the best checkpoint is the last one here."""
+    said = []
+    for extra in (["--seed", "1"], ["--seed", "1", "--best"], ["--seed", "2"]):
+        assert gpt_sample.main([str(trained), "--temperature", "2", "--top-k", "9", "--tokens", "60", *extra]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2]
+
+
+def test_a_moving_average_is_what_writes(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run with an average evaluates that, so its texts come from it too."""
+    Trainer(Gpt, _config(tmp_path / "run", text, "average=0.5", tokens=128 * 3)).run()
+    loaded = CheckpointManager(tmp_path / "run").load_newest()
+    assert loaded is not None
+    state = loaded.state
+    model = gpt_sample._model(Gpt(_config(tmp_path, text)), len(state["model"]["tokens.weight"]), state)
+    assert torch.equal(model.tokens.weight, state["average"]["module.tokens.weight"])
+    assert not torch.equal(model.tokens.weight, state["model"]["tokens.weight"])
+    assert gpt_sample.main([str(tmp_path / "run"), "--tokens", "3"]) == 0
+    assert len(capsys.readouterr().out) == len("\n") + 3 + len("\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "code", "sentence"),
+    [
+        (None, [], EXIT_CONFIG, "is not the directory of a run: it has no config.yaml"),
+        ("task: mnist\nepochs: 1\nglobal_batch: 2\n", [], EXIT_CONFIG, "the task mnist is no language model"),
+        ("task: gpt\nepochs: 1\nglobal_batch: 2\n", [], EXIT_FAILURE, "has no checkpoint"),
+        ("task: gpt\nepochs: 1\nglobal_batch: 2\n", ["--best"], EXIT_FAILURE, "has no checkpoint that was the best"),
+        ("task: gpt\nepochs: 1\nglobal_batch: 2\n", ["--prompt", ""], EXIT_CONFIG, "--prompt is empty"),
+    ],
+)
+def test_a_run_that_cannot_write_is_one_sentence(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str | None,
+    words: list[str],
+    code: int,
+    sentence: str,
+) -> None:
+    """With the exit code of its cause."""
+    if content is not None:
+        (tmp_path / "config.yaml").write_text(content)
+    assert gpt_sample.main([str(tmp_path), *words]) == code
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert sentence in err
+    assert err.count("\n") == 1

@@ -1,0 +1,54 @@
+"""The scripts to start from are short, and four changes make a plain one elastic."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from elastic_trainer import tasks
+from elastic_trainer.sim.job import entry
+
+SCRIPTS = Path(tasks.__file__).with_name("scripts")
+PLAIN, ELASTIC, SESSION = (SCRIPTS / name for name in ("ddp_script.py", "ddp_script_elastic.py", "session_script.py"))
+
+
+def _code(path: Path) -> list[str]:
+    """Lines behind the docstring, without what only a deeper block changes."""
+    return [line.strip() for line in path.read_text().splitlines()[1:] if line.strip()]
+
+
+def test_the_elastic_script_is_the_plain_one_with_few_other_lines() -> None:
+    """At most 12 new lines, and nothing kept of samplers, loaders and process groups."""
+    lines = list(difflib.ndiff(_code(PLAIN), _code(ELASTIC)))
+    assert sum(line.startswith("+ ") for line in lines) <= 12
+    assert sum(line.startswith("- ") for line in lines) <= 16
+    assert not re.search(r"Distributed|init_process_group|dist\.", "\n".join(_code(ELASTIC)))
+
+
+def test_the_four_changes_are_marked() -> None:
+    """Session, wrap, batches, step: each once."""
+    marks = dict(re.findall(r"^\s*(.+?)  # (\d)$", ELASTIC.read_text(), re.MULTILINE))
+    named = {number: line for line, number in marks.items()}
+    wanted = {"1": "with Session(", "2": "session.wrap(", "3": "session.batches(", "4": "session.step("}
+    assert named.keys() == wanted.keys()
+    for number, call in wanted.items():
+        assert call in named[number]
+
+
+def test_the_plain_script_knows_nothing_of_this_package() -> None:
+    """It is what people have."""
+    assert "elastic" not in "".join(_code(PLAIN))
+
+
+def test_the_session_script_is_short() -> None:
+    """60 lines, docstrings and blank lines included."""
+    assert len(SESSION.read_text().splitlines()) <= 60
+
+
+def test_script_is_a_name_for_a_local_run(tmp_path: Path) -> None:
+    """With its checkpoints in the run's directory, unless its arguments say otherwise."""
+    where = f"--directory={tmp_path / 'checkpoints'}"
+    assert entry(["script", "--epochs", "2"], tmp_path) == (str(SESSION), where, "--epochs", "2")
+    assert SESSION.is_file()
+    assert tasks.script("mnist") is None

@@ -1,0 +1,123 @@
+"""Texts become tokens and come back; GPT-2's encoding merges as its files say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.errors import DataError
+from elastic_trainer.tasks.bpe import END_OF_TEXT, Gpt2Bpe, visible_bytes
+from elastic_trainer.tasks.tokenizer import UNKNOWN, Bytes, Chars
+
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o"]
+
+
+def bpe_files(directory: Path, merges: list[str] = MERGES, drop: str | None = None) -> Path:
+    """A small vocabulary in the format of GPT-2's."""
+    directory.mkdir(exist_ok=True)
+    tokens = [*visible_bytes().values(), *(merge.replace(" ", "") for merge in merges), END_OF_TEXT]
+    vocabulary = {token: number for number, token in enumerate(token for token in tokens if token != drop)}
+    (directory / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Gpt2Bpe:
+    """An encoding of 263 tokens."""
+    return Gpt2Bpe(bpe_files(tmp_path_factory.mktemp("bpe")))
+
+
+def _words(bpe: Gpt2Bpe, text: str) -> list[str]:
+    return [bpe.decode([int(number)]) for number in bpe.encode(text)]
+
+
+@given(st.text(st.characters(codec="utf-8")))
+def test_bytes_come_back(text: str) -> None:
+    """Any text, one token for each byte of its UTF-8."""
+    ids = Bytes().encode(text)
+    assert len(ids) == len(text.encode())
+    assert Bytes().decode([int(number) for number in ids]) == text
+
+
+@given(st.text(st.characters(codec="utf-8")))
+def test_bpe_comes_back(bpe: Gpt2Bpe, text: str) -> None:
+    """Any text, whatever its script: nothing is lost between the words."""
+    assert bpe.decode([int(number) for number in bpe.encode(text)]) == text
+
+
+def test_characters_come_back_and_strangers_are_marked() -> None:
+    """The vocabulary is that of the training text, in the order of code points, behind the unknown one."""
+    chars = Chars.of("hello, wörld")
+    ids = chars.encode("old wörld!")
+    assert chars.size == len(set("hello, wörld")) + 1
+    assert chars.decode([int(number) for number in ids]) == f"old wörld{UNKNOWN}"
+    assert list(chars.encode(" ,ö")) == [1, 2, chars.size - 1]
+    assert Chars(chars.characters).characters == chars.characters
+
+
+def test_an_empty_text_has_no_tokens(bpe: Gpt2Bpe) -> None:
+    """In no encoding."""
+    assert [len(each.encode("")) for each in (Bytes(), Chars.of("a"), Chars.of(""), bpe)] == [0, 0, 0, 0]
+
+
+def test_pairs_are_merged_in_the_order_of_the_list(bpe: Gpt2Bpe) -> None:
+    """ "hello" is built in four merges; where one is missing on the way, the parts remain."""
+    assert _words(bpe, "hello") == ["hello"]
+    assert _words(bpe, "hell") == ["hell"]
+    assert _words(bpe, "helo") == ["he", "l", "o"]
+    assert _words(bpe, "hello world") == ["hello", " wo", "r", "l", "d"]
+    assert _words(bpe, "lll") == ["ll", "l"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("We're here", ["We", "'re", " here"]),
+        ("a  b", ["a", " ", " b"]),
+        ("x1²½ y", ["x", "1²½", " y"]),
+        ("no_un-der", ["no", "_", "un", "-", "der"]),
+        ("end \n", ["end", " \n"]),
+        ("été 大学 ٣٤", ["été", " 大学", " ٣٤"]),
+        ("a\u00a0\u3000b", ["a", "\u00a0", "\u3000", "b"]),
+        ("a\x1cb", ["a", "\x1c", "b"]),
+    ],
+)
+def test_texts_are_cut_into_words_as_gpt2_does(bpe: Gpt2Bpe, text: str, words: list[str]) -> None:
+    r"""As by its pattern with \p{L} and \p{N}: letters, numbers and signs apart, a space with what follows."""
+    from elastic_trainer.tasks import bpe as module
+
+    assert module._splitter().findall(text) == words
+
+
+def test_the_end_of_a_text_is_one_token_of_its_own(bpe: Gpt2Bpe) -> None:
+    """It can be read, but not written in a text by accident."""
+    assert bpe.decode(bpe.end) == END_OF_TEXT
+    assert bpe.end[0] not in bpe.encode(END_OF_TEXT)
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({"vocab.json": None}, "there is no vocab.json"),
+        ({"merges.txt": None}, "there is no merges.txt"),
+        ({"vocab.json": b"{"}, "vocab.json: not JSON"),
+        ({"vocab.json": b"[1]"}, "vocab.json: not an object"),
+        ({"vocab.json": b"\xff"}, "vocab.json: not a text file in UTF-8"),
+        ({"merges.txt": b"h e\nhello\n"}, "merges.txt: merge 2 is not two parts: 'hello'"),
+        ({"merges.txt": b"q x\n"}, "vocab.json: 'qx' is missing"),
+    ],
+)
+def test_wrong_bpe_files_are_named(tmp_path: Path, files: dict[str, bytes | None], sentence: str) -> None:
+    """Missing, not what they should be, or not of each other."""
+    directory = bpe_files(tmp_path / "bpe")
+    for name, content in files.items():
+        (directory / name).unlink()
+        if content is not None:
+            (directory / name).write_bytes(content)
+    with pytest.raises(DataError, match=sentence):
+        Gpt2Bpe(directory)
