@@ -17,6 +17,8 @@ from torch.nn import functional
 from elastic_trainer.tasks.resnet import BasicBlock
 
 _HEAT_STD = 0.001
+_TAG_SLOPES = (3.0, 5.0)
+"""By how much a tag grows at first half the picture down, and to the right, where the network is told of places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,9 @@ class Stage(nn.Module):
 class HighResolutionNet(nn.Module):
     """(n, 3, h, w) to heat maps and tags, each (n, points, h / stride, w / stride).
 
+    With ``coordinates`` the network is told where each pixel is, and tags begin as the place. Else things that look
+    alike have tags alike, from which training finds out late: the loss has no slope where all tags are the same.
+
     ``channels`` are those of the branches, the highest resolution first; ``stride`` is 2 to the power of the number of
     strided convolutions in the stem, ``stem_halvings``. h and w must be multiples of stride * 2 ** (branches - 1).
     """
@@ -136,15 +141,19 @@ class HighResolutionNet(nn.Module):
             for number, (before, plan) in enumerate(zip(present, stages, strict=False), 1)
         )
         self.heat = nn.Conv2d(channels[0], points, 1)
-        self.tags = nn.Conv2d(channels[0], points, 1)  # begins far from 0: alike tags would have no slope to part on
+        self.tags = nn.Conv2d(channels[0] + 2 * coordinates, points, 1)
         nn.init.normal_(self.heat.weight, std=_HEAT_STD)
         nn.init.zeros_(self.heat.bias)  # type: ignore[arg-type]
+        if coordinates:
+            with torch.no_grad():
+                self.tags.weight[:, -2:, 0, 0] = torch.tensor(_TAG_SLOPES)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         branches = [self.stem(with_coordinates(images) if self.coordinates else images)]
         for stage in self.stages:
             branches = stage(branches)
-        return self.heat(branches[0]), self.tags(branches[0])
+        finest = branches[0]
+        return self.heat(finest), self.tags(with_coordinates(finest) if self.coordinates else finest)
 
 
 def with_coordinates(images: Tensor) -> Tensor:
