@@ -19,7 +19,11 @@ from packaging.utils import canonicalize_name
 from tests.support.requirements import needs
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *ROOT.glob("deploy/**/*.md")]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *ROOT.glob("deploy/**/*.md"),
+    *ROOT.glob("elastic_trainer/docs/*.md"),
+]
 DECISIONS = [page for page in ROOT.glob("deploy/decisions/*.md") if page.name != "README.md"]
 
 

@@ -1,0 +1,130 @@
+"""The pages do what they say: their Python is executed, their commands are carried out, in order, in one directory.
+
+A block that stands under ``<!-- not run: reason -->`` is left out; everything else is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from elastic_trainer.sim.etcd_binary import find_binary
+from tests.support.commands import carry_out, quiet
+from tests.support.pages import DOCS, Block, blocks, codes, rows, section
+from tests.support.requirements import missing
+
+pytestmark = pytest.mark.timeout(300)
+
+OWN_MODULES = ("spirals",)
+"""Modules that the pages have the reader write."""
+TUTORIAL = DOCS / "tutorial.md"
+
+
+@contextlib.contextmanager
+def stage(directory: Path) -> Iterator[None]:
+    """What a reader's terminal offers in ``directory``; afterwards nothing of it is left in this process."""
+    outside, paths = dict(os.environ), list(sys.path)
+    sys.path.insert(0, str(directory))
+    os.environ.update(quiet(os.environ), XDG_CACHE_HOME=str(directory / "cache"))
+    try:
+        with contextlib.chdir(directory):
+            yield
+    finally:
+        sys.path[:] = paths
+        os.environ.clear()
+        os.environ.update(outside)
+        structlog.reset_defaults()  # the jobs log to a terminal that is gone
+        for name in OWN_MODULES:
+            sys.modules.pop(name, None)
+
+
+def play(page: Path) -> None:
+    """Do what ``page`` says, in the present directory."""
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for block in blocks(page):
+        if block.file is not None:
+            Path(block.file).write_text(block.text, encoding="utf-8")
+        elif block.not_run is None and block.language == "python":
+            exec(compile(block.text, str(block), "exec"), namespace)
+        elif block.not_run is None and block.language == "sh":
+            _carry_out(block)
+
+
+def _carry_out(block: Block) -> None:
+    for words in block.commands:
+        code = carry_out(words)
+        assert code == 0, f"{block}: {' '.join(words)} ended with {code}"
+
+
+def _needs_etcd() -> None:
+    from elastic_trainer.errors import ConfigError
+
+    try:
+        find_binary()
+    except ConfigError as error:
+        missing(str(error))
+
+
+@pytest.fixture(scope="module")
+def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a reader who has followed the tutorial."""
+    _needs_etcd()
+    pytest.importorskip("mlxtend")
+    pytest.importorskip("matplotlib")
+    directory = tmp_path_factory.mktemp("tutorial")
+    with stage(directory):
+        play(TUTORIAL)
+    return directory
+
+
+def test_the_tutorial_can_be_followed(tutorial: Path) -> None:
+    """Each command ends well, and leaves what the page goes on to look at; a worker was killed and it recovered."""
+    assert (tutorial / "runs/night/summary.json").is_file()
+    assert '"kind": "round"' in (tutorial / "runs/night/checkpoints/steps.jsonl").read_text()
+    modules = [block.file for block in blocks(TUTORIAL) if block.language == "python" and block.file]
+    used = "".join(block.text for block in blocks(TUTORIAL) if block.not_run is None)
+    assert [name for name in modules if f"python {name}" not in used and f"from {name[:-3]} import" not in used] == []
+
+
+def test_the_table_of_files_is_what_a_run_leaves(tutorial: Path) -> None:
+    """No file of a run's directory without a row, and no row without a file."""
+    listed = {name: row for row in rows(section(DOCS / "api.md", "Files of a run directory")) for name in codes(row[0])}
+    night, board = tutorial / "runs/night/checkpoints", "tensorboard"
+    left = {path.name for path in night.iterdir()}
+    assert [name for name in left if not any(fnmatch(name, pattern) for pattern in listed)] == []
+    assert [name for name in listed if name != board and not list(night.glob(name))] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence", "code"),
+    [
+        (codes(row[0])[0], codes(row[1])[0], int(row[2]))
+        for row in rows(section(TUTORIAL, "What goes wrong, and what to do"))
+        if len(row) == 3
+    ],
+)
+def test_a_mistake_ends_as_the_tutorial_says(
+    command: str, sentence: str, code: int, tutorial: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the sentence in the table, and its exit code."""
+    with stage(tutorial):
+        assert carry_out(command.split()) == code
+    complaints = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error: ", "elastic-"))]
+    assert len(complaints) == 1
+    assert sentence in complaints[0]
+
+
+@pytest.mark.parametrize("name", ["api.md", "tasks.md"])
+def test_the_examples_of_the_reference_run(name: str, tmp_path: Path) -> None:
+    """All that is not marked otherwise, in order, in one namespace."""
+    pytest.importorskip("mlxtend")
+    with stage(tmp_path):
+        play(DOCS / name)
