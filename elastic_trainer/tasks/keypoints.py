@@ -86,7 +86,13 @@ class KeypointsModel(Section):
 
     channels: tuple[Width, ...] = Field(default=(32, 64, 128, 256), min_length=1, description="of each branch")
     stages: tuple[StageOptions, ...] = Field(
-        default=(StageOptions(branches=1, blocks=4), StageOptions(branches=2, blocks=4)), min_length=1
+        default=(
+            StageOptions(branches=1, blocks=4),
+            StageOptions(branches=2, blocks=4),
+            StageOptions(branches=3, blocks=4, modules=4),
+            StageOptions(branches=4, blocks=4, modules=3),
+        ),
+        min_length=1,
     )
     stem_halvings: int = Field(default=2, ge=1, le=4, description="the heat map has size / 2 ** stem_halvings cells")
     coordinates: bool = Field(default=False, description="tell the network where each pixel is")

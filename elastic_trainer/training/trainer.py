@@ -120,8 +120,8 @@ class Run:
         self._loss = float("nan")
         if session.resumed_from is not None and self._finished() and self.history.at(session.step_number) is not None:
             self.history.saved_step = session.step_number  # a finished run started again: nothing is left to save
+        self._named = False
         if session.is_rank0:
-            write_atomically(trainer.directory / CONFIG_FILE, as_yaml(self.config))
             self._write_history()
         self._place: tuple[bool, int] | None = None
         self.told = Telling(self.config.logging, trainer.directory)
@@ -173,7 +173,7 @@ class Run:
     def _batches(self) -> Iterator[Batch]:
         """This rank's parts of all global batches that are still to be trained on."""
         for _ in self.session.epochs(self.job.length.epochs):
-            for batch in self.session.batches(
+            batches = self.session.batches(
                 self.job.data.train,
                 global_batch_size=self.config.samples_per_step,
                 micro_batch_size=self.config.micro_batch,
@@ -183,10 +183,18 @@ class Run:
                 pin_memory=self.config.pin_memory,
                 bad_samples=self.config.bad_samples,
                 max_bad_fraction=self.config.max_bad_fraction,
-            ):
+            )
+            self._name_config()
+            for batch in batches:
                 if self._finished():
                     return
                 yield batch
+
+    def _name_config(self) -> None:
+        """Write what is trained, once it is known to fit what is resumed: a job that is refused leaves no trace."""
+        if self.session.is_rank0 and not self._named:
+            write_atomically(self.job.directory / CONFIG_FILE, as_yaml(self.config))
+        self._named = True
 
     def _finished(self) -> bool:
         return self.job.length.finished(self.session.cursor, self.session.step_number)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, EXIT_CONFIG
+from elastic_trainer.training.loading import load_job
 from tests.integration.training.launch import QUICK, train
 
 pytestmark = pytest.mark.timeout(400)
@@ -62,15 +63,17 @@ def test_of_several_ranks_one_speaks(tmp_path: Path) -> None:
 
 
 def test_another_global_batch_on_resuming_is_refused_or_accepted_on_request(tmp_path: Path) -> None:
-    """A run cannot change its order of samples by accident."""
+    """A run cannot change its order of samples by accident, and what was refused does not become its config.yaml."""
     where = f"checkpoint.directory={tmp_path}"
     assert train("mnist", *QUICK, where, "max_steps=3").code == 0
     refused = train("mnist", *QUICK, where, "global_batch=50")
     assert refused.code == EXIT_CONFIG
     assert "global_batch" in refused.complaints[0]
+    assert load_job(str(tmp_path / "config.yaml")).global_batch == 25
     accepted = train("mnist", *QUICK, where, "global_batch=50", "--allow-changed", "global_batch")
     assert accepted.code == 0, accepted.err
     assert accepted.report["epoch"] == 2
+    assert load_job(str(tmp_path / "config.yaml")).global_batch == 50
 
 
 def test_the_effective_configuration_can_be_printed(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from elastic_trainer.tasks.drawing import drawn_points
 from elastic_trainer.tasks.keypoints import Keypoints
 from elastic_trainer.tasks.pillow import Image
 from elastic_trainer.tasks.poses import Instance, Peak
-from elastic_trainer.training.config import MultiStepConfig
+from elastic_trainer.training.config import JobConfig, MultiStepConfig
 from elastic_trainer.training.loading import load_job
 
 SMALL = ("data.count=6", "data.test_count=5", "model.channels=[4]", "model.stages=[{branches: 1, blocks: 1}]")
@@ -135,6 +135,14 @@ def test_training_and_test_points_must_be_the_same(tmp_path: Path) -> None:
     _, test = coco(tmp_path / "other", points=("nose", "tail"))
     with pytest.raises(DataError, match="nose, tail, those of the training data nose, left_eye, right_eye"):
         prepared(train, test)
+
+
+def test_the_defaults_make_a_network() -> None:
+    """A job file needs no ``model:``; branches and channels of the defaults fit together, as in HRNet-W32."""
+    task = Keypoints(JobConfig(task="keypoints", epochs=1, global_batch=2, data={"count": 2, "test_count": 1}))
+    task.datasets()
+    parameters = sum(parameter.numel() for parameter in task.model().parameters())
+    assert parameters > 20e6
 
 
 def test_the_job_file_for_coco_is_right(tmp_path: Path) -> None:

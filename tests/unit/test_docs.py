@@ -1,0 +1,359 @@
+"""The pages in ``elastic_trainer/docs`` name what there is, and all that there is."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+import elastic_trainer
+from elastic_trainer import errors, settings
+from elastic_trainer.cli.main import COMMANDS, Parser
+from elastic_trainer.data.sampler import Batch
+from elastic_trainer.data.sources import SeekableStream
+from elastic_trainer.data.tar_shards import TarShards
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.tasks import gpt, imagefolder, keypoints, mnist
+from elastic_trainer.tasks.scripts import __path__ as scripts
+from elastic_trainer.training import export
+from elastic_trainer.training.__main__ import _parser as training_parser
+from elastic_trainer.training.config import JobConfig
+from elastic_trainer.training.loading import load_job
+from elastic_trainer.training.task import Datasets, Exhibits, Task, find_task
+from elastic_trainer.training.trainer import Trainer
+from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.step import Step
+from tests.support.commands import understand
+from tests.support.pages import DOCS, PAGES, ROOT, Block, Key, blocks, codes, keys, rows, section, spoken
+
+API, TASKS = DOCS / "api.md", DOCS / "tasks.md"
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+REFERENCE = {
+    Session: ("Session methods", "Session properties"),
+    Step: ("Step members",),
+    Batch: ("Batch",),
+    Task: ("Task members",),
+    Trainer: ("Trainer",),
+    SeekableStream: ("SeekableStream",),
+}
+"""Where the public names of each class stand in the reference."""
+
+
+@contextlib.contextmanager
+def written_files(page: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The files that ``page`` has its reader write are there, and the present directory is theirs."""
+    for block in BLOCKS:
+        if block.page == page and block.file is not None:
+            (directory / block.file).write_text(block.text, encoding="utf-8")
+    monkeypatch.chdir(directory)
+    monkeypatch.syspath_prepend(str(directory))
+    monkeypatch.setattr("sys.modules", dict(importlib.import_module("sys").modules))
+    yield
+
+
+# ---- form
+
+
+def test_there_are_three_pages_and_the_readme_leads_to_them() -> None:
+    """Nobody finds a page that nothing links to."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {page.name for page in PAGES} == {"tutorial.md", "api.md", "tasks.md"}
+    assert [page.name for page in PAGES if f"](elastic_trainer/docs/{page.name})" not in readme] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_are_short(page: Path) -> None:
+    """At most 120 characters; a row of a table cannot be broken."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings(page: Path) -> None:
+    """A link with a # names a heading that its page has."""
+    text = page.read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\(([\w.]*)#([^)]+)\)", text):
+        there = (DOCS / target if target else page).read_text(encoding="utf-8")
+        headings = {slug(title) for title in re.findall(r"^#+ (.+)$", there, re.MULTILINE)}
+        assert anchor in headings, f"{page.name}: {target}#{anchor} leads nowhere"
+
+
+def slug(title: str) -> str:
+    """A heading as a link names it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_of_the_repository_that_a_page_names_exist(page: Path) -> None:
+    """A reader who looks for one finds it."""
+    named = re.findall(r"`((?:elastic_trainer|tests)/[\w./]+)`", page.read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_every_block_is_executed_or_says_why_not(block: Block) -> None:
+    """What may stand in a page: code that is run, or with its reason for not being run; files; what is printed."""
+    assert block.language in ("python", "sh", "yaml", ""), f"{block}: nobody checks {block.language}"
+    if block.not_run is not None:
+        assert block.language in ("python", "sh"), f"{block}: is not executed anyway"
+        assert len(block.not_run.split()) >= 3, f"{block}: says no reason"
+    if block.language == "yaml":
+        assert block.file is not None, f"{block}: say which file it is"
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=str)
+def test_python_is_python(block: Block) -> None:
+    """Also where it is not executed."""
+    compile(block.text, str(block), "exec")
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "sh"], ids=str)
+def test_commands_exist_with_their_options(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real parsers take each command line; keys of jobs and of ``--rdzv-conf`` are known."""
+    with written_files(block.page, tmp_path, monkeypatch):
+        for words in block.commands:
+            understand(words)
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("elastic-trainer local --nodes 2 --fast -- mnist", "there is no ready-made task '--fast'|unrecognized|--fast"),
+        ("elastic-trainer dance", "no command dance"),
+        ("elastic-trainer local --nodes 2 -- mnist epoch=3", "unknown key 'epoch'"),
+        ("python -m elastic_trainer.training mnist model.widht=3", "unknown key 'model.widht'"),
+        ("python -m elastic_trainer.training mnist --quick", "unrecognized arguments: --quick"),
+        ("torchrun --nodes 2 train.py", "refuses"),
+        ("torchrun --rdzv-backend etcd3 --rdzv-conf tl=3 train.py", "unknown key 'tl'"),
+        ("torchrun -m elastic_trainer.tasks.scripts.ddp_script --epoch 3", "no option --epoch"),
+        ("make everything", "no program is known"),
+    ],
+)
+def test_a_wrong_command_would_be_noticed(command: str, sentence: str) -> None:
+    """The check of the pages' commands can fail."""
+    with pytest.raises(ConfigError, match=sentence):
+        understand(command.split())
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
+def test_job_files_are_jobs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loads, and its task takes its sections."""
+    with written_files(block.page, tmp_path, monkeypatch):
+        config = load_job(str(block.file))
+        find_task(config.task)(config)
+
+
+# ---- completeness
+
+
+def documented(page: Path, heading: str) -> dict[str, list[str]]:
+    """The rows below ``heading`` by each name in their first cell, which may say arguments behind it."""
+    return {re.split(r"[(\s]", name)[0]: row for row in rows(section(page, heading)) for name in codes(row[0])}
+
+
+def public(kind: type) -> set[str]:
+    """The public names of ``kind``, and of what its constructor sets."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    stored = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    assigned = {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
+    return {name for name in assigned | set(vars(kind)) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("kind", list(REFERENCE), ids=lambda kind: kind.__name__)
+def test_the_reference_names_every_public_member(kind: type) -> None:
+    """A new method, property or attribute without a row fails here; a row without one too."""
+    told = {name for heading in REFERENCE[kind] for name in documented(API, heading)}
+    told = {name for name in told if not name.startswith("__")}
+    missing = sorted(public(kind) - told)
+    assert not missing, f"{API.name} says nothing of {kind.__name__}.{missing[0]}: add a row below {REFERENCE[kind]}"
+    assert sorted(told - public(kind)) == [], f"{API.name} has rows that {kind.__name__} has nothing for"
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in REFERENCE if kind is not SeekableStream], ids=lambda kind: kind.__name__
+)
+def test_calls_in_the_reference_have_their_arguments(kind: type) -> None:
+    """Names, order and defaults are those of the code."""
+    for heading in REFERENCE[kind]:
+        for name, row in documented(API, heading).items():
+            (written,) = [code for code in codes(row[0]) if re.split(r"[(\s]", code)[0] == name]
+            found = inspect.getattr_static(kind, name, None)
+            if inspect.isfunction(found) and "internal" not in row[1] and "itself" not in row[1]:
+                assert written == f"{name}({', '.join(arguments(found))})", f"{API.name} on {kind.__name__}.{name}"
+
+
+def arguments(function: Callable[..., Any]) -> list[str]:
+    """``name=default`` of each argument but self."""
+    told: list[str] = []
+    for name, parameter in list(inspect.signature(function).parameters.items())[1:]:
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in told:
+            told.append("*")
+        plain = parameter.default is parameter.empty
+        told.append(name if plain else f"{name}={_default(parameter.default)}")
+    return told
+
+
+def _default(value: Any) -> str:
+    return repr(str(value)) if isinstance(value, str) else repr(value)
+
+
+@pytest.mark.parametrize(
+    ("heading", "kind"), [("Session arguments", Session), ("TarShards", TarShards)], ids=["Session", "TarShards"]
+)
+def test_the_tables_of_arguments_are_complete(heading: str, kind: type) -> None:
+    """Each argument of the constructor, in its order, with its default."""
+    told = [(codes(row[0])[0], row[1].strip("`")) for row in rows(section(API, heading))]
+    parameters = list(inspect.signature(kind).parameters.values())
+    wanted = [(each.name, "required" if each.default is each.empty else _default(each.default)) for each in parameters]
+    assert told == wanted
+
+
+@pytest.mark.parametrize("method", ["wrap", "batches"])
+def test_the_arguments_of_long_calls_are_explained(method: str) -> None:
+    """Each has a row, in its order."""
+    wanted = list(inspect.signature(getattr(Session, method)).parameters)[1:]
+    assert [codes(row[0])[0] for row in rows(section(API, f"Arguments of {method}"))] == wanted
+
+
+def test_the_reference_has_a_part_for_every_public_name() -> None:
+    """What ``from elastic_trainer import`` offers, and what a task returns."""
+    assert set(documented(API, "Names")) == set(elastic_trainer.__all__)
+    for name in set(elastic_trainer.__all__) - {"__version__"}:
+        assert section(API, name)
+    shown = documented(API, "Datasets and Exhibits")
+    for kind in (Datasets, Exhibits):
+        assert set(codes(shown[kind.__name__][1])) == set(kind.__slots__)
+
+
+def test_what_the_trainer_reports_is_listed() -> None:
+    """The keys of the report are those that ``Run.report`` and ``Trainer.run`` put there."""
+    source = inspect.getsource(importlib.import_module("elastic_trainer.training.trainer"))
+    made = source.partition("def report(self)")[2].partition("def _batches")[0]
+    wanted = [*re.findall(r'^            "(\w+)":', made, re.MULTILINE), "seconds"]
+    assert codes(documented(API, "Trainer")["run"][1]) == wanted
+
+
+def test_the_errors_of_a_session_have_their_exit_codes() -> None:
+    """The table says what the classes say."""
+    for name, row in documented(API, "What a Session raises").items():
+        if name != "SystemExit":
+            assert row[2] == str(getattr(errors, name).exit_code), name
+
+
+def told_keys(page: Path, heading: str) -> dict[str, Key]:
+    """The keys of the table below ``heading``."""
+    return {row[0].replace("`", ""): Key(row[1], row[2]) for row in rows(section(page, heading))}
+
+
+@pytest.mark.parametrize(
+    ("heading", "kind"), [("Job file", JobConfig), ("Options of --rdzv-conf", settings.RendezvousOptions)]
+)
+def test_the_tables_of_keys_are_complete(heading: str, kind: type[BaseModel]) -> None:
+    """Each key with its type and default, in the order of the code."""
+    told, wanted = told_keys(API, heading), keys(kind)
+    missing = [name for name in wanted if name not in told]
+    assert not missing, f"{API.name}, '{heading}' says nothing of the key {missing[0]}: add a row"
+    for name, key in wanted.items():
+        assert told[name] == key, f"{API.name}, '{heading}': the row of {name} is not what the code says"
+    assert list(told) == list(wanted)
+
+
+@pytest.mark.parametrize("task", [mnist.Mnist, imagefolder.ImageClasses, keypoints.Keypoints, gpt.Gpt])
+def test_the_main_keys_of_a_task_exist(task: type[Task]) -> None:
+    """With the defaults that the page says."""
+    sections = {"data.": task.Data, "model.": task.Model, "options.": task.Options}
+    wanted = {name: key for prefix, kind in sections.items() for name, key in keys(kind, prefix).items()}
+    told = {codes(row[0])[0]: row[1] for row in rows(section(TASKS, task.__module__.rpartition(".")[2]))}
+    assert told
+    for name, default in told.items():
+        assert name in wanted, f"{TASKS.name}: there is no key {name}"
+        assert default == wanted[name].default, f"{TASKS.name}: the default of {name}"
+
+
+def test_every_ready_made_job_file_has_a_place() -> None:
+    """A YAML file in the package that no page names would not be found."""
+    text = TASKS.read_text(encoding="utf-8")
+    shipped = [path.name for path in (ROOT / "elastic_trainer" / "tasks").glob("*.yaml")]
+    assert [name for name in shipped if f"`elastic_trainer/tasks/{name}`" not in text] == []
+    assert list(documented(TASKS, "Results")) == ["mnist", "imagefolder", "keypoints", "gpt"]
+
+
+def test_the_arguments_of_the_script_are_those_of_its_text() -> None:
+    """The script parses its command line when it is imported, so its text is read."""
+    text = (Path(scripts[0]) / "session_script.py").read_text(encoding="utf-8")
+    told = {codes(row[0])[0]: row[1].strip("`") for row in rows(section(TASKS, "script"))}
+    assert set(re.findall(r'add_argument\("(--[\w-]+)"', text)) == set(told)
+    for name, default in told.items():
+        if default != "False":
+            assert re.search(rf'"{name}".*default="?{re.escape(default)}"?[,)]', text), name
+
+
+def environment_variables() -> set[str]:
+    """All names of variables in settings.py."""
+    tree = ast.parse(Path(settings.__file__).read_text(encoding="utf-8"))
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {text for text in texts if re.fullmatch(r"[A-Z][A-Z0-9_]{3,}", text)}
+
+
+def test_the_table_of_environment_variables_is_complete() -> None:
+    """Variables come through settings.py alone, so those named there are all."""
+    told = set(documented(API, "Environment variables"))
+    missing = sorted(environment_variables() - told)
+    assert not missing, f"{API.name} says nothing of the environment variable {missing[0]}: add a row"
+    assert sorted(told - environment_variables()) == []
+
+
+def test_the_table_of_exit_codes_is_complete() -> None:
+    """Those of the errors, and those of success and of SIGINT."""
+    told = {int(row[0]) for row in rows(section(API, "Exit codes"))}
+    assert told == {value for name, value in vars(errors).items() if name.startswith("EXIT_")} | {0, 130}
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """The parser of a subcommand."""
+    parser = Parser(prog=command)
+    importlib.import_module({each.name: each.module for each in COMMANDS}[command]).configure(parser)
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("heading", "parser"),
+    [
+        ("Jobs", training_parser),
+        *((f"elastic-trainer {each.name}", lambda name=each.name: parser_of(name)) for each in COMMANDS),
+    ],
+)
+def test_the_tables_of_options_are_complete(heading: str, parser: Callable[[], argparse.ArgumentParser]) -> None:
+    """Each option that the help shows has a row, with what stands for its value."""
+    wanted = {
+        " ".join([*action.option_strings[:1], *([str(action.metavar)] if _takes_value(action) else [])]) or action.dest
+        for action in parser()._actions
+        if action.dest != "help" and action.help != argparse.SUPPRESS
+    }
+    assert {codes(row[0])[0] for row in rows(section(API, heading))} == wanted
+
+
+def _takes_value(action: argparse.Action) -> bool:
+    return bool(action.option_strings) and action.nargs != 0 and action.metavar is not None
+
+
+def test_the_files_of_a_run_have_the_names_in_the_code() -> None:
+    """Those that modules name; that a run leaves no others is shown where the tutorial is followed."""
+    from elastic_trainer.training import board, history, step_log, trainer
+
+    told = documented(API, "Files of a run directory")
+    named = {board.DIRECTORY, history.FILE_NAME, step_log.FILE_NAME, trainer.CONFIG_FILE}
+    assert named | {export.BEST_FILE, export.FINAL_FILE} <= set(told)
+    notes = {"world_size", "round", "wall"}
+    assert set(codes(told[history.FILE_NAME][1])) == set(history.Record.__slots__) | notes
+    assert spoken(None) == "null"
