@@ -191,6 +191,7 @@ class WorkerEnvironment(Frozen):
     restart_count: int = 0
     node: str = "local"
     round: int = 0
+    round_reason: str = ""
     channel: Path | None = None
     """The agent's socket, where this package's agent started the process."""
     recovery: RecoveryMode = RecoveryMode.RESTART
@@ -209,6 +210,7 @@ class WorkerEnvironment(Frozen):
 ENV_CHANNEL = "ELASTIC_TRAINER_CHANNEL"
 ENV_NODE = "ELASTIC_TRAINER_NODE"
 ENV_ROUND = "ELASTIC_TRAINER_ROUND"
+ENV_ROUND_REASON = "ELASTIC_TRAINER_ROUND_REASON"
 ENV_RECOVERY = "ELASTIC_TRAINER_RECOVERY"
 ENV_FORM_TIMEOUT = "ELASTIC_TRAINER_FORM_TIMEOUT"
 ENV_LEDGER_DIR = "ELASTIC_TRAINER_LEDGER_DIR"
@@ -226,6 +228,7 @@ _WORKER_VARIABLES = {
     "restart_count": "TORCHELASTIC_RESTART_COUNT",
     "node": ENV_NODE,
     "round": ENV_ROUND,
+    "round_reason": ENV_ROUND_REASON,
     "channel": ENV_CHANNEL,
     "recovery": ENV_RECOVERY,
     "form_timeout": ENV_FORM_TIMEOUT,

@@ -45,6 +45,7 @@ from elastic_trainer.settings import (
     ENV_NODE,
     ENV_RECOVERY,
     ENV_ROUND,
+    ENV_ROUND_REASON,
     RendezvousOptions,
     parse_endpoints,
     rendezvous_options,
@@ -252,6 +253,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         host, port = split_address(document.store)
         os.environ[ENV_NODE] = self.node_id
         os.environ[ENV_ROUND] = str(document.number)
+        os.environ[ENV_ROUND_REASON] = document.reason
         os.environ[ENV_RECOVERY] = str(RecoveryMode.RESTART)
         logs.bind(round=document.number)
         store = cast("TorchStore", RoundStore(document, self._finish))

@@ -32,6 +32,7 @@ class Command:
 COMMANDS = (
     Command("local", "elastic_trainer.cli.local", "run a job on several real nodes of this machine, and break some"),
     Command("drill", "elastic_trainer.cli.drill", "break a small job in one of many ways, and check that it survives"),
+    Command("plot", "elastic_trainer.cli.plot", "draw the course of a job, with its rounds and faults"),
     Command("checkpoints", "elastic_trainer.cli.checkpoints", "list the checkpoints of a directory, and verify them"),
 )
 """Modules are imported when their command is given, so that help stays fast."""

@@ -74,6 +74,7 @@ class CheckpointConfig(Section):
     keep_every: int | None = Field(default=None, ge=1, description="also keep every checkpoint of such a step multiple")
     metric: str | None = Field(default=None, description="keep the checkpoint with the best value of it")
     mode: Mode = Mode.MAX
+    export: bool = Field(default=True, description="write the final and the best model as safetensors beside it")
     allow_changed: tuple[
         Literal["length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "arithmetic"], ...
     ] = Field(default=(), description="what may differ from the run that is resumed; samples may then repeat or miss")
@@ -85,6 +86,7 @@ class LoggingConfig(Section):
     every_s: float = Field(default=2.0, gt=0.0, description="least time between two lines of progress")
     loss_every: int = Field(default=10, ge=1, description="steps between two looks at the global loss (a collective)")
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    tensorboard: bool = Field(default=False, description="scalars and exhibits in checkpoint.directory/tensorboard")
 
 
 class SgdConfig(Section):

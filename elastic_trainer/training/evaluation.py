@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_trainer.data.sampler import Batch, Fetcher
+from elastic_trainer.data.sampler import Batch, Fetcher, checked_length
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.training.precision import Arithmetic
-from elastic_trainer.training.task import Samples, Task
+from elastic_trainer.training.task import Exhibits, Samples, Task
 from elastic_trainer.worker.evaluation import evaluating
 from elastic_trainer.worker.session import Session
+
+EXHIBITED = 8
+"""Test samples of which a task may show something."""
 
 
 def evaluate(
@@ -44,6 +47,13 @@ def measurable(task: Task, model: torch.nn.Module, dataset: Samples) -> list[str
         measured = task.metrics(model, Batch(Fetcher(dataset, torch.device("cpu")), first, first, weight=1.0))
     means = {name: float(total) / float(count) for name, (total, count) in measured.items()}
     return sorted({**means, **task.implied_metrics(means)})
+
+
+def exhibited(task: Task, model: torch.nn.Module, dataset: Samples, device: torch.device, how: Arithmetic) -> Exhibits:
+    """What ``task`` shows of the first samples of ``dataset``."""
+    first = np.arange(min(EXHIBITED, checked_length(dataset)))
+    with evaluating(model), torch.no_grad(), how.autocast():
+        return task.exhibits(model, Batch(Fetcher(dataset, device), first, first, weight=1.0))
 
 
 def check_metric(wanted: str | None, known: Iterable[str]) -> None:

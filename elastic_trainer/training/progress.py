@@ -20,6 +20,8 @@ from elastic_trainer.telemetry import logs
 from elastic_trainer.training.config import LoggingConfig
 
 _WINDOW_S = 10.0
+_SHORTEST_S = 1e-3
+"""Less than that tells nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,14 @@ class Rate:
         self._steps += 1
 
     def read(self) -> tuple[float, float]:
-        """Samples per second and steps per second; zeros before anything was counted."""
+        """Samples per second and steps per second; zeros where too little was counted to tell."""
         if not self._marks:
             return 0.0, 0.0
         now = self._clock.monotonic()
         then, samples, steps = self._marks[0]
-        elapsed = max(now - then, 1e-9)
+        elapsed = now - then
+        if elapsed < _SHORTEST_S:
+            return 0.0, 0.0
         rates = (self._samples - samples) / elapsed, (self._steps - steps) / elapsed
         self._marks.append((now, self._samples, self._steps))
         while len(self._marks) > 1 and now - self._marks[1][0] >= self._window_s:

@@ -19,16 +19,19 @@ from elastic_trainer.clock import SYSTEM
 from elastic_trainer.data.sampler import Batch, checked_length
 from elastic_trainer.data.sources import is_stream
 from elastic_trainer.settings import worker_environment
+from elastic_trainer.training.board import check_installed
 from elastic_trainer.training.config import JobConfig
-from elastic_trainer.training.evaluation import check_metric, evaluate, measurable
+from elastic_trainer.training.evaluation import check_metric, evaluate, exhibited, measurable
+from elastic_trainer.training.export import BEST_FILE, FINAL_FILE, export
 from elastic_trainer.training.files import make_writable, write_atomically
 from elastic_trainer.training.history import History
 from elastic_trainer.training.identity import Identity
 from elastic_trainer.training.loading import as_yaml
 from elastic_trainer.training.precision import arithmetic
-from elastic_trainer.training.progress import Moment, Progress, Silent, progress
+from elastic_trainer.training.progress import Moment
 from elastic_trainer.training.schedule import epochs_done, evaluation_due, run_length
-from elastic_trainer.training.task import Task
+from elastic_trainer.training.task import Exhibits, Task
+from elastic_trainer.training.telling import Telling
 from elastic_trainer.worker.device import Hardware, choose
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.step import Step
@@ -62,6 +65,8 @@ class Trainer:
             check_metric(config.checkpoint.metric, measurable(self.task, self.model, self.data.test))
         if config.compile:
             self.model.compile()  # in place: parameters keep their names, so checkpoints fit with and without
+        if config.logging.tensorboard:
+            check_installed()
         if environment.rank == 0:
             make_writable(self.directory)
 
@@ -73,7 +78,7 @@ class Trainer:
             try:
                 run.train()
             finally:
-                run.progress.close()
+                run.told.close()
             return {**run.report(), "seconds": round(SYSTEM.monotonic() - began, 3)}
 
     def _session(self) -> Session:
@@ -118,14 +123,16 @@ class Run:
         if session.is_rank0:
             write_atomically(trainer.directory / CONFIG_FILE, as_yaml(self.config))
             self._write_history()
-        self.progress: Progress = Silent()
+        self._place: tuple[bool, int] | None = None
+        self.told = Telling(self.config.logging, trainer.directory)
         self._lead()
 
     def _lead(self) -> None:
-        """Show progress where rank 0 is, also when it moves."""
-        self.progress.close()
-        self._leads = self.session.is_rank0
-        self.progress = progress(self.config.logging, leader=self._leads)
+        """What is told is told where rank 0 is, also when it moves."""
+        place = self.session.is_rank0, self.session.round
+        if place != self._place:
+            self._place = place
+            self.told.lead(self.session.is_rank0, self._moment(), self.session.round_reason)
 
     def train(self) -> None:
         """The loop."""
@@ -186,7 +193,7 @@ class Run:
 
     def _observe(self, step: Step, batch: Batch) -> None:
         """Look at the global loss now and then: at the same steps on all ranks, since it takes a collective."""
-        if step.number == 1 or step.number % self.config.logging.loss_every == 0:
+        if self._looks(step.number):
             before, loss = self.session.round, step.loss
             if loss is None:
                 return
@@ -196,12 +203,20 @@ class Run:
                 # by now, which may include this step already.
                 self.history.observe(loss, batch.global_size)
 
+    def _looks(self, step: int) -> bool:
+        return step == 1 or step % self.config.logging.loss_every == 0
+
+    @property
+    def _lr(self) -> float:
+        return float(self.job.optimizer.param_groups[0]["lr"])
+
     def _show(self, batch: Batch) -> None:
-        if self.session.is_rank0 != self._leads:
-            self._lead()
-        self.progress.count(batch.global_size)
-        if self.progress.due():
-            self.progress.report(self._moment(), self._loss)
+        self._lead()
+        self.told.counted(batch.global_size)
+        if self._looks(self.session.step_number):
+            self.told.looked(self._moment(), self._loss, self._lr)
+        if self.told.due:
+            self.told.stands(self._moment(), self._loss)
 
     def _moment(self) -> Moment:
         session, length = self.session, self.job.length
@@ -240,10 +255,20 @@ class Run:
             return  # a membership change meanwhile: all went back to a checkpoint, or a peer's history has it already
         done = epochs_done(cursor, length.samples)
         samples = cursor.samples % length.samples
-        self.history.add(step, done, samples, float(job.optimizer.param_groups[0]["lr"]), metrics)
-        self.progress.evaluated(self._moment(), metrics)
+        self.history.add(step, done, samples, self._lr, metrics)
+        self.told.evaluated(self._moment(), metrics, self._exhibits())
         if self.session.is_rank0:
             self._write_history()
+
+    def _exhibits(self) -> Exhibits:
+        if not self.told.wants_exhibits:
+            return Exhibits()
+        return exhibited(self.job.task, self._result, self.job.data.test, self.session.device, self.job.arithmetic)
+
+    @property
+    def _result(self) -> torch.nn.Module:
+        """The model that counts: what is evaluated, without what averages gradients."""
+        return self.session.module if self.config.average is None else self.session.average
 
     def _is_best(self) -> bool:
         checkpoint = self.config.checkpoint
@@ -252,8 +277,17 @@ class Run:
 
     def _save(self) -> None:
         last = self.history.at(self.session.step_number)
-        self.session.save(metrics=dict(last.metrics) if last is not None else {}, best=self._is_best())
+        metrics = dict(last.metrics) if last is not None else {}
+        self.session.save(metrics=metrics, best=self._is_best())
         self.history.saved_step = self.session.step_number  # afterwards, so that whoever joins meanwhile saves too
+        if self.session.is_rank0 and self.config.checkpoint.export:
+            self._export(metrics)
+
+    def _export(self, metrics: dict[str, float]) -> None:
+        notes = {"task": self.config.task, "step": self.session.step_number, **metrics}
+        names = [BEST_FILE] * self._is_best() + [FINAL_FILE] * self._finished()
+        for name in names:
+            export(self._result, self.job.directory / name, notes)
 
     def _write_history(self) -> None:
         notes = {"world_size": self.session.world_size, "round": self.session.round, "wall": SYSTEM.wall()}

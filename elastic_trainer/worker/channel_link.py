@@ -143,6 +143,7 @@ class ChannelLink:
             local_rank=self._environment.local_rank,
             local_world_size=self._environment.local_world_size,
             store=StoreAddress(host.strip("[]"), int(port), serve=False, prefix=formation.nonce),
+            reason=formation.reason,
         )
 
     def failed(self, number: int, error: str, *, forming: bool = False) -> None:

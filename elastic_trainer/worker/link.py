@@ -36,6 +36,8 @@ class Formation:
     local_rank: int
     local_world_size: int
     store: StoreAddress | None = None
+    reason: str = ""
+    """Why there is this round, for people."""
 
     @property
     def one_host(self) -> bool:
@@ -101,6 +103,7 @@ class EnvironmentLink:
             local_rank=env.local_rank,
             local_world_size=env.local_world_size,
             store=self._store() if env.launched else None,
+            reason=env.round_reason,
         )
 
     def _store(self) -> StoreAddress:

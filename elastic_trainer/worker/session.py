@@ -242,6 +242,11 @@ class Session:
         return self._position.generation
 
     @property
+    def round_reason(self) -> str:
+        """Why the present round was formed ("node n2 was lost", say); empty where that is not known."""
+        return self._here.formed.formation.reason
+
+    @property
     def step_number(self) -> int:
         """Committed steps."""
         return self._position.step
@@ -342,6 +347,11 @@ class Session:
             steps.absorb = self._recovery.absorb
             self._recovery.enter()
         return replica.runner
+
+    @property
+    def module(self) -> nn.Module:
+        """The model that was wrapped, without what averages its gradients: to export, or to use on one rank alone."""
+        return self._trained.replica.module
 
     @property
     def average(self) -> nn.Module:

@@ -1,0 +1,57 @@
+"""TensorBoard: scalars at the steps that are looked at, metrics and exhibits after each evaluation.
+
+*Runs in* rank 0, main thread (the writer has a thread of its own). *Owns* event files in ``tensorboard/`` of the run.
+*Fails by* ConfigError where the extra is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.training.progress import Moment
+from elastic_trainer.training.task import Exhibits
+
+DIRECTORY = "tensorboard"
+
+
+def check_installed() -> None:
+    """ConfigError unless TensorBoard can be written."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "logging.tensorboard is true, but the package tensorboard is not installed",
+            hint="pip install 'elastic-trainer[tensorboard]', or leave it out",
+        )
+
+
+class Board:
+    """Event files in ``directory``. Points behind ``step`` that an earlier life of the run wrote are hidden."""
+
+    def __init__(self, directory: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory / DIRECTORY), purge_step=step + 1)
+
+    def loss(self, moment: Moment, loss: float, lr: float, samples_per_s: float) -> None:
+        """The global mean loss of the step just committed."""
+        values = {"loss": loss, "learning rate": lr, "samples per second": samples_per_s}
+        self._scalars("train", {**values, "world size": moment.world_size, "round": moment.round}, moment.step)
+
+    def evaluated(self, moment: Moment, metrics: Mapping[str, float], exhibits: Exhibits) -> None:
+        """The result of an evaluation."""
+        self._scalars("test", metrics, moment.step)
+        for name, image in exhibits.images.items():
+            self._writer.add_image(name, image, moment.step)
+        for name, text in exhibits.texts.items():
+            self._writer.add_text(name, text, moment.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        self._writer.close()
+
+    def _scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(f"{group}/{name}", value, step)

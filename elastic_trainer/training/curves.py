@@ -1,0 +1,125 @@
+"""What ``steps.jsonl`` tells, read back: the course of the loss, evaluations, changes of the ranks.
+
+*Fails by* ConfigError for a directory that holds no run, or nothing to show yet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.training.step_log import FILE_NAME
+
+_PLANNED = (" join", " leave", " drain")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """From ``step`` on there were ``world_size`` ranks; ``before``: how many until then, None at the beginning."""
+
+    step: int
+    round: int
+    world_size: int
+    before: int | None
+    reason: str
+
+    @property
+    def begins(self) -> bool:
+        """Whether this is the beginning of a life of the run rather than a change in one."""
+        return self.before is None
+
+    @property
+    def planned(self) -> bool:
+        """Whether it was agreed on, rather than forced by a failure."""
+        return self.begins or any(word in f" {self.reason}" for word in _PLANNED)
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
+        if self.before is not None and self.before != self.world_size:
+            ranks = f"{self.before} to {ranks}"
+        return f"round {self.round}{': ' * bool(self.reason)}{self.reason} ({ranks})"
+
+
+@dataclass(slots=True)
+class Curves:
+    """Points by step, in the order of the steps; of a step that was done twice the later one."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    repeated: list[list[tuple[int, float]]] = field(default_factory=list)
+    """Losses of steps that a fall back to a checkpoint has made void, a list for each."""
+    evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    worlds: dict[int, int] = field(default_factory=dict)
+    """The number of ranks, by the first step with so many."""
+
+
+def read_curves(directory: Path) -> Curves:
+    """The curves of the run in ``directory``."""
+    path = directory / FILE_NAME
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError as error:
+        hint = "name the checkpoint.directory of a job; scripts with a Session of their own write no such file"
+        raise ConfigError(f"{directory} holds no {FILE_NAME}", hint=hint) from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}", hint="check the path") from error
+    curves = curves_of(lines)
+    if not curves.losses and not curves.evaluations:
+        raise ConfigError(f"{path}: nothing to draw yet", hint="wait for the first steps")
+    return curves
+
+
+def curves_of(lines: Iterable[str]) -> Curves:
+    """The curves that the ``lines`` of a log tell; what is no line of it is passed over."""
+    curves = Curves()
+    for record in filter(None, map(_parsed, lines)):
+        _fall_back(curves, record["step"])
+        if record["kind"] == "loss" and _is_number(record.get("loss")):
+            curves.losses[record["step"]] = float(record["loss"])
+        elif record["kind"] == "evaluation" and isinstance(record.get("metrics"), dict):
+            for name, value in record["metrics"].items():
+                if _is_number(value):
+                    curves.evaluations.setdefault(str(name), {})[record["step"]] = float(value)
+        elif record["kind"] == "round":
+            _change(curves, record)
+    return curves
+
+
+def _fall_back(curves: Curves, step: int) -> None:
+    """The run stands at ``step``: what it did behind that before does not count."""
+    void = [(each, loss) for each, loss in curves.losses.items() if each > step]
+    if void:
+        curves.repeated.append(void)
+    for points in (curves.losses, *curves.evaluations.values()):
+        for each in [each for each in points if each > step]:
+            del points[each]
+
+
+def _change(curves: Curves, record: dict[str, Any]) -> None:
+    step, world = record["step"], record.get("world_size")
+    if not isinstance(world, int):
+        return
+    before = curves.changes[-1].world_size if curves.changes else None
+    change = Change(step, int(record.get("round", 0)), world, before, str(record.get("reason", "")))
+    curves.changes.append(change)
+    curves.worlds[step] = world
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int) or "kind" not in record:
+        return None
+    return record
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,162 @@
+"""The job of the throughput benchmark: the Trainer, and two hand-written loops in the same processes, taking turns.
+
+``throughput_job.py RESULT TASK ALTERNATIONS STEPS key=value ...``: rank 0 writes the seconds of each block of steps.
+The Trainer runs undisturbed but for the task's ``loss``, which notes the time at the beginning of a block and lets the
+hand-written loops have their turn there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_collate
+
+from elastic_trainer.data.placing import placed
+from elastic_trainer.training.config import JobConfig
+from elastic_trainer.training.loading import load_job
+from elastic_trainer.training.precision import arithmetic
+from elastic_trainer.training.schedule import run_length
+from elastic_trainer.training.task import Task, find_task
+from elastic_trainer.training.trainer import Trainer
+
+WARM_UP = 3
+ENDLESS = 1_000_000
+
+
+def bare_steps(
+    task: Task, model: torch.nn.Module, dataset: Any, config: JobConfig, device: torch.device
+) -> Iterator[None]:
+    """Each turn is one step of a loop as one writes it for a known number of ranks that never changes."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    model = model.to(device)
+    wrapped = DistributedDataParallel(model) if ranks > 1 else model
+    optimizer = task.optimizer(model)
+    length = run_length(config, len(dataset))
+    scheduler = task.scheduler(optimizer, length)
+    how = arithmetic(config.precision, device)
+    size = config.samples_per_step // ranks
+    micro = min(size, config.micro_batch or size)
+    wrapped.train()
+    for epoch in range(ENDLESS):
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(epoch))[rank::ranks].tolist()
+        for first in range(0, len(order) - size + 1, size):
+            optimizer.zero_grad(set_to_none=True)
+            for begin in range(first, first + size, micro):
+                ids = order[begin : begin + micro]
+                batch = SimpleNamespace(data=placed(drawn(dataset, ids), device), epoch=epoch)
+                batch.x, batch.y = batch.data[0], batch.data[1] if len(batch.data) > 1 else None
+                last = begin + micro >= first + size
+                with how.autocast():
+                    if last or ranks == 1:
+                        loss = task.loss(wrapped, batch)
+                    else:
+                        with wrapped.no_sync():  # type: ignore[operator]
+                            loss = task.loss(wrapped, batch)
+                (loss * len(ids) / size).backward()  # type: ignore[no-untyped-call]
+            if config.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            yield
+
+
+def drawn(dataset: Any, ids: list[int]) -> Any:
+    """The samples ``ids``, put together; rows of plain tensors at once."""
+    tensors = getattr(dataset, "tensors", None)
+    if tensors is not None:
+        return [tensor[ids] for tensor in tensors]
+    return default_collate([dataset[number] for number in ids])
+
+
+class Turns:
+    """Who computes when, and what each block took. ``bare()`` makes the hand-written loops, once there are groups."""
+
+    def __init__(self, alternations: int, steps: int, bare: Callable[[], dict[str, Iterator[None]]]) -> None:
+        self._blocks, self._steps, self._make = alternations, steps, bare
+        self._bare: dict[str, Iterator[None]] = {}
+        self._place: tuple[int, int] | None = None
+        self._seen = 0
+        self._began = 0.0
+        self.taken: dict[str, list[float]] = {"trainer": []}
+
+    def loss_asked(self, place: tuple[int, int]) -> None:
+        """The Trainer is about to compute a loss, in the global batch number ``place``."""
+        if place == self._place:
+            return  # another micro-batch of it
+        self._place, self._seen = place, self._seen + 1
+        block, rest = divmod(self._seen - WARM_UP, self._steps)
+        if self._seen < WARM_UP or rest:
+            return
+        if block:
+            self.taken["trainer"].append((time.perf_counter() - self._began) / self._steps)
+        if block < self._blocks:
+            self._bare = self._bare or self._make()
+            for name in sorted(self._bare, reverse=block % 2 == 1):
+                self._block(name)
+        self._began = time.perf_counter()
+
+    def _block(self, name: str) -> None:
+        if name not in self.taken:
+            self.taken[name] = []
+            for _ in range(WARM_UP):
+                next(self._bare[name])
+        began = time.perf_counter()
+        for _ in range(self._steps):
+            next(self._bare[name])
+        self.taken[name].append((time.perf_counter() - began) / self._steps)
+
+
+def timed(kind: type[Task], turns: Turns) -> type[Task]:
+    """``kind``, which tells ``turns`` whenever the Trainer asks for a loss."""
+
+    class Timed(kind):  # type: ignore[misc, valid-type]
+        def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+            turns.loss_asked((batch.epoch, batch.index))
+            result: torch.Tensor = super().loss(model, batch)
+            return result
+
+    return Timed
+
+
+def run(result: Path, name: str, alternations: int, steps: int, overrides: list[str]) -> None:
+    """Train all ways in turn."""
+    torch.set_num_threads(1)
+    total = WARM_UP + alternations * steps + 1
+    settings = [
+        f"checkpoint.directory={result.parent / 'run'}",
+        f"max_steps={total}",
+        "epochs=null",
+        "checkpoint.every_s=null",
+        "checkpoint.export=false",
+        "evaluation.every_epochs=null",
+        "evaluation.every_steps=null",
+    ]
+    config = load_job(name, [*settings, *overrides])
+    kind = find_task(config.task)
+    twins: dict[str, torch.nn.Module] = {}
+
+    def bare() -> dict[str, Iterator[None]]:
+        task, data, device = kind(config), trainer.data.train, next(trainer.model.parameters()).device
+        return {each: bare_steps(task, twin, data, trainer.config, device) for each, twin in twins.items()}
+
+    turns = Turns(alternations, steps, bare)
+    trainer = Trainer(timed(kind, turns), config)
+    twins |= {each: deepcopy(trainer.model) for each in ("bare", "bare again")}
+    report = trainer.run()
+    if report["rank"] == 0:
+        result.write_text(json.dumps({name: taken[:alternations] for name, taken in turns.taken.items()}))
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

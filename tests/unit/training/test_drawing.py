@@ -1,0 +1,121 @@
+"""A run drawn, and shown in TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_trainer.cli.main import main
+from elastic_trainer.errors import EXIT_CONFIG, ConfigError
+from elastic_trainer.training.board import DIRECTORY, Board, check_installed
+from elastic_trainer.training.config import LoggingConfig
+from elastic_trainer.training.progress import Moment
+from elastic_trainer.training.step_log import FILE_NAME
+from elastic_trainer.training.task import Exhibits
+from elastic_trainer.training.telling import Telling
+
+RUN = [
+    {"kind": "round", "step": 0, "round": 1, "world_size": 3, "reason": "3 nodes are here"},
+    {"kind": "loss", "step": 10, "loss": 2.0},
+    {"kind": "evaluation", "step": 10, "metrics": {"accuracy": 0.5}},
+    {"kind": "round", "step": 11, "round": 2, "world_size": 2, "reason": "node n2 was lost"},
+    {"kind": "loss", "step": 20, "loss": 0.05},
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / FILE_NAME).write_text("".join(json.dumps(line) + "\n" for line in RUN))
+    return tmp_path
+
+
+def test_a_run_is_drawn_with_its_faults_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command writes the picture and says where; the SVG holds the words."""
+    output = run / "run.svg"
+    assert main(["plot", str(run), "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"{output}\n"
+    text = output.read_text()
+    assert "round 2: node n2 was lost (3 to 2 ranks)" in text
+    ElementTree.fromstring(text)
+
+
+def test_without_a_name_it_goes_beside_the_run(run: Path) -> None:
+    """As a PNG."""
+    assert main(["plot", str(run)]) == 0
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [(["--output", "x.gif"], "not .png, .svg or .pdf"), (["--outptu", "x.svg"], "unrecognized arguments")],
+)
+def test_a_mistake_is_one_sentence(
+    run: Path, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the exit code for wrong configuration."""
+    assert main(["plot", str(run), *arguments]) == EXIT_CONFIG
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence, and the exit code for storage."""
+    assert main(["plot", str(run), "--output", str(run / "no" / "such" / "x.svg")]) == 73
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def points(directory: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[str]]]:
+    """Scalars by tag, and the tags of images and texts, from the event files in ``directory``."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory / DIRECTORY))
+    events.Reload()
+    tags = events.Tags()
+    scalars = {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in tags["scalars"]}
+    return scalars, {"images": tags["images"], "tensors": tags["tensors"]}
+
+
+def moment(step: int) -> Moment:
+    return Moment(step=step, steps=100, epoch=0, world_size=2, round=3)
+
+
+def test_tensorboard_gets_scalars_images_and_texts(tmp_path: Path) -> None:
+    """At the steps they belong to."""
+    telling = Telling(LoggingConfig(progress="none", tensorboard=True), tmp_path)
+    telling.lead(True, moment(0), "")
+    assert telling.wants_exhibits
+    telling.looked(moment(10), 0.5, 0.25)
+    exhibits = Exhibits({"points": torch.zeros(3, 4, 5, dtype=torch.uint8)}, {"sample": "To be"})
+    telling.evaluated(moment(10), {"accuracy": 0.75}, exhibits)
+    telling.close()
+    scalars, tags = points(tmp_path)
+    assert scalars["train/loss"] == [(10, 0.5)]
+    assert scalars["train/learning rate"] == [(10, 0.25)]
+    assert scalars["train/world size"] == [(10, 2.0)]
+    assert scalars["test/accuracy"] == [(10, 0.75)]
+    assert tags["images"] == ["points"]
+    assert [tag for tag in tags["tensors"] if tag.startswith("sample")]
+
+
+def test_points_behind_a_checkpoint_that_was_fallen_back_to_are_hidden(tmp_path: Path) -> None:
+    """A run that begins again at step 10 shows its second try of step 20 only."""
+    first = Board(tmp_path, 0)
+    first.loss(moment(10), 3.0, 0.1, 1.0)
+    first.loss(moment(20), 2.0, 0.1, 1.0)
+    first.close()
+    second = Board(tmp_path, 10)
+    second.loss(moment(20), 1.0, 0.1, 1.0)
+    second.close()
+    assert points(tmp_path)[0]["train/loss"] == [(10, 3.0), (20, 1.0)]
+
+
+def test_without_the_extra_the_mistake_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that installs it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"tensorboard is not installed .*elastic-trainer\[tensorboard\]"):
+        check_installed()

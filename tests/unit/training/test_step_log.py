@@ -1,0 +1,158 @@
+"""What a run leaves for people to look at: ``steps.jsonl``, the curves read from it, and who writes it when."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.telemetry import logs
+from elastic_trainer.training.config import LoggingConfig
+from elastic_trainer.training.curves import curves_of, read_curves
+from elastic_trainer.training.progress import Moment
+from elastic_trainer.training.step_log import FILE_NAME, StepLog
+from elastic_trainer.training.task import Exhibits
+from elastic_trainer.training.telling import Telling
+
+
+def moment(step: int, world: int = 2, round: int = 1) -> Moment:
+    return Moment(step=step, steps=100, epoch=step // 10, world_size=world, round=round)
+
+
+def written(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / FILE_NAME).read_text().splitlines()]
+
+
+def test_losses_evaluations_and_changes_are_lines_of_json(tmp_path: Path) -> None:
+    """Each with where the run was; what JSON cannot say is null."""
+    log = StepLog(tmp_path)
+    log.round(moment(0), "2 nodes are here")
+    log.loss(moment(10), 0.5, 1e-3, 123.456)
+    log.loss(moment(20), float("nan"), 1e-3, 120.0)
+    log.evaluated(moment(20), {"accuracy": 0.9, "loss": float("inf")})
+    first, loss, lost, evaluation = written(tmp_path)
+    assert (first["kind"], first["step"], first["reason"], first["world_size"]) == ("round", 0, "2 nodes are here", 2)
+    assert (loss["kind"], loss["step"], loss["epoch"], loss["loss"], loss["samples_per_s"]) == (
+        "loss",
+        10,
+        1,
+        0.5,
+        123.5,
+    )
+    assert lost["loss"] is None
+    assert evaluation["metrics"] == {"accuracy": 0.9, "loss": None}
+    assert all(isinstance(each["wall"], float) for each in written(tmp_path))
+
+
+def test_a_line_that_was_torn_is_ended_and_passed_over(tmp_path: Path) -> None:
+    """A process killed in mid-write spoils no line but its own."""
+    (tmp_path / FILE_NAME).write_text('{"kind": "loss", "step": 10, "loss": 0.5}\n{"kind": "loss", "st')
+    StepLog(tmp_path).loss(moment(20), 0.25, 1e-3, 1.0)
+    assert read_curves(tmp_path).losses == {10: 0.5, 20: 0.25}
+
+
+@pytest.fixture
+def said() -> Iterator[io.StringIO]:
+    stream = io.StringIO()
+    logs.configure(stream, json=True)
+    yield stream
+    logs.configure()
+
+
+def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, said: io.StringIO) -> None:
+    """It is said once, with the reason; the training goes on."""
+    log = StepLog(tmp_path)
+    (tmp_path / FILE_NAME).mkdir()
+    log.loss(moment(1), 1.0, 1.0, 1.0)
+    log.loss(moment(2), 1.0, 1.0, 1.0)
+    assert said.getvalue().count("steps.unwritten") == 1
+    assert "directory" in said.getvalue()
+
+
+def lines(*records: dict[str, Any]) -> list[str]:
+    return [json.dumps(record) for record in records]
+
+
+def loss(step: int, value: float | None) -> dict[str, Any]:
+    return {"kind": "loss", "step": step, "loss": value}
+
+
+def change(step: int, round: int, world: int, reason: str) -> dict[str, Any]:
+    return {"kind": "round", "step": step, "round": round, "world_size": world, "reason": reason}
+
+
+def test_steps_that_are_done_again_count_once() -> None:
+    """A run that fell back to step 10 shows what it did the second time, and keeps the first aside."""
+    told = [loss(10, 3.0), loss(20, 2.0), loss(30, 1.9), change(11, 2, 1, "node b was lost"), loss(20, 2.5)]
+    curves = curves_of(lines(*told))
+    assert curves.losses == {10: 3.0, 20: 2.5}
+    assert curves.repeated == [[(20, 2.0), (30, 1.9)]]
+
+
+def test_an_evaluation_behind_a_fall_back_is_forgotten() -> None:
+    """It was of a state that is gone."""
+    told = [{"kind": "evaluation", "step": step, "metrics": {"accuracy": step / 100}} for step in (10, 20, 15)]
+    assert curves_of(lines(*told)).evaluations == {"accuracy": {10: 0.1, 15: 0.15}}
+
+
+def test_changes_are_told_apart_by_why() -> None:
+    """The beginning is none; joins and departures were planned, the rest are faults."""
+    curves = curves_of(
+        lines(
+            change(0, 1, 2, "2 nodes are here"),
+            change(5, 2, 3, "node c joins"),
+            change(9, 3, 2, "node b was lost"),
+            change(12, 4, 1, "node a leaves"),
+        )
+    )
+    assert [(each.begins, each.planned) for each in curves.changes] == [
+        (True, True),
+        (False, True),
+        (False, False),
+        (False, True),
+    ]
+    assert curves.changes[2].label == "round 3: node b was lost (3 to 2 ranks)"
+    assert curves.worlds == {0: 2, 5: 3, 9: 2, 12: 1}
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{", "[]", "null", '{"kind": "loss"}', '{"step": "7", "kind": "loss"}', "[" * 9999]
+)
+def test_what_is_no_line_is_passed_over(line: str) -> None:
+    """Whatever stands in the file."""
+    assert curves_of([line, *lines(loss(1, 2.0), loss(2, None))]).losses == {1: 2.0}
+
+
+def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
+    """No such file, or nothing in it yet."""
+    with pytest.raises(ConfigError, match=r"holds no steps\.jsonl"):
+        read_curves(tmp_path)
+    (tmp_path / FILE_NAME).touch()
+    with pytest.raises(ConfigError, match="nothing to draw yet"):
+        read_curves(tmp_path)
+
+
+def test_only_rank_0_tells_and_each_round_once(tmp_path: Path) -> None:
+    """Rank 0 may come here and go; a round in which it comes is told with its reason."""
+    telling = Telling(LoggingConfig(progress="none"), tmp_path)
+    telling.lead(False, moment(0), "begins")
+    telling.looked(moment(10), 3.0, 0.1)
+    assert not (tmp_path / FILE_NAME).exists()
+    telling.lead(True, moment(11, 1, 2), "node a was lost")
+    telling.looked(moment(20, 1, 2), 2.0, 0.1)
+    telling.lead(True, moment(21, 2, 3), "node c joins")
+    telling.evaluated(moment(21, 2, 3), {"accuracy": 0.5}, Exhibits())
+    telling.lead(False, moment(30, 3, 4), "node d joins")
+    telling.looked(moment(30, 3, 4), 1.0, 0.1)
+    assert [(each["kind"], each["step"]) for each in written(tmp_path)] == [
+        ("round", 11),
+        ("loss", 20),
+        ("round", 21),
+        ("evaluation", 21),
+    ]
+    assert not telling.wants_exhibits
