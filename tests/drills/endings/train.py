@@ -1,6 +1,7 @@
 """A small in-place training whose end the test decides: it leaves when the file ``stop`` is there.
 
-``--poison N``: the process kills itself whenever sample N is in its batch. ``--bad N``: it raises. ``--deaf``: every collective fails.
+``--poison N``: the process kills itself whenever sample N is in its batch. ``--bad N``: it raises then.
+``--deaf``: every collective fails.
 ``--linger``: after the session it waits for the file ``go``, rank 0 alone.
 """
 
