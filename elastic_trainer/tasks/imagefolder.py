@@ -126,8 +126,7 @@ class ImageClasses(Task):
         scores, labels = self._scored(model, batch)
         losses = functional.cross_entropy(scores, labels, reduction="none")
         among = {f"top{k}": hits_among(scores, labels, k) for k in self.options.top if k <= scores.shape[1]}
-        sums = {**among, "loss": losses.double().sum() if losses.device.type != "mps" else losses.sum()}
-        return {name: (total, len(labels)) for name, total in sums.items()}
+        return {name: (total, len(labels)) for name, total in {**among, "loss": losses.sum()}.items()}
 
     def _scored(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Scores of (n, classes) and labels of (n,)."""

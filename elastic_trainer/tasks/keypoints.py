@@ -154,7 +154,7 @@ class Keypoints(Task):
         heat, tags = self._maps(model, batch)
         losses = self._losses(heat, tags, batch)
         counts = Counts()
-        _, points, sizes, _ = (part.double().cpu().numpy() for part in batch.data)
+        _, points, sizes, _ = (part.cpu().double().numpy() for part in batch.data)
         for number, instances in enumerate(self._instances(heat, tags, batch)):
             present = (points[number, :, :, 2] > 0).any(axis=1)
             judge(instances, points[number, present], sizes[number, present], self.options.within, counts)

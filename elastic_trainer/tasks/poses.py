@@ -56,7 +56,7 @@ def find_peaks(heat: Tensor, tags: Tensor, stride: int, *, threshold: float, mos
     shift_x, shift_y = (each.flatten(2).gather(2, places) for each in _quarters(heat))
     x = (places % width + shift_x + 0.5) * stride
     y = (places.div(width, rounding_mode="floor") + shift_y + 0.5) * stride
-    table = torch.stack([x, y, scores, found], dim=-1).double().cpu().tolist()
+    table = torch.stack([x, y, scores, found], dim=-1).cpu().tolist()
     return [
         [[Peak(*row) for row in table[picture][kind] if row[2] > threshold] for kind in range(kinds)]
         for picture in range(pictures)

@@ -164,6 +164,9 @@ class JobConfig(Section):
     task: str = Field(min_length=1, description="a ready-made task, or module:Class of your own")
     seed: int = Field(default=0, ge=0, lt=2**63)
     device: str = "auto"
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        default="auto", description="gloo: also where several processes share a CUDA device"
+    )
     epochs: int | None = Field(default=None, ge=1)
     max_steps: int | None = Field(default=None, ge=1)
     global_batch: int | None = Field(

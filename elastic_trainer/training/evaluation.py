@@ -45,7 +45,8 @@ def measurable(task: Task, model: torch.nn.Module, dataset: Samples) -> list[str
     first = np.arange(1)
     with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
         measured = task.metrics(model, Batch(Fetcher(dataset, torch.device("cpu")), first, first, weight=1.0))
-    means = {name: float(total) / float(count) for name, (total, count) in measured.items()}
+    # One sample may hold nothing to count.
+    means = {name: float(total) / (float(count) or 1.0) for name, (total, count) in measured.items()}
     return sorted({**means, **task.implied_metrics(means)})
 
 

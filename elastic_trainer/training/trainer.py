@@ -51,7 +51,9 @@ class Trainer:
         self.task = task(config)
         self.config = self.task.config
         self.directory = config.checkpoint.directory
-        placement = choose(config.device, environment.local_rank, environment.world_size, Hardware.present())
+        placement = choose(
+            config.device, environment.local_rank, environment.world_size, Hardware.present(), config.backend
+        )
         self.arithmetic = arithmetic(config.precision, placement.device)
         self.data = self.task.datasets()
         checked_length(self.data.test)
@@ -87,6 +89,7 @@ class Trainer:
             checkpoint_dir=self.directory,
             seed=self.config.seed,
             device=self.config.device,
+            backend=self.config.backend,
             checkpoint_every_steps=checkpoint.every_steps,
             checkpoint_every_s=checkpoint.every_s,
             retention=Retention(

@@ -30,6 +30,8 @@ WELCOME_TIMEOUT_S = 30.0
 REPORT_EVERY_S = 0.2
 IDLE_EVERY_S = 1.0
 FAREWELL_TIMEOUT_S = 5.0
+LAST_WORDS_S = 15.0
+"""What a script that has failed gets to end: its node can do nothing before."""
 
 
 class ChannelLink:
@@ -94,6 +96,10 @@ class ChannelLink:
         if self._thread is not threading.current_thread():
             self._thread.join(FAREWELL_TIMEOUT_S)
         self._connection.close()
+        if status not in ("done", "stopped"):
+            last = threading.Timer(LAST_WORDS_S, self._end, (EXIT_FAILURE, "the script failed, and did not end"))
+            last.daemon = True
+            last.start()
 
     # ---- rounds
 
@@ -185,7 +191,9 @@ class ChannelLink:
 
     def _hear(self, message: messages.Message) -> None:
         if isinstance(message, messages.Exit):
-            self._end(message.code, message.reason)
+            if not self._closing:  # else it ends by itself, and has a reason of its own to tell: a traceback, say
+                self._end(message.code, message.reason)
+            return
         if isinstance(message, messages.Ping):
             self._send(messages.Pong())
             return

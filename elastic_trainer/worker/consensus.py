@@ -19,6 +19,8 @@ from elastic_trainer.worker.control import Control, Pending, Purpose
 EVERY_S = 0.25
 LONGEST_INTERVAL = 50
 _SMOOTHING = 0.3
+_MOST_AT_ONCE = 3.0
+"""Times the average that a single span counts for at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,12 @@ class Consensus:
     def _measure(self) -> None:
         now = self._clock.monotonic()
         if self._last is not None:
-            span = now - self._last
-            self.boundary_s = span if not self.boundary_s else self.boundary_s + _SMOOTHING * (span - self.boundary_s)
+            self.boundary_s = smoothed(self.boundary_s, now - self._last)
         self._last = now
+
+
+def smoothed(average_s: float, span_s: float) -> float:
+    """The average after one more span. One long pause (a checkpoint, say) moves it little; what lasts moves it soon."""
+    if not average_s:
+        return span_s
+    return average_s + _SMOOTHING * (min(span_s, _MOST_AT_ONCE * average_s) - average_s)

@@ -16,6 +16,8 @@ from elastic_trainer.errors import ConfigError
 _NAME = re.compile(r"auto|cpu|mps|cuda(:(\d{1,3}))?")
 NCCL = "cpu:gloo,cuda:nccl"
 GLOO = "gloo"
+AUTO = "auto"
+BACKENDS = (AUTO, "gloo", "nccl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,20 @@ class Hardware:
         return cls(cuda_devices=count, mps=torch.backends.mps.is_available())
 
 
-def choose(asked: str, local_rank: int, world_size: int, hardware: Hardware) -> Placement:
-    """The placement for ``asked`` (auto, cpu, mps, cuda or cuda:N). Pure; raises ConfigError."""
+def choose(asked: str, local_rank: int, world_size: int, hardware: Hardware, backend: str = AUTO) -> Placement:
+    """The placement for ``asked`` (auto, cpu, mps, cuda or cuda:N). Pure; raises ConfigError.
+
+    ``backend`` "gloo" lets several processes share one CUDA device, which NCCL refuses.
+    """
+    placement = _placement(asked, local_rank, world_size, hardware)
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend is {backend!r}", hint=f"use one of {', '.join(map(repr, BACKENDS))}")
+    if backend == "nccl" and placement.backend != NCCL:
+        raise ConfigError(f"backend 'nccl' cannot work on device {placement.device}", hint="leave it out")
+    return Placement(placement.device, GLOO) if backend == "gloo" else placement
+
+
+def _placement(asked: str, local_rank: int, world_size: int, hardware: Hardware) -> Placement:
     match = _NAME.fullmatch(asked)
     if match is None:
         raise ConfigError(f"device {asked!r} is unknown", hint="use auto, cpu, cuda, cuda:N or mps")
@@ -73,9 +87,9 @@ def _mps(world_size: int, hardware: Hardware) -> Placement:
     return Placement(torch.device("mps"), GLOO)
 
 
-def take(asked: str, local_rank: int, world_size: int) -> Placement:
+def take(asked: str, local_rank: int, world_size: int, backend: str = AUTO) -> Placement:
     """Choose the device of this process and make it current."""
-    placement = choose(asked, local_rank, world_size, Hardware.present())
+    placement = choose(asked, local_rank, world_size, Hardware.present(), backend)
     if placement.device.type == "cuda":
         torch.cuda.set_device(placement.device)
     return placement

@@ -106,7 +106,7 @@ def _init(
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=placement.device if placement.device.type == "cuda" else None,
+        device_id=placement.device if placement.backend == NCCL else None,
     )
     return Control(made.result, rank, world_size, works)
 

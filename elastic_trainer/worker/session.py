@@ -69,7 +69,8 @@ class Session:
 
     ``keep_last`` and ``keep_every`` (a step multiple) say which checkpoints stay, or ``retention`` instead of them.
     ``allow_changed`` names fields (length, global_batch, micro_batch, seed, shuffle, ...) that a resumed job may have
-    changed. ``stop_timeout_s`` bounds how long the ranks may take to agree to stop.
+    changed. ``backend`` is "auto" (NCCL where all ranks are on CUDA devices), "gloo" (also for several processes that
+    share a CUDA device) or "nccl". ``stop_timeout_s`` bounds how long the ranks may take to agree to stop.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Session:
         retention: Retention | None = None,
         allow_changed: Collection[str] = (),
         nonfinite: str = "raise",
+        backend: str = device.AUTO,
         stop_timeout_s: float = STOP_TIMEOUT_S,
         group_timeout_s: float = GROUP_TIMEOUT_S,
         on_checkpoint_event: EventSink | None = None,
@@ -103,7 +105,8 @@ class Session:
             fatal=nonfinite == "raise",
             on_checkpoint_event=on_checkpoint_event,
         )
-        self._asked_device, self._stop_timeout_s, self._group_timeout_s = device, stop_timeout_s, group_timeout_s
+        self._asked_device, self._backend = device, backend
+        self._stop_timeout_s, self._group_timeout_s = stop_timeout_s, group_timeout_s
         self.environment = settings.worker_environment()
         self._given_link = link
         self._position = Position()
@@ -149,7 +152,7 @@ class Session:
         self._recovery = Recovery(rounds, part, self._signals)
 
     def _take_place(self, local_rank: int, world_size: int) -> Participation:
-        placement = device.take(self._asked_device, local_rank, world_size)
+        placement = device.take(self._asked_device, local_rank, world_size, self._backend)
         self._part = Participation(self._plan, self.environment, self._link, placement, self._position)
         return self._part
 

@@ -43,3 +43,17 @@ def test_rounds_that_never_commit_a_step_end_the_run(tmp_path: Path, etcd_endpoi
         assert "4 rounds in a row ended after step 0, without a step committed since" in closed.reason
         assert "lost contact with a peer" in closed.reason
         assert closed.number == 5
+
+
+@pytest.mark.timeout(300)
+def test_an_error_of_the_script_is_in_the_log_of_its_node(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """With its traceback, whatever the agent says to the worker meanwhile: who looks at night must see the reason."""
+    plan = EpochPlan(SAMPLES, BATCH)
+    bad = int(plan.order(0)[3 * BATCH + 5])
+    with Job(tmp_path, etcd_endpoint, run_id, "--bad", str(bad), least=1, most=2) as job:
+        job.start(2)
+        assert job.exit_codes() == {"n0": 1, "n1": 1}
+        assert "3 failures of workers after step 3" in job.closed().reason
+        logs = job.log("n0") + job.log("n1")
+        assert logs.count("Traceback (most recent call last)") >= 3
+        assert logs.count(f"ValueError: sample {bad} is bad") >= 3

@@ -1,6 +1,7 @@
 """A small in-place training whose end the test decides: it leaves when the file ``stop`` is there.
 
-``--poison N``: the process kills itself whenever sample N is in its batch. ``--deaf``: every collective fails.
+``--poison N``: the process kills itself whenever sample N is in its batch. ``--bad N``: it raises then.
+``--deaf``: every collective fails.
 ``--linger``: after the session it waits for the file ``go``, rank 0 alone.
 """
 
@@ -24,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--poison", type=int, default=-1)
+    parser.add_argument("--bad", type=int, default=-1)
     parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--linger", action="store_true")
     options = parser.parse_args()
@@ -39,6 +41,8 @@ def main() -> None:
             with session.step() as step:
                 if options.poison in batch.ids:
                     os.kill(os.getpid(), signal.SIGKILL)
+                if options.bad in batch.ids:
+                    raise ValueError(f"sample {options.bad} is bad")
                 if options.deaf:
                     raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1")
                 step.backward(nn.functional.cross_entropy(model(batch.x), batch.y))

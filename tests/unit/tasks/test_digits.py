@@ -35,7 +35,7 @@ def _directory(path: Path, *, suffix: str = "") -> Path:
     }
     for name, values in files.items():
         data = _idx(values)
-        (path / (name + suffix)).write_bytes(gzip.compress(data) if suffix else data)
+        (path / (name + suffix)).write_bytes(gzip.compress(data, mtime=0) if suffix else data)
     return path
 
 
@@ -59,8 +59,8 @@ def test_idx_files_are_read_plain_and_compressed(tmp_path: Path, suffix: str) ->
         (b"\x00\x00\x0d\x01" + b"\x00\x00\x00\x01" + b"a", "begins with 00 00 0d 01 instead of 00 00 08 01"),
         (b"\x00\x00\x08\x03" + b"\x00" * 12, "begins with 00 00 08 03"),
         (b"PK\x03\x04" + b"\x00" * 30, "begins with 50 4b 03 04"),
-        (gzip.compress(_idx(LABELS))[:-9], "truncated or damaged"),
-        (gzip.compress(_idx(LABELS))[:-1] + b"\xff", "truncated or damaged"),
+        (gzip.compress(_idx(LABELS), mtime=0)[:-9], "truncated or damaged"),
+        (gzip.compress(_idx(LABELS), mtime=0)[:-1] + b"\xff", "truncated or damaged"),
         (b"\x1f\x8b\x08\x00", "truncated or damaged"),
     ],
 )
@@ -143,11 +143,16 @@ def test_a_damaged_installation_is_one_sentence(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(DataError, match="no such file"):
         shipped_digits()
     path.parent.mkdir(parents=True)
-    for content in (gzip.compress(b"1,2,3\n4,5,6\n"), gzip.compress(b"1,300\n"), gzip.compress(b"a,b\n"), b"nothing"):
+    for content in (
+        gzip.compress(b"1,2,3\n4,5,6\n", mtime=0),
+        gzip.compress(b"1,300\n"),
+        gzip.compress(b"a,b\n"),
+        b"nothing",
+    ):
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"mnist_5k\.csv\.gz"):
             shipped_digits()
-    path.write_bytes(gzip.compress(b"1,2\n" * 5000)[:-10])
+    path.write_bytes(gzip.compress(b"1,2\n" * 5000, mtime=0)[:-10])
     with pytest.raises(DataError, match=r"mnist_5k\.csv\.gz"):
         shipped_digits()
 

@@ -58,3 +58,15 @@ def test_only_with_coordinates_two_equal_things_get_different_tags() -> None:
             _, tags = network(image)
         alike = torch.allclose(tags[0, 0, 14:16, 8:10], tags[0, 0, 14:16, 24:26])
         assert alike is not coordinates
+
+
+def test_with_coordinates_tags_begin_as_the_place() -> None:
+    """Things apart differ from the start by more than what belongs together: training need not find that out."""
+    torch.manual_seed(0)
+    network = HighResolutionNet(2, (4,), [StagePlan(1, 1)], 1, coordinates=True).eval()
+    with torch.no_grad():
+        _, tags = network(torch.zeros(1, 3, 64, 64))
+    middle = tags[0, :, 16, 16]
+    assert (tags[0, :, 16, 28] - middle > 2.0).all()
+    assert (tags[0, :, 28, 16] - middle > 1.0).all()
+    assert ((tags[0, :, 16, 18] - middle).abs() < 1.0).all()

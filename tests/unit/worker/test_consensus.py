@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.worker.consensus import EVERY_S, LONGEST_INTERVAL, Consensus, Flags, interval
+from elastic_trainer.worker.consensus import EVERY_S, LONGEST_INTERVAL, Consensus, Flags, interval, smoothed
 from elastic_trainer.worker.control import Control
 from tests.unit.worker.ranks import run_ranks
 
@@ -36,6 +36,19 @@ def test_sums_are_about_four_a_second_and_at_every_boundary_when_steps_are_slow(
     count = interval(boundary_s)
     assert 1 <= count <= LONGEST_INTERVAL
     assert count == 1 or count * boundary_s <= EVERY_S * 1.001
+
+
+def test_one_long_pause_moves_the_average_little_and_a_lasting_change_soon() -> None:
+    """A checkpoint between two steps must not make the sums more frequent; steps that stay ten times longer must."""
+    assert smoothed(0.0, 0.02) == 0.02
+    assert smoothed(0.02, 5.0) <= 0.02 * 1.61
+    average = 0.02
+    for _ in range(12):
+        average = smoothed(average, 0.2)
+    assert average == pytest.approx(0.2, rel=0.1)
+    for _ in range(12):
+        average = smoothed(average, 0.02)
+    assert average == pytest.approx(0.02, rel=0.2)
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.02, 0.1, 3.0])

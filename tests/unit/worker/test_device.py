@@ -48,3 +48,24 @@ def test_a_device_that_is_not_there_is_refused(
     """The sentence says what is missing."""
     with pytest.raises(ConfigError, match=says):
         choose(asked, local_rank, world, hardware)
+
+
+@pytest.mark.parametrize(
+    ("asked", "hardware", "backend", "expected"),
+    [
+        ("cuda:0", TWO_GPUS, "gloo", GLOO),
+        ("cuda", TWO_GPUS, "nccl", NCCL),
+        ("auto", TWO_GPUS, "auto", NCCL),
+        ("cpu", TWO_GPUS, "gloo", GLOO),
+    ],
+)
+def test_a_backend_may_be_asked_for(asked: str, hardware: Hardware, backend: str, expected: str) -> None:
+    """gloo lets several processes share a CUDA device."""
+    assert choose(asked, 0, 2, hardware, backend).backend == expected
+
+
+@pytest.mark.parametrize(("backend", "says"), [("mpi", "backend is 'mpi'"), ("nccl", "cannot work on device cpu")])
+def test_a_backend_that_cannot_work_is_refused(backend: str, says: str) -> None:
+    """With the alternatives."""
+    with pytest.raises(ConfigError, match=says):
+        choose("cpu", 0, 2, NOTHING, backend)

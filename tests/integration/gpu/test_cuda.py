@@ -1,0 +1,91 @@
+"""The ready-made tasks and in-place recovery on a CUDA device. One is enough: ranks that share it use gloo."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.training.launch import LIMIT_S, QUICK, environment, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.timeout(900),
+]
+
+ON_CUDA = ("device=cuda", "pin_memory=true", "workers=2", "logging.loss_every=1", "max_steps=10", "epochs=null")
+
+
+def losses(directory: Path) -> dict[int, float]:
+    """The training losses of a run, by step."""
+    lines = [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "loss"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("task", ["mnist", "imagefolder", "keypoints", "gpt"])
+def test_every_task_trains_on_cuda(task: str, precision: str, tmp_path: Path) -> None:
+    """By the same job file as on the CPU, with data workers and copies through pinned memory; losses are numbers."""
+    more = ["options.max_tokens=null"] if task == "gpt" else []
+    done = train(task, *ON_CUDA, *more, f"precision={precision}", f"checkpoint.directory={tmp_path}")
+    assert done.code == 0, done.err
+    assert done.report["step"] == 10
+    found = losses(tmp_path)
+    assert sorted(found) == list(range(1, 11))
+    assert all(math.isfinite(loss) for loss in found.values())
+
+
+def test_a_compiled_model_trains_and_its_checkpoint_fits_an_uncompiled_one(tmp_path: Path) -> None:
+    """torch.compile with bf16, then on without it."""
+    where = f"checkpoint.directory={tmp_path}"
+    first = train("gpt", *ON_CUDA, "options.max_tokens=null", "precision=bf16", "compile=true", where)
+    assert first.code == 0, first.err
+    words = [word.replace("max_steps=10", "max_steps=12") for word in ON_CUDA]
+    second = train("gpt", *words, "options.max_tokens=null", "precision=bf16", where)
+    assert second.code == 0, second.err
+    assert second.report["step"] == 12
+    assert second.report["resumed_from"] is not None
+
+
+def test_the_first_losses_are_those_of_the_cpu(tmp_path: Path) -> None:
+    """fp32, the same samples and initial parameters: equal but for rounding."""
+    for device in ("cpu", "cuda"):
+        words = [*QUICK, f"device={device}", "max_steps=5", f"checkpoint.directory={tmp_path / device}"]
+        done = train("mnist", *words)
+        assert done.code == 0, done.err
+    cpu, cuda = losses(tmp_path / "cpu"), losses(tmp_path / "cuda")
+    assert cpu.keys() == cuda.keys()
+    assert all(math.isclose(cpu[step], cuda[step], rel_tol=2e-3) for step in cpu)
+
+
+@pytest.mark.parametrize("reduction", ["ddp", "tree"])
+def test_two_ranks_on_one_device_recover_in_place(reduction: str, tmp_path: Path) -> None:
+    """A worker is killed while the optimizer may be at work on the device; no step is lost, and samples are exact."""
+    words = ["mnist", "device=cuda:0", "backend=gloo", "epochs=4", f"reduction={reduction}", "micro_batch=16"]
+    summary = run_local(tmp_path, ["--kill-worker-at", "60", "--kill-worker-at", "120"], words)
+    assert [fault["recovery"]["steps_repeated"] for fault in summary["faults"]] == [0, 0]
+    assert summary["audit"]["exact"], summary["audit"]["reason"]
+    assert summary["audit"]["steps_rolled_back"] == 0
+
+
+def run_local(directory: Path, faults: list[str], words: list[str]) -> dict[str, Any]:
+    """A run on two nodes of this machine; its summary."""
+    options = ["--nodes", "1:2", "--start", "2", "--recovery", "in_place", "--run-dir", str(directory / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic_trainer.cli.main", "local", *options, *faults, "--", *words],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary: dict[str, Any] = json.loads((directory / "run" / "summary.json").read_text())
+    return summary
