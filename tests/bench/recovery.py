@@ -3,7 +3,7 @@
 Columns are ways to launch the same script on three nodes of this machine; each is measured in turn, several times. A
 run that does not recover within its limit is reported as failed and counts as infinite. ``pause_s`` is how long the
 members that were at work stood still; ``rendezvous_s`` is the part of it from the moment the last node asked torchrun
-for a new round until the last one had it.
+for a new round until the last one had it. torchft takes part where ``--torchft-python`` names an environment with it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import structlog
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.sim.etcd import EtcdServer
 from tests.bench.recovery_jobs import Column, Cost, Job, join, kill_node, kill_worker, start
+from tests.bench.recovery_torchft import look, peers
 from tests.bench.report import Must, Options, Report, alternate, at_least, at_most, emit, median, note, parse
 
 TTL_S = 3.0
@@ -53,9 +54,13 @@ def columns(endpoint: str, quick: bool) -> dict[str, Column]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
     options = parse("recovery", __doc__, argv, repeats=3, quick_repeats=1, extend=_own_options)
+    torchft_python: Path | None = options.extra.torchft_python
+    torchft = look(torchft_python)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, EtcdServer() as etcd:
         chosen = columns(etcd.endpoint, options.quick)
+        if torchft_python is not None and not torchft.skipped:
+            chosen |= peers(torchft_python, options.quick)
         limit_s = QUICK_LIMIT_S if options.quick else LIMIT_S
         calls = {name: partial(measure, column, Path(place), limit_s) for name, column in chosen.items()}
         costs = alternate(calls, options.repeats)
@@ -65,9 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "etcd3_in_place": kill_series(chosen["etcd3_in_place"], Path(place), _kills_in_place(options), limit_s),
             "c10d_default": kill_series(Column("c10d_default", "c10d"), Path(place), _stock_kills(options), limit_s),
         }
+        if "torchft_tuned" in chosen:
+            tuned = chosen["torchft_tuned"]
+            series["torchft_tuned"] = kill_series(tuned, Path(place), _kills(options), limit_s)
     rows = {row: {name: [cost[row] for cost in found] for name, found in costs.items()} for row in ROWS}
     figures = {
         "columns": {name: column.told() for name, column in chosen.items()},
+        "torchft": torchft.told(),
         "rows": {row: {name: _told(found) for name, found in by_column.items()} for row, by_column in rows.items()},
         "process_start_s": process_s,
         "worker_kills_in_a_row": {name: _told(found) for name, found in series.items() if found},
@@ -78,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _own_options(parser: argparse.ArgumentParser) -> None:
     kills = f"workers killed in a row ({WORKER_KILLS}; quick: {QUICK_WORKER_KILLS})"
     parser.add_argument("--worker-kills", type=int, help=kills)
+    parser.add_argument("--torchft-python", type=Path, help="the python of an environment with torch and torchft")
     stock = f"the same under torchrun's defaults ({STOCK_KILLS}; quick: {QUICK_STOCK_KILLS})"
     parser.add_argument("--stock-kills", type=int, help=stock)
 
@@ -99,7 +109,7 @@ def _stock_kills(options: Options) -> int:
 def measure(column: Column, place: Path, limit_s: float) -> dict[str, Cost]:
     """All rows once: on one job as long as it recovers, on a fresh one after a failure."""
     found: dict[str, Cost] = {}
-    with Job(column, place) as job:
+    with column.job(place) as job:
         found["start_below_max"] = start(job, 2, limit_s)
         if found["start_below_max"].recovered:
             found["node_join"] = join(job, limit_s)
@@ -116,7 +126,7 @@ def measure(column: Column, place: Path, limit_s: float) -> dict[str, Cost]:
 
 def _afresh(row: str, column: Column, place: Path, limit_s: float) -> Cost:
     """One row on a job of its own."""
-    with Job(column, place) as job:
+    with column.job(place) as job:
         begun = start(job, 2 if row == "node_join" else 3, limit_s)
         if not begun.recovered:
             return begun
@@ -141,7 +151,7 @@ def kill_series(column: Column, place: Path, kills: int, limit_s: float) -> list
     """Workers of all nodes in turn are killed ``kills`` times; a job that does not recover is replaced."""
     found: list[Cost] = []
     while len(found) < kills:
-        with Job(column, place) as job:
+        with column.job(place) as job:
             if not start(job, 3, limit_s).recovered:
                 return [*found, *[Cost(math.inf)] * (kills - len(found))]
             while len(found) < kills:

@@ -44,6 +44,10 @@ class Column:
         """For the report."""
         return {"backend": self.backend, "rdzv_conf": dict(self.options), "environment": dict(self.environment)}
 
+    def job(self, place: Path) -> Job:
+        """A job launched in this way, 2 to 3 nodes; nothing runs yet."""
+        return Job(self, place)
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:

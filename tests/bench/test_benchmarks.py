@@ -1,4 +1,4 @@
-"""Every benchmark still runs: at toy size, with a report of the published shape."""
+"""Every benchmark still runs: at toy size, with a report of the published shape; a peer that is absent is named."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.recovery_torchft import TorchftJob, lighthouse_command, look, peers
 from tests.bench.themes import Theme, themes
 
 ROOT = Path(__file__).parents[2]
@@ -26,3 +27,47 @@ def test_a_benchmark_runs_at_toy_size_and_reports(theme: Theme) -> None:
     assert shape["benchmark"] == theme.name
     assert shape["figures"]
     assert all(set(must) == {"name", "value", "limit", "ok"} for must in shape["musts"])
+
+
+def _environment(directory: Path, script: str) -> Path:
+    """A python of an environment that answers every question with ``script``."""
+    python = directory / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    return python
+
+
+def test_torchft_is_skipped_where_nobody_names_its_environment() -> None:
+    """The report says that it was not asked for."""
+    assert look(None).told() == {"skipped": "not asked for: --torchft-python names no environment"}
+
+
+def test_torchft_is_skipped_where_it_cannot_be_imported(tmp_path: Path) -> None:
+    """The report gives the last line of python's own words; an environment that is none is no crash either."""
+    python = _environment(tmp_path, "echo Traceback >&2; echo 'ImportError: no torchft' >&2; exit 1")
+    assert look(python).told() == {"skipped": f"{python}: ImportError: no torchft"}
+    assert "No such file" in look(tmp_path / "nothing").skipped
+
+
+def test_torchft_is_measured_where_it_is_complete(tmp_path: Path) -> None:
+    """Its versions are reported once its lighthouse lies beside python, and not before."""
+    python = _environment(tmp_path, "echo a warning; echo 'torchft 1, torch 2'")
+    assert look(python).told() == {"skipped": f"{python}: there is no torchft_lighthouse beside it"}
+    (tmp_path / "torchft_lighthouse").touch()
+    assert look(python).told() == {"versions": "torchft 1, torch 2"}
+
+
+def test_torchft_runs_in_its_own_environment_with_its_column_s_options(tmp_path: Path) -> None:
+    """Lighthouse and nodes are the named environment's; the defaults' column passes no option at all."""
+    columns = peers(tmp_path / "python", quick=False)
+    for column in columns.values():
+        job = column.job(tmp_path)
+        assert isinstance(job, TorchftJob)
+        lighthouse = lighthouse_command(column, "127.0.0.1:1", 2)
+        node = job.command("n0")
+        assert lighthouse[0] == str(tmp_path / "torchft_lighthouse")
+        assert node[0] == str(tmp_path / "python")
+        options = [*lighthouse[3:], *node[node.index(f"http://{job.spec.endpoint}") + 1 :]]
+        assert bool(options) == (column.name == "torchft_tuned")
+    assert "--heartbeat_timeout_ms=200" in lighthouse_command(columns["torchft_tuned"], "127.0.0.1:1", 2)
+    assert list(peers(tmp_path / "python", quick=True)) == ["torchft_tuned"]
