@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_trainer.data.sources import SeekableStream as SeekableStream
     from elastic_trainer.data.tar_shards import TarShards as TarShards
+    from elastic_trainer.training.config import Section as Section
+    from elastic_trainer.training.task import Datasets as Datasets
+    from elastic_trainer.training.task import Exhibits as Exhibits
     from elastic_trainer.training.task import Task as Task
     from elastic_trainer.training.trainer import Trainer as Trainer
     from elastic_trainer.worker.session import Session as Session
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Datasets": "elastic_trainer.training.task",
+    "Exhibits": "elastic_trainer.training.task",
+    "Section": "elastic_trainer.training.config",
     "SeekableStream": "elastic_trainer.data.sources",
     "TarShards": "elastic_trainer.data.tar_shards",
     "Session": "elastic_trainer.worker.session",
@@ -27,7 +33,18 @@ _LAZY = {
     "Trainer": "elastic_trainer.training.trainer",
 }
 
-__all__ = ["SeekableStream", "Session", "Step", "TarShards", "Task", "Trainer", "__version__"]
+__all__ = [
+    "Datasets",
+    "Exhibits",
+    "Section",
+    "SeekableStream",
+    "Session",
+    "Step",
+    "TarShards",
+    "Task",
+    "Trainer",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
