@@ -49,7 +49,7 @@ class Quarantine:
         self.unreachable = ()
 
     def enter(self, document: RoundDocument) -> None:
-        """The round of ``document`` was formed without this node because of that."""
+        """The round of ``document`` was formed without this node because of that: once, however often it is seen."""
         if document.number <= self._since_round:
             return
         self._since_round, self.active = document.number, True

@@ -135,6 +135,18 @@ def test_a_node_that_is_left_out_keeps_away_until_it_reaches_the_others(stage: S
     assert stage.await_record(state=NodeState.READY).unreachable == ()
 
 
+def test_a_node_that_has_come_back_stays_so_while_the_round_without_it_stands(stage: Stage, network: Network) -> None:
+    """That round may be looked at again at any time: a worker reports, or the store is read anew."""
+    failed_forming(stage, 4, stalled=1)
+    stage.await_record(reported=5, state=NodeState.READY)
+    stage.see(5, members=(OTHER,), left_out="me", stalled=2)
+    stage.await_record(state=NodeState.WARMING)
+    network.cut.clear()
+    stage.await_record(state=NodeState.READY)
+    stage.see(5, members=(OTHER,), left_out="me", stalled=2)
+    assert stage.notebook.record.state is NodeState.READY
+
+
 def test_a_node_that_is_left_out_for_another_reason_offers_itself_at_once(stage: Stage) -> None:
     """It may have been slow to answer, say."""
     failed_forming(stage, 4, stalled=0)
