@@ -106,6 +106,25 @@ def test_a_transfer_may_take_longer_than_a_moment() -> None:
     assert run_ranks(2, body) == [[1.0, 2.0, 2.0]] * 2
 
 
+def test_a_transfer_may_take_longer_than_the_group_had_to_be_formed() -> None:
+    """A rank that is to get the state waits until those before it have theirs, whichever end is there first."""
+
+    def body(control: Control) -> list[float]:
+        found: list[float] = []
+        for late in range(2):
+            tensor = torch.full((4,), float(control.rank == 0))
+            if control.rank == late:
+                threading.Event().wait(1.5)
+            if control.rank == 0:
+                control.send(tensor, 1)
+            else:
+                control.receive(tensor, 0)
+            found.append(float(tensor.mean()))
+        return found
+
+    assert run_ranks(2, body, forming_s=1.0) == [[1.0, 1.0]] * 2
+
+
 def test_the_end_of_the_round_interrupts_a_transfer() -> None:
     """Whoever waits for what a peer never sends is free at once."""
 
