@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from elastic_trainer.agent import contact as contacts
 from elastic_trainer.agent import quarantine as quarantines
 from elastic_trainer.agent.conductor import Conductor
 from elastic_trainer.agent.contact import Contact, reaches, records_of
@@ -43,6 +45,20 @@ def test_those_that_do_not_answer_are_missing() -> None:
     contact = Contact(lambda: records, lambda host, port: host == "10.0.0.2")
     assert contact.missing(["c", "b", "a", "d", "x"]) == ("c", "a")
     assert contact.missing([]) == ()
+
+
+def test_a_crowd_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that reaches nobody of a thousand says so soon, by those it could try; the rest is not accused."""
+    monkeypatch.setattr(contacts, "LIMIT_S", 0.2)
+    names = [f"n{number}" for number in range(1000)]
+    enough = threading.Event()
+
+    def nobody(host: str, port: int) -> bool:
+        enough.wait(0.05)
+        return False
+
+    found = Contact(lambda: {name: record("10.0.0.1") for name in names}, nobody).missing(names)
+    assert 0 < len(found) < len(names)
 
 
 def test_records_are_read_from_the_store() -> None:
