@@ -95,7 +95,7 @@ def _init(
     """
     works = works if works is not None else Works()
     rank, world_size = formation.rank, formation.world_size
-    made = Aside(lambda: dist.ProcessGroupGloo(PrefixStore("control", fresh), rank, world_size, timeout))
+    made = Aside(lambda: dist.ProcessGroupGloo(PrefixStore("control", fresh), rank, world_size, timeout), brief=True)
     works.wait(works.begun(made))
     # torch numbers the groups of a process, and ranks find each other under that number. A form that failed has been
     # counted, and only where it came so far: ranks would wait for each other under different numbers ever after.
