@@ -123,6 +123,8 @@ class Run:
         self._loss = float("nan")
         if session.resumed_from is not None and self._finished() and self.history.at(session.step_number) is not None:
             self.history.saved_step = session.step_number  # a finished run started again: nothing is left to save
+            if self._exports and not (trainer.directory / FINAL_FILE).exists():
+                self._export(dict(self.history.records[-1].metrics))
         if session.is_rank0:
             write_atomically(trainer.directory / CONFIG_FILE, as_yaml(self.config))
             self._write_history()
@@ -259,6 +261,7 @@ class Run:
         done = epochs_done(cursor, length.samples)
         samples = cursor.samples % length.samples
         self.history.add(step, done, samples, self._lr, metrics)
+        self._lead()  # rank 0 may have moved here in the middle of it
         self.told.evaluated(self._moment(), metrics, self._exhibits())
         if self.session.is_rank0:
             self._write_history()
@@ -283,8 +286,12 @@ class Run:
         metrics = dict(last.metrics) if last is not None else {}
         self.session.save(metrics=metrics, best=self._is_best())
         self.history.saved_step = self.session.step_number  # afterwards, so that whoever joins meanwhile saves too
-        if self.session.is_rank0 and self.config.checkpoint.export:
+        if self._exports:
             self._export(metrics)
+
+    @property
+    def _exports(self) -> bool:
+        return self.session.is_rank0 and self.config.checkpoint.export
 
     def _export(self, metrics: dict[str, float]) -> None:
         notes = {"task": self.config.task, "step": self.session.step_number, **metrics}
