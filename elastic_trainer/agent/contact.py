@@ -1,7 +1,7 @@
 """Which other nodes this one cannot reach: asked when rounds cannot be formed, though the store is there for all.
 
 *Runs in* the agent: whoever asks waits for the answer, which takes some seconds at most, however many nodes there are.
-*Owns* short-lived threads. *Fails by* nothing: where the store does not answer nobody is found missing.
+*Owns* short-lived threads. *Fails by* nothing: where the store does not answer nothing is known.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ class Contact:
     def __init__(self, records: Callable[[], Mapping[str, NodeRecord]], try_one: Reaches = reaches) -> None:
         self._records, self._try_one = records, try_one
 
-    def missing(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Those of ``nodes`` that have a key and cannot be reached from here."""
+    def missing(self, nodes: Iterable[str]) -> tuple[str, ...] | None:
+        """Those of ``nodes`` that have a key and cannot be reached from here; None where no keys are known."""
         records = self._records()
+        if not records:
+            return None
         asked = [(name, records[name]) for name in nodes if name in records and records[name].probe_port > 0]
         if not asked:
             return ()
