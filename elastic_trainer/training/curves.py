@@ -97,7 +97,8 @@ def _fall_back(curves: Curves, step: int) -> None:
     void = [(each, curves.losses[each]) for each in _behind(curves.losses, step)]
     if void:
         curves.repeated.append(void)
-    for points in (curves.losses, curves.worlds, *curves.evaluations.values()):
+    every: list[dict[int, Any]] = [curves.losses, curves.worlds, *curves.evaluations.values()]
+    for points in every:
         for each in _behind(points, step):
             del points[each]
 

@@ -15,7 +15,7 @@ from tests.integration.cli.test_local import Local
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("etcd_binary")]
 
 FAULTS = ("--nodes", "2:3", "--start", "2", "--recovery", "in_place", "--join-at", "4", "--kill-worker-at", "20:n0")
-"""One more node comes, while one of the first two loses its worker; many steps follow, for the newcomer takes its time."""
+"""One more node comes, while one of the first two loses its worker; many steps follow: the newcomer takes its time."""
 QUICK = ("evaluation.every_epochs=null", "checkpoint.every_steps=40")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker import device
@@ -63,7 +63,7 @@ def test_a_group_that_was_left_has_no_threads() -> None:
 
 def leave_a_group_behind() -> None:
     """What a rank does whose peer never comes: stop waiting, while torch goes on to wait for half a second."""
-    store = dist.PrefixStore("round/r1", dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False))
+    store = PrefixStore("round/r1", TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False))
     formation = Formation(round=1, rank=0, world_size=2, local_rank=0, local_world_size=1)
     works = Works(interruptible=True)
     threading.Timer(0.2, works.end, ("the round is over",)).start()
