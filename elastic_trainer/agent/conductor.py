@@ -201,7 +201,7 @@ class Conductor:
 
     def _keep_away(self, document: RoundDocument) -> None:
         self._quarantine.enter(document)
-        if self._life.joins_at != math.inf:
+        if self._quarantine.active and self._life.joins_at != math.inf:
             self._life.joins_at = math.inf
             self._publish()
 

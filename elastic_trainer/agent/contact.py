@@ -1,7 +1,7 @@
 """Which other nodes this one cannot reach: asked when rounds cannot be formed, though the store is there for all.
 
-*Runs in* the agent: whoever asks waits for the answer, which takes some seconds at most.
-*Owns* short-lived threads. *Fails by* nothing: where the store does not answer nobody is found missing.
+*Runs in* the agent: whoever asks waits for the answer, which takes some seconds at most, however many nodes there are.
+*Owns* short-lived threads. *Fails by* nothing: where the store does not answer nothing is known.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from elastic_trainer.telemetry.logs import logger
 CONNECT_S = 1.0
 READ_S = 2.0
 AT_ONCE = 32
+LIMIT_S = 3.0
+"""Who has not been tried by then is not found missing. The worker's further words wait for the answer, and the others
+for those: they would go on without this node, as without one that is slow, and take it in again."""
 Reaches = Callable[[str, int], bool]
 
 
@@ -40,14 +43,22 @@ class Contact:
     def __init__(self, records: Callable[[], Mapping[str, NodeRecord]], try_one: Reaches = reaches) -> None:
         self._records, self._try_one = records, try_one
 
-    def missing(self, nodes: Iterable[str]) -> tuple[str, ...]:
-        """Those of ``nodes`` that have a key and cannot be reached from here."""
+    def missing(self, nodes: Iterable[str]) -> tuple[str, ...] | None:
+        """Those of ``nodes`` that have a key and cannot be reached from here; None where no keys are known."""
         records = self._records()
+        if not records:
+            return None
         asked = [(name, records[name]) for name in nodes if name in records and records[name].probe_port > 0]
         if not asked:
             return ()
+        limit = Deadline.after(LIMIT_S)
+
+        def is_there(asked_for: tuple[str, NodeRecord]) -> bool:
+            record = asked_for[1]
+            return limit.expired or self._try_one(record.address, record.probe_port)
+
         with ThreadPoolExecutor(min(AT_ONCE, len(asked)), thread_name_prefix="contact") as pool:
-            found = list(pool.map(lambda each: self._try_one(each[1].address, each[1].probe_port), asked))
+            found = list(pool.map(is_there, asked))
         return tuple(name for (name, _), there in zip(asked, found, strict=True) if not there)
 
 

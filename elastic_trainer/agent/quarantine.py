@@ -40,16 +40,18 @@ class Quarantine:
     def ask(self, document: RoundDocument | None) -> None:
         """The round of ``document`` could not be formed here: if it is not the first in a row, find out why."""
         if document is not None and document.stalled >= FAILED_ROUNDS - 1:
-            self._look(document)
+            self.unreachable = self._missing(document) or ()
             if self.unreachable:
                 logger().warning("node.cut_off", node=self._node, round=document.number, unreachable=self.unreachable)
 
     def clear(self) -> None:
-        """Steps are committed, or the workers are others."""
+        """Steps are committed, or the workers are others: what was before does not count against this node."""
         self.unreachable = ()
+        if not self.active:
+            self._strikes = Strikes()
 
     def enter(self, document: RoundDocument) -> None:
-        """The round of ``document`` was formed without this node because of that."""
+        """The round of ``document`` was formed without this node because of that: once, however often it is seen."""
         if document.number <= self._since_round:
             return
         self._since_round, self.active = document.number, True
@@ -69,16 +71,16 @@ class Quarantine:
         self._timer.daemon = True
         self._timer.start()
 
-    def _look(self, document: RoundDocument) -> None:
-        self.unreachable = self._contact.missing(m.node for m in document.members if m.node != self._node)
+    def _missing(self, document: RoundDocument) -> tuple[str, ...] | None:
+        return self._contact.missing(m.node for m in document.members if m.node != self._node)
 
     def _try_again(self) -> None:
         if not self.active:
             return
         document = self._present()
-        if document is not None:
-            self._look(document)
-        if self.unreachable:
+        found = self._missing(document) if document is not None else ()
+        self.unreachable = found or ()
+        if found is None or found:  # without the store nobody could take this node in either
             self._wait()
             return
         self.active = False

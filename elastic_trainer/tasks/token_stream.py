@@ -4,7 +4,7 @@ Its last ``context`` tokens are what is to be predicted, so each token but the v
 sample. A rest shorter than the context (at the end of each part) is left out: all samples are of one size, a mean over
 samples is a mean over tokens, and a compiled model sees one shape.
 
-*Fails by* DataError, when a part is too short, or a token is read that the vocabulary does not have.
+*Fails by* DataError when a part is too short, SampleError when a token is read that the vocabulary does not have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from elastic_trainer.errors import DataError
+from elastic_trainer.errors import DataError, SampleError
 from elastic_trainer.tasks.tokenizer import Ids
 
 
@@ -48,7 +48,7 @@ class Tokens:
         if len(piece) and int(piece.max()) >= vocabulary:
             worst = int(piece.argmax())
             where = f"{self._names[row]}: token {start + worst}"
-            raise DataError(
+            raise SampleError(
                 f"{where} is {int(piece[worst])}, but the vocabulary ends at {vocabulary - 1}",
                 hint="check data.tokenizer, data.vocab_size and data.bin_dtype",
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -93,20 +94,26 @@ def curves_of(lines: Iterable[str]) -> Curves:
 
 def _fall_back(curves: Curves, step: int) -> None:
     """The run stands at ``step``: what it did behind that before does not count."""
-    void = [(each, loss) for each, loss in curves.losses.items() if each > step]
+    void = [(each, curves.losses[each]) for each in _behind(curves.losses, step)]
     if void:
         curves.repeated.append(void)
-    for points in (curves.losses, *curves.evaluations.values()):
-        for each in [each for each in points if each > step]:
+    every: list[dict[int, Any]] = [curves.losses, curves.worlds, *curves.evaluations.values()]
+    for points in every:
+        for each in _behind(points, step):
             del points[each]
+
+
+def _behind(points: dict[int, Any], step: int) -> list[int]:
+    """The steps behind ``step``. Points lie in order, so a look at the last one is enough nearly always."""
+    return list(takewhile(lambda each: each > step, reversed(points)))[::-1]
 
 
 def _change(curves: Curves, record: dict[str, Any]) -> None:
     step, world = record["step"], record.get("world_size")
-    if not isinstance(world, int):
+    if not isinstance(world, int) or not isinstance(record.get("round", 0), int):
         return
     before = curves.changes[-1].world_size if curves.changes else None
-    change = Change(step, int(record.get("round", 0)), world, before, str(record.get("reason", "")))
+    change = Change(step, record.get("round", 0), world, before, str(record.get("reason", "")))
     curves.changes.append(change)
     curves.worlds[step] = world
 

@@ -14,10 +14,15 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import nn
 
 from elastic_trainer.telemetry import logs
+
+_REFUSALS = (OSError, SafetensorError, RuntimeError, ValueError, TypeError, AttributeError)
+"""Of the disk (safetensors has an error of its own for that), and of a state that the format cannot say: buffers that
+share parts of their memory, and what get_extra_state() gives."""
 
 FINAL_FILE = "final_state.safetensors"
 BEST_FILE = "best_model.safetensors"
@@ -35,8 +40,9 @@ def export(module: nn.Module, path: Path, notes: Mapping[str, object]) -> bool:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-    except OSError as error:
-        logs.logger().warning("model.not_exported", path=str(path), error=error.strerror or str(error))
+    except _REFUSALS as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        logs.logger().warning("model.not_exported", path=str(path), error=reason)
         return False
     logs.logger().info("model.exported", path=str(path), **dict(notes))
     return True

@@ -19,6 +19,7 @@ from elastic_trainer.clock import SYSTEM
 from elastic_trainer.data.sampler import Batch, checked_length
 from elastic_trainer.data.sources import is_stream
 from elastic_trainer.settings import worker_environment
+from elastic_trainer.telemetry import logs
 from elastic_trainer.training.board import check_installed
 from elastic_trainer.training.config import JobConfig
 from elastic_trainer.training.evaluation import check_metric, evaluate, exhibited, measurable
@@ -123,6 +124,8 @@ class Run:
         self._loss = float("nan")
         if session.resumed_from is not None and self._finished() and self.history.at(session.step_number) is not None:
             self.history.saved_step = session.step_number  # a finished run started again: nothing is left to save
+            if self._exports and not (trainer.directory / FINAL_FILE).exists():
+                self._export(dict(self.history.records[-1].metrics))
         self._named = False
         if session.is_rank0:
             self._write_history()
@@ -267,6 +270,7 @@ class Run:
         done = epochs_done(cursor, length.samples)
         samples = cursor.samples % length.samples
         self.history.add(step, done, samples, self._lr, metrics)
+        self._lead()  # rank 0 may have moved here in the middle of it
         self.told.evaluated(self._moment(), metrics, self._exhibits())
         if self.session.is_rank0:
             self._write_history()
@@ -274,7 +278,12 @@ class Run:
     def _exhibits(self) -> Exhibits:
         if not self.told.wants_exhibits:
             return Exhibits()
-        return exhibited(self.job.task, self._result, self.job.data.test, self.session.device, self.job.arithmetic)
+        job = self.job
+        try:
+            return exhibited(job.task, self._result, job.data.test, self.session.device, job.arithmetic)
+        except Exception:  # noqa: BLE001 - the edge to a task's own code, on one rank alone: a picture ends no training
+            logs.logger().exception("exhibits.failed", task=self.config.task, step=self.session.step_number)
+            return Exhibits()
 
     @property
     def _result(self) -> torch.nn.Module:
@@ -291,8 +300,12 @@ class Run:
         metrics = dict(last.metrics) if last is not None else {}
         self.session.save(metrics=metrics, best=self._is_best())
         self.history.saved_step = self.session.step_number  # afterwards, so that whoever joins meanwhile saves too
-        if self.session.is_rank0 and self.config.checkpoint.export:
+        if self._exports:
             self._export(metrics)
+
+    @property
+    def _exports(self) -> bool:
+        return self.session.is_rank0 and self.config.checkpoint.export
 
     def _export(self, metrics: dict[str, float]) -> None:
         notes = {"task": self.config.task, "step": self.session.step_number, **metrics}

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +71,8 @@ class Control:
         self._group, self.rank, self.world_size = group, rank, world_size
         self.works = works if works is not None else Works()
         """All collectives under way in the round."""
+        self._transfer_limit = timedelta(0)
+        """How long sending and receiving may take; 0: as long as the group was given when it was made."""
 
     @property
     def alone(self) -> bool:
@@ -170,8 +173,12 @@ class Control:
     # ---- the group
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a collective may take from now on."""
+        """How long a collective may take from now on.
+
+        To gloo's connections nobody can tell it any more, so a transfer, which goes by theirs, is told each time.
+        """
         self._group._set_default_timeout(timeout)
+        self._transfer_limit = timeout
 
     def close(self) -> None:
         """Give the group up, and wait for its threads unless somebody else holds it."""
@@ -182,7 +189,7 @@ class Control:
             raise RoundBrokenError(f"the round of rank {self.rank} has been left")
         try:
             work = getattr(self._group, name)(*arguments)
-            return self.works.begun(Aside(work.wait) if aside else work)
+            return self.works.begun(Aside(partial(work.wait, self._transfer_limit)) if aside else work)
         except RuntimeError as error:
             raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({name}: {_first_line(error)})") from error
 

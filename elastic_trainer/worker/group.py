@@ -72,7 +72,7 @@ def form(formation: Formation, placement: Placement, timeout_s: float) -> Group:
         store = _connect(formation, formation.store, timeout)
         prefix = formation.store.prefix or _agreed_prefix(store, formation, timeout_s)
         fresh = PrefixStore(f"round/{prefix}", store)
-        control = _init(formation, placement, fresh, timeout)
+        control = _init(formation, placement, fresh, timeout, timeout)
     except (RuntimeError, ValueError) as error:
         leave_torch()
         address = f"{formation.store.host}:{formation.store.port}"
@@ -85,17 +85,23 @@ def form(formation: Formation, placement: Placement, timeout_s: float) -> Group:
 
 
 def _init(
-    formation: Formation, placement: Placement, fresh: PrefixStore, timeout: timedelta, works: Works | None = None
+    formation: Formation,
+    placement: Placement,
+    fresh: PrefixStore,
+    forming: timedelta,
+    working: timedelta,
+    works: Works | None = None,
 ) -> Control:
     """Form both groups through ``fresh``, a store prefix that no form has used before.
 
     The one for agreement comes first, from a thread of its own: a rank that waits for a peer to connect cannot be
     freed, only left behind, and torch's default group is nothing to be left behind with. When it is there, all ranks
-    reach each other.
+    reach each other, and the default group may begin with the timeout that its operations have (a script's own sends
+    and receives keep that of the beginning for ever).
     """
     works = works if works is not None else Works()
     rank, world_size = formation.rank, formation.world_size
-    made = Aside(lambda: dist.ProcessGroupGloo(PrefixStore("control", fresh), rank, world_size, timeout))
+    made = Aside(lambda: dist.ProcessGroupGloo(PrefixStore("control", fresh), rank, world_size, forming), brief=True)
     works.wait(works.begun(made))
     # torch numbers the groups of a process, and ranks find each other under that number. A form that failed has been
     # counted, and only where it came so far: ranks would wait for each other under different numbers ever after.
@@ -105,7 +111,7 @@ def _init(
         store=PrefixStore("data", fresh),
         rank=rank,
         world_size=world_size,
-        timeout=timeout,
+        timeout=working,
         device_id=placement.device if placement.backend == NCCL else None,
     )
     return Control(made.result, rank, world_size, works)
@@ -161,8 +167,7 @@ def form_in_place(
     else:
         fresh.wait(["go"], working)
     begun()
-    control = _init(formation, placement, fresh, forming, works)
-    distributed_c10d._set_pg_timeout(working)
+    control = _init(formation, placement, fresh, forming, working, works)
     control.set_timeout(working)
     return Group(formation, control, store)
 

@@ -37,14 +37,17 @@ class Aside:
 
     gloo closes the connection when the wait for a transfer ends early, while it only looks at the clock in a wait for
     any other operation. And nothing ends the making of a group that waits for a peer to connect.
+
+    ``brief``: the end of the interpreter waits for it. C++ answers with an abort if a thread comes back to Python
+    later.
     """
 
-    def __init__(self, act: Callable[[], object]) -> None:
+    def __init__(self, act: Callable[[], object], *, brief: bool = False) -> None:
         self._act = act
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self.result: Any = None
-        threading.Thread(target=self._run, name="aside", daemon=True).start()
+        threading.Thread(target=self._run, name="aside", daemon=not brief).start()
 
     def _run(self) -> None:
         try:

@@ -99,22 +99,29 @@ class Turns:
         if self._seen < WARM_UP or rest:
             return
         if block:
-            self.taken["trainer"].append((time.perf_counter() - self._began) / self._steps)
+            self.taken["trainer"].append((_now() - self._began) / self._steps)
         if block < self._blocks:
             self._bare = self._bare or self._make()
             for name in sorted(self._bare, reverse=block % 2 == 1):
                 self._block(name)
-        self._began = time.perf_counter()
+        self._began = _now()
 
     def _block(self, name: str) -> None:
         if name not in self.taken:
             self.taken[name] = []
             for _ in range(WARM_UP):
                 next(self._bare[name])
-        began = time.perf_counter()
+        began = _now()
         for _ in range(self._steps):
             next(self._bare[name])
-        self.taken[name].append((time.perf_counter() - began) / self._steps)
+        self.taken[name].append((_now() - began) / self._steps)
+
+
+def _now() -> float:
+    """Seconds, when the device has done what it was given: it would be taken for the next one's work otherwise."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def timed(kind: type[Task], turns: Turns) -> type[Task]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager
-from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError, DataError
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError, SampleError
 from elastic_trainer.tasks import gpt_sample
 from elastic_trainer.tasks.gpt import Gpt
 from elastic_trainer.telemetry import logs
@@ -166,7 +166,7 @@ def test_a_foreign_token_ends_the_run_with_its_place(tmp_path: Path) -> None:
     numbers[700] = 40000
     numbers.tofile(tmp_path / "a.bin")
     ids = ("data.tokenizer=ids", "data.vocab_size=9")
-    with pytest.raises(DataError, match="token 700 is 40000, but the vocabulary ends at 8"):
+    with pytest.raises(SampleError, match="token 700 is 40000, but the vocabulary ends at 8"):
         Trainer(Gpt, _config(tmp_path / "run", tmp_path / "a.bin", *ids, "epochs=1", tokens=128 * 99)).run()
 
 

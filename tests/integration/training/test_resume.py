@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.tasks.mnist import Mnist
 from elastic_trainer.telemetry import logs
 from elastic_trainer.training.config import JobConfig
+from elastic_trainer.training.export import FINAL_FILE
 from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.trainer import Trainer
+from elastic_trainer.worker.session import Session
 from tests.integration.training.launch import QUICK, records
 
 pytestmark = pytest.mark.timeout(300)
@@ -76,6 +79,35 @@ def test_a_finished_run_started_again_leaves_everything_as_it_is(tmp_path: Path)
     assert names == before.keys()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2
+
+
+def test_an_evaluation_is_told_where_rank_0_is_by_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's node may be lost in the middle of it: the process that is rank 0 then tells of it."""
+
+    class Moving(Mnist):
+        here = False
+
+        def metrics(self, model: torch.nn.Module, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+            Moving.here = True
+            return super().metrics(model, batch)
+
+    monkeypatch.setattr(Session, "is_rank0", property(lambda _: Moving.here))
+    trainer = Trainer(Moving, _config(tmp_path))
+    Moving.here = False
+    trainer.run()
+    told = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in told if each["kind"] == "evaluation"] == [8, 16]
+
+
+@pytest.mark.parametrize("export", [True, False])
+def test_a_finished_run_started_again_exports_what_it_had_not_come_to(tmp_path: Path, export: bool) -> None:
+    """It may have been ended between its last checkpoint and the file of the model."""
+    config = _config(tmp_path, f"checkpoint.export={str(export).lower()}")
+    Trainer(Mnist, config).run()
+    assert (tmp_path / FINAL_FILE).exists() == export
+    (tmp_path / FINAL_FILE).unlink(missing_ok=True)
+    Trainer(Mnist, config).run()
+    assert (tmp_path / FINAL_FILE).exists() == export
 
 
 def _lasting(part: Any) -> Any:

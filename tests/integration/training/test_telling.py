@@ -79,3 +79,40 @@ def test_the_models_can_be_loaded_without_this_package(run: Path) -> None:
         with safe_open(path, "pt") as file:
             assert file.metadata()["task"] == "keypoints"
             assert file.metadata()["step"] in steps
+
+
+BROKEN = """
+import torch
+from elastic_trainer import Datasets, Task
+
+
+class Broken(Task):
+    def datasets(self):
+        data = torch.utils.data.TensorDataset(torch.ones(8, 1), torch.ones(8, 1))
+        return Datasets(train=data, test=data)
+
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def loss(self, model, batch):
+        return (model(batch.x) - batch.y).square().mean()
+
+    def metrics(self, model, batch):
+        return {"error": ((model(batch.x) - batch.y).square().sum(), len(batch))}
+
+    def exhibits(self, model, batch):
+        raise ValueError("no picture")
+"""
+
+
+def test_a_picture_that_cannot_be_made_ends_no_training(tmp_path: Path) -> None:
+    """Rank 0 alone makes it; the traceback is told, and the others never wait for a rank that is gone."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "job.yaml").write_text(
+        "task: broken:Broken\nepochs: 2\nglobal_batch: 4\nlogging: {tensorboard: true}\n"
+    )
+    done = train("job.yaml", world=2, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert done.report["step"] == 4
+    assert len(done.events("exhibits.failed")) == 2
+    assert "ValueError: no picture" in done.err

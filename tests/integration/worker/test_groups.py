@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
+from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker import device
 from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.control import Purpose
 from elastic_trainer.worker.link import Formation, StoreAddress
+from elastic_trainer.worker.works import Works
 from tests.integration.worker.launch import free_port, run, standalone
 
 
@@ -54,3 +59,21 @@ def test_a_group_that_was_left_has_no_threads() -> None:
     assert not {name for name in left if "gloo" in name}, left
     del group
     assert len(set(os.listdir("/proc/self/task")) - before) <= 1, left  # the store's client may stay
+
+
+def leave_a_group_behind() -> None:
+    """What a rank does whose peer never comes: stop waiting, while torch goes on to wait for half a second."""
+    store = PrefixStore("round/r1", TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False))
+    formation = Formation(round=1, rank=0, world_size=2, local_rank=0, local_world_size=1)
+    works = Works(interruptible=True)
+    threading.Timer(0.2, works.end, ("the round is over",)).start()
+    forming, working = timedelta(seconds=0.5), timedelta(seconds=60)
+    with pytest.raises(RoundBrokenError):
+        groups._init(formation, device.take("cpu", 0, 2), store, forming, working, works)
+
+
+def test_a_process_that_left_a_group_behind_ends_well() -> None:
+    """The thread that makes it comes back to an interpreter that is still there: else C++ aborts (exit code 134)."""
+    script = "from tests.integration.worker.test_groups import leave_a_group_behind; leave_a_group_behind()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60.0, check=False)
+    assert (done.returncode, "terminate" in done.stderr) == (0, False), done.stderr

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from elastic_trainer.agent import contact as contacts
 from elastic_trainer.agent import quarantine as quarantines
 from elastic_trainer.agent.conductor import Conductor
 from elastic_trainer.agent.contact import Contact, reaches, records_of
@@ -45,6 +47,21 @@ def test_those_that_do_not_answer_are_missing() -> None:
     assert contact.missing([]) == ()
 
 
+def test_a_crowd_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that reaches nobody of a thousand says so soon, by those it could try; the rest is not accused."""
+    monkeypatch.setattr(contacts, "LIMIT_S", 0.2)
+    names = [f"n{number}" for number in range(1000)]
+    enough = threading.Event()
+
+    def nobody(host: str, port: int) -> bool:
+        enough.wait(0.05)
+        return False
+
+    found = Contact(lambda: {name: record("10.0.0.1") for name in names}, nobody).missing(names)
+    assert found is not None
+    assert len(found) < len(names)
+
+
 def test_records_are_read_from_the_store() -> None:
     """Those of the run's nodes, by name."""
     store: Store = MemoryStore(MemoryBackend())
@@ -60,7 +77,7 @@ def test_without_the_store_nobody_is_missing(monkeypatch: pytest.MonkeyPatch) ->
         raise StoreUnavailableError("no store")
 
     monkeypatch.setattr(store, "range", away)
-    assert Contact(lambda: records_of(store, KEYS)).missing(["a"]) == ()
+    assert Contact(lambda: records_of(store, KEYS)).missing(["a"]) is None
 
 
 class Network:
@@ -69,6 +86,12 @@ class Network:
     def __init__(self) -> None:
         self.cut: set[str] = {"other"}
         self.asked: list[str] = []
+        self.store = True
+        self.looks = 0
+
+    def records(self) -> dict[str, NodeRecord]:
+        self.looks += 1
+        return {"other": record("other"), "me": record("me")} if self.store else {}
 
     def reaches(self, host: str, port: int) -> bool:
         self.asked.append(host)
@@ -85,7 +108,7 @@ def stage(network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     """A node that does not reach the other one, and looks again soon."""
     monkeypatch.setattr(quarantines, "SHORTEST_S", 0.05)
     notebook = Notebook()
-    contact = Contact(lambda: {"other": record("other"), "me": record("me")}, network.reaches)
+    contact = Contact(network.records, network.reaches)
     conductor = Conductor("run", "me", BASE, notebook, lambda progress: None, contact=contact)
     conductor.know_incarnation(lambda: KEY)
     try:
@@ -133,6 +156,33 @@ def test_a_node_that_is_left_out_keeps_away_until_it_reaches_the_others(stage: S
     assert all(each.state is NodeState.WARMING for each in stage.notebook.records[said:])
     network.cut.clear()
     assert stage.await_record(state=NodeState.READY).unreachable == ()
+
+
+def test_a_node_does_not_come_back_because_the_store_is_away(stage: Stage, network: Network) -> None:
+    """Whom it reaches is not known then; it would be taken in as soon as the store is back, and stop all again."""
+    failed_forming(stage, 4, stalled=1)
+    stage.await_record(reported=5, state=NodeState.READY)
+    network.store = False
+    stage.see(5, members=(OTHER,), left_out="me", stalled=2)
+    stage.await_record(state=NodeState.WARMING)
+    looks = network.looks
+    eventually(lambda: network.looks > looks + 1, "nobody looked again, twice")
+    assert stage.notebook.record.state is NodeState.WARMING
+    network.store = True
+    network.cut.clear()
+    stage.await_record(state=NodeState.READY)
+
+
+def test_a_node_that_has_come_back_stays_so_while_the_round_without_it_stands(stage: Stage, network: Network) -> None:
+    """That round may be looked at again at any time: a worker reports, or the store is read anew."""
+    failed_forming(stage, 4, stalled=1)
+    stage.await_record(reported=5, state=NodeState.READY)
+    stage.see(5, members=(OTHER,), left_out="me", stalled=2)
+    stage.await_record(state=NodeState.WARMING)
+    network.cut.clear()
+    stage.await_record(state=NodeState.READY)
+    stage.see(5, members=(OTHER,), left_out="me", stalled=2)
+    assert stage.notebook.record.state is NodeState.READY
 
 
 def test_a_node_that_is_left_out_for_another_reason_offers_itself_at_once(stage: Stage) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from elastic_trainer.errors import EXIT_CONFIG, DataError
+from elastic_trainer.errors import EXIT_CONFIG, DataError, SampleError
 from elastic_trainer.tasks.corpus import Corpus, TextOptions, cut, load_corpus
 from elastic_trainer.tasks.text_files import found_files
 from elastic_trainer.tasks.token_stream import Tokens, Windows
@@ -134,7 +134,7 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
     _bin(tmp_path, [1] * 40, name="a.bin")
     path = _bin(tmp_path, [1] * 10 + [300] + [1] * 29, name="b.bin")
     corpus = _corpus(files=str(tmp_path), validation_fraction=0.2)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(SampleError) as caught:
         [corpus.train[index] for index in range(len(corpus.train))]
     assert f"{path}: token 10 is 300, but the vocabulary ends at 255" in str(caught.value)
     assert caught.value.exit_code == EXIT_CONFIG

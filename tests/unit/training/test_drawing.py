@@ -119,3 +119,21 @@ def test_without_the_extra_the_mistake_is_told_before_anything_starts(monkeypatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"tensorboard is not installed .*elastic-trainer\[tensorboard\]"):
         check_installed()
+
+
+def test_events_that_cannot_be_written_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither from the beginning nor later; it is said, and the training goes on."""
+    pytest.importorskip("tensorboard")
+    moment = Moment(step=10, steps=100, epoch=1, world_size=2, round=1)
+    (tmp_path / "refused").mkdir()
+    (tmp_path / "refused" / DIRECTORY).touch()
+    refused, later = Board(tmp_path / "refused", 0), Board(tmp_path, 0)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(later._writer, "add_scalar", full)
+    for board in (refused, later):
+        board.loss(moment, 0.5, 0.1, 64.0)
+        board.evaluated(moment, {"accuracy": 0.5}, Exhibits(texts={"sample": "so it goes"}))
+        board.close()

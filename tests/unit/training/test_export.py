@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model
 from torch import nn
 
 from elastic_trainer.telemetry import logs
+from elastic_trainer.training import export as exports
 from elastic_trainer.training.export import export
 
 
@@ -45,3 +47,38 @@ def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(tmp_path: P
     logs.configure()
     assert "model.not_exported" in stream.getvalue()
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+class Noted(nn.Linear):
+    """Keeps more than tensors with its state."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+
+class Overlapping(nn.Module):
+    """Two buffers with a part of their memory in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.zeros(10)
+        self.register_buffer("head", memory[:6])
+        self.register_buffer("tail", memory[4:])
+
+
+@pytest.mark.parametrize("model", [Noted(2, 2), Overlapping()])
+def test_a_model_that_the_format_cannot_hold_is_said(model: nn.Module, tmp_path: Path) -> None:
+    """Only rank 0 finds that out, at the end of a training that went well."""
+    assert not export(model, tmp_path / "final.safetensors", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors does not tell of it by an OSError."""
+
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(exports, "save_model", full)
+    assert not export(tied(), tmp_path / "final.safetensors", {})
+    assert list(tmp_path.iterdir()) == []

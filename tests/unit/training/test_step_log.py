@@ -100,6 +100,15 @@ def test_an_evaluation_behind_a_fall_back_is_forgotten() -> None:
     assert curves_of(lines(*told)).evaluations == {"accuracy": {10: 0.1, 15: 0.15}}
 
 
+def test_the_number_of_ranks_is_told_in_the_order_of_the_steps() -> None:
+    """Also by a run that fell back behind a change of its ranks: that change is a thing of the past, but a change."""
+    told = [change(0, 1, 3, ""), loss(40, 1.0), change(41, 2, 2, "node b was lost"), change(30, 1, 1, "1 node is here")]
+    curves = curves_of(lines(*told, loss(40, 1.1), change(45, 2, 2, "node b joins")))
+    assert list(curves.worlds.items()) == [(0, 3), (30, 1), (45, 2)]
+    assert [each.step for each in curves.changes] == [0, 41, 30, 45]
+    assert curves.repeated == [[(40, 1.0)]]
+
+
 def test_changes_are_told_apart_by_why() -> None:
     """The beginning is none; joins and departures were planned, the rest are faults."""
     curves = curves_of(
@@ -121,7 +130,17 @@ def test_changes_are_told_apart_by_why() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["", "{", "[]", "null", '{"kind": "loss"}', '{"step": "7", "kind": "loss"}', "[" * 9999]
+    "line",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"kind": "loss"}',
+        '{"kind": "round", "step": 1, "world_size": 2, "round": null}',
+        '{"step": "7", "kind": "loss"}',
+        "[" * 9999,
+    ],
 )
 def test_what_is_no_line_is_passed_over(line: str) -> None:
     """Whatever stands in the file."""

@@ -17,16 +17,24 @@ T = TypeVar("T")
 TIMEOUT_S = 60.0
 
 
-def run_ranks(world: int, body: Callable[[Control], T], timeout_s: float = TIMEOUT_S) -> list[T]:
-    """What ``body(control)`` returns on each of ``world`` ranks; the first exception is raised."""
+def run_ranks(
+    world: int, body: Callable[[Control], T], timeout_s: float = TIMEOUT_S, forming_s: float | None = None
+) -> list[T]:
+    """What ``body(control)`` returns on each of ``world`` ranks; the first exception is raised.
+
+    ``forming_s``: the timeout that the group is made with, where it is to have another one than afterwards.
+    """
     if world == 1:
         return [body(Control())]
     prefer_loopback()
     store = HashStore()
 
     def one(rank: int) -> T:
-        group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout_s))
-        return body(Control(group, rank, world))
+        group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=forming_s or timeout_s))
+        control = Control(group, rank, world)
+        if forming_s is not None:
+            control.set_timeout(timedelta(seconds=timeout_s))
+        return body(control)
 
     with ThreadPoolExecutor(world) as pool:
         return [future.result(timeout_s) for future in [pool.submit(one, rank) for rank in range(world)]]

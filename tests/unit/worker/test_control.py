@@ -106,6 +106,21 @@ def test_a_transfer_may_take_longer_than_a_moment() -> None:
     assert run_ranks(2, body) == [[1.0, 2.0, 2.0]] * 2
 
 
+def test_a_transfer_may_take_longer_than_the_group_had_to_be_formed() -> None:
+    """A rank that is to get the state waits until those before it have theirs."""
+
+    def body(control: Control) -> float:
+        tensor = torch.full((4,), float(control.rank == 0))
+        if control.rank == 0:
+            threading.Event().wait(2.5)
+            control.send(tensor, 1)
+        else:
+            control.receive(tensor, 0)
+        return float(tensor.mean())
+
+    assert run_ranks(2, body, forming_s=2.0) == [1.0, 1.0]
+
+
 def test_the_end_of_the_round_interrupts_a_transfer() -> None:
     """Whoever waits for what a peer never sends is free at once."""
 
