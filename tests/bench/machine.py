@@ -13,6 +13,15 @@ from tests.support.requirements import find
 
 DISTRIBUTIONS = ("elastic-trainer", "torch", "numpy", "etcd3", "grpcio", "protobuf", "safetensors", "xxhash")
 
+STEADY = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
+"""Environment in which loops are compared: glibc gives memory back to the system in some processes at each step and in
+others never, by how their heap happens to lie. That is 12 % of a step of 60 ms, and says nothing about the loops."""
+
 
 def machine() -> dict[str, object]:
     """Processor, cores (all, and those open to this process), memory in GiB, system, load, GPUs if torch sees any."""

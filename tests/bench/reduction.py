@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.bench.machine import STEADY
 from tests.bench.report import Report, at_most, emit, median, note, parse
 
 JOB = Path(__file__).with_name("reduction_job.py")
@@ -74,7 +75,7 @@ def trained(world: int, shape: Shape) -> dict[str, list[float]]:
         done = subprocess.run(
             [*launcher, str(JOB), str(result), shape.kind, *map(str, numbers)],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **STEADY, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             timeout=LIMIT_S,

@@ -18,6 +18,7 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.sim.cluster import ClusterSpec, LocalCluster
 from elastic_trainer.sim.drill_stage import IN_PLACE
 from elastic_trainer.sim.etcd import EtcdServer
+from tests.bench.machine import STEADY
 from tests.bench.report import Options, Report, at_most, emit, median, note, parse
 
 JOB = Path(__file__).with_name("step_overhead_job.py")
@@ -99,7 +100,7 @@ def trained(directory: Path, endpoint: str, mode: str, shape: Shape) -> dict[str
         min_nodes=shape.nodes,
         max_nodes=shape.nodes,
         options={"last_call": "1", **MODES[mode]},
-        environment={"OMP_NUM_THREADS": "1"},
+        environment=STEADY,
     )
     with LocalCluster(spec) as cluster:
         cluster.start(shape.nodes)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.bench.machine import STEADY
 from tests.bench.report import Report, at_most, emit, median, note, parse
 
 JOB = Path(__file__).with_name("throughput_job.py")
@@ -86,7 +87,7 @@ def trained(world: int, shape: Shape, more: Sequence[str]) -> dict[str, list[flo
         done = subprocess.run(
             [*launcher, *words],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **STEADY, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
