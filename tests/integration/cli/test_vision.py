@@ -14,8 +14,12 @@ from tests.integration.cli.test_local import Local
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("etcd_binary")]
 
-FAULTS = ("--nodes", "2:3", "--start", "2", "--recovery", "in_place", "--join-at", "4", "--kill-worker-at", "20:n0")
-"""One more node comes, one of the first two loses its worker; many steps follow, for a newcomer takes its time."""
+FAULTS = (
+    *("--nodes", "2:3", "--start", "2", "--recovery", "in_place"),
+    *("--join-at", "4", "--kill-worker-at", "20:n0", "--kill-node-at", "40:n1"),
+)
+"""One more node comes, one of the first two loses its worker, the other one is killed: none trains on without the new
+one, however fast the machine is."""
 QUICK = ("evaluation.every_epochs=null", "checkpoint.every_steps=40")
 
 
@@ -35,7 +39,7 @@ def survived(directory: Path, started: list[Local], *job: str) -> dict[str, Any]
     assert command.wait() == 0, command.said()
     summary = command.summary()
     kinds = [fault["what"].split(" ")[0] for fault in summary["faults"]]
-    assert sorted(kinds) == ["node", "worker"], summary["faults"]
+    assert sorted(kinds) == ["node", "node", "worker"], summary["faults"]
     killed = summary["faults"][kinds.index("worker")]["recovery"]
     assert killed["steps_repeated"] == 0, summary["faults"]
     assert "n2" in summary["rounds"][-1]["nodes"], summary["rounds"]
