@@ -19,9 +19,9 @@ from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.tasks.corpus import Corpus, TextOptions, load_corpus
 from elastic_trainer.tasks.sampling import Manner, written
-from elastic_trainer.tasks.transformer import Transformer, TransformerOptions, decay_groups
+from elastic_trainer.tasks.transformer import Transformer, TransformerOptions
 from elastic_trainer.training.config import JobConfig, Section
-from elastic_trainer.training.optimization import build_optimizer
+from elastic_trainer.training.optimization import build_optimizer, decay_groups
 from elastic_trainer.training.task import Datasets, Exhibits, Task
 
 _HIGHEST_EXPONENT = 700.0

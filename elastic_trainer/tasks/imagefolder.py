@@ -22,7 +22,7 @@ from elastic_trainer.tasks.digit_images import digit_images
 from elastic_trainer.tasks.image_files import ImageFolder, check_same_classes, image_files
 from elastic_trainer.tasks.resnet import Depth, ResNet, Stem
 from elastic_trainer.training.config import Section
-from elastic_trainer.training.optimization import build_optimizer
+from elastic_trainer.training.optimization import build_optimizer, decay_groups
 from elastic_trainer.training.task import Datasets, Task
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -116,7 +116,7 @@ class ImageClasses(Task):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.options.decay_all:
             return super().optimizer(model)
-        return build_optimizer(self.config.optimizer, decay_groups(model))
+        return build_optimizer(self.config.optimizer, decay_groups(model.parameters()))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         scores, labels = self._scored(model, batch)
@@ -144,17 +144,6 @@ def directories(options: ImageFolderData) -> tuple[Path, Path]:
             return root / "train", root / name
     what = "has neither val/ nor test/" if root.is_dir() else "there is no such directory"
     raise DataError(f"{root}: {what}", hint="data.directory must hold train/ and val/ or test/ with class folders")
-
-
-def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameters in two groups: weights, and those without weight decay, which are the norms' and all biases.
-
-    He et al., 2018, "Bag of Tricks", https://arxiv.org/abs/1812.01187, section 3.1.
-    """
-    parameters = list(model.parameters())
-    weights = [parameter for parameter in parameters if parameter.dim() > 1]
-    others = [parameter for parameter in parameters if parameter.dim() <= 1]
-    return [{"params": weights}, {"params": others, "weight_decay": 0.0}]
 
 
 def hits_among(scores: Tensor, labels: Tensor, count: int) -> Tensor:

@@ -8,8 +8,7 @@ part and at the end, residual projections scaled down at the beginning), Vaswani
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -127,10 +126,3 @@ class Transformer(nn.Module):
 def padded(vocabulary: int, multiple: int) -> int:
     """The next multiple: sizes that are multiples of 64 suit the matrix units of GPUs."""
     return -(-vocabulary // multiple) * multiple
-
-
-def decay_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Matrices and embeddings, which decay as the optimizer says; biases and gains of LayerNorm, which do not."""
-    every = list(parameters)
-    matrices = [parameter for parameter in every if parameter.dim() > 1]
-    return [{"params": matrices}, {"params": [each for each in every if each.dim() <= 1], "weight_decay": 0.0}]

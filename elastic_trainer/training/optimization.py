@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -28,6 +30,16 @@ def build_optimizer(config: OptimizerConfig, parameters: ParamsT) -> torch.optim
             return torch.optim.SGD(parameters, **arguments)
         case AdamWConfig():
             return torch.optim.AdamW(parameters, **arguments)
+
+
+def decay_groups(parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    """Two groups: matrices (kernels, embeddings), which decay as the optimizer says; biases and gains, which do not.
+
+    He et al., 2018, "Bag of Tricks", https://arxiv.org/abs/1812.01187, section 3.1; GPT-2 is trained so too.
+    """
+    every = list(parameters)
+    matrices = [each for each in every if each.dim() > 1]
+    return [{"params": matrices}, {"params": [each for each in every if each.dim() <= 1], "weight_decay": 0.0}]
 
 
 def build_scheduler(

@@ -6,21 +6,16 @@ parameter (all is communication) and with a convolutional one.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench.machine import STEADY
 from tests.bench.report import Report, at_most, emit, median, note, parse
+from tests.bench.turns import taken
 
 JOB = Path(__file__).with_name("reduction_job.py")
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 400.0
 
 
@@ -57,34 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return emit(Report(options, figures, musts))
 
 
-def compared(taken: dict[str, list[float]]) -> dict[str, float]:
+def compared(blocks: dict[str, list[float]]) -> dict[str, float]:
     """Medians over the blocks; the ratio is that of blocks next to each other."""
     return {
-        "tree_ms": 1e3 * median(taken["tree"]),
-        "ddp_ms": 1e3 * median(taken["ddp"]),
-        "ratio": median([mine / other for mine, other in zip(taken["tree"], taken["ddp"], strict=True)]),
+        "tree_ms": 1e3 * median(blocks["tree"]),
+        "ddp_ms": 1e3 * median(blocks["ddp"]),
+        "ratio": median([mine / other for mine, other in zip(blocks["tree"], blocks["ddp"], strict=True)]),
     }
 
 
 def trained(world: int, shape: Shape) -> dict[str, list[float]]:
     """Run one job to its end; what its rank 0 wrote."""
-    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place:
-        result = Path(place, "result.json")
-        numbers = (shape.width, shape.micro, shape.alternations, shape.steps)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        done = subprocess.run(
-            [*launcher, str(JOB), str(result), shape.kind, *map(str, numbers)],
-            cwd=ROOT,
-            env={**os.environ, **STEADY, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-        if done.returncode or not result.exists():
-            raise RuntimeError(f"the job did not end well:\n{done.stderr[-3000:]}")
-        taken: dict[str, list[float]] = json.loads(result.read_text())
-        return taken
+    numbers = (shape.width, shape.micro, shape.alternations, shape.steps)
+    return taken(JOB, world, shape.kind, *numbers, limit_s=LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -6,21 +6,16 @@ differ by is noise. On a machine with a CUDA device the tasks run there, in bf16
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench.machine import STEADY
 from tests.bench.report import Report, at_most, emit, median, note, parse
+from tests.bench.turns import taken
 
 JOB = Path(__file__).with_name("throughput_job.py")
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 500.0
 
 
@@ -66,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return emit(Report(options, figures, musts))
 
 
-def compared(taken: dict[str, list[float]]) -> dict[str, float]:
+def compared(blocks: dict[str, list[float]]) -> dict[str, float]:
     """Blocks next to each other are compared: what slows the machine for a while meets all."""
-    turns = list(zip(taken["trainer"], taken["bare"], taken["bare again"], strict=True))
+    turns = list(zip(blocks["trainer"], blocks["bare"], blocks["bare again"], strict=True))
     bare_s = median([(one + other) / 2 for _, one, other in turns])
     more_s = median([mine - (one + other) / 2 for mine, one, other in turns])
     return {
@@ -80,23 +75,7 @@ def compared(taken: dict[str, list[float]]) -> dict[str, float]:
 
 def trained(world: int, shape: Shape, more: Sequence[str]) -> dict[str, list[float]]:
     """Run one job to its end; what its rank 0 wrote."""
-    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place:
-        result = Path(place, "result.json")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        words = [str(JOB), str(result), shape.task, str(shape.alternations), str(shape.steps), *shape.overrides, *more]
-        done = subprocess.run(
-            [*launcher, *words],
-            cwd=ROOT,
-            env={**os.environ, **STEADY, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-        if done.returncode or not result.exists():
-            raise RuntimeError(f"the job did not end well:\n{done.stderr[-3000:]}")
-        taken: dict[str, list[float]] = json.loads(result.read_text())
-        return taken
+    return taken(JOB, world, shape.task, shape.alternations, shape.steps, *shape.overrides, *more, limit_s=LIMIT_S)
 
 
 if __name__ == "__main__":

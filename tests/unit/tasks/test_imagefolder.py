@@ -11,11 +11,12 @@ from torch.nn import functional
 
 from elastic_trainer.data.sampler import Batch, Fetcher
 from elastic_trainer.errors import ConfigError, DataError
-from elastic_trainer.tasks.imagefolder import ImageClasses, decay_groups, hits_among
+from elastic_trainer.tasks.imagefolder import ImageClasses, hits_among
 from elastic_trainer.tasks.pillow import Image
 from elastic_trainer.tasks.resnet import ResNet
 from elastic_trainer.training.config import CosineConfig, MultiStepConfig
 from elastic_trainer.training.loading import load_job
+from elastic_trainer.training.optimization import decay_groups
 
 SMALL = ("data.size=16", "data.resize=16", "model.width=4")
 
@@ -75,7 +76,7 @@ def test_hits_among_the_best_guesses() -> None:
 def test_norms_and_biases_do_not_decay_unless_asked(tmp_path: Path) -> None:
     """Every parameter is in one of the groups."""
     network = ResNet(18, 3, width=4)
-    weights, others = decay_groups(network)
+    weights, others = decay_groups(network.parameters())
     assert others["weight_decay"] == 0.0
     assert {parameter.dim() for parameter in weights["params"]} == {2, 4}
     assert {parameter.dim() for parameter in others["params"]} == {1}

@@ -8,7 +8,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from elastic_trainer.tasks.transformer import Transformer, TransformerOptions, decay_groups, padded
+from elastic_trainer.tasks.transformer import Transformer, TransformerOptions, padded
+from elastic_trainer.training.optimization import decay_groups
 
 GPT2 = TransformerOptions(layers=12, heads=12, width=768, context=1024)
 SMALL = TransformerOptions(layers=2, heads=2, width=16, context=12)
