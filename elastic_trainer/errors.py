@@ -12,6 +12,8 @@ EXIT_FAILURE = 1
 """The job failed."""
 EXIT_UNAVAILABLE = 69
 """A service that the job needs did not answer in time (``EX_UNAVAILABLE`` of sysexits.h)."""
+EXIT_UNFIT = 71
+"""This machine is not fit to train; another may be (``EX_OSERR``)."""
 EXIT_CANNOT_WRITE = 73
 """An output directory cannot be written or is full (``EX_CANTCREAT``)."""
 EXIT_CONFIG = 78
@@ -78,6 +80,14 @@ class ConfigError(PermanentError):
     exit_code = EXIT_CONFIG
 
 
+class AccessDeniedError(ConfigError):
+    """The store knows who asks, and does not let him."""
+
+
+class CredentialsError(ConfigError):
+    """The store does not believe who asks: a password or certificate is wrong, or is being replaced just now."""
+
+
 class SpecMismatchError(ConfigError):
     """A node disagrees with the run about protocol version, node limits or recovery mode."""
 
@@ -88,6 +98,12 @@ class RunClosedError(PermanentError):
     def __init__(self, message: str, *, succeeded: bool, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.succeeded = succeeded
+
+
+class UnfitError(PermanentError):
+    """The checks before joining found something bad on this machine: the job belongs on another one."""
+
+    exit_code = EXIT_UNFIT
 
 
 class JoinTimeoutError(PermanentError):
@@ -116,3 +132,9 @@ class SampleError(PermanentError):
     """One sample cannot be read. Unlike a DataError, only the process that needs the sample finds it, and tells it."""
 
     exit_code = EXIT_CONFIG
+
+
+class StorageReadError(SampleError):
+    """The storage did not give a sample, which another try or another node may get: not a mistake in the data."""
+
+    exit_code = EXIT_FAILURE

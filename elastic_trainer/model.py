@@ -8,7 +8,8 @@ from enum import StrEnum
 
 from elastic_trainer.errors import ConfigError
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_NAME = re.compile(NAME_PATTERN)
 
 
 def checked_name(value: str, what: str) -> str:
@@ -17,7 +18,7 @@ def checked_name(value: str, what: str) -> str:
     Raises ConfigError otherwise: allowed are 1 to 128 letters, digits, ``.``, ``_`` and ``-``, not beginning
     with a punctuation character.
     """
-    if not _NAME.fullmatch(value):
+    if not is_name(value):
         raise ConfigError(
             f"{what} {value!r} is not valid",
             hint="use 1 to 128 letters, digits, '.', '_' or '-', beginning with a letter or digit",
@@ -25,11 +26,68 @@ def checked_name(value: str, what: str) -> str:
     return value
 
 
+def is_name(value: str) -> bool:
+    """Whether :func:`checked_name` lets ``value`` pass."""
+    return _NAME.fullmatch(value) is not None
+
+
 class RecoveryMode(StrEnum):
     """How a node takes part: its workers are restarted each round, or absorb the change in place."""
 
     RESTART = "restart"
     IN_PLACE = "in_place"
+
+
+class PreflightMode(StrEnum):
+    """What comes of a node that its checks find unfit."""
+
+    OFF = "off"
+    """It is not checked."""
+    WARN = "warn"
+    """It joins, and people are told."""
+    REFUSE = "refuse"
+    """It ends, and never joins."""
+
+
+class Phase(StrEnum):
+    """What a rank's time goes into: every second of it belongs to one of these."""
+
+    STARTING = "starting"
+    """From the start of the process (or the end of the one before) until its model is ready."""
+    WAITING = "waiting"
+    """Until there are enough nodes."""
+    RENDEZVOUS = "rendezvous"
+    """Agreeing on a round and forming its process groups."""
+    HEALING = "healing"
+    """Getting the state from a peer or a checkpoint."""
+    TRAINING = "training"
+    """Steps that had not been made before: goodput is the share of this."""
+    REPEATED = "repeated"
+    """Steps that had been made before, and were lost."""
+    DATA = "data"
+    """Waiting for samples."""
+    CHECKPOINT = "checkpoint"
+    """Standing still for a save."""
+    EVALUATION = "evaluation"
+    ENDING = "ending"
+    """Nothing more to train: saving what is left, waiting for the others."""
+
+
+class Cause(StrEnum):
+    """What ends a round."""
+
+    WORKER_LOST = "worker_lost"
+    WORKER_HUNG = "worker_hung"
+    """Killed by its agent, since it answered nothing or did not get on."""
+    NODE_LOST = "node_lost"
+    CONTACT_LOST = "contact_lost"
+    """A collective failed, and nobody was found dead."""
+    STALLED = "stalled"
+    """No rank got on, and none was found to be the culprit."""
+    NODE_JOINED = "node_joined"
+    NODE_LEFT = "node_left"
+    """By a planned change, as with ``node_joined``: no step is lost."""
+    FINISHED = "finished"
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -14,15 +14,18 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.model import RecoveryMode
+from elastic_trainer.model import PreflightMode, RecoveryMode
 
 DEFAULT_ETCD_PORT = 2379
+DEFAULT_ENDPOINT = f"127.0.0.1:{DEFAULT_ETCD_PORT}"
+_SECRETS = frozenset({"password"})
+"""Keys whose values are never shown."""
 
 
 class Frozen(BaseModel):
-    """Base of all settings: immutable, unknown keys are errors."""
+    """Base of all settings: immutable, unknown keys are errors, and no traceback shows what was written."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
@@ -32,15 +35,20 @@ def explain(error: ValidationError, where: str) -> ConfigError:
     """Turn pydantic's report into one sentence that names the first wrong field."""
     problems = error.errors()
     first = problems[0]
-    name = ".".join(str(part) for part in first["loc"]) or "value"
+    name = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    hint = "correct this value"
     if first["type"] == "extra_forbidden":
         text, hint = f"{where}: unknown key '{name}'", "remove it or correct its spelling"
     elif first["type"] == "missing":
         text, hint = f"{where}: '{name}' is missing", f"set '{name}'"
+    elif not name:  # of several values together, among which may be secrets: the input is not shown
+        text, hint = f"{where}: {message}", "correct these options"
+    elif name in _SECRETS:
+        text = f"{where}: '{name}' is wrong: {message}"
     else:
-        message = first["msg"].removeprefix("Value error, ")
-        text = f"{where}: '{name}' is {first['input']!r}: {message[:1].lower() + message[1:]}"
-        hint = "correct this value"
+        text = f"{where}: '{name}' is {first['input']!r}: {message}"
     if len(problems) > 1:
         hint += f"; {len(problems) - 1} more problem(s) follow"
     return ConfigError(text, hint=hint)
@@ -92,13 +100,28 @@ def _split_endpoint(part: str) -> tuple[str, str]:
     return host, port
 
 
+def secret(path: Path, option: str) -> str:
+    """The first line of the file that ``option`` names, which holds a secret."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        cause = error.strerror or type(error).__name__
+        raise ConfigError(f"{option} {str(path)!r} cannot be read: {cause}", hint="check its path") from error
+    except UnicodeDecodeError:  # its text shows a byte of the file
+        raise ConfigError(f"{option} {str(path)!r} is not text in UTF-8", hint="check its path") from None
+    if not lines or not lines[0].strip():
+        raise ConfigError(f"{option} {str(path)!r} holds nothing", hint="its first line is the secret")
+    return lines[0].strip()
+
+
 class StoreSettings(Frozen):
-    """How to reach etcd."""
+    """How to reach etcd. ``password_file``: its first line is the password, read anew at each login."""
 
     endpoints: tuple[Endpoint, ...] = Field(min_length=1)
     prefix: str = "/elastic_trainer"
     user: str | None = None
     password: str | None = Field(default=None, repr=False)
+    password_file: Path | None = None
     ca_cert: Path | None = None
     cert: Path | None = None
     key: Path | None = None
@@ -110,9 +133,16 @@ class StoreSettings(Frozen):
             raise ValueError("must begin with '/', not end with it, and be plain ASCII")
         return value
 
+    @property
+    def renewable(self) -> bool:
+        """Whether what lets us in lies in files, which may be replaced while somebody reads them."""
+        return any(path is not None for path in (self.password_file, self.ca_cert, self.cert))
+
     @model_validator(mode="after")
     def _pairs(self) -> StoreSettings:
-        if (self.user is None) != (self.password is None):
+        if self.password is not None and self.password_file is not None:
+            raise ValueError("password and password_file are both given")
+        if (self.user is None) != (self.password is None and self.password_file is None):
             raise ValueError("user and password go together")
         if (self.cert is None) != (self.key is None):
             raise ValueError("cert and key go together")
@@ -138,25 +168,54 @@ class RendezvousOptions(Frozen):
     hang_timeout: float = Field(
         default=60.0, ge=0.0, description="in place: time a worker may answer nothing before SIGKILL; 0: no limit"
     )
+    step_timeout: float = Field(
+        default=300.0,
+        ge=0.0,
+        description="time a worker may take for a step, beside ten of its steps, before SIGKILL; 0: no limit",
+    )
+    first_step_timeout: float = Field(
+        default=1800.0,
+        ge=0.0,
+        description="the same for the first two steps of a round, which may compile",
+    )
+    phase_timeout: float = Field(
+        default=3600.0, ge=0.0, description="the same for a checkpoint or a turn of an evaluation"
+    )
+    evict_stragglers: bool = Field(
+        default=False, description="let a node go whose ranks compute much longer than the others', if another is ready"
+    )
+    metrics_address: str = Field(default="127.0.0.1", description="where to listen for Prometheus; empty: nowhere")
+    metrics_port: int = Field(default=0, ge=0, le=65535, description="at which port; 0: a free one")
+    metrics_token_file: Path | None = Field(default=None, description="file with a token that readers must present")
+    metrics_cert: Path | None = Field(default=None, description="certificate of the endpoint (PEM)")
+    metrics_key: Path | None = Field(default=None, description="and its key")
     form_timeout: float = Field(default=10.0, gt=0.0, description="in place: longest time to form a process group")
     session_timeout: float = Field(default=60.0, gt=0.0, description="in place: time until a worker opens a Session")
     failure_limit: int = Field(default=3, ge=1, description="failures at one step that end the run")
     stalled_rounds: int = Field(default=10, ge=1, description="rounds without a committed step that end the run")
+    preflight: PreflightMode = PreflightMode.OFF
+    preflight_dir: Path | None = Field(default=None, description="checkpoint directory that preflight looks at")
+    preflight_min_disk: float = Field(default=0.0, ge=0.0, description="GiB that must be free there; 0: not known")
+    preflight_ratio: float = Field(default=0.5, gt=0.0, le=1.0, description="unfit: slower than this part of a median")
+    preflight_timeout: float = Field(default=120.0, gt=0.0, description="longest time for the checks of a node")
+    preflight_wait: float = Field(default=10.0, ge=0.0, description="longest wait for others' results to compare with")
+    preflight_compute: bool = Field(default=True, description="measure memory and matrix products too")
     reopen: bool = Field(default=False, description="start a new epoch of a closed run")
     node_id: str | None = None
     interface: str | None = Field(default=None, description="address other nodes reach this one by")
     prefix: str = "/elastic_trainer"
     user: str | None = None
     password: str | None = Field(default=None, repr=False)
+    password_file: Path | None = Field(default=None, description="file whose first line is the password")
     ca_cert: Path | None = None
     cert: Path | None = None
     key: Path | None = None
 
-    def store(self, endpoint: str) -> StoreSettings:
-        """The store settings of these options for ``--rdzv-endpoint`` ``endpoint``."""
-        names = ("prefix", "user", "password", "ca_cert", "cert", "key")
+    def store(self, endpoint: str, environ: Mapping[str, str] | None = None) -> StoreSettings:
+        """The store settings for ``--rdzv-endpoint`` ``endpoint``; the environment says what is left open."""
+        names = ("prefix", "user", "password", "password_file", "ca_cert", "cert", "key")
         values = {name: getattr(self, name) for name in names}
-        return validated(StoreSettings, {"endpoints": parse_endpoints(endpoint), **values}, "--rdzv-conf")
+        return resolved_store(endpoint, values, "--rdzv-conf", environ)
 
 
 TORCHRUN_OPTIONS = frozenset({"timeout", "read_timeout", "rank"})
@@ -167,7 +226,9 @@ def rendezvous_options(config: Mapping[str, Any]) -> RendezvousOptions:
     """Validate ``--rdzv-conf``; options that torchrun adds by itself are passed over."""
     mine = {name: value for name, value in config.items() if name not in TORCHRUN_OPTIONS}
     options = validated(RendezvousOptions, mine, "--rdzv-conf")
-    for name in ("ca_cert", "cert", "key"):
+    if (options.metrics_cert is None) != (options.metrics_key is None):
+        raise ConfigError("--rdzv-conf: metrics_cert and metrics_key go together", hint="give both, or none")
+    for name in ("password_file", "ca_cert", "cert", "key", "metrics_token_file", "metrics_cert", "metrics_key"):
         path = getattr(options, name)
         if path is not None and not os.access(path, os.R_OK):
             raise ConfigError(f"--rdzv-conf: '{name}' is {str(path)!r}: the file cannot be read", hint="check its path")
@@ -189,6 +250,8 @@ class WorkerEnvironment(Frozen):
     use_agent_store: bool = False
     run_id: str = "local"
     restart_count: int = 0
+    error_file: Path | None = None
+    """Where torchrun is told of a failure: in a directory of this worker's, beside those of its node's others."""
     node: str = "local"
     round: int = 0
     round_reason: str = ""
@@ -197,6 +260,17 @@ class WorkerEnvironment(Frozen):
     recovery: RecoveryMode = RecoveryMode.RESTART
     form_timeout: float = Field(default=10.0, gt=0.0)
     """In place: how many seconds the forming of a process group may take."""
+    pages: Path | None = None
+    """Where this process's heartbeat page belongs, where this package's agent started it."""
+    reached: int = Field(default=0, ge=0)
+    """The newest step that the job is known to have made before: up to there steps are repeated."""
+    metrics_address: str = "127.0.0.1"
+    """Where a process that no agent of this package started listens for Prometheus."""
+    metrics_base_port: int = Field(default=0, ge=0, le=65000)
+    """At which port, plus its local rank; 0: it does not."""
+    metrics_token_file: Path | None = None
+    metrics_cert: Path | None = None
+    metrics_key: Path | None = None
     ledger_dir: Path | None = None
     """Where to write one line for each committed step (``ELASTIC_TRAINER_LEDGER_DIR``)."""
     log_level: str = "info"
@@ -213,8 +287,24 @@ ENV_ROUND = "ELASTIC_TRAINER_ROUND"
 ENV_ROUND_REASON = "ELASTIC_TRAINER_ROUND_REASON"
 ENV_RECOVERY = "ELASTIC_TRAINER_RECOVERY"
 ENV_FORM_TIMEOUT = "ELASTIC_TRAINER_FORM_TIMEOUT"
+ENV_PAGES = "ELASTIC_TRAINER_PAGES"
+ENV_REACHED = "ELASTIC_TRAINER_REACHED"
+ENV_METRICS_ADDRESS = "ELASTIC_TRAINER_METRICS_ADDRESS"
+ENV_METRICS_PORT = "ELASTIC_TRAINER_METRICS_PORT"
+ENV_METRICS_TOKEN_FILE = "ELASTIC_TRAINER_METRICS_TOKEN_FILE"
+ENV_METRICS_CERT = "ELASTIC_TRAINER_METRICS_CERT"
+ENV_METRICS_KEY = "ELASTIC_TRAINER_METRICS_KEY"
 ENV_LEDGER_DIR = "ELASTIC_TRAINER_LEDGER_DIR"
 ENV_LOG_LEVEL = "ELASTIC_TRAINER_LOG_LEVEL"
+ENV_ENDPOINT = "ELASTIC_TRAINER_ENDPOINT"
+
+_STORE_VARIABLES = {
+    "user": "ELASTIC_TRAINER_USER",
+    "password_file": "ELASTIC_TRAINER_PASSWORD_FILE",
+    "ca_cert": "ELASTIC_TRAINER_CA_CERT",
+    "cert": "ELASTIC_TRAINER_CERT",
+    "key": "ELASTIC_TRAINER_KEY",
+}
 
 _WORKER_VARIABLES = {
     "rank": "RANK",
@@ -226,12 +316,20 @@ _WORKER_VARIABLES = {
     "use_agent_store": "TORCHELASTIC_USE_AGENT_STORE",
     "run_id": "TORCHELASTIC_RUN_ID",
     "restart_count": "TORCHELASTIC_RESTART_COUNT",
+    "error_file": "TORCHELASTIC_ERROR_FILE",
     "node": ENV_NODE,
     "round": ENV_ROUND,
     "round_reason": ENV_ROUND_REASON,
     "channel": ENV_CHANNEL,
     "recovery": ENV_RECOVERY,
     "form_timeout": ENV_FORM_TIMEOUT,
+    "pages": ENV_PAGES,
+    "reached": ENV_REACHED,
+    "metrics_address": ENV_METRICS_ADDRESS,
+    "metrics_base_port": ENV_METRICS_PORT,
+    "metrics_token_file": ENV_METRICS_TOKEN_FILE,
+    "metrics_cert": ENV_METRICS_CERT,
+    "metrics_key": ENV_METRICS_KEY,
     "ledger_dir": ENV_LEDGER_DIR,
     "log_level": ENV_LOG_LEVEL,
 }
@@ -250,6 +348,40 @@ def worker_environment(environ: Mapping[str, str] | None = None) -> WorkerEnviro
 def log_level(environ: Mapping[str, str] | None = None) -> str:
     """The log level asked for (``ELASTIC_TRAINER_LOG_LEVEL``), ``info`` by default."""
     return (os.environ if environ is None else environ).get(ENV_LOG_LEVEL, "info")
+
+
+def store_endpoint(environ: Mapping[str, str] | None = None) -> str:
+    """Where commands look for etcd unless told (``ELASTIC_TRAINER_ENDPOINT``), this machine by default."""
+    return (os.environ if environ is None else environ).get(ENV_ENDPOINT) or DEFAULT_ENDPOINT
+
+
+def resolved_store(
+    endpoint: str, given: Mapping[str, Any], where: str, environ: Mapping[str, str] | None = None
+) -> StoreSettings:
+    """How to reach etcd at ``endpoint``: as ``given``, and where that is None as the environment says.
+
+    ``where`` begins the sentence of a ConfigError. A password that was given is not replaced by a file's.
+    """
+    source = os.environ if environ is None else environ
+    values = {name: value for name, value in given.items() if value is not None}
+    open_to_environment = {name: variable for name, variable in _STORE_VARIABLES.items() if name not in values}
+    if "password" in values:
+        open_to_environment.pop("password_file", None)
+    found = {name: source[variable] for name, variable in open_to_environment.items() if source.get(variable)}
+    told = f"{where} with {', '.join(_STORE_VARIABLES[name] for name in found)}" if found else where
+    return validated(StoreSettings, {"endpoints": parse_endpoints(endpoint), **values, **found}, told)
+
+
+def without_store(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without what it says of an etcd, for nodes that meet at another one."""
+    return {name: value for name, value in environ.items() if name not in {ENV_ENDPOINT, *_STORE_VARIABLES.values()}}
+
+
+def worker_threads(environ: Mapping[str, str] | None = None) -> int | None:
+    """Threads that each worker computes with, where somebody has set them (``OMP_NUM_THREADS``)."""
+    # A list gives the numbers of nested regions; the first counts.
+    text = (os.environ if environ is None else environ).get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
 
 
 def cache_directory(environ: Mapping[str, str] | None = None) -> Path:

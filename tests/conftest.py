@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from elastic_trainer.errors import ConfigError
@@ -14,6 +15,10 @@ from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.sim.etcd import EtcdServer
 from elastic_trainer.sim.etcd_binary import find_binary
 from tests.support.requirements import missing
+
+# Its examples have 200 ms each by default, which a loaded machine can miss; whole tests have their own limit.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 _numbers = itertools.count(1)
 

@@ -1,4 +1,4 @@
-"""Addresses and ports of a node: how others reach it, a liveness port, and ports kept free for rank 0's store.
+"""Addresses, ports and name of a node: how others reach it, a liveness port, and ports kept free for rank 0's store.
 
 *Owns* sockets; each is closed by its owner's ``close``.
 """
@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import socket
 import threading
 
@@ -24,6 +26,12 @@ def own_address(towards: Endpoint) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return socket.gethostname()
+
+
+def default_node_id() -> str:
+    """A name that is unique among all processes: host name, process id, a few random digits."""
+    host = "".join(c if c.isascii() and (c.isalnum() or c in "-.") else "-" for c in socket.gethostname())
+    return f"{host.lstrip('-.')[:80] or 'node'}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def _family(address: str) -> socket.AddressFamily:

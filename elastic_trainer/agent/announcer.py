@@ -15,6 +15,7 @@ from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 from elastic_trainer.membership.documents import NodeRecord
 from elastic_trainer.membership.member import Member
+from elastic_trainer.model import Cause
 from elastic_trainer.telemetry.logs import logger
 
 ATTEMPT_S = 5.0
@@ -25,6 +26,7 @@ class _Break:
     number: int
     reason: str
     worker_failed: bool
+    cause: Cause | None
 
 
 class Announcer:
@@ -45,11 +47,13 @@ class Announcer:
             self._record = record
             self._changed.notify_all()
 
-    def break_round(self, number: int, reason: str, record: NodeRecord, *, worker_failed: bool) -> None:
+    def break_round(
+        self, number: int, reason: str, record: NodeRecord, *, worker_failed: bool, cause: Cause | None = None
+    ) -> None:
         """Show ``record``, and mark round ``number`` broken, in one write where that is possible."""
         with self._changed:
             self._record = record
-            self._break = _Break(number, reason, worker_failed)
+            self._break = _Break(number, reason, worker_failed, cause)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -84,7 +88,12 @@ class Announcer:
         deadline = Deadline.after(ATTEMPT_S, self._clock)
         if broken is not None:
             self._member.break_round(
-                broken.number, broken.reason, deadline, worker_failed=broken.worker_failed, record=record
+                broken.number,
+                broken.reason,
+                deadline,
+                worker_failed=broken.worker_failed,
+                cause=broken.cause,
+                record=record,
             )
         if record is not None and record != self._member.shown():
             self._member.announce(record, deadline)

@@ -17,6 +17,7 @@ from typing import Any
 
 from elastic_trainer.agent.announcer import Announcer
 from elastic_trainer.agent.contact import Contact
+from elastic_trainer.agent.ending import Verdicts
 from elastic_trainer.agent.quarantine import Quarantine
 from elastic_trainer.agent.release import Release
 from elastic_trainer.agent.roster import Life, Worker
@@ -44,6 +45,7 @@ from elastic_trainer.ipc.messages import (
 )
 from elastic_trainer.ipc.mutex import await_death
 from elastic_trainer.membership.documents import Identity, NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
+from elastic_trainer.model import Cause
 from elastic_trainer.telemetry.logs import logger
 
 
@@ -61,9 +63,11 @@ class Conductor:
         sever_timeout_s: float = 30.0,
         hang_timeout_s: float = 0.0,
         contact: Contact | None = None,
+        verdicts: Verdicts | None = None,
+        committed: Callable[[int], tuple[int, int] | None] = lambda pid: None,
     ) -> None:
         self._run, self._node, self._base, self._announcer = run, node, base, announcer
-        self._on_progress, self._clock = on_progress, clock
+        self._on_progress, self._clock, self._committed = on_progress, clock, committed
         self._lock = threading.RLock()
         self._release = Release(sever_timeout_s, self._lock)
         self._life = Life(0, 0, ended=True)
@@ -72,13 +76,16 @@ class Conductor:
         self._evicted = ""
         self._reached: Identity | None = None
         """How far the last life came."""
+        self._ended_by: Cause | None = None
+        """What ended it, unless that was agreed on."""
         self._strikes = Strikes()
         self._quarantine = Quarantine(node, contact or Contact(dict), lambda: self._document, self._released)
         self._create_revision: Callable[[], int] = lambda: 0
         self.met = threading.Event()
         """Set when the first worker of the present life has opened a session."""
         self._listener = Listener(self._serve)
-        self._watchdog = Watchdog(hang_timeout_s, self._at_work, clock)
+        self._verdicts = verdicts if verdicts is not None else Verdicts()
+        self._watchdog = Watchdog(hang_timeout_s, self._at_work, self._verdicts, clock)
         self._watchdog.start()
 
     @property
@@ -122,7 +129,9 @@ class Conductor:
             self._life = Life(self._life.number, size, joins_at=joins_at)
             if back_off_s:
                 logger().warning("node.backs_off", node=self._node, seconds=back_off_s, failures=self._strikes.count)
-                threading.Timer(back_off_s, self._offer, args=(self._life.number,)).start()
+                back = threading.Timer(back_off_s, self._offer, args=(self._life.number,))
+                back.daemon = True  # a node that fails for good meanwhile does not wait for it
+                back.start()
             self._quarantine.clear()
             self._evicted = ""  # only a worker was told to go: torchrun itself would not start it again
             self.met.clear()
@@ -140,11 +149,15 @@ class Conductor:
             self._life.joins_at = 0.0
             self._offer(self._life.number)
 
-    def _end_life(self, cause: str, *, worker_failed: bool, planned: bool = False) -> None:
+    def _end_life(
+        self, cause: str, *, worker_failed: bool, planned: bool = False, kind: Cause = Cause.WORKER_LOST
+    ) -> None:
         """The workers of this life are gone, or are to go; called with the lock held."""
         life, current = self._life, self._document
+        self._look_how_far(life)
         life.ended = True
         self._reached = life.reached
+        self._ended_by = None if planned else kind
         if worker_failed and life.size:
             self._strikes = self._strikes.after(life.steps)
         for worker in life.workers.values():
@@ -157,9 +170,21 @@ class Conductor:
         record = self._record(NodeState.WARMING, planned=planned, cause=cause)
         if current is not None and taking_part and not planned:
             reason = f"node {self._node} left the round: {cause}"
-            self._announcer.break_round(_last_number(current), reason, record, worker_failed=worker_failed)
+            number = _last_number(current)
+            self._announcer.break_round(number, reason, record, worker_failed=worker_failed, cause=kind)
         else:
             self._announcer.announce(record)
+
+    def _look_how_far(self, life: Life) -> None:
+        """What its workers last told may be a moment old: their pages are not."""
+        for worker in life.workers.values():
+            try:
+                place = self._committed(worker.pid)
+            except Exception:  # noqa: BLE001 - whatever a page holds: the life must end
+                logger().exception("page.unreadable", pid=worker.pid)
+                continue
+            if place is not None:
+                life.came_to(*place)
 
     # ---- what the run decides (the deciding thread)
 
@@ -269,8 +294,8 @@ class Conductor:
                 return None
             worker = Worker(connection, connection.peer()[0], hello.local_rank, life.number)
             life.workers[hello.local_rank] = worker
-            self._tell(worker, Welcome(run=self._run, node=self._node))
             self.met.set()
+            self._tell(worker, Welcome(run=self._run, node=self._node))
         if hello.mutex is not None:
             arguments = (worker, Path(hello.mutex))
             threading.Thread(target=self._await_death, args=arguments, name=f"life-{worker.pid}", daemon=True).start()
@@ -335,7 +360,8 @@ class Conductor:
             reason = f"node {self._node} lost contact with a peer ({message.error})"
             self._acknowledged = max(self._acknowledged, _last_number(current) + 1)
             record = self._record(planned=False)
-            self._announcer.break_round(_last_number(current), reason, record, worker_failed=False)
+            number, cause = _last_number(current), Cause.CONTACT_LOST
+            self._announcer.break_round(number, reason, record, worker_failed=False, cause=cause)
 
     def _evict(self, reason: str) -> None:
         """This node is asked to go: a planned change."""
@@ -352,7 +378,10 @@ class Conductor:
             if worker.left is not None and worker.left.status in ("done", "stopped"):
                 return
             logger().warning("worker.lost", pid=worker.pid, local_rank=worker.local_rank, node=self._node)
-            self._end_life(f"its worker {worker.local_rank} was lost", worker_failed=True)
+            hung = self._verdicts.take(worker.pid)
+            cause = "was lost" if hung is None else f"was ended: {hung}"
+            kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
+            self._end_life(f"its worker {worker.local_rank} {cause}", worker_failed=True, kind=kind)
 
     # ---- the node's record
 
@@ -368,7 +397,8 @@ class Conductor:
         if planned is not None:
             fields["planned"] = planned
         fields["unreachable"] = self._quarantine.unreachable
-        return self._base.model_copy(update={**fields, "reached": self._reached, "cause": cause})
+        last: dict[str, Any] = {"reached": self._reached, "ended_by": self._ended_by, "cause": cause}
+        return self._base.model_copy(update=fields | last)
 
     def _tell_all(self, message: Message) -> None:
         for worker in self._life.workers.values():

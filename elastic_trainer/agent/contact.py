@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ElasticTrainerError
-from elastic_trainer.membership.documents import NodeRecord
+from elastic_trainer.membership.documents import DocumentError, NodeRecord
 from elastic_trainer.store.api import Store
 from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
 
 CONNECT_S = 1.0
@@ -68,8 +69,11 @@ def records_of(store: Store, keys: RunKeys) -> Mapping[str, NodeRecord]:
     try:
         for item in store.range(keys.nodes, Deadline.after(READ_S)).items:
             name = keys.node_id(item.key)
-            if name is not None:
-                records[name] = NodeRecord.decode(item.value, item.key)
+            try:
+                if name is not None:
+                    records[name] = NodeRecord.decode(item.value, item.key)
+            except DocumentError as error:
+                logger().info("document.refused", key=plain(item.key), error=str(error))
     except ElasticTrainerError as error:
         logger().info("contact.unknown", error=str(error))
     return records

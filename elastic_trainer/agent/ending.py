@@ -1,4 +1,4 @@
-"""Ends a worker process by force, and says why.
+"""Ends a worker process by force: says why, and before that what it was doing.
 
 *Runs in* any thread of the agent. *Fails by* nothing: a process that is gone already is what was wanted.
 """
@@ -7,14 +7,60 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
 
+from elastic_trainer.ipc.stacks import stacks_of
 from elastic_trainer.telemetry.logs import logger
 
 
-def end_now(pid: int, reason: str, **more: int) -> None:
-    """SIGKILL the worker ``pid``; ``more`` goes into the log."""
+def end_now(pid: int, reason: str, **more: int) -> bool:
+    """SIGKILL the worker ``pid``; ``more`` goes into the log. False if it was gone."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
-        return
+        return False
     logger().warning("worker.killed", pid=pid, reason=reason, **more)
+    return True
+
+
+class Verdicts:
+    """The workers that were found hung and ended, and why: their node then tells the others that, not "lost"."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reasons: dict[int, str] = {}
+        self.count: Callable[[], None] = lambda: None
+        """Called with each."""
+        self.page_of: Callable[[int], Path | None] = lambda pid: None
+        """The heartbeat page of a worker."""
+
+    def end(self, pid: int, reason: str, *, local_rank: int) -> None:
+        """Log the stacks of the hung worker ``pid``, and kill it. At most once."""
+        with self._lock:
+            if pid in self._reasons:
+                return
+            self._reasons[pid] = reason
+        page = self.page_of(pid)
+        if page is not None:
+            logger().warning("worker.hung", pid=pid, reason=reason, stacks=stacks_of(pid, page), local_rank=local_rank)
+        if end_now(pid, reason, local_rank=local_rank):
+            self.count()
+
+    def reason(self, pid: int) -> str | None:
+        """Why ``pid`` was ended; None if it was not."""
+        with self._lock:
+            return self._reasons.get(pid)
+
+    def take(self, pid: int) -> str | None:
+        """The same of a process that is gone; forgotten then, since its number may be given again."""
+        with self._lock:
+            return self._reasons.pop(pid, None)
+
+    def take_any(self) -> str | None:
+        """The reason of any of them, once: torchrun has restarted all workers of the node."""
+        with self._lock:
+            reason = next(iter(self._reasons.values()), None)
+            self._reasons.clear()
+            return reason

@@ -11,22 +11,25 @@ from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import signal
 import socket
 import sys
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from elastic_trainer.agent.addresses import LivenessPort, ReservedPort, own_address
-from elastic_trainer.agent.launcher import LocalWorkers, local_workers
+from elastic_trainer.agent import leaving
+from elastic_trainer.agent.addresses import LivenessPort, ReservedPort, default_node_id, own_address
+from elastic_trainer.agent.fitness import Candidate, ensure_fit
+from elastic_trainer.agent.launcher import LocalWorkers, failed_with, local_workers
 from elastic_trainer.agent.plugin import BACKEND, end
 from elastic_trainer.agent.supervisor import Supervisor
 from elastic_trainer.agent.torchrun_store import RoundStore
+from elastic_trainer.agent.vitals import Vitals
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
-from elastic_trainer.errors import EXIT_LEFT, ConfigError, ElasticTrainerError, RunClosedError
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, ConfigError, ElasticTrainerError, RunClosedError
 from elastic_trainer.membership.admission import admit
 from elastic_trainer.membership.documents import (
     NodeRecord,
@@ -40,7 +43,7 @@ from elastic_trainer.membership.documents import (
 from elastic_trainer.membership.member import Member, closed_error
 from elastic_trainer.membership.presence import Presence
 from elastic_trainer.membership.standing import Limits
-from elastic_trainer.model import RecoveryMode, checked_name
+from elastic_trainer.model import Cause, Phase, PreflightMode, RecoveryMode, checked_name
 from elastic_trainer.settings import (
     ENV_NODE,
     ENV_RECOVERY,
@@ -50,8 +53,9 @@ from elastic_trainer.settings import (
     parse_endpoints,
     rendezvous_options,
 )
-from elastic_trainer.store import connect_checked
+from elastic_trainer.store import connect_patiently
 from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.metered import MeteredStore
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.telemetry import logs
 
@@ -62,6 +66,7 @@ if TYPE_CHECKING:
     from elastic_trainer.store.api import Store
 
 RESTART_REGROUP_S = 60.0
+_WRONG = "a worker said that its configuration is wrong; trying again cannot help"
 
 
 class Etcd3RendezvousHandler(RendezvousHandler):
@@ -78,7 +83,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         address: str,
         clock: Clock = SYSTEM,
     ) -> None:
-        self._store, self._run_id, self._options, self._clock = store, run_id, options, clock
+        self._store = MeteredStore(store, clock)
+        self._run_id, self._options, self._clock = run_id, options, clock
         self._address = address
         self._spec = Spec(min_nodes=min_nodes, max_nodes=max_nodes, recovery=options.recovery)
         self._keys = RunKeys(options.prefix, run_id)
@@ -88,6 +94,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._liveness: LivenessPort | None = None
         self._port: ReservedPort | None = None
         self._supervisor: Supervisor | None = None
+        self._vitals: Vitals | None = None
+        self._worked = False
+        """What :attr:`_made_steps` was when the node's part ended."""
         self._current: RoundDocument | None = None
         self._life = 0
         self._finished = False
@@ -106,7 +115,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
                 f"--nnodes {parameters.min_nodes}:{parameters.max_nodes} has its minimum above its maximum"
             )
         settings = options.store(parameters.endpoint)
-        store = connect_checked(settings, Deadline.after(options.connect_timeout))
+        store = connect_patiently(settings, Deadline.after(options.connect_timeout), run=parameters.run_id)
         address = options.interface or parameters.local_addr or own_address(parse_endpoints(parameters.endpoint)[0])
         return cls(
             store,
@@ -134,6 +143,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; blocks until it is formed."""
+        if EXIT_CONFIG in failed_with() and self._cannot_help():
+            logs.logger().error("node.given_up", reason=_WRONG)
+            raise SystemExit(EXIT_CONFIG)
         try:
             return self._join()
         except RunClosedError as error:
@@ -143,6 +155,19 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             end(error)
         except ElasticTrainerError as error:
             end(error)
+
+    def _cannot_help(self) -> bool:
+        """Whether a worker that ended with the exit code of a wrong configuration will do so each time.
+
+        Not where workers of this node have made steps: then its configuration is right, and its data or their storage
+        have failed since. A node that ended with that code for it would take all others of a Kubernetes Job along.
+        """
+        return not self._made_steps
+
+    @property
+    def _made_steps(self) -> bool:
+        """Whether workers of this node have made steps, in any of their lives; False for scripts without a Session."""
+        return self._worked or (self._vitals is not None and self._vitals.made_steps)
 
     def is_closed(self) -> bool:
         """Whether the run has ended."""
@@ -164,6 +189,13 @@ class Etcd3RendezvousHandler(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """End this node's part: its key goes away, everybody else's stays."""
+        vitals, self._vitals = self._vitals, None
+        try:
+            if vitals is not None:
+                self._worked = self._worked or vitals.made_steps
+                vitals.close()
+        except Exception:  # noqa: BLE001 - what tells of health must not keep this node's key where others wait for it
+            logs.logger().exception("health.failed")
         if self._member is not None:
             self._member.leave()
             self._member = None
@@ -177,20 +209,24 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def _at_exit(self) -> None:
         """The process ends, in whatever way: take this node's key away, and name the right exit code.
 
-        torchrun would exit with 1 after a SIGTERM, which a job controller cannot tell from a failure.
+        torchrun would exit with 1 after a SIGTERM, which a job controller cannot tell from a failure, and after a
+        worker's wrong configuration, which the controller would try again.
         """
-        evicted = was_terminated(getattr(sys, "last_value", None))
         self.shutdown()
-        if evicted:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(EXIT_LEFT)
+        code = exit_code_after(getattr(sys, "last_value", None), made_steps=self._worked)
+        if code is not None:
+            logs.last_words()
+            os._exit(code)
 
     # ---- joining
 
     def _join(self) -> RendezvousInfo:
         waiting = Deadline.after(self._options.join_timeout, self._clock)
         member = self._member if self._member is not None else self._arrive()
+        vitals = self._vitals
+        if vitals is not None:
+            vitals.employ(local_workers().count)
+            vitals.gathering(Phase.WAITING if self._current is None else Phase.RENDEZVOUS)
         planned, cause = self._leave_round(member, waiting)
         self._life += 1
         if self._port is not None:
@@ -201,12 +237,17 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._current = document
         if self._supervisor is not None:
             self._supervisor.round_begun(document.number)
+        if vitals is not None:
+            vitals.starting()
         return self._describe(document)
 
     def _arrive(self) -> Member:
         """First call: agree with the run, then become able to take part."""
         deadline = Deadline.after(self._options.connect_timeout, self._clock)
         admit(self._store, self._keys, self._spec, reopen=self._options.reopen, deadline=deadline)
+        if self._options.preflight is not PreflightMode.OFF:
+            ensure_fit(self._store, self._keys, self._options, self._candidate(), self._clock)
+            deadline = Deadline.after(self._options.connect_timeout, self._clock)
         session = LeaseSession(self._store, self._options.ttl, deadline=deadline, clock=self._clock)
         presence = Presence(self._store, self._keys, self.node_id, session, self._clock)
         member = Member(self._store, self._keys, presence, self._limits(), clock=self._clock)
@@ -216,17 +257,34 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         member.start(deadline)
         self._member = member
         atexit.register(self._at_exit)
+        self._vitals = Vitals(
+            self._run_id,
+            self.node_id,
+            member,
+            self._store,
+            self._keys,
+            self._options,
+            self._address,
+            self._clock,
+            max_nodes=self._spec.max_nodes,
+        )
         return member
+
+    def _candidate(self) -> Candidate:
+        return Candidate(self.node_id, self._address, local_workers().count, self._spec.min_nodes)
 
     def _leave_round(self, member: Member, deadline: Deadline) -> tuple[bool, str]:
         """Say that this node has left its round, if it was still on; whether by agreement, and why."""
         if self._current is None:
             return True, ""
+        hung = self._vitals.verdicts.take_any() if self._vitals is not None else None
         seen = member.look().round
         if seen is None or round_is_over(self._current, seen):
             return True, ""
-        cause = "its workers failed"
-        member.break_round(self._current.number, f"node {self.node_id} left the round: {cause}", deadline)
+        cause = "its workers failed" if hung is None else f"a worker was ended: {hung}"
+        reason = f"node {self.node_id} left the round: {cause}"
+        kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
+        member.break_round(self._current.number, reason, deadline, cause=kind)
         return False, cause
 
     def _new_record(self, workers: LocalWorkers, *, planned: bool, cause: str) -> NodeRecord:
@@ -295,14 +353,16 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         ended = member.await_end(current.number, outage_limit_s)
         self._meet_end(ended)
 
-    @staticmethod
-    def _meet_end(ended: RoundDocument | None) -> None:
+    def _meet_end(self, ended: RoundDocument | None) -> None:
         """This node's workers have succeeded: so has the node, unless the run is known to have failed."""
         if ended is None:
             return
+        if self._vitals is not None and ended.is_first(self.node_id):
+            self._vitals.tell_goodput()
         logs.logger().info("run.ended", result=ended.result, reason=ended.reason)
         if ended.result is RunResult.FAILED:
             end(closed_error(ended))
+        leaving.too_late()
 
 
 def round_is_over(mine: RoundDocument, seen: RoundDocument | None) -> bool:
@@ -314,12 +374,20 @@ def round_is_over(mine: RoundDocument, seen: RoundDocument | None) -> bool:
     )
 
 
+def exit_code_after(error: BaseException | None, *, made_steps: bool) -> int | None:
+    """What this process must exit with, where torchrun's own exit code would not tell it.
+
+    ``made_steps``: whether its workers have, so that their configuration was right.
+    """
+    if was_terminated(error):
+        return EXIT_LEFT
+    if made_steps:
+        return None
+    if isinstance(error, ChildFailedError) and any(each.exitcode == EXIT_CONFIG for each in error.failures.values()):
+        return EXIT_CONFIG
+    return None
+
+
 def was_terminated(error: BaseException | None) -> bool:
     """Whether ``error``, which ended this process, is how torchrun takes a SIGTERM."""
     return isinstance(error, SignalException) and error.sigval == signal.SIGTERM
-
-
-def default_node_id() -> str:
-    """A name that is unique among all processes: host name, process id, a few random digits."""
-    host = "".join(c if c.isascii() and (c.isalnum() or c in "-.") else "-" for c in socket.gethostname())
-    return f"{host.lstrip('-.')[:80] or 'node'}-{os.getpid()}-{secrets.token_hex(2)}"

@@ -11,11 +11,10 @@ through their Session.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
@@ -29,7 +28,7 @@ from elastic_trainer.agent.progress import ProgressWriter
 from elastic_trainer.agent.supervisor import kill_workers
 from elastic_trainer.agent.torchrun_store import RoundStore
 from elastic_trainer.agent.trap import Trap
-from elastic_trainer.clock import Deadline
+from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.documents import (
@@ -41,6 +40,7 @@ from elastic_trainer.membership.documents import (
 )
 from elastic_trainer.membership.member import closed_error
 from elastic_trainer.settings import ENV_CHANNEL, ENV_FORM_TIMEOUT, ENV_NODE, ENV_RECOVERY, ENV_ROUND
+from elastic_trainer.telemetry import logs
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store as TorchStore
@@ -60,6 +60,11 @@ class InPlaceHandler(Etcd3RendezvousHandler):
     _tcp_store: Any = None
     _opened_a_session = False
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._dying = threading.Lock()
+        """Taken by the thread that ends this process, and never given back."""
+
     @property
     def use_agent_store(self) -> bool:
         """True: a worker that calls ``init_process_group`` by itself must connect, and be caught, not serve."""
@@ -68,6 +73,11 @@ class InPlaceHandler(Etcd3RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Healthy workers are never restarted."""
         return 0
+
+    def _cannot_help(self) -> bool:
+        """Only where it never came to a Session: a sample that cannot be read has the same exit code, and the run is
+        closed with its name after some tries."""
+        return super()._cannot_help() and self._conductor is not None and not self._conductor.met.is_set()
 
     def shutdown(self) -> bool:
         """End this node's part."""
@@ -86,6 +96,16 @@ class InPlaceHandler(Etcd3RendezvousHandler):
     # ---- starting workers
 
     def _join(self) -> RendezvousInfo:
+        try:
+            if self._dying.locked():
+                _await_the_end()  # this is torchrun's main thread, which sees the workers die before the process does
+            return self._begin_life()
+        except (ElasticTrainerError, RuntimeError):
+            if self._dying.locked():
+                _await_the_end()
+            raise
+
+    def _begin_life(self) -> RendezvousInfo:
         workers = local_workers()
         deadline = Deadline.after(self._options.join_timeout, self._clock)
         if self._conductor is None:
@@ -98,6 +118,9 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             raise closed_error(closed)
         member.announce(conductor.begin(workers.count), deadline)
         self._watch_for_session(conductor)
+        if self._vitals is not None:
+            self._vitals.employ(workers.count)
+            self._vitals.starting()
         return self._provisional(workers, conductor)
 
     def _arrive_in_place(self, workers: LocalWorkers) -> None:
@@ -124,6 +147,8 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             self._options.sever_timeout,
             self._options.hang_timeout,
             Contact(partial(records_of, self._store, self._keys)),
+            self._vitals.verdicts if self._vitals is not None else None,
+            self._vitals.pages.committed if self._vitals is not None else lambda pid: None,
         )
         self._conductor.know_incarnation(member.create_revision)
         member.on_round(self._conductor.see)
@@ -209,8 +234,18 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         self._meet_end(member.await_end(current.number, outage_limit_s))
 
     def _fatal(self, error: ElasticTrainerError) -> None:
-        """From any thread: the job cannot go on here; say why, end the workers, go."""
-        print(f"elastic-trainer: {error}", file=sys.stderr, flush=True)
-        kill_workers(self._run_id, str(error))
-        self.shutdown()
-        os._exit(error.exit_code)
+        """From any thread: the job cannot go on here; say why, end the workers, go. Who comes second says nothing."""
+        if not self._dying.acquire(blocking=False):
+            _await_the_end()
+        try:
+            logs.last_words(f"elastic-trainer: {error}")
+            kill_workers(self._run_id, str(error))
+            self.shutdown()
+        finally:
+            os._exit(error.exit_code)
+
+
+def _await_the_end() -> NoReturn:
+    """Another thread ends the process."""
+    while True:
+        pause(1.0)

@@ -1,4 +1,4 @@
-"""What torchrun is about to start on this node: it does not tell its rendezvous handler, so its agent is asked.
+"""What torchrun starts on this node, and why: it does not tell its rendezvous handler, so its agent is asked.
 
 The handler needs the number of workers before ranks can be agreed. torchrun's own backends learn it through a second
 exchange after the rendezvous, in which every node can block on a dying one.
@@ -10,10 +10,12 @@ exchange after the rendezvous, in which every node can block on a dying one.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
-from torch.distributed.elastic.agent.server.api import ElasticAgent
+from torch.distributed.elastic.agent.server.api import ElasticAgent, RunResult
 
 from elastic_trainer.errors import ConfigError
 
@@ -29,11 +31,26 @@ class LocalWorkers:
 
 def local_workers() -> LocalWorkers:
     """Ask the torchrun agent that is calling (the nearest one up the stack)."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
+    for names in _callers():
+        caller = names.get("self")
         if isinstance(caller, ElasticAgent):
             spec = caller.get_worker_group().spec
             return LocalWorkers(spec.local_world_size, spec.role, spec.max_restarts)
-        frame = frame.f_back
     raise ConfigError("this rendezvous backend was not called by torchrun's agent", hint="start the job with torchrun")
+
+
+def failed_with() -> frozenset[int]:
+    """The exit codes of the workers that failed, where their failure is why torchrun calls."""
+    for names in _callers():
+        result = names.get("run_result")
+        if isinstance(result, RunResult):
+            return frozenset(failure.exitcode for failure in result.failures.values())
+    return frozenset()
+
+
+def _callers() -> Iterator[dict[str, Any]]:
+    """The variables of all who are calling, the nearest first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals
+        frame = frame.f_back

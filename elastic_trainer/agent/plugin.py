@@ -9,7 +9,6 @@ backend is asked for, and what can go wrong does so in :func:`create`.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,6 +27,9 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def create(parameters: RendezvousParameters) -> RendezvousHandler:
     """Make the handler for torchrun's ``parameters``, or end the process with a sentence."""
+    from elastic_trainer.agent import leaving
+
+    leaving.listen()
     from elastic_trainer.agent.handler import Etcd3RendezvousHandler
     from elastic_trainer.agent.inplace import InPlaceHandler
     from elastic_trainer.errors import ElasticTrainerError
@@ -43,5 +45,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 def end(error: ElasticTrainerError) -> NoReturn:
     """Say ``error`` in one line and leave with its exit code."""
-    print(f"elastic-trainer: {error}", file=sys.stderr, flush=True)
+    from elastic_trainer.telemetry.logs import last_words
+
+    last_words(f"elastic-trainer: {error}")
     raise SystemExit(error.exit_code)

@@ -68,6 +68,11 @@ class Life:
         if self.reached is None or place.step >= self.reached.step:
             self.reached = place
 
+    def came_to(self, number: int, step: int) -> None:
+        """A worker of round ``number`` holds the state after ``step``, whatever it has told last."""
+        if self.reached is None or step > self.reached.step:
+            self.reached = Identity(round=number, step=step)
+
     # ---- what they make together
 
     @property

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from elastic_trainer.agent.ending import end_now
+from elastic_trainer.agent.ending import Verdicts
 from elastic_trainer.agent.roster import Worker
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.ipc.channel import ChannelClosedError
@@ -33,8 +33,10 @@ _JOIN_LIMIT_S = 5.0
 class Watchdog:
     """See the module. ``workers()`` are those to watch now; ``limit_s`` 0: none is ever ended."""
 
-    def __init__(self, limit_s: float, workers: Callable[[], Iterable[Worker]], clock: Clock = SYSTEM) -> None:
-        self._limit_s, self._workers, self._clock = limit_s, workers, clock
+    def __init__(
+        self, limit_s: float, workers: Callable[[], Iterable[Worker]], verdicts: Verdicts, clock: Clock = SYSTEM
+    ) -> None:
+        self._limit_s, self._workers, self._verdicts, self._clock = limit_s, workers, verdicts, clock
         self.every_s = min(ASKED_EVERY_S, limit_s / QUESTIONS_PER_LIMIT)
         self._looked_at = clock.monotonic()
         self._stop = threading.Event()
@@ -81,7 +83,7 @@ class Watchdog:
             logger().warning("worker.silent", pid=worker.pid, silent_s=round(silent_s, 1), state=state)
             return
         reason = f"it has answered nothing for {silent_s:.1f} s (state: {state})"
-        end_now(worker.pid, reason, local_rank=worker.local_rank)
+        self._verdicts.end(worker.pid, reason, local_rank=worker.local_rank)
 
 
 def process_state(pid: int) -> str:

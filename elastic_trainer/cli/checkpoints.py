@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elastic_trainer.cli.wording import moment
 from elastic_trainer.errors import EXIT_FAILURE, ConfigError
+from elastic_trainer.store.untrusted import plain
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -68,12 +69,13 @@ def _show(found: Sequence[Description], directory: Path) -> None:
     console.print(table(found))
     for each in found:
         if each.problem:
-            console.print(f"{each.name}: {each.problem}", markup=False, highlight=False, soft_wrap=True)
+            console.print(plain(f"{each.name}: {each.problem}"), markup=False, highlight=False, soft_wrap=True)
 
 
 def table(found: Sequence[Description]) -> Table:
     """The entries as a table."""
     from rich.table import Table
+    from rich.text import Text
 
     result = Table()
     for column in ("checkpoint", "step", "round", "epoch", "ranks", "metrics", "size", "created", "status"):
@@ -82,7 +84,8 @@ def table(found: Sequence[Description]) -> Table:
     # A checkpoint says whether it was the best when it was written: the newest that does is the best now.
     best = next((each.name for each in found if each.manifest is not None and each.manifest.best), None)
     for each in found:
-        result.add_row(each.name, *_cells(each, best=each.name == best), str(each.status))
+        cells = (each.name, *_cells(each, best=each.name == best), str(each.status))
+        result.add_row(*(Text(plain(cell)) for cell in cells))
     return result
 
 
@@ -91,9 +94,13 @@ def _cells(each: Description, *, best: bool) -> tuple[str, ...]:
     if manifest is None:
         return ("-",) * 7
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(manifest.metrics.items()))
-    created = datetime.fromtimestamp(manifest.created, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     numbers = (manifest.step, manifest.round, manifest.epoch, manifest.world_size)
-    return (*map(str, numbers), (metrics or "-") + (" (best)" if best else ""), size_text(manifest.size), created)
+    return (
+        *map(str, numbers),
+        (metrics or "-") + (" (best)" if best else ""),
+        size_text(manifest.size),
+        moment(manifest.created),
+    )
 
 
 def size_text(size: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from elastic_trainer.settings import rendezvous_options
 from elastic_trainer.sim.faults import Fault, FaultKind, parse_fault
 
 _WIDTH_OF_FILES = 140
-_EXAMPLE = "example: elastic-trainer local --nodes 2:3 --kill-worker-at 20 --kill-node-at 60 -- mnist"
+ALL_THERE_S = 60.0
+"""How long the first round waits for the nodes that are started together, where no more than these may come."""
+_EXAMPLE = "example: elastic-trainer local --nodes 1:3 --kill-worker-at 20 --kill-node-at 60 -- mnist"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -49,18 +52,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     low, high = nodes(arguments.nodes)
     wanted = faults(arguments)
+    start = starting(arguments.start, low, high, sum(fault.kind is FaultKind.JOIN for fault in wanted))
+    conf = rendezvous(arguments.rdzv_conf, arguments.recovery, arguments.backend)
     options = LocalOptions(
         words=tuple(arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words),
         min_nodes=low,
         max_nodes=high,
-        start=starting(arguments.start, low, high, sum(fault.kind is FaultKind.JOIN for fault in wanted)),
+        start=start,
         workers=at_least(1, arguments.nproc_per_node, "--nproc-per-node"),
         max_restarts=at_least(0, arguments.max_restarts, "--max-restarts"),
         faults=wanted,
         run_dir=arguments.run_dir,
         keep=arguments.keep,
         backend=arguments.backend,
-        options=rendezvous(arguments.rdzv_conf, arguments.recovery, arguments.backend),
+        options=patient(conf) if start == high and arguments.backend == "etcd3" else conf,
         timeout_s=_timeout(arguments.timeout),
     )
     from rich.console import Console
@@ -104,12 +109,7 @@ def at_least(least: int, value: int, name: str) -> int:
 
 def rendezvous(text: str, recovery: str | None, backend: str) -> dict[str, str]:
     """The options of ``--rdzv-conf`` with ``--recovery`` added, checked before any process sees them."""
-    options: dict[str, str] = {}
-    for part in (piece.strip() for piece in text.split(",") if piece.strip()):
-        name, separator, value = part.partition("=")
-        if not separator or not name:
-            raise ConfigError(f"--rdzv-conf: {part!r} is not key=value", hint="write --rdzv-conf ttl=5,last_call=1")
-        options[name.strip()] = value.strip()
+    options = key_values(text)
     if "node_id" in options:
         raise ConfigError("--rdzv-conf: 'node_id' cannot be given", hint="nodes are named n0, n1, ...")
     if recovery is not None:
@@ -119,6 +119,22 @@ def rendezvous(text: str, recovery: str | None, backend: str) -> dict[str, str]:
         rendezvous_options(checked)
     elif recovery is not None:
         raise ConfigError("--recovery needs the etcd3 backend", hint="leave --backend out")
+    return options
+
+
+def patient(conf: Mapping[str, str]) -> dict[str, str]:
+    """``conf`` with a first round that waits for all nodes, unless it says how long to wait."""
+    return {"last_call": f"{ALL_THERE_S:g}", **conf}
+
+
+def key_values(text: str) -> dict[str, str]:
+    """Read ``key=value,...`` of ``--rdzv-conf``."""
+    options: dict[str, str] = {}
+    for part in (piece.strip() for piece in text.split(",") if piece.strip()):
+        name, separator, value = part.partition("=")
+        if not separator or not name:
+            raise ConfigError(f"--rdzv-conf: {part!r} is not key=value", hint="write --rdzv-conf ttl=5,last_call=1")
+        options[name.strip()] = value.strip()
     return options
 
 

@@ -33,6 +33,13 @@ COMMANDS = (
     Command("local", "elastic_trainer.cli.local", "run a job on several real nodes of this machine, and break some"),
     Command("drill", "elastic_trainer.cli.drill", "break a small job in one of many ways, and check that it survives"),
     Command("plot", "elastic_trainer.cli.plot", "draw the course of a job, with its rounds and faults"),
+    Command("status", "elastic_trainer.cli.status", "how a run is, or all of them: nodes, ranks, incidents"),
+    Command("events", "elastic_trainer.cli.events", "what happened to a run, one line each"),
+    Command("monitor", "elastic_trainer.cli.monitor", "show all runs on a status page, and to Prometheus"),
+    Command("admin", "elastic_trainer.cli.admin", "who may do what in etcd: a user for each run, one for the monitor"),
+    Command("forget", "elastic_trainer.cli.forget", "remove what etcd holds of runs that are over"),
+    Command("doctor", "elastic_trainer.cli.doctor", "look whether machine, network and etcd are fit to train"),
+    Command("health", "elastic_trainer.cli.health", "ask the monitor or node of this container whether it works"),
     Command("checkpoints", "elastic_trainer.cli.checkpoints", "list the checkpoints of a directory, and verify them"),
 )
 """Modules are imported when their command is given, so that help stays fast."""

@@ -16,8 +16,8 @@ from torch.utils.data import default_collate
 from elastic_trainer.data.bad_samples import Missing
 from elastic_trainer.data.placing import pinned
 from elastic_trainer.data.requests import Request
-from elastic_trainer.data.seeds import SampleSeeds
-from elastic_trainer.data.sources import StreamEndedError, checked_length, deterministic, is_stream
+from elastic_trainer.data.seeds import SEEDED, SampleSeeds
+from elastic_trainer.data.sources import StreamEndedError, checked_length, deterministic, generators, is_stream
 from elastic_trainer.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -42,15 +42,18 @@ class Cancelled(Exception):
 class Reader:
     """``seed`` None: random numbers are left as they are (evaluation). ``skips``: samples that raise are left out.
 
-    ``draws`` says whether reading seeds the process's generators.
+    ``draws`` names the generators of the process that reading seeds.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, seed: int | None = None, *, skips: bool = False) -> None:
         self.length = checked_length(dataset)
         self._dataset, self._own_collate, self._skips = dataset, collate, skips
-        self._seeds = SampleSeeds(seed) if seed is not None else None
+        drawn = generators(dataset)
+        self._seeds = SampleSeeds(seed, drawn) if seed is not None else None
         self._fixed = deterministic(dataset)
-        self.draws = self._seeds is not None and not (self._fixed and collate is None)
+        self.draws: tuple[str, ...] = ()
+        if self._seeds is not None and not (self._fixed and collate is None):
+            self.draws = drawn if collate is None else tuple(SEEDED)
         may_ask_many = self._fixed or self._seeds is None
         self._many = getattr(dataset, "__getitems__", None) if may_ask_many else None
         self._stream = Stream(dataset) if is_stream(dataset) else None

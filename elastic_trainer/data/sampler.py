@@ -166,6 +166,11 @@ class Fetcher:
         self._workers = Workers(self._reader, loading, pin=self._pin) if ahead else None
         self._world = 1
 
+    @property
+    def immediate(self) -> bool:
+        """Whether nobody ever waits for samples: they are rows of tensors that are there."""
+        return self._tensors is not None
+
     def __call__(self, ids: Ids) -> Drawn:
         """The samples ``ids``, in this process."""
         return self._drawn(Request(0, int(ids[0]) if len(ids) else 0, ids))
@@ -200,7 +205,7 @@ class Fetcher:
         if not self._reader.draws:
             drawn = self._reader.read(request)
         else:
-            with undisturbed():
+            with undisturbed(self._reader.draws):
                 drawn = self._reader.read(request)
         return Drawn(self._placed(drawn.data), drawn.missing)
 

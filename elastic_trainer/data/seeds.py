@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import _random
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -40,39 +40,65 @@ _seed_python = _random.Random.seed
 """The generators behind the functions of both modules. Those do more before they seed, which costs twice the time."""
 
 
-def seed_host(value: int) -> None:
-    """Seed python's, numpy's and torch's default generators of this process (about 12 us between other work).
-
-    As ``random.seed(value)`` and so on; ``torch.manual_seed`` would cost 120 us.
-    """
+def _python(value: int) -> None:
     _seed_python(_PYTHON, value)
     _PYTHON.gauss_next = None  # type: ignore[attr-defined]  # a number kept for the next gauss()
+
+
+def _numpy(value: int) -> None:
     _NUMPY.seed(value & 0xFFFFFFFF)
+
+
+def _torch(value: int) -> None:
     torch.default_generator.manual_seed(value)
 
 
-class SampleSeeds:
-    """Seeds the three generators for one sample after another. Numbers drawn on an accelerator are not keyed."""
+SEEDED: Final[dict[str, Callable[[int], None]]] = {"random": _python, "numpy": _numpy, "torch": _torch}
+"""The default generators of this process by the name of their module, and what seeds each (5, 7 and 4 us between other
+work; ``torch.manual_seed`` would cost 120 us)."""
 
-    def __init__(self, seed: int) -> None:
+
+def seed_host(value: int) -> None:
+    """Seed python's, numpy's and torch's default generators of this process. As ``random.seed(value)`` and so on."""
+    _python(value)
+    _numpy(value)
+    _torch(value)
+
+
+class SampleSeeds:
+    """Seeds the generators for one sample after another. Numbers drawn on an accelerator are not keyed.
+
+    ``generators`` are those that a sample draws from; what collates them may draw from all.
+    """
+
+    def __init__(self, seed: int, generators: Iterable[str] = SEEDED) -> None:
         self._augment, self._collate = key(_AUGMENT, seed), key(_COLLATE, seed)
+        self._seeds = [SEEDED[each] for each in generators]
 
     def sample(self, epoch: int, number: int) -> None:
         """What follows augments sample ``number`` in ``epoch``."""
-        seed_host(key(epoch, number, start=self._augment))
+        value = key(epoch, number, start=self._augment)
+        for seed in self._seeds:
+            seed(value)
 
     def collate(self, epoch: int, first: int) -> None:
         """What follows puts together the samples of which ``first`` is the first (it may mix them at random)."""
         seed_host(key(epoch, first, start=self._collate))
 
 
+_KEPT: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]] = {
+    "random": (random.getstate, random.setstate),
+    "numpy": (np.random.get_state, np.random.set_state),
+    "torch": (torch.default_generator.get_state, torch.default_generator.set_state),
+}
+
+
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """The three generators are afterwards as they were: a step that draws data goes on with numbers of its own."""
-    python, legacy, default = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+def undisturbed(generators: Iterable[str] = SEEDED) -> Iterator[None]:
+    """These are afterwards as they were: a step that draws data goes on with numbers of its own."""
+    before = [(restore, state()) for state, restore in (_KEPT[each] for each in generators)]
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
-        torch.default_generator.set_state(default)
+        for restore, state in before:
+            restore(state)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
+from elastic_trainer.data.seeds import SEEDED
 from elastic_trainer.errors import DataError
 
 
@@ -90,3 +91,22 @@ def deterministic(dataset: Any) -> bool:
     if type(dataset) is Subset:
         return deterministic(dataset.dataset)
     return plain_tensors(dataset) or getattr(dataset, "deterministic", False) is True
+
+
+def generators(dataset: Any) -> tuple[str, ...]:
+    """The default generators that a sample draws from, by the name of their module: what ``generators`` of the data set
+    names, else all. Each that is not named costs no seeding for each sample.
+
+    Raises DataError when the data set names another.
+    """
+    if type(dataset) is Subset:
+        return generators(dataset.dataset)
+    named = getattr(dataset, "generators", None)
+    if named is None:
+        return tuple(SEEDED)
+    if not isinstance(named, (tuple, list, set, frozenset)) or any(each not in [*SEEDED] for each in named):
+        raise DataError(
+            f"{type(dataset).__name__}.generators is {named!r}: unknown",
+            hint=f"name those of {', '.join(map(repr, SEEDED))} that a sample draws from, as a tuple",
+        )
+    return tuple(named)

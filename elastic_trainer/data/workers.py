@@ -42,6 +42,8 @@ from elastic_trainer.telemetry.logs import logger
 LOOK_S = 0.5
 """How often a wait for data looks whether the workers are alive."""
 SLOW_S = 60.0
+DYING_S = 2.0
+"""How long after its connections a worker that ends may be seen to be dead."""
 GRACE_S = 2.0
 """How long workers that are told to end may take for the sample at hand."""
 
@@ -172,8 +174,9 @@ class Workers:
                 problem = f"{type(error).__name__}: {error}".partition("\n")[0]
             else:
                 return self._upcoming.sent.popleft(), value
-            self._check_alive()
-            if "timed out after" not in problem or self._pinning_ended():
+            late = "timed out after" in problem
+            self._check_alive(0 if late else DYING_S)
+            if not late or self._pinning_ended():
                 self.close()
                 raise DataError(f"the data workers failed: {problem}")
             if not told and SYSTEM.monotonic() - began > SLOW_S:
@@ -240,8 +243,8 @@ class Workers:
         _remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False  # type: ignore[attr-defined]
 
-    def _check_alive(self) -> None:
-        dead = dead_of(self._processes)
+    def _check_alive(self, wait_s: float) -> None:
+        dead = dead_of(self._processes, wait_s)
         if dead:
             self.close()
             raise died(dead[0])
@@ -263,9 +266,12 @@ _CAUSES: dict[int, str] = {
 }
 
 
-def dead_of(processes: list[Any]) -> list[Any]:
-    """Those that have ended; told by their pipes, since whoever else waits for children may have taken their status."""
-    ended = connection.wait([process.sentinel for process in processes], 0)
+def dead_of(processes: list[Any], wait_s: float = 0) -> list[Any]:
+    """Those that have ended, or do so in ``wait_s`` seconds.
+
+    Told by their pipes, since whoever else waits for children may have taken their status.
+    """
+    ended = connection.wait([process.sentinel for process in processes], wait_s)
     return [process for process in processes if process.sentinel in ended]
 
 

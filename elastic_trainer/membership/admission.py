@@ -10,7 +10,7 @@ import secrets
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import SpecMismatchError, StoreUnavailableError
-from elastic_trainer.membership.documents import RoundDocument, RoundState, Spec
+from elastic_trainer.membership.documents import PROTOCOL_VERSION, RoundDocument, RoundState, Spec, VersionError
 from elastic_trainer.membership.member import closed_error
 from elastic_trainer.store.api import Compare, Field, Put, Relation, Store, absent, prefix_end, unchanged
 from elastic_trainer.store.keys import RunKeys
@@ -23,8 +23,27 @@ def admit(store: Store, keys: RunKeys, spec: Spec, *, reopen: bool, deadline: De
     """Agree with the run on ``spec``.
 
     The first node writes it. A node that differs is refused, unless no node of the run is present: then the run takes
-    over the new limits. A closed run is refused, unless ``reopen``: then its next epoch begins.
+    over the new limits. A closed run is refused, unless ``reopen``: then its next epoch begins. A run of another
+    protocol version is refused in any case: what its nodes wrote cannot be read, so nothing of it may be replaced.
     """
+    try:
+        _settle(store, keys, spec, reopen=reopen, deadline=deadline)
+    except VersionError as error:
+        raise other_version(error.found, keys.run_id) from error
+
+
+def other_version(found: int, run_id: str) -> SpecMismatchError:
+    """The error for a node that meets a run of protocol version ``found``."""
+    which = "a newer" if found > PROTOCOL_VERSION else "an older"
+    return SpecMismatchError(
+        f"run {run_id!r} was begun by {which} elastic_trainer: it has protocol version {found}, "
+        f"this node has {PROTOCOL_VERSION}",
+        hint="start all nodes of a run with the same version; to go on with it under this version, stop its nodes, "
+        f"give 'elastic-trainer forget {run_id} --unfinished', and start it again from its checkpoints",
+    )
+
+
+def _settle(store: Store, keys: RunKeys, spec: Spec, *, reopen: bool, deadline: Deadline) -> None:
     for _ in range(ATTEMPTS):
         if _settle_closed(store, keys, reopen=reopen, deadline=deadline) and _settle_spec(store, keys, spec, deadline):
             return

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from elastic_trainer.membership.documents import Ghost, NodeState, RoundDocument, RoundMember, RoundState, join_address
 from elastic_trainer.membership.standing import NodeView, View, candidates, is_ghost, live_members, next_number
+from elastic_trainer.model import Cause
 
 
-def broken(current: RoundDocument, reason: str, *, worker_failed: bool = False) -> RoundDocument:
+def broken(
+    current: RoundDocument, reason: str, *, worker_failed: bool = False, cause: Cause | None = None
+) -> RoundDocument:
     """The round document after a failure.
 
     A planned change that was under way counts as made, since some ranks may have switched already: what is broken is
@@ -20,6 +23,7 @@ def broken(current: RoundDocument, reason: str, *, worker_failed: bool = False) 
         "next": None,
         "ghosts": ghosts,
         "worker_failed": worker_failed,
+        "cause": cause,
     }
     return base.model_copy(update=update)
 
@@ -33,8 +37,9 @@ def compose(
     failures: int = 0,
     stalled: int = 0,
     left_out: str | None = None,
+    cause: Cause | None = None,
 ) -> RoundDocument:
-    """The next round, of ``chosen`` in this order."""
+    """The next round, of ``chosen`` in this order; ``cause`` ended the one before."""
     members, first_rank = [], 0
     for node in chosen:
         size = node.record.local_world_size
@@ -63,6 +68,7 @@ def compose(
         failures=failures,
         stalled=stalled,
         left_out=left_out,
+        cause=cause,
     )
 
 

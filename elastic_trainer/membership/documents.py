@@ -6,19 +6,34 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from elastic_trainer.errors import PermanentError
-from elastic_trainer.model import Incarnation, RecoveryMode
+from elastic_trainer.model import NAME_PATTERN, Cause, Incarnation, RecoveryMode
+from elastic_trainer.store.untrusted import cleaned
 
 PROTOCOL_VERSION = 2
 """Nodes of different versions refuse each other's documents (see Document.version)."""
 
 
+MOST_WORKERS = 4096
+"""Of one node: lists are made of so many."""
+Name = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
+Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
+
+
 class DocumentError(PermanentError):
     """A key of the run holds something that this version cannot read."""
+
+
+class VersionError(DocumentError):
+    """It is a document of another protocol version: ``found``."""
+
+    def __init__(self, message: str, found: int, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.found = found
 
 
 class Document(BaseModel):
@@ -36,12 +51,37 @@ class Document(BaseModel):
     def decode(cls, value: bytes, key: str) -> Self:
         """Read the JSON found under ``key``; DocumentError names the key when it does not fit."""
         try:
-            return cls.model_validate_json(value)
-        except ValidationError as error:
+            return cls.model_validate_json(cleaned(value))
+        except ValueError as error:  # pydantic's ValidationError is one
+            found = _version_of(value)
+            if found is not None and found != PROTOCOL_VERSION:
+                wanted = f"no {cls.__name__} of protocol version {PROTOCOL_VERSION}"
+                raise VersionError(
+                    f"key {key!r} holds {wanted}, but one of version {found}",
+                    found,
+                    hint="run the same version of elastic_trainer everywhere",
+                ) from error
             raise DocumentError(
                 f"key {key!r} holds no {cls.__name__} of protocol version {PROTOCOL_VERSION}",
                 hint="another program or another version of elastic_trainer writes under this run id",
             ) from error
+
+
+def _version_of(value: bytes) -> int | None:
+    """The version that a document gives itself, of whatever kind it is; None if it is no such document."""
+    try:
+        found = _Versioned.model_validate_json(value)
+    except ValueError:
+        return None
+    return found.version
+
+
+class _Versioned(BaseModel):
+    """The one field that documents of all versions have."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    version: int = Field(ge=0, le=1_000_000)
 
 
 class Spec(Document):
@@ -99,7 +139,7 @@ class NodeRecord(Document):
 
     host: str
     address: str
-    local_world_size: int = Field(ge=1)
+    local_world_size: Workers
     role: str = "default"
     store_port: int = Field(ge=0, le=65535)
     """Where rank 0's store is found if this node becomes the first: reserved anew for each life."""
@@ -115,13 +155,15 @@ class NodeRecord(Document):
     """Whether it left its last round by agreement rather than by a failure."""
     identity: Identity | None = None
     reached: Identity | None = None
-    """How far its last life is known to have come, from a report that may be a moment old."""
+    """How far its last life came, by its workers' heartbeat pages, or by their last report where there are none."""
     joinable: bool = True
     """In place: whether its workers could go on beside a newcomer now (not in the middle of an evaluation)."""
     unreachable: tuple[str, ...] = ()
     """Members of the last round that it could not reach, where that round could not be formed (in place)."""
     cause: str = ""
     """Why it left its last round, for people."""
+    ended_by: Cause | None = None
+    """What ended its last life, unless that was agreed on: others may break the round before its agent does."""
 
 
 class RoundState(StrEnum):
@@ -140,11 +182,11 @@ class RoundMember(NamedTuple):
     So entries are read strictly: one more value makes it another protocol version.
     """
 
-    node: str
+    node: Name
     create_revision: int
     life: int
-    first_rank: int
-    local_world_size: int
+    first_rank: Annotated[int, Field(ge=0)]
+    local_world_size: Workers
     role: str = "default"
 
     @property
@@ -191,6 +233,8 @@ class RoundDocument(Document):
     reason: str = ""
     worker_failed: bool = False
     """Whether it was broken by a failure of workers, rather than by the loss of a node."""
+    cause: Cause | None = None
+    """What broke it, where that is known."""
     result: RunResult | None = None
     next: RoundDocument | None = None
 
@@ -198,6 +242,10 @@ class RoundDocument(Document):
     def world_size(self) -> int:
         """Number of worker processes."""
         return sum(member.local_world_size for member in self.members)
+
+    def is_first(self, node: str) -> bool:
+        """Whether ``node`` has rank 0."""
+        return bool(self.members) and self.members[0].node == node
 
     def member(self, node: str) -> RoundMember | None:
         """The entry of ``node``, or None."""

@@ -5,7 +5,8 @@
 *Fails by* RunClosedError, JoinTimeoutError, SpecMismatchError and StoreUnavailableError (at the start only: later an
 outage of the store is waited out).
 *Invariant*: the round document is written only against the revision last seen and while this node's own key stands,
-so a thawed or partitioned member cannot undo what others decided.
+so a thawed or partitioned member cannot undo what others decided. A store that was restored from an older state is
+brought to where the run was, before anything else is decided.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ from elastic_trainer.membership.documents import (
 from elastic_trainer.membership.outlook import Outlook, RollCall, named
 from elastic_trainer.membership.presence import Presence
 from elastic_trainer.membership.probe import Prober
+from elastic_trainer.membership.recollection import STATE_ORDER, Recollection, position
 from elastic_trainer.membership.rules import Action, Decision, decide
 from elastic_trainer.membership.sightings import Tracker
 from elastic_trainer.membership.standing import Limits, Sightings, View, live_members
 from elastic_trainer.membership.view import Observation, RunView
+from elastic_trainer.model import Cause
 from elastic_trainer.store.api import Compare, Delete, Operation, Put, Store, created_at, unchanged
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.logs import logger
@@ -55,7 +58,7 @@ LONGEST_REST_S = 0.2
 class Member:
     """The node ``node_id`` in the run of ``keys``.
 
-    ``prober`` tells which silent nodes' agents are dead; it is asked only about members of a broken round.
+    ``prober`` tells which nodes' agents are dead, of those that are in doubt.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class Member:
         self._view = RunView(keys)
         self._outlook = Outlook(store, keys, presence, self._view, clock)
         self._tracker = Tracker()
+        self._memory = Recollection()
+        self._reloads = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._listeners: list[Callable[[RoundDocument], None]] = []
@@ -125,6 +130,7 @@ class Member:
         deadline: Deadline,
         *,
         worker_failed: bool = False,
+        cause: Cause | None = None,
         record: NodeRecord | None = None,
     ) -> None:
         """Mark round ``number`` broken if it is still on; waits out an outage of the store.
@@ -136,7 +142,7 @@ class Member:
             current = seen.round
             if current is None or not _is_on(current, number):
                 return
-            document = broken(current, reason, worker_failed=worker_failed)
+            document = broken(current, reason, worker_failed=worker_failed, cause=cause)
             attempt = deadline.at_most(WRITE_ATTEMPT_S)
             try:
                 if self._commit(Decision(Action.BREAK, reason, document), seen, attempt, record):
@@ -235,12 +241,18 @@ class Member:
 
     def _turn(self, seen: Observation) -> float:
         """One look and at most one act; seconds until the next look if nothing changes."""
+        now = self._clock.monotonic()
+        self._memory = self._memory.advance(seen.round, now)
         self._tell(seen)
         if self._presence.away:
             self._presence.return_from_loss(Deadline.after(WRITE_TIMEOUT_S, self._clock))
             self._view.wake()
             return 0.0
-        now = self._clock.monotonic()
+        if seen.reloads != self._reloads:
+            self._presence.show_again(Deadline.after(WRITE_TIMEOUT_S, self._clock))
+            self._reloads = seen.reloads
+        if self._memory.behind:
+            return self._put_back(seen, now)
         outlook_s = self._outlook.turn(seen, now)
         self._track(seen, now)
         if not seen.decidable:
@@ -254,6 +266,14 @@ class Member:
         again_s = decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
         return min(LOOK_AGAIN_S, outlook_s, probing_s, again_s)
 
+    def _put_back(self, seen: Observation, now: float) -> float:
+        """The store has gone back: end the newest round known, so that the next one follows on that."""
+        decision = self._memory.decide(self.node_id, seen.round, now)
+        if decision.action is Action.WAIT:
+            return decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
+        logger().warning("store.went_back", reason=decision.reason, known_round=position(self._memory.known)[1])
+        return 0.0 if self._commit(decision, seen, Deadline.after(WRITE_ATTEMPT_S, self._clock)) else 0.1
+
     def _track(self, seen: Observation, now: float) -> None:
         """Note since when things are as they are; of the nodes nothing is known where they are not followed."""
         if seen.follows_nodes:
@@ -264,7 +284,7 @@ class Member:
             self._tracker = Tracker(Sightings(round_since=round_since), round_revision=seen.round_revision)
 
     def _tell(self, seen: Observation) -> None:
-        if seen.round is None or seen.round_revision <= self._told_revision:
+        if seen.round is None or seen.round_revision == self._told_revision or self._memory.behind:
             return
         self._told_revision = seen.round_revision
         for listener in self._listeners:
@@ -322,7 +342,7 @@ class Member:
             nodes=tuple(member.node for member in document.members),
             world_size=document.world_size,
         )
-        number = len(RoundState) * document.number + _ORDER[document.state]
+        number = len(RoundState) * document.number + STATE_ORDER[document.state]
         writes: list[Operation] = [
             Put(self._keys.round, document.encode()),
             Put(self._keys.event(number), entry.encode()),
@@ -367,7 +387,6 @@ def closed_error(document: RoundDocument) -> RunClosedError:
     )
 
 
-_ORDER = {RoundState.ACTIVE: 0, RoundState.DRAINING: 1, RoundState.BROKEN: 2, RoundState.CLOSED: 3}
 _PAST = {
     RoundState.ACTIVE: "formed",
     RoundState.DRAINING: "opened",

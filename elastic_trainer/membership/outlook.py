@@ -15,7 +15,7 @@ from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.membership.documents import RoundDocument
 from elastic_trainer.membership.presence import Presence
-from elastic_trainer.membership.seniority import first_names, is_one_too_many, plan
+from elastic_trainer.membership.seniority import STRAYS, first_names, is_one_too_many, plan, written_by_nodes
 from elastic_trainer.membership.view import Observation, RunView
 from elastic_trainer.store.api import Order, Read, Store, prefix_end
 from elastic_trainer.store.keys import RunKeys
@@ -121,25 +121,24 @@ class Outlook:
         found = self._store.range(
             self._keys.nodes,
             Deadline.after(ASK_LIMIT_S, self._clock),
-            limit=places + len(ghosts),
+            limit=places + len(ghosts) + STRAYS,
             order=Order.CREATE_REVISION,
             keys_only=True,
         )
-        keys = [(item.key.removeprefix(self._keys.nodes), item.mod_revision) for item in found.items]
-        return first_names(keys, ghosts, places)
+        return first_names(written_by_nodes(found.items, self._keys), ghosts, places)
 
     # ---- for a node that gives up
 
     def roll_call(self, seen: Observation) -> RollCall:
         """Ask the store who is there, for a node that does not follow the nodes. Never raises."""
-        everyone = Read(self._keys.nodes, prefix_end(self._keys.nodes), limit=NAMED + 1, keys_only=True)
+        everyone = Read(self._keys.nodes, prefix_end(self._keys.nodes), limit=NAMED + 1 + STRAYS, keys_only=True)
         members = seen.round.members[:CALLED] if seen.round is not None else ()
         reads = [Read(self._keys.node(member.node), keys_only=True) for member in members]
         try:
             found = self._store.transact([], [everyone, *reads], deadline=Deadline.after(ASK_LIMIT_S, self._clock))
         except ElasticTrainerError as error:
             return RollCall(f"not known: {error}", round_lives=False)
-        names = [item.key.removeprefix(self._keys.nodes) for item in found.reads[0].items]
+        names = [name for name, _ in written_by_nodes(found.reads[0].items, self._keys)]
         keys = [read.first for read in found.reads[1:]]
         lives = any(
             key is not None and key.create_revision == member.create_revision

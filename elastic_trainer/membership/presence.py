@@ -14,7 +14,7 @@ from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, LeaseLostError, StoreUnavailableError, TransientError
 from elastic_trainer.membership.documents import DocumentError, NodeRecord
 from elastic_trainer.membership.probe import refuses
-from elastic_trainer.membership.seniority import SENIORS
+from elastic_trainer.membership.seniority import SENIORS, STRAYS, written_by_nodes
 from elastic_trainer.store.api import (
     Delete,
     KeyValue,
@@ -39,9 +39,10 @@ class Presence:
     """The key of ``node_id``; ``create_revision`` is 0 until it is shown."""
 
     def __init__(self, store: Store, keys: RunKeys, node_id: str, session: LeaseSession, clock: Clock = SYSTEM) -> None:
-        self._store, self._key, self._session, self._clock = store, keys.node(node_id), session, clock
+        self._store, self._keys, self._session, self._clock = store, keys, session, clock
+        self._key = keys.node(node_id)
         self._oldest = Read(
-            keys.nodes, prefix_end(keys.nodes), limit=SENIORS, order=Order.CREATE_REVISION, keys_only=True
+            keys.nodes, prefix_end(keys.nodes), limit=SENIORS + STRAYS, order=Order.CREATE_REVISION, keys_only=True
         )
         self.node_id = node_id
         self.create_revision = 0
@@ -116,6 +117,16 @@ class Presence:
             self._write(deadline)
             logger().warning("node.returned", node=self.node_id, create_revision=self.create_revision)
 
+    def show_again(self, deadline: Deadline) -> None:
+        """Write what is shown once more: the store may hold an older record than it was given."""
+        with self._lock:
+            if self._record is None or self.away:
+                return
+            try:
+                self._write(deadline)
+            except LeaseLostError:
+                self._session.lost.set()
+
     def close(self) -> None:
         """Take the key away; an unreachable store will do it when the lease ends."""
         self._session.close(revoke=True)
@@ -171,7 +182,8 @@ class Presence:
             self._created(mine.create_revision, result.reads[0])
 
     def _created(self, revision: int, oldest: Snapshot) -> None:
-        self.senior = any(item.key == self._key for item in oldest.items)
+        first = written_by_nodes(oldest.items, self._keys)[:SENIORS]
+        self.senior = any(name == self.node_id for name, _ in first)
         self.create_revision = revision
         self._shown = self.record
 

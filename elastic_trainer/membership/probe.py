@@ -1,4 +1,4 @@
-"""Ask the kernels of silent nodes whether their agents still live: a refused connection means dead.
+"""Ask the kernels of nodes in doubt whether their agents still live: a refused connection means dead.
 
 *Runs in* the deciding thread; connections are made in short-lived threads. *Owns* nothing lasting.
 A time-out proves nothing (a partition, a loaded host) and changes nothing.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.membership.standing import NodeView, View, live_members
+from elastic_trainer.membership.standing import NodeView, View, live_members, newcomers
 from elastic_trainer.telemetry.logs import logger
 
 PROBE_TIMEOUT_S = 0.5
@@ -50,11 +50,11 @@ class Prober:
             )
 
     def look(self, view: View, found: Callable[[], None]) -> float:
-        """Probe the silent members of a round that is over; ``found`` is called when one is dead.
+        """Probe the nodes that are in doubt; ``found`` is called when one is dead.
 
         Returns the seconds until the next look is due.
         """
-        silent = silent_members(view)
+        silent = doubtful(view)
         now = self._clock.monotonic()
         before = now - PROBE_INTERVAL_S
         due = sorted((self._asked.get(node.id, before), node.id, node) for node in silent)
@@ -83,16 +83,27 @@ class Prober:
                 found()
 
 
-def silent_members(view: View) -> list[NodeView]:
-    """Members of a broken or draining round that have not said that they are free."""
-    current = view.round
-    if current is None or current.state not in (RoundState.BROKEN, RoundState.DRAINING):
-        return []
+def doubtful(view: View) -> list[NodeView]:
+    """The nodes that must not be dead for what comes next, of which nobody has heard just now.
+
+    Members of a broken or draining round that have not said that they are free, and newcomers that are about to be
+    taken in: a round with a dead one would stand still until its lease ends.
+    """
     return [
         node
-        for _, node in live_members(view)
-        if node.id != view.me
-        and node.id not in view.suspects
-        and node.record.acknowledged <= current.number
-        and node.record.probe_port > 0
+        for node in _awaited(view)
+        if node.id != view.me and node.id not in view.suspects and node.record.probe_port > 0
     ]
+
+
+def _awaited(view: View) -> list[NodeView]:
+    current = view.round
+    if current is None or current.state is RoundState.CLOSED:
+        return []
+    if current.state is RoundState.ACTIVE:
+        return newcomers(view)[: max(0, view.limits.max_nodes - len(current.members))]
+    silent = [node for _, node in live_members(view) if node.record.acknowledged <= current.number]
+    if current.next is None:
+        return silent
+    joining = {member.node for member in current.next.members} - {member.node for member in current.members}
+    return silent + [view.nodes[name] for name in sorted(joining) if name in view.nodes]

@@ -25,7 +25,7 @@ from elastic_trainer.membership.standing import (
     same_life,
 )
 from elastic_trainer.membership.tally import count
-from elastic_trainer.model import RecoveryMode
+from elastic_trainer.model import Cause, RecoveryMode
 
 
 class Action(StrEnum):
@@ -100,7 +100,7 @@ def _next_round(view: View, current: RoundDocument, now: float) -> Decision:
     if current.state is RoundState.ACTIVE:
         lost = "; ".join(losses(view))
         if lost:
-            return Decision(Action.BREAK, lost, broken(current, lost))
+            return Decision(Action.BREAK, lost, broken(current, lost, cause=Cause.NODE_LOST))
         return _planned(view, current, now)
     if current.state is RoundState.DRAINING and current.next is not None:
         return _switching(view, current, current.next)
@@ -150,7 +150,7 @@ def _switching(view: View, current: RoundDocument, planned: RoundDocument) -> De
     """A planned change is under way in place: it is over when all that stay have switched."""
     lost = "; ".join(losses(view))
     if lost:
-        return Decision(Action.BREAK, lost, broken(current, lost))
+        return Decision(Action.BREAK, lost, broken(current, lost, cause=Cause.NODE_LOST))
     staying = [node for member, node in live_members(view) if planned.member(member.node) is not None]
     behind = [node.id for node in staying if node.record.reported <= current.number]
     if behind:
@@ -198,9 +198,9 @@ def _bound_s(view: View, current: RoundDocument, node: NodeView) -> float:
 
 def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decision:
     """The round after one that is over, unless the run has failed too often at one place."""
-    reason = _what_was_lost(view, current, ready)
+    reason, cause = _what_was_lost(view, current, ready)
     if view.limits.recovery is RecoveryMode.RESTART:
-        return _form(view, ready, reason)  # how far unmodified scripts have come is not known
+        return _form(view, ready, reason, cause)  # how far unmodified scripts have come is not known
     tally = count(view, current, ready)
     if verdict := tally.verdict(view.limits):
         reason = f"{verdict}: {reason}"
@@ -219,16 +219,30 @@ def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decisi
         failures=tally.failures,
         stalled=tally.stalled,
         left_out=absent.id if absent is not None else None,
+        cause=cause,
     )
     return Decision(Action.FORM, reason, document)
 
 
-def _what_was_lost(view: View, current: RoundDocument, ready: list[NodeView]) -> str:
+def _what_was_lost(view: View, current: RoundDocument, ready: list[NodeView]) -> tuple[str, Cause | None]:
     """Why there is a next round: the nodes that are gone, rather than whoever noticed first."""
     here = {node.id for node in ready}
-    here |= {node.id for _, node in live_members(view) if node.record.state is NodeState.WARMING}
-    gone = [member.node for member in current.members if member.node not in here]
-    return f"node {', '.join(gone)} was lost" if gone else current.reason
+    members = live_members(view)
+    starting = {node.id for _, node in members if node.record.state is NodeState.WARMING}
+    gone = [member.node for member in current.members if member.node not in here | starting]
+    if gone and current.state is RoundState.BROKEN:
+        return _lost(gone), Cause.NODE_LOST
+    cause = current.cause
+    failed = {node.id for member, node in members if node.record.life != member.life}
+    failed -= {node.id for node in ready if node.record.planned}
+    if (new := starting | failed) and cause in (Cause.CONTACT_LOST, Cause.NODE_LOST):  # others noticed before its agent
+        hung = any(node.id in new and node.record.ended_by is Cause.WORKER_HUNG for _, node in members)
+        cause = Cause.WORKER_HUNG if hung else Cause.WORKER_LOST
+    return _lost(gone) if gone else current.reason, cause
+
+
+def _lost(names: list[str]) -> str:
+    return f"node {names[0]} was lost" if len(names) == 1 else f"nodes {', '.join(names)} were lost"
 
 
 def _ending(view: View, current: RoundDocument) -> Decision:
@@ -269,5 +283,5 @@ def _head_has_finished(view: View, current: RoundDocument) -> bool:
     return head is not None and head.record.state is NodeState.DONE
 
 
-def _form(view: View, ready: list[NodeView], reason: str) -> Decision:
-    return Decision(Action.FORM, reason, compose(view, ready[: view.limits.max_nodes], reason))
+def _form(view: View, ready: list[NodeView], reason: str, cause: Cause | None = None) -> Decision:
+    return Decision(Action.FORM, reason, compose(view, ready[: view.limits.max_nodes], reason, cause=cause))

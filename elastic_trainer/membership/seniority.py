@@ -13,9 +13,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_trainer.membership.documents import Ghost, RoundDocument, RoundState
+from elastic_trainer.store.api import KeyValue
+from elastic_trainer.store.keys import RunKeys
 
 SENIORS = 3
 """The decider and its deputies."""
+STRAYS = 32
+"""So many keys among the oldest may be of no node, and cost no time."""
 HEIR_PATIENCE_S = 1.0
 """For so long a round may be over before those next in line watch the nodes beside the deciders."""
 CROWD = 16
@@ -68,6 +72,15 @@ def first_names(keys: Iterable[tuple[str, int]], ghosts: Iterable[Ghost], places
     """The nodes that hold the first ``places`` of ``keys``: (node, mod-revision), the oldest first, without ghosts."""
     passed_over = {(ghost.node, ghost.mod_revision) for ghost in ghosts}
     return [name for name, revision in keys if (name, revision) not in passed_over][:places]
+
+
+def written_by_nodes(found: Iterable[KeyValue], keys: RunKeys) -> list[tuple[str, int]]:
+    """(node, mod-revision) of what nodes have written among ``found``: their keys are leased, and have possible names.
+
+    Anything else below ``nodes/`` would keep the first places for ever, and its neighbors from deciding.
+    """
+    named = ((keys.node_id(item.key), item) for item in found)
+    return [(name, item.mod_revision) for name, item in named if name is not None and item.lease]
 
 
 def is_one_too_many(document: RoundDocument | None, older: int, present: int) -> bool:

@@ -142,7 +142,7 @@ def next_number(view: View) -> int:
 def losses(view: View) -> list[str]:
     """Why the present round cannot go on, one phrase for each member that is lost or has left unplanned.
 
-    While a planned change is under way only those count that the next round needs.
+    While a planned change is under way only those count that the next round needs, and whoever is found dead is lost.
     """
     current = view.round
     if current is None:
@@ -152,7 +152,7 @@ def losses(view: View) -> list[str]:
     phrases = []
     for member in needed:
         node = live.get(member.node) or _newcomer(view, member)
-        if node is None:
+        if node is None or (current.next is not None and node.id in view.suspects):
             phrases.append(f"node {member.node} is gone")
         elif node.record.life != member.life or _left_unplanned(node, current.number):
             phrases.append(f"node {member.node} left the round{_because(node.record.cause)}")

@@ -39,7 +39,7 @@ def count(view: View, current: RoundDocument, ready: list[NodeView]) -> Tally:
     if current.state is RoundState.DRAINING:
         return Tally(current.last_step, current.failures, current.stalled)
     ended = [node for member, node in live_members(view) if node.record.life > member.life]
-    # Whoever lives knows exactly how far the job has come; what is known of the dead may be a moment old.
+    # Whoever lives knows exactly how far the job has come; of the dead that is known only where they had a page.
     known = [node.record.identity for node in ready if node.record.identity is not None]
     known = known or [node.record.reached for node in ended if node.record.reached is not None]
     place = max(known, key=lambda each: each.step, default=None)

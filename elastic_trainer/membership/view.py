@@ -16,6 +16,7 @@ from elastic_trainer.membership.documents import DocumentError, NodeRecord, Roun
 from elastic_trainer.membership.standing import NodeView
 from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, Store, Watch, WatchEvent
 from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
 
 
@@ -33,6 +34,8 @@ class Observation:
     follows_nodes: bool = True
     revision: int = 0
     """Everything up to this revision of the store is in here."""
+    reloads: int = 0
+    """How often all of it had to be read anew, since the store's history had a gap or had become another."""
 
     @property
     def decidable(self) -> bool:
@@ -55,6 +58,7 @@ class Feed:
         self.revision = 0
         self.connected = True
         self.loaded = False
+        self.reloads = 0
         self._watch: Watch | None = None
 
     def begin(self, store: Store) -> None:
@@ -72,6 +76,7 @@ class Feed:
     def on_snapshot(self, snapshot: Snapshot) -> None:
         """Replace everything."""
         with self._lock:
+            self.reloads += self.loaded
             self.nodes.clear()
             self.round, self.round_revision = None, 0
             for item in snapshot.items:
@@ -102,11 +107,13 @@ class Feed:
                 if item.mod_revision > self.round_revision:
                     self.round = RoundDocument.decode(item.value, item.key)
                     self.round_revision = item.mod_revision
-            elif (name := self._keys.node_id(item.key)) is not None:
+            elif item.key.startswith(self._keys.nodes):
+                if (name := self._keys.node_id(item.key)) is None:
+                    raise DocumentError(f"key {item.key!r} is that of no possible node")
                 record = NodeRecord.decode(item.value, item.key)
                 self.nodes[name] = NodeView(name, item.create_revision, item.mod_revision, record)
         except DocumentError as error:
-            logger().error("document.refused", key=item.key, error=str(error))
+            logger().error("document.refused", key=plain(item.key), error=str(error))
 
     def _delete(self, item: KeyValue) -> None:
         if item.key == self._keys.round:
@@ -125,6 +132,7 @@ class RunView:
         self._next: Feed | None = None
         self._retired: list[Feed] = []
         self._serial = 0
+        self._reloads = 0  # of the feeds that are not shown any more
 
     def start(self, store: Store) -> None:
         """Begin by following the round alone."""
@@ -178,6 +186,7 @@ class RunView:
                 self._serial,
                 shown.follows_nodes,
                 shown.revision,
+                self._reloads + shown.reloads,
             )
 
     def wait_change(self, serial: int, timeout_s: float) -> None:
@@ -200,6 +209,7 @@ class RunView:
         # A store that was wiped begins with small revisions again: then the shown feed forgets its round first.
         if following is not None and following.loaded and following.revision >= self._shown.round_revision:
             self._retired.append(self._shown)
+            self._reloads += self._shown.reloads
             self._shown, self._next = following, None
             self._bump()
         elif feed is self._shown:

@@ -23,7 +23,7 @@ import psutil
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, PermanentError
-from elastic_trainer.settings import ENV_LEDGER_DIR, ENV_NODE
+from elastic_trainer.settings import ENV_LEDGER_DIR, ENV_NODE, without_store
 from elastic_trainer.sim import processes
 from elastic_trainer.sim.tail import FileTail
 
@@ -262,4 +262,4 @@ class LocalCluster:
             "NCCL_SOCKET_IFNAME": "lo",
         }
         named = {ENV_LEDGER_DIR: str(self.spec.ledger), ENV_NODE: name}
-        return mine | dict(os.environ) | dict(self.spec.environment) | named
+        return mine | without_store(os.environ) | dict(self.spec.environment) | named

@@ -23,10 +23,12 @@ import xxhash
 from torch import nn
 
 from elastic_trainer.clock import pause
+from elastic_trainer.settings import worker_environment
+from elastic_trainer.sim.drill_wedge import Obstacles, Rows
 from elastic_trainer.worker.replica import Reduction
 from elastic_trainer.worker.session import Session
 
-STOP_FILE, DIGESTS = "stop", "digests"
+STOP_FILE, DIGESTS, CHECKPOINTS = "stop", "digests", "checkpoints"
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a worker write the stacks of all its threads to its output, also while it is blocked in a collective."""
 FEATURES, CLASSES = 32, 8
@@ -98,10 +100,13 @@ def main(argv: list[str] | None = None) -> None:
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     torch.manual_seed(0)
     model = _model(options.width, options.reduction)
-    data = _data(options.samples)
+    data: torch.utils.data.TensorDataset = _data(options.samples)
+    obstacles = Obstacles(options.directory, worker_environment().node)
+    if options.wedges:
+        data = Rows(data, obstacles)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     ending = Ending()
-    with Session(checkpoint_dir=options.directory / "checkpoints", checkpoint_every_s=None) as session:
+    with Session(checkpoint_dir=options.directory / CHECKPOINTS, checkpoint_every_s=options.save_every) as session:
         session.register("ending", ending)
         wrapped = session.wrap(model, optimizer=optimizer, reduction=options.reduction)
         digests = Digests(session, model, optimizer, options.directory / DIGESTS)
@@ -111,8 +116,11 @@ def main(argv: list[str] | None = None) -> None:
                 break
             pause(options.pause)
             with session.step() as step:
+                if options.wedges:
+                    obstacles.inside_step(session)
                 for part in step.micro_batches(batch):
-                    step.backward(nn.functional.cross_entropy(wrapped(part.x), part.y))
+                    loss = nn.functional.cross_entropy(wrapped(part.x), part.y)
+                    step.backward(obstacles.spoiled(loss) if options.wedges else loss)
                 ending.agreed = _asked(session, options.directory / STOP_FILE)
                 optimizer.step()
             if step.committed and session.step_number % DIGEST_EVERY == 0:
@@ -153,7 +161,9 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--reduction", choices=list(map(str, Reduction)), default=str(Reduction.DDP))
+    parser.add_argument("--wedges", action="store_true", help="get stuck when a file asks for it (see drill_wedge)")
     parser.add_argument("--steps", type=int, help="end behind this step, without being asked")
+    parser.add_argument("--save-every", type=float, help="seconds from one checkpoint to the next")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps")
     return parser.parse_args(argv)
 

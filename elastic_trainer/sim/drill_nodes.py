@@ -11,6 +11,7 @@ from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.sim.drill_measure import Effect, Standing
 from elastic_trainer.sim.drill_stage import DrillError, Stage, now
 from elastic_trainer.sim.drill_strikes import aftermath, freeze, kill_nodes, kill_workers, restarted, worker
+from elastic_trainer.sim.drill_wedge import STUCK, Wedge, ask
 
 MOST_APART_S = 0.05
 _TRIES = 3
@@ -32,6 +33,22 @@ def worker_freeze(stage: Stage, repeat: int) -> Effect:
     name = before.nodes[-1 - repeat % len(before.nodes)]
     t = freeze(stage, [worker(stage, before, name)])
     effect = aftermath(stage, before, f"worker of {name} frozen", t, [name])
+    stage.restore()
+    return effect
+
+
+def worker_wedge(stage: Stage, repeat: int) -> Effect:
+    """Let a worker get stuck in one way after the other while its process lives: its agent finds out, and ends it.
+
+    Where all ranks are made to wait for each other nobody is to blame; they meet anew, and no process ends.
+    """
+    kind = STUCK[repeat % len(STUCK)]
+    before = stage.settled()
+    name = before.nodes[-1]
+    file, t = ask(stage.directory, name, kind), now()
+    stage.until(lambda: not file.exists(), f"{name} to be stuck in {kind}")
+    struck = [name] if kind is not Wedge.COLLECTIVE else []
+    effect = aftermath(stage, before, f"worker of {name} stuck ({kind})", t, struck)
     stage.restore()
     return effect
 

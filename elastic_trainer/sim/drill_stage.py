@@ -62,6 +62,9 @@ class Setting:
     width: int = 256
     pause_s: float = 0.02
     reduction: str = "ddp"
+    wedges: bool = False
+    """Whether workers get stuck when they are asked to (see drill_wedge)."""
+    save_every_s: float | None = None
     limit_s: float = 90.0
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -70,6 +73,8 @@ class Setting:
         words = ["-m", "elastic_trainer.sim.drill_job", "--directory", str(directory)]
         words += ["--samples", str(self.samples), "--width", str(self.width), "--pause", str(self.pause_s)]
         words += ["--reduction", self.reduction]
+        words += ["--wedges"] * self.wedges
+        words += ["--save-every", str(self.save_every_s)] if self.save_every_s is not None else []
         return tuple(words)
 
 

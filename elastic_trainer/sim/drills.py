@@ -75,6 +75,12 @@ DRILLS: dict[str, Drill] = {
             Setting(options={"hang_timeout": "2"}),
         ),
         Drill(
+            "worker-wedge",
+            "a worker gets stuck: interpreter locked, loop, data set, collective",
+            _plain(drill_nodes.worker_wedge),
+            Setting(wedges=True, options={"hang_timeout": "2", "step_timeout": "2", "first_step_timeout": "30"}),
+        ),
+        Drill(
             "node-freeze",
             "SIGSTOP a whole node, then thaw it",
             _plain(drill_nodes.node_freeze),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
 import signal
 import ssl
@@ -172,6 +173,12 @@ class EtcdServer:
             raise StoreUnavailableError(f"etcd at {self.endpoint} did not answer {method}: {error}") from error
         return dict(answer)
 
+    def call_as(self, user: tuple[str, str], method: str, **fields: Any) -> dict[str, Any]:
+        """As :meth:`call`, with authentication on: as the user of that name and password."""
+        name, password = user
+        token = str(self.call("auth/authenticate", name=name, password=password)["token"])
+        return dict(json.loads(self._http("POST", f"/v3/{method}", json.dumps(fields), token)))
+
     def stop(self) -> None:
         """End it in an orderly way."""
         self._end(signal.SIGTERM)
@@ -191,9 +198,10 @@ class EtcdServer:
         shutil.rmtree(self._data, ignore_errors=True)
 
     def pause(self) -> None:
-        """Freeze it: its connections stay open and nothing answers."""
-        if self._process is not None:
+        """Freeze it: its connections stay open and nothing answers, from now on."""
+        if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # until all threads stand
 
     def resume(self) -> None:
         """Thaw it."""
@@ -237,14 +245,15 @@ class EtcdServer:
             f"--listen-peer-urls={peer}",
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster={','.join(f'{name}=http://{HOST}:{port}' for name, port in peers.items())}",
-            "--auto-compaction-retention=0",
+            "--auto-compaction-mode=periodic",
+            "--auto-compaction-retention=1h",  # never by default, and a run that lasts weeks would fill it
             "--logger=zap",
             *(["--enable-v2"] if self._enable_v2 else ()),  # etcd 3.6 does not know the flag any more
             *(self._tls.arguments() if self._tls is not None else ()),
             *self._arguments,
         ]
 
-    def _http(self, verb: str, path: str, body: str | None = None) -> str:
+    def _http(self, verb: str, path: str, body: str | None = None, token: str = "") -> str:
         timeout_s = 5.0
         connection = (
             http.client.HTTPSConnection(HOST, self.client_port, timeout=timeout_s, context=self._tls.context())
@@ -252,7 +261,7 @@ class EtcdServer:
             else http.client.HTTPConnection(HOST, self.client_port, timeout=timeout_s)
         )
         try:
-            connection.request(verb, path, body)
+            connection.request(verb, path, body, {"Authorization": token} if token else {})
             response = connection.getresponse()
             text = response.read().decode()
         finally:

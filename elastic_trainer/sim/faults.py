@@ -27,12 +27,20 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something to do once the job has committed ``step``; without ``node`` the victim is chosen then."""
+    """Something to do once the job has committed ``step``.
+
+    Without ``node`` the victim is chosen then, as soon as the job can lose one.
+    """
 
     kind: FaultKind
     step: int
     node: str | None = None
     local_rank: int = 0
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it strikes a node that it does not name."""
+        return self.node is None and self.kind is not FaultKind.JOIN
 
     def __str__(self) -> str:
         where = f":{self.node}" if self.node else ""
@@ -107,23 +115,32 @@ def due(pending: Sequence[Fault], step: int) -> tuple[Fault, ...]:
     return tuple(sorted((fault for fault in pending if fault.step <= step), key=lambda fault: fault.step))
 
 
-def victim(fault: Fault, running: Sequence[str], first: str | None) -> str | None:
-    """The node that ``fault`` strikes: the one it names, else the last one that does not host rank 0 (``first``)."""
+def victim(fault: Fault, running: Sequence[str], training: Sequence[str], first: str | None) -> str | None:
+    """The node that ``fault`` strikes: the one it names, else the last one that does not host rank 0 (``first``).
+
+    Of those that train, if any: a spare, or one whose worker is still away, would be missed by nobody.
+    """
     if fault.node is not None:
         return fault.node if fault.node in running else None
-    candidates = [name for name in running if name != first] or list(running)
+    there = [name for name in running if name in training] or list(running)
+    candidates = [name for name in there if name != first] or there
     return candidates[-1] if candidates else None
 
 
 def perform(
-    fault: Fault, cluster: LocalCluster, first: str | None, at: tuple[int, int], clock: Clock = SYSTEM
+    fault: Fault,
+    cluster: LocalCluster,
+    training: Sequence[str],
+    first: str | None,
+    at: tuple[int, int],
+    clock: Clock = SYSTEM,
 ) -> Injected | None:
     """Carry ``fault`` out now; None if its victim was not there. ``at`` is the job's present (round, step)."""
     if fault.kind is FaultKind.JOIN:
         t = clock.monotonic()
         node = cluster.add()
         return Injected(fault, node.name, (node.pid,), t, *at)
-    name = victim(fault, [node.name for node in cluster.running], first)
+    name = victim(fault, [node.name for node in cluster.running], training, first)
     if name is None:
         return None
     node = cluster.node(name)

@@ -59,6 +59,8 @@ class NodePicture:
     step: int | None = None
     loss: float | None = None
     last_line: str = ""
+    struck_in: int = -1
+    """The round in which its worker was killed: lines of that one may come late."""
 
 
 class Picture:
@@ -85,6 +87,20 @@ class Picture:
         self.injected: list[Injected] = []
         self._recovering: list[Injected] = []
 
+    @property
+    def training(self) -> list[str]:
+        """The nodes that train."""
+        return [node.name for node in self.nodes.values() if node.phase is NodePhase.TRAINING]
+
+    def can_lose_one(self, min_nodes: int, max_nodes: int) -> bool:
+        """Whether the others can go on without one of those that train, or nobody is away who could come back.
+
+        Away are those that have trained, live, and do not train now; where as many train as the job takes, it waits for
+        none of them.
+        """
+        away = any(node.phase is NodePhase.REGROUPING for node in self.nodes.values())
+        return len(self.training) > min_nodes or not away or len(self.training) >= max_nodes
+
     def observe(self, lines: Iterable[Line]) -> list[Incident]:
         """Take in ledger lines, in the order of their times."""
         new: list[Incident] = []
@@ -103,7 +119,8 @@ class Picture:
         if node.round != line.round:
             node.round, node.ranks = line.round, {}
         node.ranks[line.local_rank] = line.rank
-        if node.phase in (NodePhase.STARTING, NodePhase.REGROUPING) and self._stands(line.round):
+        returns = node.phase in (NodePhase.STARTING, NodePhase.REGROUPING) and line.round > node.struck_in
+        if returns and self._stands(line.round):
             node.phase = NodePhase.TRAINING
         if line.event is LineKind.STEP:
             node.step, node.loss = line.step, line.loss if line.loss is not None else node.loss
@@ -176,7 +193,8 @@ class Picture:
         if injected.fault.kind is FaultKind.JOIN:
             return self.node_started(injected.node, injected.t)
         whole = injected.fault.kind is FaultKind.KILL_NODE
-        self.nodes[injected.node].phase = NodePhase.KILLED if whole else NodePhase.REGROUPING
+        node = self.nodes[injected.node]
+        node.phase, node.struck_in = NodePhase.KILLED if whole else NodePhase.REGROUPING, injected.round
         text = f"{injected}, at step {injected.step}"
         return self._note([Incident(injected.t, IncidentKind.FAULT, text)])
 

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from elastic_trainer.errors import StorageError
+from elastic_trainer.model import Phase
 from elastic_trainer.sim.recovery import Recovery
 from elastic_trainer.sim.summary import Summary
 from elastic_trainer.sim.wording import counted
@@ -51,6 +52,11 @@ def facts(summary: Summary) -> dict[str, str]:
     if summary.metrics or summary.loss is not None:
         values = {"training loss": summary.loss} if summary.loss is not None else {}
         told["result"] = ", ".join(f"{name} {value:.4g}" for name, value in {**values, **summary.metrics}.items())
+    if summary.goodput is not None:
+        spent = sorted(summary.seconds.items(), key=lambda each: -each[1])
+        rest = ", ".join(f"{phase} {s:.1f} s" for phase, s in spent if phase != Phase.TRAINING and s >= 0.05)
+        total = sum(summary.seconds.values())
+        told["goodput"] = f"{summary.goodput:.0%} of {total:.1f} rank seconds; the rest: {rest or 'nothing'}"
     told["exit"] = f"{summary.verdict.exit_code} after {summary.duration_s:.1f} s: {summary.verdict.reason}"
     return told
 

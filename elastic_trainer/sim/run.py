@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
+from elastic_trainer.agent.health_store import HealthStore
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, StorageError
+from elastic_trainer.membership.health import NodeHealth, added_up
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.sim import faults, report
 from elastic_trainer.sim.cluster import ClusterSpec, LocalCluster
@@ -28,6 +29,7 @@ from elastic_trainer.sim.faults import Fault
 from elastic_trainer.sim.interrupts import Interrupts
 from elastic_trainer.sim.job import entry
 from elastic_trainer.sim.picture import Incident, Picture
+from elastic_trainer.sim.ports import HOST, free_ports
 from elastic_trainer.sim.rounds import RoundFeed
 from elastic_trainer.sim.summary import Ending, Summary, summarize
 from elastic_trainer.sim.tail import FileTail, LedgerTail
@@ -95,7 +97,7 @@ def _create(directory: Path) -> None:
 
 
 def _run(options: LocalOptions, run: str, directory: Path, words: tuple[str, ...], console: Console) -> Summary:
-    with Interrupts() as interrupts, _meeting_point(options, run, directory) as (endpoint, feed):
+    with Interrupts() as interrupts, _meeting_point(options, run, directory) as (endpoint, feed, told):
         spec = ClusterSpec(
             run=run,
             directory=directory,
@@ -109,17 +111,15 @@ def _run(options: LocalOptions, run: str, directory: Path, words: tuple[str, ...
             options=options.options,
         )
         with LocalCluster(spec) as cluster:
-            following = Following(cluster, options, feed, interrupts)
+            following = Following(cluster, options, feed, told, interrupts)
             return following.to_the_end(display(console))
 
 
 @contextmanager
-def _meeting_point(options: LocalOptions, run: str, directory: Path) -> Iterator[tuple[str, RoundFeed | None]]:
+def _meeting_point(options: LocalOptions, run: str, directory: Path) -> Iterator[tuple[str, RoundFeed | None, Told]]:
     """Where the nodes meet: an etcd of our own, or a port for torchrun's c10d backend, which has no round document."""
     if options.backend == "c10d":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        yield f"127.0.0.1:{port}", None
+        yield f"{HOST}:{free_ports(1)[0]}", None, dict
         return
     with EtcdServer(directory / "etcd") as etcd:
         settings = StoreSettings(
@@ -127,10 +127,15 @@ def _meeting_point(options: LocalOptions, run: str, directory: Path) -> Iterator
         )
         store = connect_checked(settings, Deadline.after(CONNECT_S))
         try:
-            yield etcd.endpoint, RoundFeed.follow(store, RunKeys(settings.prefix, run).round)
+            keys = RunKeys(settings.prefix, run)
+            yield etcd.endpoint, RoundFeed.follow(store, keys.round), HealthStore(store, keys, "").told
         finally:
             store.close()
             etcd.wipe()  # what etcd pre-allocates is larger than all that is worth keeping
+
+
+Told = Callable[[], Mapping[str, NodeHealth]]
+"""What the nodes have published of their workers, by name."""
 
 
 class Following:
@@ -141,10 +146,12 @@ class Following:
         cluster: LocalCluster,
         options: LocalOptions,
         feed: RoundFeed | None,
+        told: Told,
         interrupts: Interrupts,
         clock: Clock = SYSTEM,
     ) -> None:
         self._cluster, self._options, self._feed, self._interrupts = cluster, options, feed, interrupts
+        self._told = told
         self._clock = clock
         self._picture = Picture(cluster.spec.run, clock.monotonic())
         self._ledger = LedgerTail(cluster.spec.ledger)
@@ -197,14 +204,20 @@ class Following:
         return news
 
     def _strike(self) -> list[Incident]:
-        """Carry out what is due. A fault whose victim is not there stays pending: a worker may be restarting."""
+        """Carry out what is due. A fault whose victim is not there stays pending: a worker may be restarting.
+
+        Where the choice is left to us, it is made once the job can lose a node, so perhaps behind a recovery.
+        """
         news: list[Incident] = []
-        at = (self._picture.round or 0, self._picture.step)
-        for fault in faults.due(self._pending, self._picture.step):
-            injected = faults.perform(fault, self._cluster, self._picture.first, at, self._clock)
+        picture, options = self._picture, self._options
+        at = (picture.round or 0, picture.step)
+        for fault in faults.due(self._pending, picture.step):
+            if fault.chooses and not picture.can_lose_one(options.min_nodes, options.max_nodes):
+                continue
+            injected = faults.perform(fault, self._cluster, picture.training, picture.first, at, self._clock)
             if injected is not None:
                 self._pending.remove(fault)
-                news += self._picture.fault(injected)
+                news += picture.fault(injected)
         return news
 
     def _stop(self) -> None:
@@ -231,4 +244,5 @@ class Following:
                 signal=self._interrupts.signal,
                 timed_out=self._timed_out,
             ),
+            counters=added_up(health.counters for health in self._told().values()),
         )

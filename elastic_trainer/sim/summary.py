@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from elastic_trainer.errors import EXIT_FAILURE
 from elastic_trainer.membership.documents import RoundDocument
+from elastic_trainer.membership.health import goodput
+from elastic_trainer.model import Phase
 from elastic_trainer.sim.faults import Fault, FaultKind, Injected
 from elastic_trainer.sim.ledger import Audit, Line, LineKind, audit
 from elastic_trainer.sim.recovery import Recovery, recovery
@@ -75,6 +77,10 @@ class Summary:
     loss: float | None
     """Of the last step, on rank 0."""
     verdict: Verdict
+    goodput: float | None = None
+    """The share of all rank seconds that went into new steps."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Rank seconds by phase (see model.Phase)."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, as written to ``summary.json``."""
@@ -102,8 +108,10 @@ def summarize(
     documents: Mapping[int, RoundDocument],
     injected: Sequence[Injected],
     ending: Ending,
+    counters: Mapping[str, float] | None = None,
 ) -> Summary:
-    """Gather what is known at the end of a run."""
+    """Gather what is known at the end of a run; ``counters`` are those of all nodes (see membership.health)."""
+    of_nodes = counters if counters is not None else {}
     struck = {each.node: each for each in injected if each.fault.kind is FaultKind.KILL_NODE}
     nodes = tuple(_node(name, code, struck.get(name)) for name, code in ending.exit_codes.items())
     steps = [line for line in lines if line.event is LineKind.STEP]
@@ -119,7 +127,9 @@ def summarize(
         checkpoints=sum(line.event is LineKind.CHECKPOINT for line in lines),
         metrics={line.name: line.value for line in lines if line.name and line.value is not None},
         loss=next((line.loss for line in reversed(steps) if line.rank == 0 and line.loss is not None), None),
-        verdict=verdict(nodes, ending, bool(steps), entry),
+        verdict=verdict(nodes, ending, max((line.step for line in steps), default=0), entry),
+        goodput=goodput(of_nodes),
+        seconds={str(phase): of_nodes.get(f"seconds.{phase}", 0.0) for phase in Phase} if of_nodes else {},
     )
 
 
@@ -159,7 +169,7 @@ def _node(name: str, exit_code: int | None, struck: Injected | None) -> NodeSumm
     return NodeSummary(name, exit_code, struck is not None, why)
 
 
-def verdict(nodes: Sequence[NodeSummary], ending: Ending, stepped: bool, entry: Sequence[str]) -> Verdict:
+def verdict(nodes: Sequence[NodeSummary], ending: Ending, last_step: int, entry: Sequence[str]) -> Verdict:
     """The exit status: 0 only if every node that was not killed on purpose exited 0 and every fault happened."""
     survivors = [node for node in nodes if not node.struck]
     failed = [node for node in survivors if node.exit_code != 0]
@@ -172,12 +182,17 @@ def verdict(nodes: Sequence[NodeSummary], ending: Ending, stepped: bool, entry: 
         return Verdict(code if code is not None and 0 < code < 128 else EXIT_FAILURE, _told(failed))
     if not survivors:
         return Verdict(EXIT_FAILURE, "no node survived")
-    if ending.unmet and not stepped:
+    if ending.unmet and not last_step:
         what = " ".join(entry[:2])
         return Verdict(EXIT_FAILURE, f"{ending.unmet[0]} never came: {what} opens no Session, so it has no steps")
     if ending.unmet:
-        return Verdict(EXIT_FAILURE, "; ".join(f"{fault} was never carried out" for fault in ending.unmet))
+        return Verdict(EXIT_FAILURE, "; ".join(_unmet(fault, last_step) for fault in ending.unmet))
     return Verdict(0, f"{counted(len(survivors), 'node')} finished the job")
+
+
+def _unmet(fault: Fault, last_step: int) -> str:
+    waited = fault.chooses and fault.step <= last_step
+    return f"{fault} was never carried out{': too few nodes trained, until the job was over' * waited}"
 
 
 def _told(failed: Sequence[NodeSummary]) -> str:

@@ -4,6 +4,6 @@
 package does not import grpc.
 """
 
-from elastic_trainer.store.connect import connect, connect_checked
+from elastic_trainer.store.connect import connect, connect_checked, connect_patiently
 
-__all__ = ["connect", "connect_checked"]
+__all__ = ["connect", "connect_checked", "connect_patiently"]

@@ -8,18 +8,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 
-from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import ConfigError, StoreUnavailableError
-from elastic_trainer.settings import StoreSettings
+from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.errors import ConfigError, CredentialsError, StoreUnavailableError
+from elastic_trainer.settings import Endpoint, StoreSettings
 from elastic_trainer.store.api import Store
 from elastic_trainer.store.diagnosis import START_HINT, Finding, examine
+from elastic_trainer.store.handshake import refusal
+from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.retry import within
+from elastic_trainer.telemetry.logs import logger
 
 FIRST_TRY_S = 2.0
 """How long etcd may take to answer before its endpoints are examined."""
 EXAMINE_S = 1.0
+REFUSED_PAUSE_S = 1.0
+"""Between two tries with credentials that were refused."""
 _UNTRUSTED = "certificate_verify_failed"  # as failures.reason() has it
 
 
@@ -29,28 +35,49 @@ def connect(settings: StoreSettings) -> Store:
     return store
 
 
-def connect_checked(settings: StoreSettings, deadline: Deadline) -> Store:
-    """A store that has answered a read of the prefix.
+def connect_checked(settings: StoreSettings, deadline: Deadline, *, run: str | None = None) -> Store:
+    """A store that has answered a read of the prefix, or of ``run``'s part of it: all that a user of one run may read.
 
     Waits for etcd to come up until ``deadline``. Raises ConfigError as soon as it is clear that waiting cannot help,
     else StoreUnavailableError that says what is wrong with which endpoint.
     """
     try:
-        return _tried(settings, deadline.at_most(FIRST_TRY_S))
+        return _tried(settings, run, deadline.at_most(FIRST_TRY_S))
     except StoreUnavailableError as error:
         _raise_if_hopeless(_examined(settings, deadline), error)
     try:
-        return within(deadline, lambda: _tried(settings, deadline))
+        return within(deadline, lambda: _tried(settings, run, deadline))
     except StoreUnavailableError as error:
         findings = _examined(settings, Deadline.after(EXAMINE_S))
         _raise_if_hopeless(findings, error)
         raise StoreUnavailableError(_message(findings, error), hint=_hint(findings)) from error
 
 
-def _tried(settings: StoreSettings, deadline: Deadline) -> Store:
+def connect_patiently(settings: StoreSettings, deadline: Deadline, *, run: str | None = None) -> Store:
+    """As :func:`connect_checked`, for nodes that nobody looks at: passwords and certificates that lie in files may be
+    replaced just now, so a refusal is final only at ``deadline``."""
+    refused: CredentialsError | None = None
+    while True:
+        try:
+            return connect_checked(settings, deadline, run=run)
+        except CredentialsError as error:
+            if not settings.renewable or deadline.remaining_s() <= REFUSED_PAUSE_S:
+                raise
+            if refused is None:
+                logger().warning("store.refused", error=str(error))
+            refused = error
+        except StoreUnavailableError as error:
+            if refused is None:
+                raise
+            raise refused from error  # etcd was too slow for the last try; what is wrong is known
+        pause(REFUSED_PAUSE_S)
+
+
+def _tried(settings: StoreSettings, run: str | None, deadline: Deadline) -> Store:
+    root = f"{settings.prefix}/" if run is None else RunKeys(settings.prefix, run).root
     store = connect(settings)
     try:
-        store.range(f"{settings.prefix}/", deadline, limit=1)
+        store.range(root, deadline, limit=1, keys_only=True)
     except BaseException:
         store.close()
         raise
@@ -58,24 +85,33 @@ def _tried(settings: StoreSettings, deadline: Deadline) -> Store:
 
 
 def _examined(settings: StoreSettings, deadline: Deadline) -> list[Finding]:
-    tls = settings.ca_cert is not None
+    tls, timeout_s = settings.ca_cert is not None, min(EXAMINE_S, max(0.2, deadline.remaining_s()))
+    found = [examine(endpoint, tls=tls, timeout_s=timeout_s) for endpoint in settings.endpoints]
     return [
-        examine(endpoint, tls=tls, timeout_s=min(EXAMINE_S, max(0.2, deadline.remaining_s())))
-        for endpoint in settings.endpoints
+        _explained(finding, settings, endpoint) for finding, endpoint in zip(found, settings.endpoints, strict=True)
     ]
+
+
+def _explained(finding: Finding, settings: StoreSettings, endpoint: Endpoint) -> Finding:
+    """A failed handshake with its cause, which waiting does not mend."""
+    cause = refusal(endpoint, settings, EXAMINE_S) if finding.handshake else None
+    if cause is None:
+        return finding
+    return replace(finding, text=f"{finding.text}: {cause}", permanent=True)
 
 
 def _raise_if_hopeless(findings: Sequence[Finding], error: StoreUnavailableError) -> None:
     """Raise ConfigError when waiting cannot mend what is wrong."""
     hopeless = all(finding.permanent for finding in findings) or any(finding.for_all for finding in findings)
     if _UNTRUSTED in error.message or hopeless:
-        raise ConfigError(_message(findings, error), hint=_hint(findings)) from error
+        refused = any(finding.handshake and finding.permanent for finding in findings)
+        kind = CredentialsError if refused else ConfigError
+        raise kind(_message(findings, error), hint=_hint(findings)) from error
 
 
 def _message(findings: Sequence[Finding], error: StoreUnavailableError) -> str:
     told = "; ".join(dict.fromkeys(finding.text for finding in findings))
-    cause = "; the certificate is not one that ca_cert vouches for" if _UNTRUSTED in error.message else ""
-    return f"cannot use the store: {told}{cause}"
+    return f"cannot use the store: {told}"
 
 
 def _hint(findings: Sequence[Finding]) -> str:

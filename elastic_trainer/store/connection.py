@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 
 from elastic_trainer.clock import SYSTEM, Deadline
-from elastic_trainer.errors import ElasticTrainerError, StoreUnavailableError
-from elastic_trainer.settings import StoreSettings
+from elastic_trainer.errors import ConfigError, ElasticTrainerError, StoreUnavailableError
+from elastic_trainer.settings import StoreSettings, secret
 from elastic_trainer.store import channel, failures
 
 RESOLVE_INTERVAL_S = 5.0
@@ -34,6 +34,7 @@ class Connection:
         self._lock = threading.Lock()
         self._token_lock = threading.Lock()
         self._token = ""
+        self._was_let_in = False
         self._named = len(settings.endpoints) > 1 and not all(channel.is_address(e.host) for e in settings.endpoints)
         self._resolved_at = SYSTEM.monotonic()
         self._wire = channel.Wire(settings, channel.resolved(settings.endpoints))
@@ -75,6 +76,8 @@ class Connection:
         try:
             return self._once(method, request, deadline, self._renewed_token(token, deadline), started)
         except grpc.RpcError as error:
+            if self._is_stale(error):  # ended as soon as it was made: somebody changes users, or etcd restarts again
+                raise StoreUnavailableError(f"etcd at {self.where} does not know the token it gave") from error
             raise self._translated(error, write=write) from error
 
     def stream(self, method: Method, requests: Iterator[Any], deadline: Deadline) -> Any:
@@ -88,6 +91,10 @@ class Connection:
             yield from stream
         except grpc.RpcError as error:
             raise self._translated(error, write=False) from error
+
+    def asks_who_it_is(self, deadline: Deadline) -> bool:
+        """Whether etcd has authentication on, and has let this user in. Raises ConfigError if it refuses him."""
+        return bool(self._token_for(deadline))
 
     def forget_token(self) -> None:
         """Authenticate again before the next call."""
@@ -151,21 +158,40 @@ class Connection:
         if not self._token_lock.acquire(timeout=deadline.remaining_s()):
             raise StoreUnavailableError(f"etcd at {self.where} did not authenticate in time")
         try:
-            if self._token == stale:
+            if self._token in (stale, ""):  # empty: a watch has found it to be stale too
                 self._token = self._authenticate(deadline)
             return self._token
         finally:
             self._token_lock.release()
 
     def _authenticate(self, deadline: Deadline) -> str:
+        """A new token. Where the password is in a file, a refusal is an outage once etcd has let us in.
+
+        Who changes a password changes it in etcd and in the file, at different times; nodes that train meanwhile try
+        again until both agree.
+        """
+        try:
+            token = self._logged_in(deadline)
+        except ConfigError as error:
+            if self._was_let_in and self._settings.password_file is not None:
+                raise StoreUnavailableError(error.message, hint=error.hint) from error
+            raise
+        self._was_let_in = True
+        return token
+
+    def _logged_in(self, deadline: Deadline) -> str:
         # etcd3 does this once, in its constructor, with call credentials that gRPC refuses without TLS.
-        request = self.rpc.AuthenticateRequest(name=self._settings.user, password=self._settings.password)
+        request = self.rpc.AuthenticateRequest(name=self._settings.user, password=self._password())
         try:
             return str(self._once(lambda wire: wire.auth.Authenticate, request, deadline, "", lambda _: None).token)
         except grpc.RpcError as error:
             if "authentication is not enabled" in (error.details() or ""):
                 return ""
             raise self._translated(error, write=False) from error
+
+    def _password(self) -> str:
+        file = self._settings.password_file
+        return secret(file, "password_file") if file is not None else self._settings.password or ""
 
 
 def _metadata(token: str) -> Metadata:

@@ -27,6 +27,8 @@ class Finding:
     permanent: bool
     hint: str
     for_all: bool = False
+    handshake: bool = False
+    """Whether TLS is spoken on both sides, and yet no connection comes about."""
 
 
 START_HINT = "start etcd or correct the endpoint"
@@ -86,7 +88,8 @@ def judge(answer: bytes, endpoint: Endpoint, *, tls: bool) -> Finding:
     """What an answer to the version request says about who sent it. Pure."""
     if answer.startswith(_TLS_ALERT) or _TLS_WANTED in answer:
         if tls:
-            return Finding(f"the TLS handshake with {endpoint} fails", False, "check ca_cert, cert and key")
+            text = f"the TLS handshake with {endpoint} fails"
+            return Finding(text, False, "check ca_cert, cert and key", handshake=True)
         return Finding(
             f"{endpoint} speaks TLS", True, "set ca_cert (and cert and key if etcd asks for them)", for_all=True
         )

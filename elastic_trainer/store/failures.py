@@ -7,7 +7,9 @@ meaning is taken: a write may have happened.
 from __future__ import annotations
 
 from elastic_trainer.errors import (
+    AccessDeniedError,
     ConfigError,
+    CredentialsError,
     ElasticTrainerError,
     LeaseLostError,
     OutcomeUnknownError,
@@ -34,6 +36,7 @@ _NOTHING_HAPPENED = (
 
 _STALE_TOKEN = ("invalid auth token", "revision of auth store is old", "user name is empty")
 _BAD_CREDENTIALS = ("authentication failed", "user name not found", "password was given")
+_DENIED_HINT = "elastic-trainer admin grant gives a user rights on one run, admin init those to read all"
 _NO_SPACE = "database space exceeded"
 
 
@@ -55,9 +58,9 @@ def translate(code: str, text: str, *, where: str, write: bool) -> ElasticTraine
 def _refused(code: str, text: str, where: str) -> ElasticTrainerError | None:
     """The error if trying again cannot help."""
     if code == "PERMISSION_DENIED":
-        return ConfigError(f"etcd at {where} denies access", hint="give the user rights on the prefix")
+        return AccessDeniedError(f"etcd at {where} denies access", hint=_DENIED_HINT)
     if code == "UNAUTHENTICATED" or any(part in text for part in _BAD_CREDENTIALS):
-        return ConfigError(f"etcd at {where} refuses the credentials: {text}", hint="correct user and password")
+        return CredentialsError(f"etcd at {where} refuses the credentials: {text}", hint="correct user and password")
     if "user name is empty" in text:
         return ConfigError(f"etcd at {where} asks for a user", hint="set user and password")
     if code == "UNIMPLEMENTED":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_trainer.model import checked_name
+from elastic_trainer.model import checked_name, is_name
 
 _EVENT_DIGITS = 12  # so that keys sort as their numbers do
+_INCIDENT_DIGITS = 16
+_MEETING = "_meeting/"  # no node can have this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,51 @@ class RunKeys:
         return self.nodes + checked_name(node_id, "node id")
 
     def node_id(self, key: str) -> str | None:
-        """The node that ``key`` belongs to; None when it is not a node key of this run."""
-        return key.removeprefix(self.nodes) if key.startswith(self.nodes) and key != self.nodes else None
+        """The node that ``key`` belongs to; None when it is not a node key of this run, or that of no possible node."""
+        name = key.removeprefix(self.nodes)
+        return name if key.startswith(self.nodes) and is_name(name) else None
+
+    @property
+    def health(self) -> str:
+        """The prefix of what nodes tell about their workers."""
+        return f"{self.root}health/"
+
+    def node_health(self, node_id: str) -> str:
+        """What one node tells about its workers; it stays when the node goes, since it counts."""
+        return self.health + checked_name(node_id, "node id")
+
+    def eviction(self, node_id: str) -> str:
+        """The key that asks a node to leave."""
+        return f"{self.root}evictions/{checked_name(node_id, 'node id')}"
+
+    @property
+    def incidents(self) -> str:
+        """The prefix of the incidents."""
+        return f"{self.root}incidents/"
+
+    def incident(self, number: int) -> str:
+        """The key of an incident by its time (milliseconds since 1970); such keys sort as their numbers do."""
+        if not 0 <= number < 10**_INCIDENT_DIGITS:
+            raise ValueError(f"incident {number} is out of range")
+        return f"{self.incidents}{number:0{_INCIDENT_DIGITS}d}"
+
+    @property
+    def preflight(self) -> str:
+        """The prefix of what nodes found out about themselves before they joined."""
+        return f"{self.root}preflight/"
+
+    def preflight_node(self, node_id: str) -> str:
+        """One node's checks."""
+        return self.preflight + checked_name(node_id, "node id")
+
+    @property
+    def preflight_meeting(self) -> str:
+        """The prefix of the nodes that are to measure their network together."""
+        return self.preflight + _MEETING
+
+    def is_preflight_meeting(self, key: str) -> bool:
+        """Whether ``key`` is one of these, and not one node's checks."""
+        return key.startswith(self.preflight_meeting)
 
     @property
     def events(self) -> str:

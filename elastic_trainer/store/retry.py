@@ -22,6 +22,8 @@ ResultT = TypeVar("ResultT")
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 0.5
 LEAST_ATTEMPT_S = 1.0
+LEAST_TRY_S = 0.1
+"""No further try begins with less time left: it would end as one whose outcome is unknown, and hide what is known."""
 
 
 def read_attempt(deadline: Deadline) -> Deadline:
@@ -38,7 +40,7 @@ def within(deadline: Deadline, attempt: Callable[[], ResultT], stop: threading.E
 
     def gives_up(state: RetryCallState) -> bool:
         # as tenacity's stop_before_delay, but on the deadline's own clock
-        return ended.is_set() or state.upcoming_sleep >= deadline.remaining_s()
+        return ended.is_set() or state.upcoming_sleep + LEAST_TRY_S >= deadline.remaining_s()
 
     def sleep(seconds: float) -> None:
         pause(seconds, ended, deadline.clock)

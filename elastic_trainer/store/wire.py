@@ -35,11 +35,16 @@ _RESULT = {
 }
 
 
+def encoded(key: str) -> bytes:
+    """A key in bytes; one that was read comes out as it was, though it be no text (see :func:`key_value`)."""
+    return key.encode(errors="surrogateescape")
+
+
 def bounds(key: str, range_end: str | None) -> dict[str, bytes]:
     """``key`` and ``range_end`` as the request fields of the same names."""
-    fields = {"key": key.encode()}
+    fields = {"key": encoded(key)}
     if range_end is not None:
-        fields["range_end"] = range_end.encode()
+        fields["range_end"] = encoded(range_end)
     return fields
 
 
@@ -74,7 +79,7 @@ def reading(rpc: Any, wanted: Read) -> Any:
 def operation(rpc: Any, wanted: Operation) -> Any:
     """An operation as etcd's RequestOp."""
     if isinstance(wanted, Put):
-        put = rpc.PutRequest(key=wanted.key.encode(), value=wanted.value, lease=wanted.lease)
+        put = rpc.PutRequest(key=encoded(wanted.key), value=wanted.value, lease=wanted.lease)
         return rpc.RequestOp(request_put=put)
     if isinstance(wanted, Delete):
         return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(**bounds(wanted.key, wanted.range_end)))
@@ -93,7 +98,7 @@ def transaction(rpc: Any, guards: Sequence[Compare], success: Sequence[Operation
 def key_value(message: Any) -> KeyValue:
     """etcd's KeyValue as the port's."""
     return KeyValue(
-        key=message.key.decode(),
+        key=message.key.decode(errors="surrogateescape"),  # anybody may have written it; it must stop no watch
         value=message.value,
         create_revision=message.create_revision,
         mod_revision=message.mod_revision,

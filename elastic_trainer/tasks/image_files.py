@@ -1,10 +1,12 @@
 """Images in folders, one folder for each class, and reading a single one.
 
-*Fails by* DataError for folders that hold no data set, SampleError for an image that cannot be read.
+*Fails by* DataError for folders that hold no data set, SampleError for an image that cannot be read (StorageReadError
+where that is the storage's fault).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from elastic_trainer.errors import DataError, SampleError
+from elastic_trainer.errors import DataError, SampleError, StorageReadError
 from elastic_trainer.tasks.pillow import Image, UnidentifiedImageError
 
 EXTENSIONS = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -90,6 +92,8 @@ def read_image(path: Path) -> Image.Image:
         raise SampleError(f"{path}: not an image", hint="repair or remove it, or say bad_samples=skip") from error
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         reason = str(error).partition("\n")[0]
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            raise StorageReadError(f"{path}: cannot be read: {reason}", hint="look at the storage") from error
         raise SampleError(
             f"{path}: cannot be read as an image: {reason}", hint="repair or remove it, or say bad_samples=skip"
         ) from error
@@ -102,6 +106,8 @@ class ImageFolder:
         self.files, self._view = files, view
         self.deterministic = deterministic
         """Whether the view draws no random numbers."""
+        self.generators = ("random",)
+        """Those that a view may draw from."""
 
     def __len__(self) -> int:
         return len(self.files)

@@ -118,6 +118,7 @@ class Views:
         self._mirror = mirror_order(scenes.names)
         self.deterministic = moves is None
         """Whether no random numbers are drawn."""
+        self.generators = ("random",)
 
     def __len__(self) -> int:
         return len(self.scenes)

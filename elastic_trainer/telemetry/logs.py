@@ -1,19 +1,41 @@
 """structlog set-up: JSON off a terminal, colour on one; one line for each transition.
 
 *Runs in* every process, once at its start. *Owns* structlog's process-wide configuration.
+*Fails by* nothing: where nobody reads the output any more (its reader was killed), lines are dropped. Else the first
+line about that would end the thread that writes it, which may be the one that has to end the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import structlog
 
 from elastic_trainer.settings import log_level
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+_UNREAD = (OSError, ValueError)
+"""How a stream fails whose other end, or which itself, is closed."""
+
+
+class _Sink:
+    """A stream whose reader may go away."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(*_UNREAD):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(*_UNREAD):
+            self._stream.flush()
 
 
 def configure(stream: TextIO | None = None, *, level: str | None = None, json: bool | None = None) -> None:
@@ -33,9 +55,17 @@ def configure(stream: TextIO | None = None, *, level: str | None = None, json: b
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS.get(level or log_level(), logging.INFO)),
-        logger_factory=structlog.WriteLoggerFactory(target),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Sink(target))),
         cache_logger_on_first_use=False,
     )
+
+
+def last_words(sentence: str = "") -> None:
+    """Before ``os._exit``: say ``sentence`` on stderr, and write out what this process has said. Never raises."""
+    if sentence:
+        _Sink(sys.stderr).write(f"{sentence}\n")
+    for stream in (sys.stdout, sys.stderr):
+        _Sink(stream).flush()
 
 
 def bind(**values: Any) -> None:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -95,12 +96,31 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _complain(error: ElasticTrainerError) -> None:
     """Say it once per node: what is wrong with the configuration or the data, all workers of a node find alike."""
+    sentence = f"error: {error}".replace("\n", " ")
+    if not isinstance(error, ConfigError) or _finds_it_first(sentence):
+        print(sentence, file=sys.stderr, flush=True)
+
+
+def _finds_it_first(sentence: str) -> bool:
+    """Whether no worker of this node has told this yet: torchrun ends all as soon as one has ended, so nobody may wait.
+
+    It gives those that it starts together one directory. Without it the first of the node speaks.
+    """
     try:
-        speaks = worker_environment().local_rank == 0
+        environment = worker_environment()
     except ConfigError:
-        speaks = True
-    if speaks or not isinstance(error, ConfigError):
-        print(f"error: {error}".replace("\n", " "), file=sys.stderr, flush=True)
+        return True
+    first_of_node = environment.local_rank == 0
+    if environment.error_file is None:
+        return first_of_node
+    digest = hashlib.sha256(sentence.encode()).hexdigest()[:16]
+    try:
+        (environment.error_file.parent.parent / f"told-{digest}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return first_of_node
+    return True
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Board:
             self._writer = SummaryWriter(str(self._path), purge_step=step + 1)
 
     def loss(self, moment: Moment, loss: float, lr: float, samples_per_s: float) -> None:
-        """The global mean loss of the step just committed."""
+        """The global mean loss of the step that was committed at ``moment``."""
         values = {"loss": loss, "learning rate": lr, "samples per second": samples_per_s}
         with self._unless_refused():
             self._scalars("train", {**values, "world size": moment.world_size, "round": moment.round}, moment.step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ class History:
         self._records: list[Record] = []
         self._loss_sum = 0.0
         self._loss_samples = 0
+        self._awaited: Callable[[], None] | None = None
         self.saved_step: int | None = None
         """The last step whose record has been saved on purpose: as the best, or as the end of the run."""
 
@@ -47,6 +48,19 @@ class History:
         """Oldest first."""
         return tuple(self._records)
 
+    def await_loss(self, observe: Callable[[], None]) -> None:
+        """``observe()`` will take the loss of a committed step into account: behind the next step, where the sum over
+        all ranks has long arrived, or before that is missed, since this state is saved, given to a peer or evaluated.
+        """
+        self.settle()
+        self._awaited = observe
+
+    def settle(self) -> None:
+        """Take into account what is awaited."""
+        observe, self._awaited = self._awaited, None
+        if observe is not None:
+            observe()
+
     def observe(self, loss: float, samples: int) -> None:
         """Take into account a committed step on ``samples`` samples with the mean ``loss``."""
         self._loss_sum += loss * samples
@@ -54,6 +68,7 @@ class History:
 
     def add(self, step: int, epoch: int, samples: int, lr: float, metrics: Mapping[str, float]) -> Record:
         """Keep the metrics measured after ``step`` steps, ``samples`` samples into ``epoch``."""
+        self.settle()
         loss = self._loss_sum / self._loss_samples if self._loss_samples else None
         record = Record(step, epoch, samples, loss, lr, dict(metrics))
         self._records.append(record)
@@ -71,11 +86,13 @@ class History:
         return max(known, key=lambda record: sign * record.metrics[metric], default=None)
 
     def state_dict(self) -> dict[str, Any]:
+        self.settle()
         records = [asdict(record) for record in self._records]
         sums = {"loss_sum": self._loss_sum, "loss_samples": self._loss_samples}
         return {"records": records, **sums, "saved_step": self.saved_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._awaited = None  # of a step that may not have been made, by the state that comes
         self._records = [Record(**record) for record in state["records"]]
         self._loss_sum, self._loss_samples = float(state["loss_sum"]), int(state["loss_samples"])
         self.saved_step = state["saved_step"]

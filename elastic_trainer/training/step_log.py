@@ -35,7 +35,7 @@ class StepLog:
         self._mend()
 
     def loss(self, moment: Moment, loss: float, lr: float, samples_per_s: float) -> None:
-        """The global mean loss of the step just committed."""
+        """The global mean loss of the step that was committed at ``moment``."""
         self._write(
             "loss", moment, epoch=moment.epoch, loss=_finite(loss), lr=lr, samples_per_s=round(samples_per_s, 1)
         )

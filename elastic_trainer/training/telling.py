@@ -61,7 +61,7 @@ class Telling:
         self._progress.report(moment, loss)
 
     def looked(self, moment: Moment, loss: float, lr: float) -> None:
-        """The loss of the step just committed is known."""
+        """The loss of the step at ``moment`` is known, about a step later."""
         if self._log is None:
             return
         samples_per_s = self._rate.read()[0]

@@ -9,6 +9,7 @@ was interrupted ends like one that was not.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from elastic_trainer.training.task import Exhibits, Task
 from elastic_trainer.training.telling import Telling
 from elastic_trainer.worker.device import Hardware, choose
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.step import Step
+from elastic_trainer.worker.step import LaterLoss
 
 CONFIG_FILE = "config.yaml"
 
@@ -81,7 +82,7 @@ class Trainer:
             try:
                 run.train()
             finally:
-                run.told.close()
+                run.close()
             return {**run.report(), "seconds": round(SYSTEM.monotonic() - began, 3)}
 
     def _session(self) -> Session:
@@ -145,6 +146,9 @@ class Run:
         self._settle()  # a checkpoint may lie between a step and its evaluation
         for batch in self._batches():
             with self.session.step() as step:
+                looks = step.number == 1 or step.number % self.config.logging.loss_every == 0
+                if looks:
+                    step.want_loss()
                 for micro_batch in step.micro_batches(batch):
                     with self.job.arithmetic.autocast():
                         loss = self.job.task.loss(self.model, micro_batch)
@@ -152,10 +156,20 @@ class Run:
                 if self.config.clip_norm is not None:
                     step.clip(self.config.clip_norm)
                 self.job.optimizer.step()
-                self._observe(step, batch)  # before the step ends, where a checkpoint of it may be taken
+                self.history.settle()  # the loss of a step before: asked for at once, all would wait for all
+                if looks and step.committed:
+                    seen = self._moment(), self._lr, batch.global_size
+                    self.history.await_loss(partial(self._looked, step.later_loss(), *seen))
             if step.committed:
                 self._show(batch)
             self._settle()  # even if not committed here: a membership change may have brought a peer's later state
+
+    def close(self) -> None:
+        """Tell what is still to be told: a rank may leave behind a step whose loss was looked at."""
+        try:
+            self.history.settle()
+        finally:
+            self.told.close()
 
     def report(self) -> dict[str, Any]:
         """What came of the run, as plain values."""
@@ -205,20 +219,14 @@ class Run:
     def _finished(self) -> bool:
         return self.job.length.finished(self.session.cursor, self.session.step_number)
 
-    def _observe(self, step: Step, batch: Batch) -> None:
-        """Look at the global loss now and then: at the same steps on all ranks, since it takes a collective."""
-        if self._looks(step.number):
-            before, loss = self.session.round, step.loss
-            if loss is None:
-                return
-            self._loss = loss
-            if self.session.round == before:
-                # Else a membership change came in between: the loss is this rank's own, and the history is a peer's
-                # by now, which may include this step already.
-                self.history.observe(loss, batch.global_size)
-
-    def _looks(self, step: int) -> bool:
-        return step == 1 or step % self.config.logging.loss_every == 0
+    def _looked(self, later: LaterLoss, moment: Moment, lr: float, samples: int) -> None:
+        """The global loss of the step that ended at ``moment`` should be there by now."""
+        loss = later.read()
+        if loss is None:
+            return
+        self._loss = loss
+        self.history.observe(loss, samples)
+        self.told.looked(moment, loss, lr)
 
     @property
     def _lr(self) -> float:
@@ -227,9 +235,8 @@ class Run:
     def _show(self, batch: Batch) -> None:
         self._lead()
         self.told.counted(batch.global_size)
-        if self._looks(self.session.step_number):
-            self.told.looked(self._moment(), self._loss, self._lr)
         if self.told.due:
+            self.history.settle()
             self.told.stands(self._moment(), self._loss)
 
     def _moment(self) -> Moment:
@@ -260,6 +267,7 @@ class Run:
         return self._is_best() or self._finished()
 
     def _evaluate(self) -> None:
+        self.history.settle()  # else the loss would be told of behind the evaluation, and at its speed
         step, cursor, length = self.session.step_number, self.session.cursor, self.job.length
         job = self.job
         size = self.config.evaluation.batch_size
@@ -271,9 +279,10 @@ class Run:
         samples = cursor.samples % length.samples
         self.history.add(step, done, samples, self._lr, metrics)
         self._lead()  # rank 0 may have moved here in the middle of it
-        self.told.evaluated(self._moment(), metrics, self._exhibits())
-        if self.session.is_rank0:
-            self._write_history()
+        with self.session.phase("evaluation"):
+            self.told.evaluated(self._moment(), metrics, self._exhibits())
+            if self.session.is_rank0:
+                self._write_history()
 
     def _exhibits(self) -> Exhibits:
         if not self.told.wants_exhibits:
@@ -310,8 +319,9 @@ class Run:
     def _export(self, metrics: dict[str, float]) -> None:
         notes = {"task": self.config.task, "step": self.session.step_number, **metrics}
         names = [BEST_FILE] * self._is_best() + [FINAL_FILE] * self._finished()
-        for name in names:
-            export(self._result, self.job.directory / name, notes)
+        with self.session.phase("checkpoint"):
+            for name in names:
+                export(self._result, self.job.directory / name, notes)
 
     def _write_history(self) -> None:
         notes = {"world_size": self.session.world_size, "round": self.session.round, "wall": SYSTEM.wall()}

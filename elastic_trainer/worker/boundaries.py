@@ -1,7 +1,7 @@
 """What happens between steps on all ranks alike: saves that are due, a stop, the end of a diverged training.
 
 *Runs in* the worker's main thread.
-*Fails by* NonFiniteError on all ranks at the same boundary.
+*Fails by* NonFiniteError on all ranks at the same boundary, or where its agreement was cut short by a round's end.
 *Invariant*: a save that fails on schedule does not end the training.
 """
 
@@ -14,6 +14,7 @@ from elastic_trainer.errors import NonFiniteError
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.consensus import Consensus, Flags
 from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.pulse import Tracker
 from elastic_trainer.worker.saving import Saver
 from elastic_trainer.worker.signals import Signals
 from elastic_trainer.worker.steps import Steps
@@ -41,6 +42,7 @@ class Boundaries:
         control: Control,
         signals: Signals,
         saver: Saver,
+        tracker: Tracker,
         *,
         fatal: bool,
         in_place: Callable[[], bool] | None = None,
@@ -48,7 +50,7 @@ class Boundaries:
         self._in_place = in_place
         self._consensus = Consensus(control)
         self._rank0 = control.rank == 0
-        self._signals, self._saver, self._fatal = signals, saver, fatal
+        self._signals, self._saver, self._tracker, self._fatal = signals, saver, tracker, fatal
         self._steps: Steps | None = None
         self._refused = False
 
@@ -98,11 +100,22 @@ class Boundaries:
         """The last boundary has been passed."""
         self._consensus.drain()
 
+    def refuse_nonfinite(self) -> None:
+        """The round has ended: a state whose losses are not finite must not be carried into the next, and to others.
+
+        Ranks that heard of it at the last boundary are gone; this one did not hear, since they went.
+        """
+        if self._fatal and self._own_nonfinite():
+            self._meet_nonfinite()
+
+    def _own_nonfinite(self) -> bool:
+        return self._refused or (self._steps is not None and self._steps.nonfinite())
+
     def _wishes(self) -> Flags:
         return Flags(
             stop=self._in_place is None and self._signals.requested is not None,
             save=self._saver.due_by_time(),
-            nonfinite=self._refused or (self._steps is not None and self._steps.nonfinite()),
+            nonfinite=self._own_nonfinite(),
             switch=self._in_place is not None and self._in_place(),
         )
 
@@ -110,9 +123,12 @@ class Boundaries:
         if self._rank0:
             problem = self._saver.attempt()
             self._refused |= isinstance(problem, NonFiniteError)
+        else:
+            self._tracker.peer_saves()
 
     def _meet_nonfinite(self) -> None:
         step = self._steps.position.step if self._steps is not None else 0
+        self._tracker.nonfinite()
         if self._fatal:
             raise NonFiniteError(
                 f"the loss or a parameter became NaN or infinite by step {step}",
@@ -120,3 +136,5 @@ class Boundaries:
             )
         logger().warning("loss.nonfinite", step=step)
         self._refused = False
+        if self._steps is not None:
+            self._steps.forgive()

@@ -11,7 +11,6 @@ orphan that holds a device).
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from elastic_trainer.ipc import messages
 from elastic_trainer.ipc.channel import ChannelClosedError, connect
 from elastic_trainer.ipc.mutex import LifeMutex
 from elastic_trainer.settings import WorkerEnvironment
-from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.telemetry.logs import last_words, logger
 from elastic_trainer.worker.link import Formation, Progress, StoreAddress
 
 WELCOME_TIMEOUT_S = 30.0
@@ -231,8 +230,7 @@ class ChannelLink:
 
     def _end(self, code: int, reason: str) -> NoReturn:
         logger().warning("worker.ended", reason=reason, exit_code=code)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        last_words()
         os._exit(code)
 
     @staticmethod

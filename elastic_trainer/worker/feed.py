@@ -16,20 +16,47 @@ import torch
 from elastic_trainer.data.bad_samples import Tally
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import EpochPlan, LrRule
-from elastic_trainer.data.sampler import Batch, Collate, Fetcher, Sampler
+from elastic_trainer.data.reader import Drawn
+from elastic_trainer.data.requests import Request
+from elastic_trainer.data.sampler import Batch, Collate, Fetcher, Sampler, Source
 from elastic_trainer.data.sources import checked_length, is_stream
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.fields import check_fields
+from elastic_trainer.worker.pulse import Tracker
 from elastic_trainer.worker.state import Position
+
+
+class Awaited:
+    """A source of samples; the time that it takes is told."""
+
+    def __init__(self, source: Source, tracker: Tracker) -> None:
+        self._source, self._tracker = source, tracker
+        self.follow = source.follow
+
+    def draw(self, request: Request) -> Drawn:
+        """The samples of ``request``."""
+        before = self._tracker.draws()
+        try:
+            return self._source.draw(request)
+        finally:
+            self._tracker.enter(before)
 
 
 class Feed:
     """``batch`` is the one at hand; ``fields`` describe how the data is cut and go into every checkpoint."""
 
-    def __init__(self, position: Position, seed: int, device: torch.device, allow_changed: Collection[str]) -> None:
+    def __init__(
+        self,
+        position: Position,
+        seed: int,
+        device: torch.device,
+        allow_changed: Collection[str],
+        tracker: Tracker | None = None,
+    ) -> None:
+        self._tracker = tracker if tracker is not None else Tracker()
         self._position, self._seed, self._device, self._allow_changed = position, seed, device, allow_changed
         self.batch: Batch | None = None
         self.fields: dict[str, Any] = {}
@@ -119,7 +146,8 @@ class Feed:
         self.fields = check_fields(plan, self._resumed, self.fields, self._allow_changed)
         source = self._source_of(dataset, collate, loading, plan)
         until = epochs if epochs is not None else self._last_epoch or 0
-        return self._drawn(Sampler(source, plan, even=self._even, until=until), epochs)
+        told: Source = source if source.immediate else Awaited(source, self._tracker)
+        return self._drawn(Sampler(told, plan, even=self._even, until=until), epochs)
 
     def _source_of(self, dataset: Any, collate: Collate | None, loading: Loading, plan: EpochPlan) -> Fetcher:
         """The one of the epoch before, if it is for the same: its data workers go on."""

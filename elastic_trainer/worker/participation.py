@@ -17,6 +17,7 @@ from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Committed, EventSink, Retention
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError
+from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker import group as groups
@@ -28,6 +29,7 @@ from elastic_trainer.worker.device import Placement
 from elastic_trainer.worker.feed import Feed
 from elastic_trainer.worker.ledger import Ledger
 from elastic_trainer.worker.link import Link, Progress
+from elastic_trainer.worker.pulse import Tracker
 from elastic_trainer.worker.replica import Replica
 from elastic_trainer.worker.resume import Origin, restore
 from elastic_trainer.worker.saving import Cadence, Saver, check_storage
@@ -63,16 +65,23 @@ class Participation:
     """See the module."""
 
     def __init__(
-        self, plan: Plan, environment: WorkerEnvironment, link: Link, placement: Placement, position: Position
+        self,
+        plan: Plan,
+        environment: WorkerEnvironment,
+        link: Link,
+        placement: Placement,
+        position: Position,
+        tracker: Tracker,
     ) -> None:
         self.plan, self.environment, self.placement, self.position = plan, environment, placement, position
+        self.tracker = tracker
         self.origin = Origin()
         self.stopped = False
         """Whether this process leaves because it was asked to."""
         self.knows_change: Callable[[], bool] | None = None
         """In place: whether a planned change of the ranks is known here."""
         self.ledger = Ledger(environment)
-        self.feed = Feed(position, plan.seed, placement.device, plan.allow_changed)
+        self.feed = Feed(position, plan.seed, placement.device, plan.allow_changed, tracker)
         self._link = link
         self._group: groups.Group | None = None
         self._trained: Trained | None = None
@@ -151,15 +160,20 @@ class Participation:
     def enter(self, group: groups.Group, signals: Signals) -> None:
         """Take up this rank's duties in the round just formed."""
         self._group = group
+        self.control.works.tracker = self.tracker
+        formation = group.formation
+        self.tracker.place(formation.rank, formation.world_size, formation.round, self.placement.device)
         logs.bind(rank=self.rank)
         plan = self.plan
         if self._saver is None:
             # One rank of each node looks for checkpoints.
             if plan.directory is not None and (self.is_rank0 or self.local_rank == 0):
                 self._manager = CheckpointManager(plan.directory, plan.retention, plan.on_checkpoint_event)
-            self._saver = Saver(None, plan.cadence, self._on_saved)
+            self._saver = Saver(None, plan.cadence, self._on_saved, self.tracker)
         self._saver.serve(self._manager if self.is_rank0 else None)
-        self._boundaries = Boundaries(self.control, signals, self._saver, fatal=plan.fatal, in_place=self.knows_change)
+        self._boundaries = Boundaries(
+            self.control, signals, self._saver, self.tracker, fatal=plan.fatal, in_place=self.knows_change
+        )
 
     def check_storage(self) -> None:
         """Rank 0 must be able to write checkpoints. Raises on all ranks if it cannot."""
@@ -168,6 +182,7 @@ class Participation:
     def train(self, trained: Trained) -> None:
         """From now on this is what is trained."""
         self._trained = trained
+        trained.steps.tracker = trained.replica.tracker = self.tracker
         trained.steps.lr_factor = self.feed.lr_factor
 
     def resume(self, unfit: CheckpointError | None = None) -> None:
@@ -181,7 +196,7 @@ class Participation:
         def take_over(tree: Mapping[str, Any]) -> None:
             state.apply(tree, first_rank=self.is_rank0)
 
-        self.origin = restore(self.control, self._manager, state.collect, take_over, unfit)
+        self.origin = restore(self.control, self._manager, state.collect, take_over, unfit, self.tracker)
         first = self.position.generation + 1 if self.origin.name is not None else 0
         newest = max(row[0] for row in self.control.gather([max(formation.round, first)]))
         self.take_part(newest, self.origin.fields)
@@ -197,6 +212,7 @@ class Participation:
             check_ranks(control, mine)
             check_resumed(mine, fields.get(FIELD), self.plan.allow_changed)
         self.position.generation = generation
+        self.tracker.holds(self.position.step)
         if not self.is_rank0:
             reseed(self.plan.seed, self.position, self.rank, self.placement.device)
         trained.replica.bind(control)
@@ -225,7 +241,9 @@ class Participation:
         self._link.report(Progress(phase, self.position.step, cursor.epoch, cursor.samples, self.span_s))
 
     def record(self, step: Step, **place: int) -> None:
-        """Write a committed step to the ledger."""
+        """Write a committed step to the ledger, once: its round may end before the boundary behind it."""
+        if step.recorded:
+            return
         batch = step.batch
         step.recorded = True
         self.ledger.write(
@@ -257,9 +275,10 @@ class Participation:
 
     def save_before_waiting(self) -> None:
         """Too few nodes will be left: what is only in memory is made durable first, while all wait."""
-        if self.saver.unsaved:
-            self.saver.attempt()
-        self.control.sum(Purpose.STOP)
+        with self.tracker.during(Phase.CHECKPOINT):
+            if self.saver.unsaved:
+                self.saver.attempt()
+            self.control.sum(Purpose.STOP)
 
     def leave(self) -> None:
         """The session ends."""

@@ -4,7 +4,8 @@ A step that was not committed when its round ended is undone, and its batch come
 Before a rank trains on in the next round it holds the state that all its ranks hold.
 
 *Runs in* the worker's main thread.
-*Fails by* whatever error was no end of a round; SystemExit where the process leaves by a planned change.
+*Fails by* whatever error was no end of a round; NonFiniteError for a state that must not go on; SystemExit where the
+process leaves by a planned change.
 *Invariant*: only a state that is whole is ever reported or given to another rank.
 """
 
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 from elastic_trainer.errors import CheckpointError, RejoinError
 from elastic_trainer.ipc.messages import StateReport
+from elastic_trainer.model import Phase
 from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.calls import JSON, Calls, Codec
 from elastic_trainer.worker.healing import heal, identity
@@ -54,6 +56,8 @@ class Recovery:
 
     def enter(self, *, planned: bool = False, joinable: bool = True, following: Formation | None = None) -> None:
         """Come into the next round with the state that is held here, or get it from those who hold it."""
+        tracker = self._part.tracker
+        tracker.change(Phase.RENDEZVOUS)
         self._rounds.enter(
             self._part.placement,
             self._report,
@@ -63,7 +67,9 @@ class Recovery:
             following=following,
             idle=self._while_waiting,
             step_time_s=self._part.span_s,
+            forming=lambda: tracker.change(Phase.RENDEZVOUS),
         )
+        tracker.change(Phase.TRAINING)
 
     def _report(self) -> StateReport | None:
         if not self._valid:
@@ -80,6 +86,7 @@ class Recovery:
     def _settle(self, group: groups.Group) -> None:
         """A round has been formed: all ranks come to one state."""
         part, position = self._part, self._part.position
+        part.tracker.change(Phase.HEALING)
         part.enter(group, self._signals)
         if part.placement.device.type == "cuda":
             device = part.placement.device
@@ -147,6 +154,7 @@ class Recovery:
 
     def _while_waiting(self) -> None:
         """No round for a second: too few nodes, or no store. What is only in memory is made durable."""
+        self._part.tracker.change(Phase.WAITING)
         if self._valid:
             self._part.save_alone()
 
@@ -188,6 +196,7 @@ class Recovery:
         self._change_due = False
         self._trained.replica.release()
         self._rounds.abandon()
+        self._part.boundaries.refuse_nonfinite()
         self.enter(joinable=joinable)
 
     # ---- planned changes

@@ -25,6 +25,7 @@ from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.device import Placement
 from elastic_trainer.worker.gradients import Gradients
 from elastic_trainer.worker.group import all_reduce
+from elastic_trainer.worker.pulse import Tracker
 from elastic_trainer.worker.tree import TreeReduction
 
 
@@ -87,6 +88,8 @@ class Replica:
         """Whether all ranks need equally many micro-batches (collectives in the forward pass)."""
         self._parallel: DistributedDataParallel | None = None
         self._gradients: Gradients | None = None
+        self.tracker = Tracker()
+        """Who is told that this process waits for others."""
         self.tree: TreeReduction | None = None
         """What combines gradients, if that is the tree."""
         if lasting:
@@ -158,10 +161,9 @@ class Replica:
             self._company.bind(control.rank, control.world_size, partial(all_reduce, control))
         self._check_trainable()
         ids = [self._placement.device.index] if cuda else None
-        options = dict(self._options)
-        interruptible = self._lasting is not None and not cuda and options.get("gradient_as_bucket_view", True)
-        if interruptible:
-            options["gradient_as_bucket_view"] = True
+        # Else gradients are copied back, and held twice. With DDP's own mixed precision they would leave their bucket.
+        options = {"gradient_as_bucket_view": "mixed_precision" not in self._options, **self._options}
+        interruptible = self._lasting is not None and not cuda and options["gradient_as_bucket_view"]
         self._parallel = DistributedDataParallel(self.module, device_ids=ids, init_sync=False, **options)
         if interruptible:
             self._gradients = Gradients(self._parallel, control.works)
@@ -197,10 +199,24 @@ class Replica:
 
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass of ``loss``; gradients are averaged over the ranks unless that is left for a later one."""
-        if self._gradients is None:
+        if self._gradients is not None:
+            self._gradients.backward(loss)
+        elif self._parallel is None or not self._parallel.require_backward_grad_sync or not loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
-            self._gradients.backward(loss)
+            self._backward_of_ddp(loss)
+
+    def _backward_of_ddp(self, loss: torch.Tensor) -> None:
+        """DistributedDataParallel waits for the sums in the last callback of the backward pass: tell so in the first.
+
+        (Callbacks are called in the order in which they were queued; the loss's own hook comes before any layer's.)
+        """
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        loss.register_hook(lambda gradient: queue(self.tracker.waits))  # type: ignore[no-untyped-call]
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            self.tracker.goes_on()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by ``factor``."""

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Loaded
+from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import CheckpointError, ElasticTrainerError
 from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.pulse import Tracker
 from elastic_trainer.worker.transfer import digest, share_state
 
 Tree = Mapping[str, Any]
@@ -52,8 +54,9 @@ def choose(candidates: Sequence[Candidate | None]) -> int | None:
 class Inventory:
     """What this rank can offer; only one rank of each node looks at its storage."""
 
-    def __init__(self, manager: CheckpointManager | None) -> None:
+    def __init__(self, manager: CheckpointManager | None, tracker: Tracker | None = None) -> None:
         self._manager = manager
+        self._tracker = tracker if tracker is not None else Tracker()
         self._loaded: Loaded | None = None
         self.error: CheckpointError | None = None
 
@@ -75,11 +78,14 @@ class Inventory:
         if self._manager is None:
             raise RuntimeError("this rank has no checkpoints to load")
         if self._loaded is None:
+            began = SYSTEM.monotonic()
             try:
                 self._loaded = self._manager.load_newest()
             except CheckpointError as error:
                 self.error, self._manager = error, None
+                self._tracker.operated("load", SYSTEM.monotonic() - began, ok=False)
                 return None
+            self._tracker.operated("load", SYSTEM.monotonic() - began, ok=True)
             if self._loaded is None:
                 self._manager = None
         return self._loaded if self._loaded is not None and self.candidate() == wanted else None
@@ -91,12 +97,13 @@ def restore(
     collect: Callable[[], Tree],
     apply: Callable[[Tree], None],
     unfit: CheckpointError | None = None,
+    tracker: Tracker | None = None,
 ) -> Origin:
     """Bring all ranks to one state. ``collect`` gives this rank's present state, ``apply`` takes a new one over.
 
     ``unfit`` says why nobody may begin with the present state of this rank, if so.
     """
-    inventory = Inventory(manager)
+    inventory = Inventory(manager, tracker)
     source, loaded = _elect(control, inventory)
     if source is None:
         control.agree(inventory.error or unfit)

@@ -61,10 +61,12 @@ class Rounds:
         following: Formation | None = None,
         idle: Callable[[], None] = lambda: None,
         step_time_s: float = 0.0,
+        forming: Callable[[], object] = lambda: None,
     ) -> groups.Group:
         """Come into a round with a group formed and ``settle(group)`` done (all ranks hold one state).
 
         ``report()`` names the state held here. ``following`` is the place that a planned change has agreed on already.
+        ``forming()`` is called when a place is known.
         """
         if following is not None:
             self.link.ready(following.round, report(), planned=True, step_time_s=step_time_s)
@@ -78,6 +80,7 @@ class Rounds:
             planned = False
             if formation is None:
                 continue
+            forming()
             try:
                 return self._form(formation, placement, settle)
             except (RejoinError, TransientError, RuntimeError) as error:
@@ -147,6 +150,7 @@ class Rounds:
         """Give the present group up without waiting for anybody; ``planned``: nobody waits in it either."""
         if not planned:
             self._sockets.sever()
+        self._works.end("the round was left")  # who still asks for something of it gets what is there by now
         self._inside.clear()
         self._sockets.forget()
         group, self._group = self._group, None

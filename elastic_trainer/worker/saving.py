@@ -16,8 +16,10 @@ import torch
 from elastic_trainer.checkpoint import CheckpointManager, Committed, SaveInfo
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
+from elastic_trainer.model import Phase
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.pulse import Tracker
 from elastic_trainer.worker.state import TrainingState
 
 
@@ -43,8 +45,11 @@ class Saver:
         manager: CheckpointManager | None,
         cadence: Cadence,
         on_saved: Callable[[Committed], None],
+        tracker: Tracker | None = None,
         clock: Clock = SYSTEM,
     ) -> None:
+        self._tracker = tracker if tracker is not None else Tracker()
+        self._tracker.pulse.save_interval_s = cadence.every_s or 0.0
         self._manager, self._cadence, self._on_saved, self._clock = manager, cadence, on_saved, clock
         self._last_s = clock.monotonic()
         self._last_step: int | None = None
@@ -91,6 +96,19 @@ class Saver:
         self._last_s = self._clock.monotonic()
         if self._manager is None:
             return None
+        began = self._clock.monotonic()
+        try:
+            with self._tracker.during(Phase.CHECKPOINT):
+                committed = self._commit(self._manager, metrics, best=best)
+        except (CheckpointError, NonFiniteError):
+            self._tracker.operated("save", self._clock.monotonic() - began, ok=False)
+            raise
+        self._last_s, self._last_step = self._clock.monotonic(), self._bound.position.step
+        self._tracker.saved(self._last_step, committed.size, committed.duration_s)
+        self._on_saved(committed)
+        return committed
+
+    def _commit(self, manager: CheckpointManager, metrics: Mapping[str, float], *, best: bool) -> Committed:
         state = self._bound
         check_finite(state.module)
         position = state.position
@@ -104,10 +122,7 @@ class Saver:
             best=best,
             fields=self._fields(),
         )
-        committed = self._manager.save(state.collect(), info)
-        self._last_s, self._last_step = self._clock.monotonic(), position.step
-        self._on_saved(committed)
-        return committed
+        return manager.save(state.collect(), info)
 
     def attempt(self) -> Exception | None:
         """Save on schedule. What goes wrong is logged and returned: a full disk must not end the training."""

@@ -20,6 +20,7 @@ be saved or resumed, RoundBrokenError when a peer is lost; SystemExit 143 when s
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -37,16 +38,19 @@ from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import LrRule
 from elastic_trainer.data.sampler import Batch, Collate
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.model import Cursor
+from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
+from elastic_trainer.web.node import NodeEndpoint
 from elastic_trainer.worker import averaging, device, evaluation
 from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.boundaries import Turn
 from elastic_trainer.worker.calls import JSON, TENSOR
 from elastic_trainer.worker.channel_link import ChannelLink
 from elastic_trainer.worker.control import Purpose
+from elastic_trainer.worker.endpoint import open_endpoint
 from elastic_trainer.worker.link import EnvironmentLink, Link
 from elastic_trainer.worker.participation import Participation, Plan, Trained
+from elastic_trainer.worker.pulse import Tracker
 from elastic_trainer.worker.recovery import Recovery
 from elastic_trainer.worker.replica import Reduction, Replica, check_optimizer
 from elastic_trainer.worker.rounds import Rounds
@@ -114,16 +118,20 @@ class Session:
         self._pending: dict[str, Any] = {}
         self._part: Participation | None = None
         self._recovery: Recovery | None = None
+        self._tracker = Tracker()
+        self._endpoint: NodeEndpoint | None = None
 
     # ---- opening and closing
 
     def __enter__(self) -> Self:
         if not structlog.is_configured():
             logs.configure()
+        self._tracker = Tracker.open(self.environment)
         self._signals = Signals(self._patience_s, self._broken)
         self._signals.open()
         self._link: Link = self._given_link if self._given_link is not None else EnvironmentLink(self.environment)
         try:
+            self._endpoint = open_endpoint(self.environment, self._tracker)
             if self._given_link is None and self.environment.in_place:
                 self._open_in_place()
             else:
@@ -138,7 +146,9 @@ class Session:
         formation = self._link.formation()
         part = self._take_place(formation.local_rank, formation.world_size)
         self._position.generation = formation.round
-        part.enter(groups.form(formation, part.placement, self._group_timeout_s), self._signals)
+        with self._tracker.during(Phase.RENDEZVOUS):
+            group = groups.form(formation, part.placement, self._group_timeout_s)
+        part.enter(group, self._signals)
         part.check_storage()
 
     def _open_in_place(self) -> None:
@@ -153,7 +163,7 @@ class Session:
 
     def _take_place(self, local_rank: int, world_size: int) -> Participation:
         placement = device.take(self._asked_device, local_rank, world_size, self._backend)
-        self._part = Participation(self._plan, self.environment, self._link, placement, self._position)
+        self._part = Participation(self._plan, self.environment, self._link, placement, self._position, self._tracker)
         return self._part
 
     def __exit__(
@@ -171,6 +181,7 @@ class Session:
 
     def _finish(self) -> None:
         """All ranks have come to the end: save what is not saved, and leave together."""
+        self._tracker.change(Phase.ENDING)
         self._signals.agreed()
         self._here.boundaries.end()
         if self._here.trained is not None:
@@ -178,10 +189,15 @@ class Session:
         self._here.control.sum(Purpose.FINISH)
 
     def _close(self, status: str) -> None:
+        self._tracker.change(Phase.ENDING)
         self._link.close(status)
         self._signals.close()
         if self._part is not None:
             self._part.leave()
+        self._tracker.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
 
     def _abandon(self) -> None:
         """Leave without waiting for peers: some of them may be gone, or in another place."""
@@ -345,7 +361,8 @@ class Session:
         )
         part.train(Trained(state, replica, steps))
         if self._recovery is None:
-            part.resume()
+            with self._tracker.during(Phase.HEALING):
+                part.resume()
         else:
             steps.absorb = self._recovery.absorb
             self._recovery.enter()
@@ -393,7 +410,8 @@ class Session:
         A batch comes again until a step has committed it. ``dataset`` is map-style, or a SeekableStream (with
         ``shuffle=False``: it comes in its own order). Random numbers drawn for a sample are keyed by (seed, epoch,
         sample), so its augmentation does not depend on where it is drawn; a data set with ``deterministic = True``
-        draws none, and one with ``set_epoch(epoch)`` is told of each epoch, in every process.
+        draws none, one with ``generators = ("random",)`` draws from that one alone (of "random", "numpy", "torch") and
+        costs less, and one with ``set_epoch(epoch)`` is told of each epoch, in every process.
 
         The global batch is the same at any number of ranks. With ``scale_from=R`` it is the one for R ranks, and with W
         ranks W / R times as large (rounded); the learning rate that the optimizer has is then multiplied by what
@@ -455,6 +473,17 @@ class Session:
             self._here.save_last("stopped")
         self._here.stopped = True
         raise SystemExit(self._signals.exit_code)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What the script does in the body takes long for good reason: "evaluation" or "checkpoint".
+
+        It is told apart in the metrics, and the watchdog gives it the time of a long phase instead of that of a step.
+        """
+        if name not in (Phase.EVALUATION, Phase.CHECKPOINT):
+            raise ConfigError(f"phase is {name!r}", hint="use 'evaluation' or 'checkpoint'")
+        with self._tracker.during(Phase(name)):
+            yield
 
     # ---- between steps; all ranks must call these alike
 

@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -23,7 +22,7 @@ from typing import Any
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_LEFT
-from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.telemetry.logs import last_words, logger
 
 EXIT_INTERRUPTED = 130
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -125,8 +124,7 @@ class Signals:
 
     def _leave(self, reason: str) -> None:
         logger().error("session.abandoned", reason=reason, exit_code=self.exit_code)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        last_words()
         os._exit(self.exit_code)
 
 

@@ -15,13 +15,46 @@ import torch
 
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
-from elastic_trainer.worker.control import Purpose
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker.control import Control, Pending, Purpose
 from elastic_trainer.worker.tree import TreeReduction
 
 if TYPE_CHECKING:
     from elastic_trainer.worker.steps import Steps
 
 LOSS_TIMEOUT_S = 120.0
+
+
+def _mean_of(losses: Pending, control: Control) -> float:
+    """The mean over the global batch, from the sum of all ranks' weighted losses."""
+    return losses.wait(LOSS_TIMEOUT_S)[0] / control.world_size
+
+
+class LaterLoss:
+    """The mean loss of a step over its global batch, on its way. It holds nothing of the step's data."""
+
+    __slots__ = ("_control", "_mean", "_pending", "_steps")
+
+    def __init__(self, steps: Steps, control: Control, pending: Pending | None, mean: float | None) -> None:
+        self._steps, self._control, self._pending, self._mean = steps, control, pending, mean
+
+    def read(self) -> float | None:
+        """The loss, waited for if need be; any rank may ask, at any time, and once.
+
+        None where the ranks have changed since, or lose each other meanwhile: whoever needs the others next finds that
+        out and deals with it. ConfigError if another rank did something else in place of its step.
+        """
+        if self._control is not self._steps.control:
+            return None
+        mean, pending = self._mean, self._pending
+        if mean is None and pending is not None:
+            try:
+                mean = _mean_of(pending, self._control)
+            except RoundBrokenError as error:
+                logger().info("loss.unknown", reason=str(error))
+                return None
+        self._steps.tracker.knows_loss(mean)
+        return mean
 
 
 class Step:
@@ -37,7 +70,9 @@ class Step:
         "_normalized",
         "_open_parts",
         "_part",
+        "_pending",
         "_steps",
+        "_wanted",
         "committed",
         "generation",
         "number",
@@ -51,6 +86,9 @@ class Step:
         self._part = batch
         self._losses: list[tuple[torch.Tensor, float]] = []
         self._mean: float | None = None
+        self._wanted = False
+        self._pending: Pending | None = None
+        """The sum of the losses, under way since the last backward pass."""
         self._count_here: float | None = None
         """The items counted on this rank, if losses are sums."""
         self._normalized = False
@@ -113,7 +151,7 @@ class Step:
         weight = fraction if part is None or replica.tree is not None else part.weight
         self._done.add(0 if part is None else part.start)
         self._complete()
-        pending = None
+        pending = self._pending = None
         if count is not None:
             weight = self._count(float(count), counts=weight > 0.0)
             if not self._open_parts:
@@ -125,6 +163,16 @@ class Step:
             self._grow(replica.tree, fraction, loss.detach() * weight)
         if pending is not None:
             self._normalize(pending.wait()[0])
+        if self._wanted and not self._open_parts and self._mean is None:
+            # Behind the pass, which has just brought the ranks together, and whose kernels a device has by now.
+            self._pending = self._sum_losses()
+
+    def want_loss(self) -> None:
+        """:attr:`loss` will be asked for: it is found beside the update, so that nobody waits for it afterwards.
+
+        Call it before the backward pass, on all ranks or on none.
+        """
+        self._wanted = True
 
     def _count(self, count: float, *, counts: bool) -> float:
         """Note the ``count``; what the sum is multiplied by until the count of the global batch is known."""
@@ -201,18 +249,34 @@ class Step:
         if self._mean is None:
             try:
                 self._mean = self._global_mean()
+                self._steps.tracker.knows_loss(self._mean)
             except RoundBrokenError as error:
                 if not self._steps.absorb(self, error):
                     raise
                 self._mean = self.local_mean()  # the round ended meanwhile: what is known here must do
         return self._mean
 
+    def later_loss(self) -> LaterLoss:
+        """:attr:`loss` for who asks a step later, when nobody has to wait for it any more.
+
+        After the commit, and :meth:`want_loss` before; else ConfigError.
+        """
+        if not self.committed or (self._mean is None and self._pending is None):
+            raise ConfigError(
+                "later_loss() of a step that has none",
+                hint="call want_loss() before backward(), and later_loss() behind optimizer.step()",
+            )
+        return LaterLoss(self._steps, self._control, self._pending, self._mean)
+
     def _global_mean(self) -> float | None:
         control = self._control
         if control is not self._steps.control:
             return self.local_mean()  # its ranks are together no more, and others may have come
-        pending = control.start(Purpose.LOSS, [self.local_sum()])
-        return pending.wait(LOSS_TIMEOUT_S)[0] / control.world_size
+        pending = self._pending if self._pending is not None else self._sum_losses()
+        return _mean_of(pending, control)
+
+    def _sum_losses(self) -> Pending:
+        return self._control.start(Purpose.LOSS, [self.local_sum()])
 
     def local_sum(self) -> float:
         """This rank's weighted losses; their sum over ranks is W times the global mean."""

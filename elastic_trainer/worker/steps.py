@@ -19,6 +19,7 @@ from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.worker import seeds
 from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.pulse import Tracker
 from elastic_trainer.worker.replica import Replica
 from elastic_trainer.worker.scaling import Scaling
 from elastic_trainer.worker.state import Position
@@ -66,6 +67,8 @@ class Steps:
         self._schedule_count = _count(scheduler)
         self._unchecked: list[torch.Tensor] = []
         self._nonfinite = False
+        self.tracker = Tracker()
+        """Who is told what a step does."""
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._after_update)
 
@@ -91,6 +94,7 @@ class Steps:
         if self._current is not None:
             raise ConfigError("session.step() inside another one", hint="end the first step before the next")
         self._current = step
+        self.tracker.step_begins(step.number)
         self.scaling.begin()
         self.replica.begin_step(counts=step.batch is None or step.batch.weight > 0.0)
         self._drop_gradients()
@@ -147,13 +151,19 @@ class Steps:
         self._drop_gradients()
         self.replica.restore_buffers()
         self.scaling.reset()
+        self.tracker.gave_up()
 
     def nonfinite(self) -> bool:
-        """Whether a loss since the beginning was NaN or infinite. Waits for the device once."""
+        """Whether a loss since the beginning (or :meth:`forgive`) was NaN or infinite. Waits for the device once."""
         if self._unchecked:
             self._nonfinite |= not bool(torch.isfinite(torch.stack(self._unchecked)).all())
+            self.tracker.knows_loss(float(self._unchecked[-1]), own=True)
             self._unchecked.clear()
         return self._nonfinite
+
+    def forgive(self) -> None:
+        """What was not finite has been told of: look at the losses that follow."""
+        self._nonfinite = False
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step = self._current
@@ -195,6 +205,7 @@ class Steps:
         if step.batch is not None:
             step.batch.used = True
             self.position.cursor = step.batch.following or self.position.cursor
+        self.tracker.committed(self.position.step, len(step.batch.ids) if step.batch is not None else 0)
         if not self.scaling.enabled:
             self._unchecked += step.finite_evidence()
             if len(self._unchecked) > _MOST_UNCHECKED:

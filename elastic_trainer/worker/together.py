@@ -18,6 +18,7 @@ from torch import nn
 from elastic_trainer.checkpoint import Committed
 from elastic_trainer.data.sampler import Collate, Fetcher
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
+from elastic_trainer.model import Phase
 from elastic_trainer.worker import averaging
 from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.boundaries import Turn
@@ -43,7 +44,8 @@ class Together:
 
     def save(self, metrics: Mapping[str, float] | None, *, best: bool) -> str | None:
         """Save now; the checkpoint's name on rank 0."""
-        return self.repeated(lambda: self._save(metrics, best=best))
+        with self._part.tracker.during(Phase.CHECKPOINT):
+            return self.repeated(lambda: self._save(metrics, best=best))
 
     def _save(self, metrics: Mapping[str, float] | None, *, best: bool) -> str | None:
         part = self._part
@@ -52,6 +54,7 @@ class Together:
         if part.trained.steps.inside:
             raise ConfigError("session.save() inside a step", hint="call it after the step has ended")
         values = {name: float(value) for name, value in (metrics or {}).items()}
+        part.tracker.change(Phase.CHECKPOINT)
         part.control.sum(Purpose.SAVE)
         if best:
             part.position.best = values
@@ -86,16 +89,18 @@ class Together:
         def attempt() -> Result:
             return self._evaluated(model, Fetcher(dataset, self._part.placement.device, collate), batch_size, method)
 
-        if self._recovery is None:
-            return attempt()
-        self._recovery.evaluating = True
-        try:
-            return self.repeated(attempt, codec)
-        finally:
-            self._recovery.evaluating = False
+        with self._part.tracker.during(Phase.EVALUATION):
+            if self._recovery is None:
+                return attempt()
+            self._recovery.evaluating = True
+            try:
+                return self.repeated(attempt, codec)
+            finally:
+                self._recovery.evaluating = False
 
     def _evaluated(self, model: nn.Module, fetch: Fetcher, batch_size: int, method: Callable[..., Result]) -> Result:
         part = self._part
+        part.tracker.change(Phase.EVALUATION)
         part.control.sum(Purpose.EVALUATE)
         module = model
         if part.trained is not None:
@@ -110,6 +115,7 @@ class Together:
 
     def _turn(self) -> None:
         self._part.report("evaluating")
+        self._part.tracker.moved()
         if self._part.boundaries.cross() is Turn.STOP:
             self._stop()
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import RoundBrokenError
+from elastic_trainer.worker.pulse import Tracker
 
 MOMENT_S = 0.02
 _MOMENT = timedelta(seconds=MOMENT_S)
@@ -78,6 +79,8 @@ class Works:
         self._over = threading.Event()
         self._why = ""
         self._open: dict[int, Work] = {}
+        self.tracker: Tracker | None = None
+        """Who is told that this process waits for others."""
 
     def begun(self, work: Work) -> Work:
         """``work`` is under way."""
@@ -86,6 +89,8 @@ class Works:
 
     def wait(self, work: Work, timeout_s: float | None = None) -> None:
         """Wait until ``work`` has ended."""
+        if self.tracker is not None:
+            self.tracker.waits()
         try:
             if self._interruptible:
                 self._wait_by_moments(work, timeout_s)
@@ -94,6 +99,8 @@ class Works:
             else:
                 work.wait(timedelta(seconds=timeout_s))
         finally:
+            if self.tracker is not None:
+                self.tracker.goes_on()
             if work.is_completed():
                 self._open.pop(id(work), None)
 

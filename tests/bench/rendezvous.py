@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
     options = parse("rendezvous", __doc__, argv, repeats=3, extend=_own_options)
     sizes = options.extra.nodes or (QUICK_SIZES if options.quick else SIZES)
-    ttl_s = options.extra.ttl or (2.0 if options.quick else 30.0)
+    ttl_s = options.extra.ttl or (6.0 if options.quick else 30.0)
     variants = [(min(sizes), "product"), *((size, "aio") for size in sizes)]
     runs = {each: [measure(*each, ttl_s, turn + 1, options) for turn in range(options.repeats)] for each in variants}
     largest = runs[max(sizes), "aio"]
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _own_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, nargs="+", help=f"how many nodes ({SIZES}; quick: {QUICK_SIZES})")
     parser.add_argument("--processes", type=int, help=f"that simulate them (one for {NODES_PER_PROCESS} nodes)")
-    parser.add_argument("--ttl", type=float, help="seconds that a silent node's lease lasts (30; quick: 2)")
+    parser.add_argument("--ttl", type=float, help="seconds that a silent node's lease lasts (30; quick: 6)")
 
 
 def _summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ PROMISES = (
     Promise("keypoints", "pck", 0.92),
     Promise("gpt", "loss", 1.95, lower_is_better=True, kill_at=100, join_at=200),
 )
-QUICK = (Promise("mnist", "accuracy", 0.1, kill_at=5, join_at=10, overrides=("data.limit=1000", "epochs=2")),)
+QUICK = (Promise("mnist", "accuracy", 0.1, kill_at=5, join_at=10, overrides=("data.limit=1000", "epochs=8")),)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

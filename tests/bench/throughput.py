@@ -29,11 +29,11 @@ class Shape:
     overrides: tuple[str, ...] = ()
 
 
-SHAPES = (
-    Shape("mnist", 30, 10),
-    Shape("imagefolder", 30, 4, ("sync_batchnorm=false",)),
-    Shape("keypoints", 30, 4, ("sync_batchnorm=false",)),
-    Shape("gpt", 30, 4, ("micro_batch=4", "options.max_tokens=null")),
+SHAPES = (  # ten steps: one look at the global loss in each block
+    Shape("mnist", 40, 10),
+    Shape("imagefolder", 20, 10, ("sync_batchnorm=false",)),
+    Shape("keypoints", 20, 10, ("sync_batchnorm=false",)),
+    Shape("gpt", 20, 10, ("micro_batch=4", "options.max_tokens=null")),
 )
 QUICK = (Shape("mnist", 2, 2, ("data.limit=200",)),)
 

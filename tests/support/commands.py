@@ -17,7 +17,7 @@ from elastic_trainer.errors import ConfigError
 
 Words = Sequence[str]
 LIMIT_S = 120.0
-ANYTHING = frozenset({"pip", "tensorboard"})
+ANYTHING = frozenset({"openssl", "pip", "tensorboard"})
 """Programs of others, whose options are theirs to check."""
 
 

@@ -56,8 +56,12 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of ``page``, in order."""
-    text = page.read_text(encoding="utf-8")
-    return [_block(page.name, text, match) for match in _BLOCK.finditer(text)]
+    return blocks_of(page.read_text(encoding="utf-8"), page.name)
+
+
+def blocks_of(text: str, name: str) -> list[Block]:
+    """The fenced blocks of ``text``, which is (a part of) the page ``name``."""
+    return [_block(name, text, match) for match in _BLOCK.finditer(text)]
 
 
 def _block(page: str, text: str, match: re.Match[str]) -> Block:

@@ -42,6 +42,7 @@ class AgentOfFlags(SimpleElasticAgent):
         self.exit: BaseException | None = None
         self.ended = threading.Event()
         self._state = WorkerState.HEALTHY
+        self._finished = False
         self._thread = threading.Thread(target=self._main, name="torchrun", daemon=True)
 
     def begin(self) -> None:
@@ -54,6 +55,7 @@ class AgentOfFlags(SimpleElasticAgent):
 
     def finish(self) -> None:
         """The workers succeed."""
+        self._finished = True
         self._state = WorkerState.SUCCEEDED
 
     def called(self, function: Callable[[], Result]) -> Result:
@@ -69,7 +71,8 @@ class AgentOfFlags(SimpleElasticAgent):
             self.ended.set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._state = WorkerState.HEALTHY
+        # Workers that are asked to finish while they are just being started do so.
+        self._state = WorkerState.SUCCEEDED if self._finished else WorkerState.HEALTHY
         self.starts.append(tuple(worker.global_rank for worker in worker_group.workers))
         self.worlds.append(worker_group.workers[0].world_size)
         return dict.fromkeys(range(len(worker_group.workers)), 0)

@@ -71,10 +71,10 @@ def written_files(page: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -
 # ---- form
 
 
-def test_there_are_three_pages_and_the_readme_leads_to_them() -> None:
+def test_there_are_four_pages_and_the_readme_leads_to_them() -> None:
     """Nobody finds a page that nothing links to."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert {page.name for page in PAGES} == {"tutorial.md", "api.md", "tasks.md"}
+    assert {page.name for page in PAGES} == {"tutorial.md", "api.md", "tasks.md", "health.md"}
     assert [page.name for page in PAGES if f"](elastic_trainer/docs/{page.name})" not in readme] == []
 
 

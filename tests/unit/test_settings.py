@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from traceback import format_exception
 
 import pytest
 
@@ -69,6 +70,17 @@ def test_what_torchrun_adds_is_passed_over() -> None:
         ({"ttl": "1"}, "'ttl' is '1'"),
         ({"recovery": "hot"}, "'recovery' is 'hot'"),
         ({"ca_cert": "/no/such/file"}, "'ca_cert' is '/no/such/file': the file cannot be read"),
+        ({"step_timeout": "-1"}, "'step_timeout' is '-1'"),
+        ({"first_step_timeout": "-1"}, "'first_step_timeout' is '-1'"),
+        ({"phase_timeout": "long"}, "'phase_timeout' is 'long'"),
+        ({"metrics_port": "65536"}, "'metrics_port' is '65536'"),
+        ({"metrics_cert": "/no/such/cert"}, "metrics_cert and metrics_key go together"),
+        ({"metrics_key": "/no/such/key"}, "metrics_cert and metrics_key go together"),
+        (
+            {"metrics_cert": "/no/cert", "metrics_key": "/no/key"},
+            "'metrics_cert' is '/no/cert': the file cannot be read",
+        ),
+        ({"metrics_token_file": "/no/token"}, "'metrics_token_file' is '/no/token': the file cannot be read"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, str], message: str) -> None:
@@ -92,6 +104,8 @@ def test_several_wrong_options_are_counted() -> None:
     [
         ({"user": "a"}, "user and password go together"),
         ({"password": "a"}, "user and password go together"),
+        ({"password_file": "a"}, "user and password go together"),
+        ({"user": "a", "password": "b", "password_file": "c"}, "password and password_file are both given"),
         ({"cert": "c.pem"}, "cert and key go together"),
         ({"prefix": "no-slash"}, "'prefix' is 'no-slash'"),
         ({"prefix": "/a/"}, "'prefix'"),
@@ -115,6 +129,45 @@ def test_options_make_store_settings(tmp_path: Path) -> None:
     assert store.endpoints == (Endpoint(host="a", port=1), Endpoint(host="b", port=2))
     assert (store.prefix, store.user, store.password, store.ca_cert) == ("/p", "u", "hush", ca)
     assert "hush" not in f"{store!r}{options!r}"
+
+
+ENVIRONMENT = {
+    "ELASTIC_TRAINER_USER": "run-x",
+    "ELASTIC_TRAINER_PASSWORD_FILE": "/secrets/password",
+    "ELASTIC_TRAINER_CA_CERT": "/tls/ca.crt",
+    "ELASTIC_TRAINER_CERT": "/tls/tls.crt",
+    "ELASTIC_TRAINER_KEY": "/tls/tls.key",
+}
+
+
+def test_the_environment_says_what_options_leave_open() -> None:
+    """All five variables; an option that is given goes before its variable, a password before the file of one."""
+    store = rendezvous_options({}).store("a", ENVIRONMENT)
+    assert [str(path) for path in (store.password_file, store.ca_cert, store.cert, store.key)] == [
+        "/secrets/password",
+        "/tls/ca.crt",
+        "/tls/tls.crt",
+        "/tls/tls.key",
+    ]
+    assert (store.user, store.password) == ("run-x", None)
+    chosen = rendezvous_options({"user": "me", "password": "hush"}).store("a", ENVIRONMENT)
+    assert (chosen.user, chosen.password, chosen.password_file) == ("me", "hush", None)
+    assert str(chosen.ca_cert) == "/tls/ca.crt"
+    assert rendezvous_options({}).store("a", dict.fromkeys(ENVIRONMENT, "")).user is None
+
+
+def test_a_mistake_in_the_environment_names_its_variables() -> None:
+    """Who has written nothing wrong into his options looks there."""
+    with pytest.raises(ConfigError, match="with ELASTIC_TRAINER_USER: user and password go together"):
+        rendezvous_options({}).store("a", {"ELASTIC_TRAINER_USER": "me"})
+
+
+@pytest.mark.parametrize("values", [{"password": "hush"}, {"user": "me", "password": ["hush"]}])
+def test_no_mistake_shows_a_password(values: dict[str, object]) -> None:
+    """Neither one about several values together, which would show them all, nor one about the password itself."""
+    with pytest.raises(ConfigError) as caught:
+        validated(StoreSettings, {"endpoints": parse_endpoints("a"), **values}, "--rdzv-conf")
+    assert "hush" not in "".join(format_exception(caught.value))
 
 
 def test_settings_are_frozen() -> None:
@@ -160,3 +213,27 @@ def test_log_level_comes_from_the_environment() -> None:
     """``info`` by default."""
     assert log_level({}) == "info"
     assert log_level({"ELASTIC_TRAINER_LOG_LEVEL": "debug"}) == "debug"
+
+
+def test_limits_of_hangs_and_the_endpoint_are_options(tmp_path: Path) -> None:
+    """By default steps are watched, and metrics answer on this machine alone; 0 watches nothing, "" answers nowhere."""
+    defaults = rendezvous_options({})
+    assert (defaults.step_timeout, defaults.first_step_timeout, defaults.phase_timeout) == (300.0, 1800.0, 3600.0)
+    assert (defaults.metrics_address, defaults.metrics_port, defaults.metrics_token_file) == ("127.0.0.1", 0, None)
+    token = tmp_path / "token"
+    token.write_text("secret")
+    chosen = rendezvous_options(
+        {"step_timeout": "0", "metrics_address": "", "metrics_port": "9400", "metrics_token_file": str(token)}
+    )
+    assert (chosen.step_timeout, chosen.metrics_address, chosen.metrics_port) == (0.0, "", 9400)
+    assert chosen.metrics_token_file == token
+
+
+def test_a_worker_learns_where_its_page_belongs_and_how_far_the_job_was() -> None:
+    """Without an agent of this package neither is known."""
+    plain = worker_environment({})
+    assert (plain.pages, plain.reached) == (None, 0)
+    told = worker_environment({"ELASTIC_TRAINER_PAGES": "/dev/shm/x", "ELASTIC_TRAINER_REACHED": "41"})
+    assert (told.pages, told.reached) == (Path("/dev/shm/x"), 41)
+    with pytest.raises(ConfigError, match="'reached' is '-1'"):
+        worker_environment({"ELASTIC_TRAINER_REACHED": "-1"})

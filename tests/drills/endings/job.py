@@ -22,7 +22,7 @@ LIMIT_S = 120.0
 """How long anything may take on a slow machine before a test fails."""
 QUICK = {
     "recovery": "in_place",
-    "ttl": "2",
+    "ttl": "4",
     "last_call": "0.5",
     "join_interval": "1",
     "join_batch": "0.2",
@@ -119,11 +119,14 @@ class Job(LocalCluster):
         self.wait_for(lambda: self.newest() >= goal, "the job stands still")
         return self.newest()
 
-    def check_lossless(self) -> None:
-        """Every sample was used once, and nothing that was committed was done again."""
+    def check_lossless(self, again: int = 0) -> None:
+        """Every sample was used once, and nothing that was committed was done again.
+
+        But for ``again`` steps that a node committed as it was excluded: the others had given them up by then.
+        """
         found = audit(self.lines(), size=None)
         assert found.exact, found.reason
-        assert found.steps_rolled_back == 0, found
+        assert found.steps_rolled_back <= again, found
 
     # ---- waiting
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.data.plan import EpochPlan
+from elastic_trainer.errors import EXIT_CONFIG
 from elastic_trainer.membership.documents import RunResult
-from tests.drills.endings.job import Job
+from tests.drills.endings.job import SCRIPT, Job
 from tests.drills.endings.train import BATCH, SAMPLES
 
 
@@ -46,14 +47,48 @@ def test_rounds_that_never_commit_a_step_end_the_run(tmp_path: Path, etcd_endpoi
 
 
 @pytest.mark.timeout(300)
-def test_an_error_of_the_script_is_in_the_log_of_its_node(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
-    """With its traceback, whatever the agent says to the worker meanwhile: who looks at night must see the reason."""
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_an_error_of_the_script_is_in_the_log_of_its_node(
+    tmp_path: Path, etcd_endpoint: str, run_id: str, nodes: int
+) -> None:
+    """With its traceback, whatever the agent says to the worker meanwhile: who looks at night must see the reason.
+
+    One node alone has nobody who lives on and knows how far it was: its page tells.
+    """
     plan = EpochPlan(SAMPLES, BATCH)
     bad = int(plan.order(0)[3 * BATCH + 5])
     with Job(tmp_path, etcd_endpoint, run_id, "--bad", str(bad), least=1, most=2) as job:
-        job.start(2)
-        assert job.exit_codes() == {"n0": 1, "n1": 1}
+        job.start(nodes)
+        assert job.exit_codes() == dict.fromkeys(["n0", "n1"][:nodes], 1)
         assert "3 failures of workers after step 3" in job.closed().reason
-        logs = job.log("n0") + job.log("n1")
+        logs = "".join(job.log(node.name) for node in job.nodes)
         assert logs.count("Traceback (most recent call last)") >= 3
         assert logs.count(f"ValueError: sample {bad} is bad") >= 3
+
+
+STORAGE = f"""
+import runpy, sys
+from pathlib import Path
+away = Path(sys.argv[1], "storage-is-away")
+if away.exists():
+    away.rename(away.with_name("storage-is-back"))
+    sys.exit({EXIT_CONFIG})
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.timeout(300)
+def test_what_was_right_and_is_not_any_more_is_tried_again(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """A worker is lost, and the next one does not find its data before it opens its Session: status 78. The node has
+    made steps with this very configuration, so it tries again, instead of failing the whole Job of all nodes."""
+    script = tmp_path / "script.py"
+    script.write_text(STORAGE)
+    job_directory = tmp_path / "job"
+    with Job(job_directory, etcd_endpoint, run_id, most=2, entry=[str(script), str(job_directory)]) as job:
+        job.start(2)
+        before = job.await_world("n0", "n1")
+        job.tell("storage-is-away")
+        assert job.nodes[0].kill_worker() is not None
+        job.wait_for((job_directory / "storage-is-back").exists, "no worker was started again")
+        job.await_world("n0", "n1", after=before)
+        assert job.finish() == {"n0": 0, "n1": 0}

@@ -56,7 +56,7 @@ def test_a_node_cut_off_from_etcd_alone_comes_back(tmp_path: Path, etcd_endpoint
         job.await_world("n0", "n1", after=alone)
         assert _workers(job) == pids
         assert job.finish() == {"n0": 0, "n1": 0}
-        job.check_lossless()
+        job.check_lossless(again=1)
 
 
 @pytest.mark.timeout(300)
@@ -75,7 +75,7 @@ def test_an_agent_that_stands_still_comes_back(tmp_path: Path, etcd_endpoint: st
         assert _workers(job) == pids
         assert [entry.state for entry in job.journal()].count(RoundState.BROKEN) == 1
         assert job.finish() == {"n0": 0, "n1": 0}
-        job.check_lossless()
+        job.check_lossless(again=1)
 
 
 @pytest.mark.timeout(300)

@@ -14,9 +14,12 @@ from tests.drills.inplace.leading import leading
 pytestmark = pytest.mark.timeout(900)
 
 GROUP_TIMEOUT_S = 4.0
-ROUNDS = 8
+ROUNDS = 16
+"""So many that one descriptor or thread left by each is more than one group and a few."""
 FEW = 6
 """What a round holds differs by threads that are just ending."""
+ONE_GROUP = {"descriptors": 9, "threads": 7}
+"""What is noted may be noted while the group of the round before is still there: it is kept for a second."""
 
 
 def test_rounds_that_end_in_the_middle_of_messages_leave_nothing_behind(tmp_path: Path) -> None:
@@ -36,6 +39,7 @@ def test_rounds_that_end_in_the_middle_of_messages_leave_nothing_behind(tmp_path
         pause(GROUP_TIMEOUT_S + 2.0)
         trial.freeze(trial.workers[0])  # one more round, in which what is left is counted
     for notes in trial.notes.values():
-        first, last = notes.rounds[1], notes.rounds[-1]
-        for name in ("descriptors", "threads"):
-            assert last[name] <= first[name] + FEW, (name, [each[name] for each in notes.rounds])
+        first, second, last = notes.rounds[0], notes.rounds[1], notes.rounds[-1]
+        for name, group in ONE_GROUP.items():
+            seen = [each[name] for each in notes.rounds]
+            assert last[name] <= max(first[name] + group, second[name]) + FEW, (name, seen)

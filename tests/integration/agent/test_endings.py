@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.errors import EXIT_CONFIG
 from elastic_trainer.membership.documents import RoundState, RunResult
-from tests.support.plainjob import PlainJob
+from tests.support.plainjob import LIMIT_S, PlainJob
 
 
 @pytest.mark.timeout(200)
@@ -66,3 +68,45 @@ def test_a_run_that_failed_is_closed_until_it_is_reopened(tmp_path: Path, etcd_e
         job.tell("stop")
         assert [job.exit_code(job.node(name)) for name in again] == [0, 0]
         assert job.document().result is RunResult.SUCCEEDED
+
+
+BACK_OFF_S = 60.0
+WRONG = f"import sys; print('epochs is wrong', file=sys.stderr); sys.exit({EXIT_CONFIG})"
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("recovery", "restarts"), [("restart", 100), ("in_place", 100), ("restart", 0)])
+def test_a_worker_whose_configuration_is_wrong_ends_its_node_at_once(
+    tmp_path: Path, etcd_endpoint: str, run_id: str, recovery: str, restarts: int
+) -> None:
+    """With 78, which job controllers do not try again, and without a second try of its own."""
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG)
+    options = {"recovery": recovery, "last_call": "0"}
+    with PlainJob(
+        tmp_path / "job", etcd_endpoint, run_id, least=1, options=options, max_restarts=restarts, entry=[str(script)]
+    ) as job:
+        node = job.add()
+        assert job.exit_code(node) == EXIT_CONFIG, job.describe()
+        assert job.log(node.name).count("epochs is wrong") == 1
+        assert not job.present(node.name)
+
+
+@pytest.mark.timeout(300)
+def test_a_node_that_fails_for_good_does_not_stay_for_its_back_off(
+    tmp_path: Path, etcd_endpoint: str, run_id: str
+) -> None:
+    """In place a node whose workers get nowhere keeps away longer each time, in the end for a minute. When torchrun
+    gives up, the process ends, and none of its threads holds it."""
+    script = tmp_path / "crash.py"
+    script.write_text("import sys; sys.exit(5)")
+    options = {"recovery": "in_place"}
+    with PlainJob(
+        tmp_path / "job", etcd_endpoint, run_id, least=1, options=options, max_restarts=9, entry=[str(script)]
+    ) as job:
+        node = job.add()
+        deadline = Deadline.after(LIMIT_S)
+        while "exitcode  : 5" not in job.log(node.name):
+            assert not deadline.expired, job.describe()
+            pause(0.05)
+        assert node.wait(Deadline.after(BACK_OFF_S / 2)) == 1, job.describe()

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.sim.etcd import EtcdServer
-from tests.support.plainjob import PlainJob, Step
+from tests.support.plainjob import QUICK, PlainJob, Step
 
 
 @pytest.mark.timeout(300)
@@ -27,7 +27,7 @@ def test_an_outage_costs_nothing_and_a_failure_within_one_waits_for_its_end(
         down_at = SYSTEM.monotonic()
         for name in order:
             job.await_steps(name, 50)
-        while SYSTEM.monotonic() < down_at + 4.0:
+        while SYSTEM.monotonic() < down_at + float(QUICK["ttl"]) + 2.0:
             pause(0.1)
         own_etcd.restart()
         for name in order:

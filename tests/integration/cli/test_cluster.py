@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import ENV_LEDGER_DIR
 from elastic_trainer.sim import processes
 from elastic_trainer.sim.cluster import ClusterSpec, LocalCluster, Node
+from tests.support.crew import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -84,16 +86,22 @@ def test_killing_a_worker_kills_that_worker_only(cluster: LocalCluster) -> None:
     assert not processes.alive(chosen)
 
 
+def await_states(family: list[psutil.Process], wanted: Callable[[set[Any]], bool]) -> None:
+    """Return when the processes are in such states; signals take a moment."""
+    eventually(
+        lambda: wanted({process.status() for process in family}),
+        lambda: str([process.status() for process in family]),
+    )
+
+
 def test_a_frozen_node_stands_still_until_it_is_thawed(cluster: LocalCluster) -> None:
     """All of it at once, and stopping a frozen cluster works."""
     (node,) = cluster.start(1)
     family = await_family(node, 5)
     assert len(node.freeze()) >= 5
-    pause(0.2)
-    assert {process.status() for process in family} == {psutil.STATUS_STOPPED}
+    await_states(family, lambda states: states == {psutil.STATUS_STOPPED})
     node.thaw()
-    pause(0.2)
-    assert psutil.STATUS_STOPPED not in {process.status() for process in family}
+    await_states(family, lambda states: psutil.STATUS_STOPPED not in states)
     node.freeze()
     cluster.stop(grace_s=20.0)
     assert processes.marked(cluster.ledger_marks) == []

@@ -123,16 +123,18 @@ def begin(started: list[Local], directory: Path, *options: str, steps: int = 60,
 
 def test_faults_are_carried_out_and_survived(tmp_path: Path, started: list[Local]) -> None:
     """A worker dies, a node dies, another joins: the job ends with every sample used once, and the summary says it."""
-    faults = ("--kill-worker-at", "10:n1", "--kill-node-at", "20", "--join-at", "30")
-    command = begin(started, tmp_path, "--nodes", "1:2", "--start", "2", *faults, steps=150)
+    faults = ("--kill-worker-at", "10:n1", "--kill-node-at", "20", "--join-at", "200")
+    steps = 600  # the time in which a worker has to come back and a newcomer to start, on a busy machine too
+    command = begin(started, tmp_path, "--nodes", "1:2", "--start", "2", *faults, steps=steps)
     assert command.wait() == 0, command.said()
     summary = command.summary()
     assert [fault["what"].split(" ")[0] for fault in summary["faults"]] == ["worker", "node", "node"]
     struck = next(node for node in summary["nodes"] if node["struck"])
-    assert struck["why"].startswith("killed on purpose at step 2")
-    assert (summary["audit"]["exact"], summary["audit"]["steps"]) == (True, 150), summary["audit"]
+    assert struck["why"].startswith("killed on purpose at step ")
+    assert summary["faults"][1]["step"] >= 20
+    assert (summary["audit"]["exact"], summary["audit"]["steps"]) == (True, steps), summary["audit"]
     for fault in summary["faults"]:
-        assert fault["recovery"] is not None, summary["faults"]
+        assert fault["recovery"] is not None, fault
         assert fault["recovery"]["recovery_s"] > 0
     assert summary["rounds"][0]["nodes"] == ["n0", "n1"]
     assert "n2" in summary["rounds"][-1]["nodes"]

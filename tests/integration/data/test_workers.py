@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from elastic_trainer.clock import SYSTEM
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.sampler import Batch, Fetcher, Sampler
+from elastic_trainer.data.workers import Workers
 from elastic_trainer.errors import DataError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.failures import is_collective_failure
@@ -213,6 +215,22 @@ def test_a_worker_that_is_killed_while_nobody_asks_is_noticed_at_the_next_batch(
         with pytest.raises(DataError, match="signal 9"):
             _ = draw_one(source, 15).data
     assert total == 4_999_950_000
+
+
+def test_a_connection_that_breaks_a_moment_before_its_worker_is_seen_dead_is_no_reason_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel closes what a killed process holds one by one, the pipe by which we know of its end maybe last."""
+
+    def reset(workers: Workers) -> None:
+        threading.Timer(0.2, kill_all).start()
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    with fetcher(Counted()) as source:
+        _ = draw_one(source, 0).data
+        monkeypatch.setattr(Workers, "_received", reset)
+        with pytest.raises(DataError, match=r"was killed \(signal 9\)"):
+            draw_all(source)
 
 
 def kill_all() -> None:

@@ -54,6 +54,15 @@ def test_a_temporary_directory_is_removed(etcd_binary: str) -> None:
     assert not server.directory.exists()
 
 
+def test_old_versions_of_keys_are_forgotten(own_etcd: EtcdServer) -> None:
+    """Nodes write every few seconds; a server that keeps it all takes no more writes after some days. The last flag of
+    a name counts."""
+    words = psutil.Process(own_etcd.pid).cmdline()
+    flags = dict(word.split("=", 1) for word in words if word.startswith("--auto-compaction"))
+    assert flags == {"--auto-compaction-mode": "periodic", "--auto-compaction-retention": "1h"}
+    assert own_etcd.is_healthy()
+
+
 def test_a_frozen_server_can_be_stopped(own_etcd: EtcdServer) -> None:
     """Stop thaws it first; a freeze is visible in its state."""
     pid = own_etcd.pid
@@ -111,6 +120,7 @@ _OWNER = """
 import signal, sys
 from pathlib import Path
 from elastic_trainer.sim.etcd import EtcdServer
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in the background of a shell inherit as ignored
 with EtcdServer(Path(sys.argv[1])) as server:
     print(server.pid, flush=True)
     signal.pause()

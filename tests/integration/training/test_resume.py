@@ -19,6 +19,7 @@ from elastic_trainer.training.export import FINAL_FILE
 from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.trainer import Trainer
 from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.step import LaterLoss
 from tests.integration.training.launch import QUICK, records
 
 pytestmark = pytest.mark.timeout(300)
@@ -97,6 +98,33 @@ def test_an_evaluation_is_told_where_rank_0_is_by_its_end(tmp_path: Path, monkey
     trainer.run()
     told = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [each["step"] for each in told if each["kind"] == "evaluation"] == [8, 16]
+
+
+def _told(directory: Path) -> list[int]:
+    told = [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
+    return [each["step"] for each in told if each["kind"] == "loss"]
+
+
+def test_a_loss_is_asked_for_a_step_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once all ranks would wait for all. Only an evaluation, or a checkpoint, must know it before."""
+    asked_at, read = list[int](), LaterLoss.read
+
+    def noted(later: LaterLoss) -> float | None:
+        asked_at.append(later._steps.position.step)
+        return read(later)
+
+    monkeypatch.setattr(LaterLoss, "read", noted)
+    Trainer(Mnist, _config(tmp_path, "logging.loss_every=3", "checkpoint.every_steps=6")).run()
+    assert _told(tmp_path) == [1, 3, 6, 9, 12, 15]
+    assert asked_at == [2, 4, 6, 10, 12, 16]
+
+
+def test_the_last_loss_before_an_error_is_told(tmp_path: Path) -> None:
+    """Also where the error is in the very next step."""
+    Cut.losses_left = 6
+    with pytest.raises(PowerCutError):
+        Trainer(Cut, _config(tmp_path, "logging.loss_every=2")).run()
+    assert _told(tmp_path) == [1, 2, 4, 6]
 
 
 @pytest.mark.parametrize("export", [True, False])

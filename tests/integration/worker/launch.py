@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
+from elastic_trainer.sim.ports import free_ports
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LIMIT_S = 150.0
@@ -26,11 +27,8 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on now, and that is given to no client before the script has begun to listen."""
+    return free_ports(1)[0]
 
 
 def plain(script: str, *arguments: object) -> list[str]:

@@ -13,6 +13,7 @@ from elastic_trainer.agent.conductor import Conductor
 from elastic_trainer.ipc.channel import Connection, connect
 from elastic_trainer.ipc.messages import Hello, Message, Progress, Ready, StateReport, read_from_agent
 from elastic_trainer.membership.documents import NodeRecord, RoundDocument, RoundMember, RoundState
+from elastic_trainer.model import Cause
 from tests.support.crew import eventually
 
 BASE = NodeRecord(host="h", address="127.0.0.1", local_world_size=1, store_port=29500, probe_port=1)
@@ -27,6 +28,7 @@ class Break:
     reason: str
     record: NodeRecord
     worker_failed: bool
+    cause: Cause | None = None
 
 
 class Notebook(Announcer):
@@ -39,9 +41,11 @@ class Notebook(Announcer):
     def announce(self, record: NodeRecord) -> None:
         self.records.append(record)
 
-    def break_round(self, number: int, reason: str, record: NodeRecord, *, worker_failed: bool) -> None:
+    def break_round(
+        self, number: int, reason: str, record: NodeRecord, *, worker_failed: bool, cause: Cause | None = None
+    ) -> None:
         self.records.append(record)
-        self.breaks.append(Break(number, reason, record, worker_failed))
+        self.breaks.append(Break(number, reason, record, worker_failed, cause))
 
     def close(self) -> None:
         """Nothing runs."""
@@ -96,6 +100,8 @@ class Stage:
     conductor: Conductor
     notebook: Notebook
     progress: list[Progress] = field(default_factory=list)
+    committed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """What the pages of workers say: round and step, by process."""
 
     def begin(self, size: int = 1) -> None:
         """torchrun starts workers."""
@@ -139,9 +145,10 @@ OTHER = RoundMember(node="other", create_revision=5, life=1, first_rank=1, local
 def staged() -> Iterator[Stage]:
     """A conductor whose node's key has been shown, no workers yet."""
     notebook, progress = Notebook(), list[Progress]()
-    conductor = Conductor("run", "me", BASE, notebook, progress.append)
+    committed = dict[int, tuple[int, int]]()
+    conductor = Conductor("run", "me", BASE, notebook, progress.append, committed=committed.get)
     conductor.know_incarnation(lambda: KEY)
     try:
-        yield Stage(conductor, notebook, progress)
+        yield Stage(conductor, notebook, progress, committed)
     finally:
         conductor.close()

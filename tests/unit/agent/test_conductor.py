@@ -25,6 +25,7 @@ from elastic_trainer.ipc.messages import (
     Welcome,
 )
 from elastic_trainer.membership.documents import Ghost, Identity, NodeState, RoundState, RunResult
+from elastic_trainer.model import Cause
 from tests.support.crew import LIMIT_S, eventually
 from tests.unit.agent.channel import KEY, OTHER, Stage, Worker, staged
 
@@ -86,6 +87,21 @@ def test_a_worker_that_talks_nonsense_counts_as_lost(stage: Stage) -> None:
     worker = working(stage)
     worker.connection._socket.sendall(b'{"kind": "song"}\n')
     assert stage.await_break().number == 1
+
+
+def test_what_ended_a_life_stays_in_the_record_of_the_next(stage: Stage) -> None:
+    """Peers may break the round before this agent does, and whoever forms the next one has to know all the same."""
+    worker = working(stage)
+    stage.conductor._verdicts._reasons[os.getpid()] = "it stood still"
+    worker.connection.close()
+    assert stage.await_break().record.ended_by is Cause.WORKER_HUNG
+    stage.begin()
+    assert stage.notebook.record.ended_by is Cause.WORKER_HUNG
+    again = Worker(stage.conductor)
+    again.ready(2)
+    assert stage.await_record(reported=2).ended_by is Cause.WORKER_HUNG
+    again.connection.close()
+    stage.await_record(ended_by=Cause.WORKER_LOST)
 
 
 # ---- rounds come and go
@@ -351,6 +367,19 @@ def test_the_end_of_a_life_leaves_word_of_how_far_it_came(stage: Stage) -> None:
     record = stage.await_break().record
     assert record.reached is not None
     assert record.reached.step == 42
+    assert record.identity is None
+
+
+def test_the_page_of_a_worker_that_died_says_more_than_its_last_report(stage: Stage) -> None:
+    """Reports come at a bounded rate: counted from them, failures at step 3 would be failures "after step 1"."""
+    worker = working(stage)
+    worker.progress(1, 41)
+    eventually(lambda: len(stage.progress) == 1, "no progress")
+    stage.committed[os.getpid()] = (1, 43)  # by the connection, not by what it says
+    worker.connection.close()
+    record = stage.await_break().record
+    assert record.reached is not None
+    assert (record.reached.round, record.reached.step) == (1, 43)
     assert record.identity is None
 
 

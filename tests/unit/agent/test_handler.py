@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_trainer.agent import plugin
-from elastic_trainer.agent.handler import Etcd3RendezvousHandler, default_node_id, round_is_over, was_terminated
+from elastic_trainer.agent.addresses import default_node_id
+from elastic_trainer.agent.handler import Etcd3RendezvousHandler, exit_code_after, round_is_over, was_terminated
+from elastic_trainer.agent.health import Health
 from elastic_trainer.agent.launcher import local_workers
-from elastic_trainer.errors import EXIT_CONFIG, ConfigError
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, ConfigError
 from elastic_trainer.membership.documents import RoundDocument, RoundState
-from elastic_trainer.model import checked_name
-from elastic_trainer.settings import ENV_NODE, ENV_ROUND, RendezvousOptions
+from elastic_trainer.model import Cause, checked_name
+from elastic_trainer.settings import ENV_NODE, ENV_PAGES, ENV_REACHED, ENV_ROUND, RendezvousOptions
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.memory import MemoryBackend
 from tests.support.crew import LIMIT_S, Gate, GatedStore, eventually, soon
@@ -86,6 +89,9 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     """No node yet; all are ended after the test, and the environment is as it was."""
     for name in (ENV_NODE, ENV_ROUND, "ELASTIC_TRAINER_RECOVERY"):
         monkeypatch.setenv(name, "")
+    for name in (ENV_PAGES, ENV_REACHED):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     running = Nodes()
     yield running
     running.end()
@@ -279,6 +285,22 @@ def test_torchrun_s_own_options_are_no_error() -> None:
     assert raised.value.code != EXIT_CONFIG
 
 
+def child_failure(*codes: int) -> ChildFailedError:
+    """What torchrun ends with when its workers ended with these codes."""
+    failures = {rank: ProcessFailure(rank, 100 + rank, code, "/nowhere") for rank, code in enumerate(codes)}
+    return ChildFailedError("job", failures)
+
+
+def test_exit_codes_say_what_torchruns_own_would_not() -> None:
+    """143 for an eviction, 78 when a worker's configuration is wrong. All other failures keep torchrun's own code."""
+    evicted, wrong = SignalException("told to end", signal.SIGTERM), child_failure(-15, EXIT_CONFIG)
+    assert [exit_code_after(evicted, made_steps=made) for made in (False, True)] == [EXIT_LEFT, EXIT_LEFT]
+    assert exit_code_after(wrong, made_steps=False) == EXIT_CONFIG
+    assert exit_code_after(wrong, made_steps=True) is None, "it was right before: other nodes may go on"
+    for other in (child_failure(1, -9), RuntimeError("crashed"), SystemExit(3), None):
+        assert exit_code_after(other, made_steps=False) is None
+
+
 def test_only_a_sigterm_is_an_eviction() -> None:
     """torchrun raises one kind of error for all signals; Ctrl-C and crashes keep their own exit codes."""
     assert was_terminated(SignalException("told to end", signal.SIGTERM))
@@ -311,3 +333,67 @@ def test_a_round_is_over_when_a_later_one_or_its_own_end_is_seen() -> None:
     ]
     assert not any(seen(4, state) for state in RoundState)
     assert all(seen(6, state) for state in RoundState)
+
+
+def test_a_worker_that_was_ended_is_told_as_hung_and_only_then(nodes: Nodes) -> None:
+    """Also where another node had ended the round first: that reason is not kept for the next failure."""
+    three(nodes)
+    verdicts = nodes.handlers["b"]._vitals.verdicts  # type: ignore[union-attr]
+    verdicts.end(2**30, "it stood still", local_rank=0)
+    nodes.agents["b"].fail()
+    nodes.await_starts(2, "a", "b", "c")
+    assert nodes.document().cause is Cause.WORKER_HUNG
+    verdicts.end(2**30, "it stood still again", local_rank=0)
+    nodes.agents["a"].fail()
+    nodes.await_starts(3, "a", "b", "c")
+    assert nodes.document().cause is Cause.WORKER_LOST
+    nodes.agents["b"].fail()
+    nodes.await_starts(4, "a", "b", "c")
+    assert nodes.document().cause is Cause.WORKER_LOST
+
+
+def test_metrics_that_cannot_be_closed_keep_no_key(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node whose last words about its health fail leaves all the same."""
+    nodes.start("a", least=1, most=1)
+    nodes.await_starts(1, "a")
+
+    close = Health.close
+
+    def fail(health: Health) -> None:
+        close(health)
+        raise RuntimeError("full")
+
+    monkeypatch.setattr(Health, "close", fail)
+    nodes.handlers["a"].shutdown()
+    assert not nodes.present("a")
+
+
+def test_a_port_that_is_taken_is_one_sentence_and_leaves_nothing(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The user named it. The process ends, and what was begun is ended with it: the lease, and the threads."""
+    endings: list[Callable[[], None]] = []
+    monkeypatch.setattr("elastic_trainer.agent.handler.atexit.register", endings.append)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        handler = nodes.handler("a", least=1, most=1, metrics_port=port)
+        with pytest.raises(SystemExit) as ended:
+            handler.next_rendezvous()
+    assert ended.value.code == EXIT_CONFIG
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+    assert len(endings) == 1
+    endings[0]()
+    assert nodes.backend._leases == {}
+
+
+def test_an_endpoint_that_nobody_asked_for_is_done_without(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default a node listens on loopback: where that is not possible, it trains all the same."""
+
+    def refuse(*_: Any) -> None:
+        raise ConfigError("cannot listen")
+
+    monkeypatch.setattr("elastic_trainer.agent.vitals.NodeEndpoint", refuse)
+    nodes.start("a", least=1, most=1)
+    assert nodes.await_starts(1, "a") == [(0,)]

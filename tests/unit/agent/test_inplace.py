@@ -10,12 +10,21 @@ from typing import Any
 
 import pytest
 
+from elastic_trainer.agent import inplace
 from elastic_trainer.agent.inplace import InPlaceHandler
-from elastic_trainer.errors import EXIT_CONFIG, ElasticTrainerError
+from elastic_trainer.errors import EXIT_CONFIG, ConfigError, ElasticTrainerError
 from elastic_trainer.ipc.messages import Exit, Formation, Leaving, Over
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.model import RecoveryMode
-from elastic_trainer.settings import ENV_CHANNEL, ENV_NODE, ENV_RECOVERY, ENV_ROUND, RendezvousOptions
+from elastic_trainer.settings import (
+    ENV_CHANNEL,
+    ENV_NODE,
+    ENV_PAGES,
+    ENV_REACHED,
+    ENV_RECOVERY,
+    ENV_ROUND,
+    RendezvousOptions,
+)
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.memory import MemoryBackend
 from tests.support.crew import LIMIT_S, Gate, GatedStore, eventually, soon
@@ -105,6 +114,9 @@ class Nodes:
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     for name in (ENV_NODE, ENV_ROUND, ENV_RECOVERY, ENV_CHANNEL, *EXPORTED):
         monkeypatch.setenv(name, "")
+    for name in (ENV_PAGES, ENV_REACHED):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     running = Nodes()
     yield running
     running.end()
@@ -204,6 +216,29 @@ def test_a_script_without_a_session_is_a_mistake(nodes: Nodes) -> None:
         assert "needs a training script that opens an elastic_trainer.Session" in str(handler.verdict)
         assert end in str(handler.verdict)
         handler.shutdown()
+
+
+def test_of_two_fatal_verdicts_one_is_told(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another thread may come to its own while workers are ended and the node leaves: it says nothing, and the main
+    thread, which sees the workers die, starts none again."""
+    ended: list[int] = []
+    monkeypatch.setattr(inplace, "kill_workers", lambda *_: None)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    eventually(partial(_has_started, nodes.start("a")), "no worker")
+    verdict = partial(InPlaceHandler._fatal, nodes.handlers["a"])
+    verdict(ConfigError("the first"))
+    late = [
+        threading.Thread(target=verdict, args=(ConfigError("the second"),), daemon=True),
+        threading.Thread(target=nodes.handlers["a"].next_rendezvous, daemon=True),
+    ]
+    for thread in late:
+        thread.start()
+        thread.join(0.3)
+    assert [thread.is_alive() for thread in late] == [True, True]
+    assert ended == [EXIT_CONFIG]
+    assert capsys.readouterr().err.splitlines()[-1] == "elastic-trainer: the first"
 
 
 def _has_started(agent: AgentOfFlags) -> bool:

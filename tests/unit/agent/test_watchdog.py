@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from elastic_trainer.agent.ending import Verdicts
 from elastic_trainer.agent.roster import Worker
 from elastic_trainer.agent.watchdog import LATE, Watchdog, process_state
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection
@@ -58,7 +59,7 @@ def test_who_answers_nothing_for_too_long_is_killed(process: Any) -> None:
     """Not before the limit, however often it was asked; who answers is only asked."""
     clock, silent = ManualClock(), worker_of(process.pid)
     talking = worker_of(0)
-    watchdog = Watchdog(LIMIT, lambda: [silent, talking], clock)
+    watchdog = Watchdog(LIMIT, lambda: [silent, talking], Verdicts(), clock)
     turns(watchdog, clock, 8, talking)
     assert process.poll() is None
     turns(watchdog, clock, 3, talking)
@@ -69,7 +70,7 @@ def test_who_answers_nothing_for_too_long_is_killed(process: Any) -> None:
 def test_time_in_which_the_agent_stood_still_counts_for_nobody(process: Any) -> None:
     """A whole node that was frozen and thawed: its workers get all their time again."""
     clock, worker = ManualClock(), worker_of(process.pid)
-    watchdog = Watchdog(LIMIT, lambda: [worker], clock)
+    watchdog = Watchdog(LIMIT, lambda: [worker], Verdicts(), clock)
     turns(watchdog, clock, 5)
     clock.advance(10 * LIMIT)
     watchdog.look()
@@ -83,7 +84,7 @@ def test_a_worker_that_is_gone_or_hangs_up_is_no_error() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait(LIMIT_S)
     clock, worker = ManualClock(), worker_of(gone.pid, closed=True)
-    turns(Watchdog(LIMIT, lambda: [worker], clock), clock, 12)
+    turns(Watchdog(LIMIT, lambda: [worker], Verdicts(), clock), clock, 12)
     assert process_state(gone.pid) == "unknown"
 
 
@@ -91,7 +92,7 @@ def test_a_worker_in_a_debugger_is_not_killed(process: Any, monkeypatch: pytest.
     """Somebody is looking at it."""
     monkeypatch.setattr("elastic_trainer.agent.watchdog.process_state", lambda pid: "traced")
     clock, worker = ManualClock(), worker_of(process.pid)
-    turns(Watchdog(LIMIT, lambda: [worker], clock), clock, 30)
+    turns(Watchdog(LIMIT, lambda: [worker], Verdicts(), clock), clock, 30)
     assert process.poll() is None
 
 
@@ -104,7 +105,7 @@ def test_the_state_of_a_process_is_told_in_words(process: Any) -> None:
 
 def test_a_limit_of_zero_watches_nobody() -> None:
     """No thread is started."""
-    watchdog = Watchdog(0.0, list)
+    watchdog = Watchdog(0.0, list, Verdicts())
     watchdog.start()
     assert watchdog._thread is None
     watchdog.close()

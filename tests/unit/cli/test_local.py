@@ -20,6 +20,12 @@ def parsed(*argv: str) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def test_a_first_round_of_all_is_waited_for_unless_something_else_is_said() -> None:
+    """On a slow machine nodes that are started together come seconds apart."""
+    assert local.patient({"ttl": "3"}) == {"last_call": "60", "ttl": "3"}
+    assert local.patient({"last_call": "1"}) == {"last_call": "1"}
+
+
 def test_everything_after_the_dashes_belongs_to_the_job() -> None:
     """Also options that look like ours."""
     assert parsed("--nodes", "2", "--", "train.py", "--keep", "--", "x").words[-4:] == ["train.py", "--keep", "--", "x"]

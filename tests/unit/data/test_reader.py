@@ -17,7 +17,7 @@ from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.reader import Reader
 from elastic_trainer.data.requests import Request
 from elastic_trainer.data.sampler import Fetcher, Sampler
-from elastic_trainer.data.sources import SeekableStream, checked_length, deterministic, is_stream
+from elastic_trainer.data.sources import SeekableStream, checked_length, deterministic, generators, is_stream
 from elastic_trainer.errors import ConfigError, DataError
 from elastic_trainer.model import Cursor
 
@@ -88,10 +88,42 @@ def test_a_data_set_that_draws_no_random_numbers_is_asked_for_many_at_once() -> 
     """It says so, or wraps one that does; nothing is seeded then."""
     dataset = Fixed()
     reader = Reader(dataset, None, seed=7)
-    assert (reader.draws, deterministic(Subset(dataset, [0])), deterministic(Noisy())) == (False, True, False)
+    assert (reader.draws, deterministic(Subset(dataset, [0])), deterministic(Noisy())) == ((), True, False)
     assert reader.read(request(4, 2)).data.tolist() == [4, 2]
     assert dataset.asked == [[4, 2]]
     assert deterministic(TensorDataset(torch.ones(1)))
+
+
+class OfPythons(Dataset[Any]):
+    """Draws from python's generator alone, and says so."""
+
+    generators = ("random",)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+def test_a_data_set_may_name_the_generators_that_it_draws_from() -> None:
+    """Those alone are seeded for a sample, and kept for what follows; the others go on as they were."""
+    reader = Reader(OfPythons(), None, seed=7)
+    assert (reader.draws, generators(Subset(OfPythons(), [0]))) == (("random",), ("random",))
+    torch.manual_seed(1)
+    first, again = (reader.read(request(3)).data for _ in range(2))
+    assert float(first[0]) == float(again[0])
+    assert float(first[2]) != float(again[2])
+    assert Reader(OfPythons(), list, seed=7).draws == ("random", "numpy", "torch")  # its collate may draw from all
+
+
+def test_only_generators_that_are_known_can_be_named() -> None:
+    """A word is no tuple of words either, nor is what a data set may call so for reasons of its own."""
+    dataset = OfPythons()
+    for wrong in ("random", ("jax",), 3, len, [torch.Generator()], [["random"]]):
+        dataset.generators = wrong  # type: ignore[assignment]
+        with pytest.raises(DataError, match=r"OfPythons\.generators is .*: unknown"):
+            Reader(dataset, None, seed=7)
 
 
 def test_a_collate_function_that_mixes_at_random_is_keyed_too() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from elastic_trainer.errors import EXIT_CONFIG, RunClosedError, SpecMismatchError, StoreUnavailableError
 from elastic_trainer.membership.admission import admit
 from elastic_trainer.membership.documents import (
+    PROTOCOL_VERSION,
     DocumentError,
     NodeRecord,
     NodeState,
@@ -159,3 +162,23 @@ def test_a_spec_that_never_settles_ends_in_an_error() -> None:
     store.transact = meddled  # type: ignore[method-assign, assignment]
     with pytest.raises(StoreUnavailableError, match="changed too often"):
         admit(store, KEYS, Spec(min_nodes=1, max_nodes=2), reopen=False, deadline=soon().at_most(LIMIT_S))
+
+
+@pytest.mark.parametrize(("version", "which"), [(PROTOCOL_VERSION + 1, "a newer"), (PROTOCOL_VERSION - 1, "an older")])
+@pytest.mark.parametrize("key", [KEYS.spec, KEYS.round])
+def test_a_run_of_another_protocol_version_is_refused(version: int, which: str, key: str) -> None:
+    """Exit code 78; both versions, which is the newer one, and how to go on with the run stand in the sentence. Nothing
+    is replaced, also where no node is left, on request to reopen it or not."""
+    store = MemoryStore()
+    written = json.dumps({"version": version, "whatever": "it is"}).encode()
+    store.transact([], [Put(key, written)], deadline=soon())
+    for reopen in (False, True):
+        with pytest.raises(SpecMismatchError) as raised:
+            admit(store, KEYS, SPEC, reopen=reopen, deadline=soon())
+        assert raised.value.exit_code == EXIT_CONFIG
+        assert f"was begun by {which} elastic_trainer" in raised.value.message
+        assert f"it has protocol version {version}, this node has {PROTOCOL_VERSION}" in raised.value.message
+        assert f"elastic-trainer forget {KEYS.run_id} --unfinished" in str(raised.value.hint)
+    found = store.get(key, soon()).first
+    assert found is not None
+    assert found.value == written

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_trainer.errors import EXIT_FAILURE
 from elastic_trainer.membership.documents import (
+    MOST_WORKERS,
     PROTOCOL_VERSION,
     Document,
     DocumentError,
@@ -31,20 +32,31 @@ from elastic_trainer.model import RecoveryMode
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
 numbers = st.integers(0, 2**53)
+workers = st.integers(1, MOST_WORKERS)
 ports = st.integers(0, 65535)
 texts = st.text(max_size=30).filter(lambda text: text.isprintable())
 identities = st.builds(Identity, round=numbers, step=numbers, digest=texts)
 members = st.builds(
-    RoundMember, node=names, create_revision=numbers, life=numbers, first_rank=numbers, local_world_size=numbers
+    RoundMember,
+    node=names,
+    create_revision=numbers,
+    life=numbers,
+    first_rank=numbers,
+    local_world_size=workers,
+    role=texts,
 )
 specs = st.builds(
-    Spec, epoch=numbers, min_nodes=st.integers(1), max_nodes=st.integers(1), recovery=st.sampled_from(RecoveryMode)
+    Spec,
+    epoch=numbers,
+    min_nodes=st.integers(1, 2**53),
+    max_nodes=st.integers(1, 2**53),
+    recovery=st.sampled_from(RecoveryMode),
 )
 records = st.builds(
     NodeRecord,
     host=texts,
     address=texts,
-    local_world_size=st.integers(1, 1024),
+    local_world_size=workers,
     store_port=ports,
     probe_port=ports,
     state=st.sampled_from(NodeState),

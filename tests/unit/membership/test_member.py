@@ -12,6 +12,7 @@ from elastic_trainer.errors import JoinTimeoutError, RunClosedError
 from elastic_trainer.membership.documents import RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.presence import Presence
+from elastic_trainer.store.api import Put
 from elastic_trainer.store.memory import MemoryStore
 from elastic_trainer.store.session import LeaseSession
 from tests.support.crew import KEYS, LIMIT_S, QUICK, TTL_S, Crew, eventually, soon
@@ -358,3 +359,28 @@ def test_nothing_is_decided_by_a_node_that_is_not_there() -> None:
         assert all(b'"by":"w"' not in entry.value for entry in entries)
         watcher.leave()
         store.close()
+
+
+@pytest.mark.parametrize("lost", ["everything", "the last round"])
+def test_a_store_that_went_back_gets_the_round_that_follows(lost: str) -> None:
+    """etcd lost all that it held, or was restored from a backup with an older round: everybody comes back, and the next
+    round has the number after the newest that anybody was in. No number is used twice."""
+    with three() as crew:
+        first = crew.await_round("abc")
+        crew.agents["b"].fail_worker()
+        crew.await_round("abc", after=1)
+        crew.agents["c"].fail_worker()
+        crew.await_round("abc", after=2)
+        if lost == "everything":
+            crew.backend.wipe()
+            crew.expire()
+        else:
+            crew.observer.transact([], [Put(KEYS.round, first.encode())], deadline=soon())
+        everybody = set("abc")  # in the order in which they come back
+        crew.await_document(
+            lambda found: found.number > 3 and {member.node for member in found.members} == everybody, "no round of all"
+        )
+        numbers = [document.number for document in crew.history if document.state is RoundState.ACTIVE]
+        numbers.remove(1)  # the first one, or what the backup held
+        assert len(set(numbers)) == len(numbers), "a number was used twice"
+        assert numbers[-1] >= 4

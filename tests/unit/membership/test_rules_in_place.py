@@ -96,6 +96,24 @@ def test_the_switch_is_complete_when_all_that_stay_have_reported() -> None:
     assert formed == scene.round.next
 
 
+def test_who_dies_while_a_planned_change_is_under_way_is_not_waited_for() -> None:
+    """A newcomer whose agent's port refuses connections, and a member too: the round with it would stand still until
+    its lease ends."""
+    for dead in ("x", "c"):
+        scene = drained()
+        scene.suspects = frozenset({dead})
+        ended = made(scene.decide(), Action.BREAK)
+        assert ended.reason == f"node {dead} is gone"
+
+
+def test_a_dead_newcomer_is_not_taken_in() -> None:
+    """It died before the change was decided: there is none."""
+    scene = trio().show(node("x", 50))
+    scene.decide()
+    scene.suspects = frozenset({"x"})
+    assert scene.decide(after_s=6.0).reason == "all is well"
+
+
 def test_a_leaving_node_is_not_in_the_next_round_and_not_waited_for() -> None:
     """Ranks close up behind it; the others switch without asking it."""
     scene = trio().show(node("a", 1, mod=9, acknowledged=1, reported=1, state=NodeState.DRAINING))

@@ -78,9 +78,19 @@ def test_faults_are_due_when_their_step_is_committed_earliest_first() -> None:
 
 def test_the_victim_is_the_last_node_that_does_not_host_rank_0() -> None:
     """A named node is struck only while it runs; rank 0's node only when it is alone."""
-    assert victim(Fault(NODE, 1), ["n0", "n1", "n2"], first="n0") == "n2"
-    assert victim(Fault(NODE, 1), ["n0", "n1", "n2"], first="n2") == "n1"
-    assert victim(Fault(NODE, 1), ["n1"], first="n1") == "n1"
-    assert victim(Fault(NODE, 1), [], first="n0") is None
-    assert victim(Fault(NODE, 1, "n0"), ["n0", "n1"], first="n0") == "n0"
-    assert victim(Fault(NODE, 1, "n2"), ["n0", "n1"], first="n0") is None
+    all_three = ["n0", "n1", "n2"]
+    assert victim(Fault(NODE, 1), all_three, all_three, first="n0") == "n2"
+    assert victim(Fault(NODE, 1), all_three, all_three, first="n2") == "n1"
+    assert victim(Fault(NODE, 1), ["n1"], ["n1"], first="n1") == "n1"
+    assert victim(Fault(NODE, 1), [], [], first="n0") is None
+    assert victim(Fault(NODE, 1, "n0"), ["n0", "n1"], ["n0"], first="n0") == "n0"
+    assert victim(Fault(NODE, 1, "n2"), ["n0", "n1"], ["n0", "n1"], first="n0") is None
+
+
+def test_a_node_that_does_not_train_is_struck_only_if_none_does_or_it_is_named() -> None:
+    """Nobody would miss it."""
+    running = ["n0", "n1", "n2"]
+    assert victim(Fault(NODE, 1), running, ["n0", "n1"], first="n0") == "n1"
+    assert victim(Fault(NODE, 1), running, ["n0"], first="n0") == "n0"
+    assert victim(Fault(NODE, 1), running, [], first="n0") == "n2"
+    assert victim(Fault(NODE, 1, "n2"), running, ["n0", "n1"], first="n0") == "n2"

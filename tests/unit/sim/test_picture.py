@@ -69,6 +69,25 @@ def test_fault_and_recovery_are_told_with_what_they_cost() -> None:
     assert told[-1] == "recovered 0.50 s after kill-worker of n1: step 3 in round 2 with 2 ranks, 1 step repeated"
 
 
+def test_the_job_can_lose_a_node_while_enough_train_or_nobody_is_away() -> None:
+    """A killed node is not waited for, nor a spare, nor anybody where the job takes no more. Lines that a killed worker
+    had written come late: it does not train before a later round."""
+    picture = started()
+    picture.node_started("n2", 100.0)
+    picture.node_started("spare", 100.0)
+    names = ("n0", "n1", "n2")
+    picture.observe([committed(1, 1, 101.0, rank=rank, world=3, node=name) for rank, name in enumerate(names)])
+    assert (picture.training, picture.can_lose_one(3, 4)) == (["n0", "n1", "n2"], True)
+    picture.fault(struck(FaultKind.KILL_WORKER, node="n2", t=102.0))
+    picture.observe([committed(2, 1, 101.9, rank=2, world=3, node="n2")])
+    assert picture.training == ["n0", "n1"]
+    assert [picture.can_lose_one(*limits) for limits in ((1, 4), (2, 4), (2, 2))] == [True, False, True]
+    picture.observe([committed(2, 3, 103.0, rank=2, world=3, node="n2")])
+    assert picture.can_lose_one(3, 4)
+    picture.fault(struck(FaultKind.KILL_NODE, node="n2", t=104.0))
+    assert (picture.training, picture.can_lose_one(2, 4)) == (["n0", "n1"], True)
+
+
 def test_a_node_killed_on_purpose_is_not_told_again_when_it_is_gone() -> None:
     """Its end has been told as a fault; any other end is told by itself."""
     picture = started()

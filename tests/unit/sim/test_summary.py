@@ -81,6 +81,12 @@ def test_a_run_that_lost_a_node_and_finished_is_a_success() -> None:
             1,
             "join at step 900 was never carried out",
         ),
+        (
+            {"exit_codes": {"n0": 0}, "unmet": (Fault(FaultKind.KILL_NODE, 2), Fault(FaultKind.KILL_NODE, 900))},
+            1,
+            "kill-node at step 2 was never carried out: too few nodes trained, until the job was over;"
+            " kill-node at step 900 was never carried out",
+        ),
     ],
 )
 def test_the_exit_status_says_what_became_of_the_job(ending: dict[str, object], code: int, reason: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.errors import (
+    AccessDeniedError,
     ConfigError,
+    CredentialsError,
     ElasticTrainerError,
     LeaseLostError,
     OutcomeUnknownError,
@@ -68,9 +70,9 @@ def test_a_write_that_was_never_taken_may_be_repeated(code: str, text: str) -> N
     ("code", "text", "expected"),
     [
         ("NOT_FOUND", "etcdserver: requested lease not found", LeaseLostError),
-        ("PERMISSION_DENIED", "etcdserver: permission denied", ConfigError),
-        ("UNAUTHENTICATED", "etcdserver: invalid auth token", ConfigError),
-        ("INVALID_ARGUMENT", "etcdserver: authentication failed, invalid user ID or password", ConfigError),
+        ("PERMISSION_DENIED", "etcdserver: permission denied", AccessDeniedError),
+        ("UNAUTHENTICATED", "etcdserver: invalid auth token", CredentialsError),
+        ("INVALID_ARGUMENT", "etcdserver: authentication failed, invalid user ID or password", CredentialsError),
         ("INVALID_ARGUMENT", "etcdserver: user name is empty", ConfigError),
         ("UNIMPLEMENTED", "unknown service etcdserverpb.KV", ConfigError),
         ("INVALID_ARGUMENT", "etcdserver: duplicate key given in txn request", PermanentError),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.membership.health import GONE
 from elastic_trainer.store.keys import RunKeys
 
 
@@ -38,6 +39,27 @@ def test_journal_keys_sort_as_their_numbers() -> None:
             keys.event(wrong)
 
 
+def test_incident_keys_sort_as_their_numbers() -> None:
+    """Rounds, and times in milliseconds since 1970."""
+    keys = RunKeys("/p", "a")
+    numbers = [0, 1, 12, 1_763_000_000_000, 1_763_000_000_001]
+    assert sorted(map(keys.incident, reversed(numbers))) == [keys.incident(number) for number in numbers]
+    for wrong in (-1, 10**16):
+        with pytest.raises(ValueError, match="out of range"):
+            keys.incident(wrong)
+
+
+def test_what_nodes_tell_of_their_checks_is_not_mistaken_for_their_meeting() -> None:
+    """No node can have the name that the meeting has in the keys."""
+    keys = RunKeys("/p", "a")
+    assert keys.preflight_node("n1") == "/p/a/preflight/n1"
+    assert keys.preflight_meeting.startswith(keys.preflight)
+    assert keys.is_preflight_meeting(keys.preflight_meeting + "n1")
+    assert not keys.is_preflight_meeting(keys.preflight_node("meeting"))
+    with pytest.raises(ConfigError):
+        keys.preflight_node("_meeting")
+
+
 @pytest.mark.parametrize("wrong", ["", "a/b", "-a", "a b", "ä", "x" * 129])
 def test_names_that_cannot_be_keys_are_refused(wrong: str) -> None:
     """A slash in a name would reach into another run's keys."""
@@ -45,3 +67,23 @@ def test_names_that_cannot_be_keys_are_refused(wrong: str) -> None:
         RunKeys("/p", wrong)
     with pytest.raises(ConfigError, match="node id"):
         RunKeys("/p", "a").node(wrong)
+
+
+def test_keys_of_incidents_sort_as_their_times() -> None:
+    """Milliseconds since 1970, for some hundred thousand years."""
+    keys = RunKeys("/p", "a")
+    times = [0, 999, 1_700_000_000_000, 1_700_000_000_001, 10**13, 10**16 - 1]
+    assert sorted(map(keys.incident, reversed(times))) == [keys.incident(time) for time in times]
+    assert all(keys.incident(time).startswith(keys.incidents) for time in times)
+    for wrong in (-1, 10**16):
+        with pytest.raises(ValueError, match="out of range"):
+            keys.incident(wrong)
+
+
+def test_keys_of_health_are_those_of_nodes_and_no_node_is_called_gone() -> None:
+    """Under that name the sums of nodes are kept that are gone."""
+    keys = RunKeys("/p", "a")
+    assert keys.node_health("n1") == f"{keys.health}n1" == "/p/a/health/n1"
+    assert keys.node_id(keys.node_health("n1")) is None
+    with pytest.raises(ConfigError, match="node id"):
+        keys.node_health(GONE)

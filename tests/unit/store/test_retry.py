@@ -9,7 +9,7 @@ import pytest
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import LeaseLostError, OutcomeUnknownError, StoreUnavailableError
 from elastic_trainer.store.memory import ManualClock
-from elastic_trainer.store.retry import LEAST_ATTEMPT_S, LONGEST_PAUSE_S, Backoff, read_attempt, within
+from elastic_trainer.store.retry import LEAST_ATTEMPT_S, LEAST_TRY_S, LONGEST_PAUSE_S, Backoff, read_attempt, within
 
 
 class JumpingClock(ManualClock):
@@ -43,13 +43,16 @@ def test_the_last_error_comes_out_by_the_deadline() -> None:
     def attempt() -> None:
         nonlocal tries
         tries += 1
+        left.append(deadline.remaining_s())
         raise StoreUnavailableError(str(tries))
 
+    left: list[float] = []
     with pytest.raises(StoreUnavailableError) as caught:
         within(deadline, attempt)
+    assert min(left) > LEAST_TRY_S
     assert caught.value.message == str(tries)
     assert tries > 10
-    assert 10.0 - LONGEST_PAUSE_S <= clock.monotonic() - began <= 10.0
+    assert 10.0 - LONGEST_PAUSE_S - LEAST_TRY_S <= clock.monotonic() - began <= 10.0
 
 
 @pytest.mark.parametrize("error", [OutcomeUnknownError("written?"), LeaseLostError("gone"), KeyError("bug")])

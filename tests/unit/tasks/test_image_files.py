@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import shutil
 import sys
@@ -12,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_trainer.errors import EXIT_CONFIG, DataError, ElasticTrainerError, SampleError
+from elastic_trainer.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILURE,
+    DataError,
+    ElasticTrainerError,
+    SampleError,
+    StorageReadError,
+)
 from elastic_trainer.settings import cache_directory
 from elastic_trainer.tasks import digit_images
 from elastic_trainer.tasks.augmentation import as_bytes
@@ -104,6 +112,19 @@ def test_a_corrupt_image_is_named_by_its_path(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(SampleError, match="No such file"):
         read_image(path)
+
+
+def test_a_storage_that_fails_is_no_mistake_in_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exit code is one that is tried again: a file server that hesitates must not end a job for good."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Image, "open", fail)
+    with pytest.raises(StorageReadError, match="Input/output error") as caught:
+        read_image(tmp_path / "a.png")
+    assert caught.value.exit_code == EXIT_FAILURE
+    assert SampleError.exit_code == EXIT_CONFIG
 
 
 def test_grey_and_transparent_images_become_rgb(tmp_path: Path) -> None:

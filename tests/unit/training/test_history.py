@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,31 @@ def test_the_training_loss_is_a_mean_over_samples_since_the_last_record() -> Non
     second = history.add(2, 1, 0, 0.1, {"accuracy": 0.5})
     assert first.train_loss == 1.75
     assert second.train_loss is None
+
+
+@pytest.mark.parametrize("how", ["settle", "state_dict", "add", "await_loss"])
+def test_what_is_awaited_is_counted_once_and_before_it_would_be_missed(how: str) -> None:
+    history = History()
+    history.await_loss(lambda: history.observe(2.0, 10))
+    acts: dict[str, Callable[[], object]] = {
+        "settle": history.settle,
+        "state_dict": history.state_dict,
+        "add": lambda: history.add(1, 0, 10, 0.1, {}),
+        "await_loss": lambda: history.await_loss(lambda: None),
+    }
+    acts[how]()
+    kept = history.records[0].train_loss if how == "add" else history.state_dict()["loss_sum"]
+    assert kept == (2.0 if how == "add" else 20.0)
+    assert history.state_dict()["loss_sum"] == (0.0 if how == "add" else 20.0)
+
+
+def test_what_is_awaited_of_a_state_that_is_given_up_is_not_counted() -> None:
+    """The step that it was about may not be part of the state that comes."""
+    history, peer = History(), History()
+    peer.observe(1.0, 5)
+    history.await_loss(lambda: history.observe(2.0, 10))
+    history.load_state_dict(peer.state_dict())
+    assert history.state_dict() == peer.state_dict()
 
 
 def test_state_survives_json_exactly() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,19 +16,6 @@ from elastic_trainer.training.schedule import RunLength
 from elastic_trainer.training.trainer import Run
 
 LENGTH = RunLength(samples=100, steps_per_epoch=4, epochs=2, steps=8)
-
-
-class _Step:
-    """A step whose loss takes a collective, during which the round may change."""
-
-    def __init__(self, session: SimpleNamespace, *, breaks: bool) -> None:
-        self.number = 10
-        self._session, self._breaks = session, breaks
-
-    @property
-    def loss(self) -> float:
-        self._session.round += self._breaks
-        return 0.5
 
 
 def _run(*, step: int = 4, cursor: Cursor | None = None) -> Any:
@@ -47,14 +35,16 @@ def _peer(run: Any) -> Any:
     return joined
 
 
-@pytest.mark.parametrize("breaks", [False, True])
-def test_a_loss_found_across_a_change_of_the_round_is_not_counted(breaks: bool) -> None:
-    """The history came from a peer meanwhile, which may have counted this step; the loss is this rank's own."""
-    run = _run()
-    run._observe(_Step(run.session, breaks=breaks), SimpleNamespace(global_size=32))
-    counted = run.history.add(10, 0, 0, 0.1, {}).train_loss
-    assert counted == (None if breaks else 0.5)
-    assert run._loss == 0.5
+@pytest.mark.parametrize("known", [0.5, None])
+def test_a_loss_is_counted_a_step_later_unless_the_ranks_have_changed_since(known: float | None) -> None:
+    """Then it is this rank's own at best, and the history may be a peer's, which has counted that step."""
+    run, told = _run(), list[tuple[int, float]]()
+    run._loss = 0.9
+    run.told = SimpleNamespace(looked=lambda moment, loss, lr: told.append((moment, loss)))
+    run.history.await_loss(partial(run._looked, SimpleNamespace(read=lambda: known), 10, 0.1, 32))
+    assert run.history.add(11, 0, 0, 0.1, {}).train_loss == known
+    assert told == ([] if known is None else [(10, 0.5)])
+    assert run._loss == (known or 0.9)
 
 
 def test_a_rank_that_joins_before_a_save_takes_part_in_it() -> None:

@@ -14,7 +14,7 @@ from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StorageError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.session import Session
-from tests.unit.worker.toys import Counter, Job, data, model
+from tests.unit.worker.toys import Counter, Job, data, loss_of, model
 
 
 def uninterrupted(epochs: int) -> list[torch.Tensor]:
@@ -48,6 +48,7 @@ def test_a_job_that_has_ended_has_nothing_left_to_do(tmp_path: Path) -> None:
         job = Job(session)
         job.train(2)
         assert (session.step_number, session.resumed_from) == (8, names[-1])
+        assert session._tracker.pulse.step == 8
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
@@ -231,6 +232,22 @@ def test_the_ledger_tells_each_step_with_its_samples(tmp_path: Path, monkeypatch
     assert (lines[0]["resumed_from"], lines[-1]["status"]) == (None, "done")
     assert lines[5]["name"] == "accuracy"
     assert lines[6]["name"] == CheckpointManager(tmp_path / "runs").entries()[0].name
+
+
+def test_a_step_is_in_the_ledger_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its round ends between the commit and the boundary behind it, it is recorded before that."""
+    monkeypatch.setenv("ELASTIC_TRAINER_LEDGER_DIR", str(tmp_path))
+    with Session(device="cpu") as session:
+        job = Job(session)
+        batch = next(iter(session.batches(data(), global_batch_size=16, epochs=1)))
+        with session.step() as step:
+            step.backward(loss_of(job.wrapped, batch))
+            job.optimizer.step()
+            session._here.record(step)
+        assert step.recorded
+    (path,) = tmp_path.iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["opened", "step", "closed"]
 
 
 def wrapped_twice(session: Session) -> None:

@@ -7,11 +7,13 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from elastic_trainer.data.sampler import Batch
-from elastic_trainer.errors import ConfigError, NonFiniteError
+from elastic_trainer.errors import ConfigError, NonFiniteError, RoundBrokenError
 from elastic_trainer.model import Cursor
+from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.step import Step
 from tests.unit.worker.toys import Job, data, loss_of, model
@@ -234,6 +236,20 @@ def test_a_loss_that_is_not_finite_ends_the_training() -> None:
     assert run("warn") == 160
 
 
+def test_one_loss_that_is_not_finite_is_told_of_once() -> None:
+    """With nonfinite='warn', where the parameters stay finite: the count does not grow for ever after."""
+    with structlog.testing.capture_logs() as logs, Session(device="cpu", nonfinite="warn") as session:
+        job = Job(session)
+        for batch in session.batches(data(), global_batch_size=16, epochs=40):
+            with session.step() as step:
+                loss = loss_of(job.wrapped, batch)
+                step.backward(loss + float("inf") if session.step_number == 1 else loss)
+                job.optimizer.step()
+        counted = session._tracker.pulse.nonfinite
+    assert 1 <= counted <= 2  # what was on its way when it was found may count once more
+    assert [each["event"] for each in logs].count("loss.nonfinite") == counted
+
+
 def test_a_loader_of_ones_own_works_without_a_cursor() -> None:
     """Steps about no batch count, and the position in the data stays."""
     with Session(device="cpu") as session:
@@ -269,6 +285,61 @@ def test_a_counted_loss_is_the_sum_over_the_global_batch_divided_by_its_count() 
     gradient, loss = counted([(1.0, 10.0), (3.0, 2.0), (0.0, 0.0)])
     assert torch.allclose(gradient, torch.full((1, 4), (1.0 + 3.0) * 4 / 12.0))
     assert loss == pytest.approx(-(1.0 + 3.0) * 4 / 12.0)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_loss_is_that_of_all_backward_passes(wanted: bool) -> None:
+    """Also where it was wanted early, and another pass has come behind the one that it was first found after."""
+    with Session(device="cpu") as session:
+        module = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer)
+        next(session.batches(data(), global_batch_size=8, epochs=1))
+        with session.step() as step:
+            if wanted:
+                step.want_loss()
+            step.backward(wrapped(torch.ones(1, 4)).sum() * 0.0 + 2.0)
+            step.backward(wrapped(torch.ones(1, 4)).sum() * 0.0 + 3.0)
+            assert step.loss is None
+            optimizer.step()
+        assert step.loss == pytest.approx(5.0)
+
+
+class Lost:
+    """A sum that never comes."""
+
+    def wait(self, timeout_s: float) -> list[float]:
+        raise RoundBrokenError("a peer was lost")
+
+
+def test_a_loss_that_is_asked_for_later_is_the_same_or_none(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None where it cannot be known any more: whoever asks later must not be who deals with the loss of a peer."""
+    batch = batch_of(job)
+    with job.session.step() as step:
+        step.want_loss()
+        step.backward(loss_of(job.wrapped, batch))
+        with pytest.raises(ConfigError, match="later_loss"):
+            step.later_loss()
+        job.optimizer.step()
+    assert step.later_loss().read() == pytest.approx(step.local_mean())
+    monkeypatch.setattr(step, "_pending", Lost())
+    assert step.later_loss().read() is None
+    monkeypatch.setattr(step, "_control", Control())
+    monkeypatch.setattr(step, "_pending", None)
+    monkeypatch.setattr(step, "_mean", 0.5)
+    assert step.later_loss().read() is None
+    monkeypatch.undo()
+    assert step.loss == pytest.approx(step.local_mean())
+
+
+def test_a_loss_that_was_not_wanted_cannot_be_asked_for_later(job: Job) -> None:
+    """Its sum would have to be begun by all ranks at one moment."""
+    batch = batch_of(job)
+    with job.session.step() as step:
+        step.backward(loss_of(job.wrapped, batch))
+        job.optimizer.step()
+    with pytest.raises(ConfigError, match="want_loss"):
+        step.later_loss()
 
 
 def test_the_mean_over_this_ranks_own_items_is_that_of_its_counts() -> None:

@@ -30,9 +30,14 @@ def gradients(length: int, size: int, micro: int | None) -> list[torch.Tensor]:
         wrapped = session.wrap(model, optimizer=optimizer)
         for batch in session.batches(data, global_batch_size=size, micro_batch_size=micro, epochs=2):
             with session.step() as step:
+                if batch.index % 2:
+                    step.want_loss()  # found while the step goes on, and the same
                 for part in step.micro_batches(batch):
                     step.backward(nn.functional.mse_loss(wrapped(part.x), part.y))
-                found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+                grads = [p.grad for p in model.parameters() if p.grad is not None]
+                found.append(torch.cat([grad.flatten() for grad in grads]))
+                if session.world_size > 1:  # they lie where they were summed: nothing is copied back
+                    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
                 optimizer.step()
             losses.append(torch.tensor([step.loss or 0.0]))
     return found + losses
@@ -51,6 +56,8 @@ def counted(length: int, size: int, micro: int | None) -> list[torch.Tensor]:
         for batch in session.batches(data, global_batch_size=size, micro_batch_size=micro, epochs=1):
             items, expected = 0.0, torch.zeros(())
             with session.step() as step:
+                if batch.index % 2:
+                    step.want_loss()
                 for part in step.micro_batches(batch):
                     count = part.data[2]
                     total = (count * (wrapped(part.x) - part.y) ** 2).sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.gradients import Gradients
 from elastic_trainer.worker.works import Works
 
@@ -49,7 +51,8 @@ def main() -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
         sys.stdout.write(f"equal {dist.get_rank()} {sync}\n")
         sys.stdout.flush()
-    dist.destroy_process_group()
+    gc.collect()  # the wrapped models hold the group
+    groups.abandon(None)  # its threads end before the interpreter does, as in a session; else C++ may abort it
 
 
 if __name__ == "__main__":

@@ -1,0 +1,207 @@
+"""Puts together what ended a round and how it went on: one record of each incident, for people.
+
+The node of rank 0 tells it when the next round has made its first step. Times are this node's own.
+
+*Runs in* the agent: the deciding thread tells of round documents, another of the workers' pages; under a lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from elastic_trainer.ipc.page import Reading
+from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState, RunResult
+from elastic_trainer.membership.health import Incident
+from elastic_trainer.model import Cause, Phase
+
+SILENT_S = 60.0
+"""Workers that have told of no step by then tell nothing (a script without a Session)."""
+_PAUSES = (Phase.RENDEZVOUS, Phase.HEALING, Phase.WAITING)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A round that has ended, or is about to."""
+
+    ended: RoundDocument
+    at: float
+    wall: float
+    step: int
+    detect_s: float
+    paused: tuple[int, float]
+    """The first worker of this node, and what it had spent in pauses by then."""
+    following: RoundDocument | None = None
+    agreed_at: float = 0.0
+
+
+class Incidents:
+    """See the module."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._lock = threading.Lock()
+        self._active: RoundDocument | None = None
+        self._open: _Open | None = None
+        self._done: list[tuple[Incident, str]] = []
+        self._last: list[Reading] = []
+        self._got_on_at = 0.0
+        """When a worker of this node was last seen to get on with its work, or its round was formed."""
+
+    def see(self, document: RoundDocument, now: float, wall: float, present: Container[str] = ()) -> None:
+        """The round document has changed. ``present``: the nodes that are there, as far as known."""
+        with self._lock:
+            if document.state is RoundState.ACTIVE:
+                last = self._active
+                self._formed(document, now, wall)
+                if last is None or last.number != document.number:
+                    self._got_on_at = now  # a round that ends before its first step has not stood since the one before
+            elif document.state is RoundState.CLOSED:
+                self._closed(document, now, wall, present)
+            elif self._active is not None and document.member(self._node) is not None:
+                self._ended(document, now, wall)
+
+    def look(self, readings: Sequence[Reading], now: float) -> list[tuple[Incident, str]]:
+        """The incidents that are complete, each with its kind of recovery (``failure``, ``planned``; "": none)."""
+        with self._lock:
+            self._last = list(readings)
+            self._got_on_at = max([self._got_on_at, *(r.pulse.moved_at for r in readings if self._works(r))])
+            current = self._open
+            if current is not None and current.following is None:
+                steps = [r.pulse.step for r in readings if r.pulse.round <= current.ended.number]
+                current.step = max([current.step, *steps])  # what was told last may be some steps old
+            elif current is not None and current.following is not None:
+                first = [r for r in readings if r.pulse.round >= current.following.number and r.pulse.fresh]
+                if first:
+                    at = min(r.pulse.first_at for r in first)
+                    self._complete(current, at, min(r.pulse.step - r.pulse.fresh for r in first))
+                elif now - current.agreed_at > SILENT_S and not readings:
+                    self._complete(current, current.agreed_at, current.step)
+            done, self._done = self._done, []
+            return done
+
+    # ---- with the lock held
+
+    def _works(self, reading: Reading) -> bool:
+        """Whether it is at work in the round that is known here.
+
+        Whoever is freed by the end of a round moves as well, and may be in the next before this node is told of either.
+        """
+        known = self._active is None or reading.pulse.round <= self._active.number
+        return known and reading.pulse.phase not in _PAUSES
+
+    def _ended(self, document: RoundDocument, now: float, wall: float) -> None:
+        if self._open is not None and self._open.following is None:
+            self._open.ended = document  # a failure overrides a planned change
+            return
+        self._give_up(now)
+        self._begin(document, now, wall)
+
+    def _begin(self, document: RoundDocument, now: float, wall: float) -> None:
+        step = max((reading.pulse.step for reading in self._last), default=0)
+        self._open = _Open(document, now, wall, step, max(0.0, now - self._got_on_at), self._paused(now))
+
+    def _give_up(self, now: float) -> None:
+        """The round that followed has ended as well, before anybody saw a step of it."""
+        current, self._open = self._open, None
+        following = current.following if current is not None else None
+        if current is not None and following is not None and following.is_first(self._node):
+            self._done.append((self._record(current, following, now, current.step), ""))
+
+    def _formed(self, document: RoundDocument, now: float, wall: float) -> None:
+        before, self._active = self._active, document
+        if before is None or before.number >= document.number or before.member(self._node) is None:
+            return
+        if self._open is None or self._open.following is not None:
+            self._give_up(now)
+            self._begin(before, now, wall)  # its end was not seen
+        if self._open is not None:
+            self._open.following, self._open.agreed_at = document, now
+
+    def _closed(self, document: RoundDocument, now: float, wall: float, present: Container[str]) -> None:
+        if document.result is RunResult.FAILED and self._active is not None:
+            if self._open is None or self._open.following is not None:
+                self._give_up(now)
+                self._begin(document, now, wall)
+            names = [member.node for member in document.members]
+            teller = next((name for name in names if name in present), names[0] if names else None)
+            if self._open is not None and teller == self._node:
+                self._open.ended = document
+                self._done.append((self._record(self._open, None, now, self._open.step), ""))
+        self._open = self._active = None
+
+    def _complete(self, current: _Open, now: float, from_step: int) -> None:
+        self._open = None
+        following = current.following
+        if following is None or not following.is_first(self._node):
+            return
+        planned = current.ended.state is RoundState.DRAINING
+        incident = self._record(current, following, now, from_step)
+        if planned:  # they trained on until they changed over: the pause is what it took from them
+            incident = incident.model_copy(update={"detect_s": 0.0})
+            (worker, paused_s), (before, paused_before_s) = self._paused(now), current.paused
+            if worker == before:  # else it was restarted, and the pause is all that lies between
+                pause_s = round(max(0.0, paused_s - paused_before_s), 3)
+                incident = incident.model_copy(update={"regroup_s": 0.0, "resume_s": pause_s})
+        self._done.append((incident, "planned" if planned else "failure"))
+
+    def _record(self, current: _Open, following: RoundDocument | None, now: float, from_step: int) -> Incident:
+        ended = current.ended
+        agreed_at = current.agreed_at if following is not None else now
+        return Incident(
+            wall=current.wall,
+            by=self._node,
+            cause=cause_of(ended, following),
+            round=ended.number,
+            next_round=following.number if following is not None else None,
+            reason=(following.reason if following is not None else "") or ended.reason,
+            nodes=concerned(ended, following),
+            ranks=ranks_of(ended, following),
+            world_before=ended.world_size,
+            world_after=following.world_size if following is not None else 0,
+            step=current.step,
+            steps_lost=max(0, current.step - from_step),
+            detect_s=round(current.detect_s, 3),
+            regroup_s=round(max(0.0, agreed_at - current.at), 3),
+            resume_s=round(max(0.0, now - agreed_at), 3),
+        )
+
+    def _paused(self, now: float) -> tuple[int, float]:
+        if not self._last:
+            return 0, 0.0
+        seconds = self._last[0].seconds(now)
+        return self._last[0].pid, sum(seconds[phase] for phase in _PAUSES)
+
+
+def cause_of(ended: RoundDocument, following: RoundDocument | None) -> Cause | None:
+    """What ended the round."""
+    if ended.state is RoundState.DRAINING:
+        before = {member.node for member in ended.members}
+        after = {member.node for member in following.members} if following is not None else set()
+        return Cause.NODE_LEFT if before - after else Cause.NODE_JOINED
+    if following is not None and following.cause is not None:
+        return following.cause
+    return ended.cause
+
+
+def concerned(ended: RoundDocument, following: RoundDocument | None) -> tuple[str, ...]:
+    """The nodes that are in one of the two rounds only; if there are none, those with new workers, unless all are."""
+    before = {member.node for member in ended.members}
+    after = {member.node for member in following.members} if following is not None else before
+    return tuple(sorted(before ^ after)) or tuple(sorted(member.node for member in renewed(ended, following)))
+
+
+def renewed(ended: RoundDocument, following: RoundDocument | None) -> list[RoundMember]:
+    """The members of ``ended`` whose workers were started again since; none if all were (or nobody goes on)."""
+    after = {member.node: member.incarnation for member in following.members} if following is not None else {}
+    found = [member for member in ended.members if after.get(member.node, member.incarnation) != member.incarnation]
+    return found if len(found) < len(ended.members) or len(found) == 1 else []
+
+
+def ranks_of(ended: RoundDocument, following: RoundDocument | None) -> tuple[int, ...]:
+    """The ranks that were on nodes that the next round lacks; if there are none, on those with new workers."""
+    after = {member.node for member in following.members} if following is not None else set()
+    gone = [member for member in ended.members if following is not None and member.node not in after]
+    gone = gone or renewed(ended, following)
+    return tuple(rank for m in gone for rank in range(m.first_rank, m.first_rank + m.local_world_size))

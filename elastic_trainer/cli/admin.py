@@ -1,0 +1,198 @@
+"""``elastic-trainer admin``: options in, a password or a list out; the work is store/granting's.
+
+*Runs in* the process of the command. *Owns* the file of ``--output``, which only its owner can read.
+*Fails by* ConfigError. *Invariant*: a password is written where it was asked for, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import secrets
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic_trainer.cli import connection
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import AccessDeniedError, ConfigError
+from elastic_trainer.settings import StoreSettings, secret
+
+if TYPE_CHECKING:
+    from elastic_trainer.store.accounts import Accounts
+
+LIMIT_S = 60.0
+"""How long etcd may take for everything: it takes a tenth of a second for each password, by intention."""
+PASSWORD_BYTES = 24
+SECRET_PREFIX = "etcd-user-"
+_SECRET_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,51}[a-z0-9])?")
+_EXAMPLE = """examples:
+  elastic-trainer admin init --user root --password-file root-password --output monitor-password
+  elastic-trainer admin grant my-run --user root --password-file root-password --output my-run-password
+  elastic-trainer admin grant my-run --format kubernetes | kubectl apply -n elastic-trainer -f -"""
+_ACTIONS = """init: have root with the given password, a user 'monitor' who may read all runs, and authentication on;
+grant: a user 'run-RUN' who may read and write the keys of that run alone; revoke: remove it; list: who there is.
+init and grant give a new password each time"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLE
+    add = parser.add_argument
+    add("action", choices=("init", "grant", "revoke", "list"), help=_ACTIONS)
+    add("run", nargs="?", help="the run's name (--rdzv-id), for grant and revoke")
+    add("--output", type=Path, metavar="FILE", help="write the password there (mode 0600), not to standard output")
+    add(
+        "--format",
+        choices=("text", "kubernetes"),
+        default="text",
+        metavar="FORMAT",
+        help="text: the password alone; kubernetes: a Secret",
+    )
+    add("--json", action="store_true", help="list: one JSON object instead of lines")
+    connection.add_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it."""
+    from elastic_trainer.store import connect_checked
+    from elastic_trainer.store.accounts import Accounts
+
+    _check(arguments)
+    settings = connection.store_settings(arguments)
+    actions: dict[str, Callable[[argparse.Namespace, StoreSettings, Accounts], None]] = {
+        "init": _init,
+        "grant": _grant,
+        "revoke": _revoke,
+        "list": _list,
+    }
+    with suppress(AccessDeniedError):  # which is said better below
+        connect_checked(settings, Deadline.after(connection.CONNECT_S)).close()
+    with Accounts(settings, Deadline.after(LIMIT_S)) as accounts:
+        actions[arguments.action](arguments, settings, accounts)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for options that cannot be meant."""
+    of_run = arguments.action in ("grant", "revoke")
+    if of_run and arguments.run is None:
+        raise ConfigError(f"admin {arguments.action} needs the name of a run", hint="its --rdzv-id")
+    if not of_run and arguments.run is not None:
+        raise ConfigError(f"admin {arguments.action} takes no run", hint=f"leave out {arguments.run!r}")
+    if arguments.action == "grant" and arguments.run == "monitor":
+        raise ConfigError("a run that is called 'monitor' gets no user", hint="that is the name of the monitor's own")
+    if arguments.format == "kubernetes" and of_run and not _SECRET_NAME.fullmatch(arguments.run):
+        raise ConfigError(
+            f"{SECRET_PREFIX}{arguments.run} cannot be the name of a Secret",
+            hint="on Kubernetes use at most 53 lower-case letters, digits, '-' and '.' for the name of a run",
+        )
+
+
+def _init(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
+    from elastic_trainer.store import granting
+    from elastic_trainer.store.accounts import ROOT
+
+    if settings.user != ROOT or settings.password_file is None:
+        raise ConfigError(
+            "admin init needs the password that root has or is to have",
+            hint="openssl rand -base64 24 > root-password, then --user root --password-file root-password",
+        )
+    root_password = secret(settings.password_file, "--password-file")
+    with _delivered(arguments, "monitor") as password:
+        account = granting.initialize(accounts, settings.prefix, root_password, password)
+    _say(f"etcd asks everybody who he is; user {account.name!r} may read {account.right.key}")
+
+
+def _grant(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
+    from elastic_trainer.store import granting
+
+    with _delivered(arguments, arguments.run) as password:
+        account = granting.grant(accounts, settings.prefix, arguments.run, password)
+    _say(f"user {account.name!r} may read and write {account.right.key}, with a new password")
+
+
+def _revoke(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
+    from elastic_trainer.store import granting
+
+    granting.revoke(accounts, settings.prefix, arguments.run)
+    _say(f"run {arguments.run!r} has no rights any more; its keys are still there")
+
+
+def _list(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
+    from elastic_trainer.store import granting
+    from elastic_trainer.store.rights import MONITOR, granted
+
+    known = granting.known(accounts)
+    runs = granted(known, settings.prefix)
+    monitor = MONITOR in known.users
+    if arguments.json:
+        print(json.dumps({"authentication": accounts.on, "monitor": monitor, "runs": runs}, indent=2))
+        return
+    print(f"authentication is {'on' if accounts.on else 'off'}; the monitor has {'a' if monitor else 'no'} user")
+    for name, right in runs.items():
+        print(f"run {name}: user run-{name}{'' if right else ', which is not as it should be: grant again'}")
+
+
+@contextmanager
+def _delivered(arguments: argparse.Namespace, name: str) -> Iterator[str]:
+    """A new password, delivered when the block has ended well.
+
+    The file is made before the block begins: a password that etcd has and nobody knows would be of no use.
+    """
+    password = secrets.token_urlsafe(PASSWORD_BYTES)
+    user = name if arguments.action == "init" else f"run-{name}"
+    text = password if arguments.format == "text" else manifest(name, user, password)
+    if arguments.output is None:
+        yield password
+        print(text)
+        return
+    with _private_file(arguments.output, f"{text}\n"):
+        yield password
+
+
+@contextmanager
+def _private_file(path: Path, text: str) -> Iterator[None]:
+    """A file with ``text`` that only its owner can read, in the place of ``path`` when the block has ended well."""
+    made: str | None = None
+    try:
+        descriptor, made = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        yield
+        os.replace(made, path)
+        made = None
+    except OSError as error:
+        cause = error.strerror or type(error).__name__
+        raise ConfigError(f"--output {str(path)!r} cannot be written: {cause}", hint="check its directory") from error
+    finally:
+        if made is not None:
+            os.unlink(made)
+
+
+def manifest(name: str, user: str, password: str) -> str:
+    """The Secret of a user, as ``kubectl apply -f -`` takes it."""
+    labels = {"app.kubernetes.io/part-of": "elastic-trainer"}
+    if user != name:
+        labels["elastic-trainer/run"] = name
+    return json.dumps(
+        {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": f"{SECRET_PREFIX}{name}", "labels": labels},
+            "type": "Opaque",
+            "stringData": {"username": user, "password": password},
+        },
+        indent=2,
+    )
+
+
+def _say(sentence: str) -> None:
+    """To standard error: standard output is for what is asked for."""
+    print(sentence, file=sys.stderr)

@@ -1,0 +1,186 @@
+"""``elastic-trainer doctor``: options in, findings out; the work is preflight/consultation's.
+
+*Fails by* ConfigError for options that cannot be meant; exit code 1 when something is bad.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic_trainer.cli.local import key_values
+from elastic_trainer.errors import EXIT_FAILURE, ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from elastic_trainer.preflight.consultation import Case, Diagnosis
+    from elastic_trainer.preflight.examination import Subject
+    from elastic_trainer.settings import RendezvousOptions
+
+_WIDTH_OF_FILES = 160
+_STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red", "skipped": "dim"}
+_EXAMPLE = (
+    "example, on each of 4 nodes: elastic-trainer doctor --endpoint etcd:2379 --run-id check --peers 4 "
+    "--checkpoint-dir /checkpoints"
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    parser.epilog = _EXAMPLE
+    add = parser.add_argument
+    add("--endpoint", metavar="HOST:PORT,...", help="etcd, as for torchrun's --rdzv-endpoint")
+    add("--run-id", metavar="R", help="compare with the nodes of this run; nodes of --peers give the same")
+    add("--peers", type=int, metavar="N", help="measure the network of N nodes, all of which run this command")
+    add("--checkpoint-dir", type=Path, metavar="DIR", help="measure the directory for checkpoints")
+    add("--min-disk", type=float, metavar="GIB", help="so much must be free there")
+    add("--nproc-per-node", type=int, default=1, metavar="P", help="workers that will run on this node (default: 1)")
+    add("--compute", action=argparse.BooleanOptionalAction, default=None, help="measure memory and matrix products")
+    add("--rdzv-conf", default="", metavar="K=V,...", help="options of the rendezvous: credentials, interface, limits")
+    add("--timeout", type=float, default=60.0, metavar="SECONDS", help="longest time for everything (default: 60)")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look, and say what was found; 1 if anything is bad."""
+    from elastic_trainer.clock import Deadline
+    from elastic_trainer.preflight.consultation import consult
+    from elastic_trainer.telemetry import logs
+
+    logs.configure(level="warning")
+    case = case_of(arguments)
+    with _progress() as doing:
+        diagnosis = consult(case, Deadline.after(_seconds(arguments.timeout)), doing)
+    if arguments.json:
+        print(json.dumps(as_json(diagnosis), indent=2))
+    else:
+        _show(diagnosis)
+    return 0 if diagnosis.fit else EXIT_FAILURE
+
+
+def case_of(arguments: argparse.Namespace) -> Case:
+    """What the options ask for."""
+    from elastic_trainer.agent.addresses import default_node_id
+    from elastic_trainer.model import checked_name
+    from elastic_trainer.preflight.consultation import Case
+    from elastic_trainer.settings import rendezvous_options
+
+    options = rendezvous_options(key_values(arguments.rdzv_conf))
+    count = 1 if arguments.peers is None else arguments.peers
+    if arguments.peers is not None and count < 2:
+        raise ConfigError(f"--peers {count} is below 2", hint="it is the number of all nodes, this one among them")
+    if arguments.run_id is not None:
+        checked_name(arguments.run_id, "run id (--run-id)")
+    for option, given in (("--run-id", arguments.run_id), ("--peers", arguments.peers)):
+        if given is not None and arguments.endpoint is None:
+            raise ConfigError(f"{option} needs --endpoint", hint="nodes find each other through etcd")
+    if arguments.peers is not None and arguments.run_id is None:
+        raise ConfigError("--peers needs --run-id", hint="any name will do, the same on all nodes")
+    return Case(
+        node=checked_name(options.node_id or default_node_id(), "node id"),
+        subject=_subject(arguments, options),
+        store=options.store(arguments.endpoint) if arguments.endpoint is not None else None,
+        run=arguments.run_id,
+        count=count,
+    )
+
+
+def _subject(arguments: argparse.Namespace, options: RendezvousOptions) -> Subject:
+    from elastic_trainer.agent.addresses import own_address
+    from elastic_trainer.preflight.examination import Subject
+    from elastic_trainer.preflight.limits import GIB, Limits
+    from elastic_trainer.settings import parse_endpoints
+
+    if arguments.nproc_per_node < 1:
+        raise ConfigError(f"--nproc-per-node {arguments.nproc_per_node} is below 1", hint="give 1 or more")
+    needed = options.preflight_min_disk if arguments.min_disk is None else arguments.min_disk
+    if not (math.isfinite(needed) and needed >= 0):
+        raise ConfigError(f"--min-disk {needed} is not a number of GiB", hint="give for example 50")
+    endpoint = arguments.endpoint
+    found = own_address(parse_endpoints(endpoint)[0]) if endpoint is not None else socket.gethostname()
+    return Subject(
+        address=options.interface or found,
+        directory=arguments.checkpoint_dir or options.preflight_dir,
+        workers=arguments.nproc_per_node,
+        compute=options.preflight_compute if arguments.compute is None else arguments.compute,
+        limits=Limits(ratio=options.preflight_ratio, disk_bytes=int(needed * GIB)),
+    )
+
+
+def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """All of it as plain values."""
+    return {
+        "node": diagnosis.node,
+        "fit": diagnosis.fit,
+        "findings": [finding.as_json() for finding in diagnosis.findings],
+        "versions": diagnosis.versions,
+    }
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """What is being done goes to standard error: replaced in place on a terminal, else a line each."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines()
+        return
+    with console.status("") as status:
+        yield status.update
+
+
+class _Lines:
+    """A line for each new thing."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, what: str) -> None:
+        if what != self._last:
+            self._last = what
+            print(f"doctor: {what}", file=sys.stderr, flush=True)
+
+
+def _show(diagnosis: Diagnosis) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_FILES
+    console.print(table(diagnosis))
+    for finding in diagnosis.findings:
+        if finding.hint and finding.status in ("warn", "bad"):
+            console.print(f"{finding.name}: {finding.hint}", markup=False, highlight=False, soft_wrap=True)
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(diagnosis.versions.items()))
+    if versions:
+        console.print(f"versions: {versions}", markup=False, highlight=False, soft_wrap=True)
+    word = "fit to train" if diagnosis.fit else "NOT fit to train"
+    console.print(f"{diagnosis.node} is {word}", markup=False, highlight=False, soft_wrap=True)
+
+
+def table(diagnosis: Diagnosis) -> Table:
+    """The findings as a table."""
+    from rich.table import Table
+    from rich.text import Text
+
+    result = Table()
+    for column in ("check", "status", "finding"):
+        result.add_column(column, overflow="fold")
+    for finding in diagnosis.findings:
+        result.add_row(finding.name, Text(finding.status, style=_STYLES[finding.status]), Text(finding.text))
+    return result
+
+
+def _seconds(value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"--timeout {value} is not a number of seconds above 0", hint="give for example 60")
+    return value

@@ -1,0 +1,172 @@
+"""``elastic-trainer events RUN``: what happened to a run, one line each, and what is happening.
+
+*Runs in* the process of the command; with ``--follow`` changes arrive on the watches' threads and wait in a queue.
+*Fails by* ConfigError for a run that is not there, StoreUnavailableError when etcd does not answer at the start; later
+outages are waited out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from elastic_trainer.cli import connection
+from elastic_trainer.cli.wording import duration, moment, named
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import ConfigError, StoreUnavailableError
+from elastic_trainer.membership.documents import DocumentError, JournalEntry
+from elastic_trainer.membership.health import Incident
+from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, Store, WatchEvent
+from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.untrusted import plain
+from elastic_trainer.telemetry import logs
+
+DEFAULT_LIMIT = 100
+_WAIT_S = 0.5
+
+Happening = JournalEntry | Incident
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    add = parser.add_argument
+    add("run", help="the run's name (--rdzv-id)")
+    add("--follow", action="store_true", help="go on with what happens from now on, until interrupted")
+    add("--json", action="store_true", help="one JSON object a line")
+    add("--limit", type=int, default=DEFAULT_LIMIT, metavar="N", help=f"newest lines (default: {DEFAULT_LIMIT})")
+    connection.add_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print them, the oldest first."""
+    if arguments.limit < 1:
+        raise ConfigError(f"--limit {arguments.limit} is below 1", hint="give 1 or more")
+    logs.configure()
+    with connection.opened(arguments, arguments.run) as (store, settings):
+        keys = RunKeys(settings.prefix, arguments.run)
+        expect = connection.await_run if arguments.follow else connection.require_run
+        expect(store, settings, keys)
+        show = as_json if arguments.json else as_line
+        if not arguments.follow:
+            _print(map(show, past(store, keys, arguments.limit)))
+            return 0
+        news = News(store, keys)
+        _print(map(show, in_order(news.first(Deadline.after(connection.CONNECT_S)))[-arguments.limit :]))
+        while True:
+            _print(map(show, in_order(news.take(_WAIT_S))))
+
+
+def past(store: Store, keys: RunKeys, limit: int) -> list[Happening]:
+    """The newest transitions and incidents, the oldest of them first."""
+    from elastic_trainer.monitor.feed import RunFeed
+
+    feed = RunFeed(store, keys, journal=limit, incidents=limit)
+    documents = feed.read_history(Deadline.after(connection.CONNECT_S))
+    return in_order([*documents.journal, *documents.incidents])[-limit:]
+
+
+def in_order(happened: Iterable[Happening]) -> list[Happening]:
+    """By the time that each node gave; the order of what one node wrote stays."""
+    return sorted(happened, key=lambda each: each.wall)
+
+
+class News:
+    """Follows journal and incidents; each version of each document comes once, whatever becomes of the connection."""
+
+    def __init__(self, store: Store, keys: RunKeys) -> None:
+        self._keys = keys
+        self._queue: SimpleQueue[KeyValue | None] = SimpleQueue()
+        self._seen: dict[str, int] = {}
+        self._prefixes = (keys.events, keys.incidents)
+        for prefix in self._prefixes:
+            store.watch(prefix, self)
+
+    def first(self, deadline: Deadline) -> list[Happening]:
+        """All that there is; StoreUnavailableError if it does not come by the deadline."""
+        found: list[Happening] = []
+        complete = 0
+        while complete < len(self._prefixes):
+            try:
+                item = self._queue.get(timeout=deadline.remaining_s())
+            except Empty as error:
+                raise StoreUnavailableError("etcd does not tell what happened to the run") from error
+            complete += item is None
+            found += self._decoded(item)
+        return found
+
+    def take(self, wait_s: float) -> list[Happening]:
+        """What came since, waiting at most ``wait_s`` seconds for it."""
+        try:
+            found = self._decoded(self._queue.get(timeout=wait_s))
+        except Empty:
+            return []
+        while not self._queue.empty():
+            found += self._decoded(self._queue.get())
+        return found
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        for item in snapshot.items:
+            self._queue.put(item)
+        self._queue.put(None)
+
+    def on_events(self, events: Sequence[WatchEvent]) -> None:
+        for event in events:
+            if event.kind is EventKind.PUT:
+                self._queue.put(event.item)
+
+    def on_connected(self, connected: bool) -> None:
+        """Nothing to do: the watch resumes by itself, and says so in the log."""
+
+    def _decoded(self, item: KeyValue | None) -> list[Happening]:
+        if item is None or self._seen.get(item.key) == item.mod_revision:
+            return []
+        self._seen[item.key] = item.mod_revision
+        kind = JournalEntry if item.key.startswith(self._keys.events) else Incident
+        try:
+            return [kind.decode(item.value, item.key)]
+        except DocumentError as error:
+            logs.logger().warning("document.refused", key=plain(item.key), error=str(error))
+            return []
+
+
+def as_json(each: Happening) -> str:
+    """One JSON object: ``type`` and the document's fields."""
+    values: dict[str, Any] = each.model_dump(mode="json", exclude={"version"})
+    if isinstance(each, Incident):
+        return json.dumps({"type": "incident", **values, "total_s": each.total_s})
+    return json.dumps({"type": "transition", **values})
+
+
+def as_line(each: Happening) -> str:
+    """One line: when, what, why."""
+    return f"{moment(each.wall)}  {_incident(each) if isinstance(each, Incident) else _transition(each)}"
+
+
+def _transition(entry: JournalEntry) -> str:
+    size = f"{len(entry.nodes)} nodes, {entry.world_size} ranks"
+    return f"round {entry.round} {entry.state} ({size}): {entry.reason or 'no reason given'}"
+
+
+def _incident(incident: Incident) -> str:
+    return f"{headline(incident)}: {incident.reason or 'no reason given'}" + (
+        f" [{named(incident.nodes)}]" if incident.nodes else ""
+    )
+
+
+def headline(incident: Incident) -> str:
+    """What happened, and how long it took to go on."""
+    what = str(incident.cause) if incident.cause is not None else incident.kind
+    if incident.kind != "round":
+        return f"{what} in round {incident.round}, step {incident.step}"
+    where = f"round {incident.round}" + (f" -> {incident.next_round}" if incident.next_round is not None else "")
+    size = f"{incident.world_before} -> {incident.world_after} ranks, {incident.steps_lost} steps lost"
+    parts = f"agreed {duration(incident.regroup_s)}, resumed {duration(incident.resume_s)}"
+    return f"{what}, {where}, {size}, found in {duration(incident.detect_s)}, {duration(incident.total_s)} ({parts})"
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, flush=True)

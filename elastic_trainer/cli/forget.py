@@ -1,0 +1,85 @@
+"""``elastic-trainer forget``: takes what etcd holds of runs that are over out of it; checkpoints stay.
+
+*Runs in* the process of the command, its main thread. *Owns* nothing.
+*Fails by* ConfigError for a run that is not there or must be kept, StoreUnavailableError when etcd does not answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from elastic_trainer.cli import connection
+from elastic_trainer.clock import SYSTEM, Deadline
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.store.api import Store
+from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.telemetry import logs
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    add = parser.add_argument
+    add("run", nargs="?", help="the run's name (--rdzv-id)")
+    add("--unfinished", action="store_true", help="also if the run is not over, and no node is in it")
+    add("--older-than-days", type=float, metavar="N", help="instead of one run: all that ended at least N days ago")
+    add("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    connection.add_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it, one line for each run."""
+    logs.configure()
+    days = arguments.older_than_days
+    if (arguments.run is None) == (days is None):
+        raise ConfigError("forget takes a run or --older-than-days", hint="give one of them")
+    if days is not None and (arguments.unfinished or not days >= 0.0):
+        raise ConfigError(
+            "--older-than-days takes a number of days from 0 on, and goes without --unfinished",
+            hint="name a run that is not over",
+        )
+    with connection.opened(arguments) as (store, settings):
+        if days is not None:
+            _forget_old(store, settings.prefix, days, dry=arguments.dry_run)
+        else:
+            keys = RunKeys(settings.prefix, arguments.run)
+            connection.require_run(store, settings, keys)
+            _forget_one(store, keys, unfinished=arguments.unfinished, dry=arguments.dry_run)
+    return 0
+
+
+def _forget_one(store: Store, keys: RunKeys, *, unfinished: bool, dry: bool) -> None:
+    from elastic_trainer.membership import forgetting
+
+    remains = forgetting.look(store, keys, Deadline.after(connection.CONNECT_S))
+    refused = forgetting.refusal(remains, unfinished=unfinished)
+    if refused is not None:
+        raise refused
+    if not dry:
+        forgetting.forget(store, remains, Deadline.after(connection.CONNECT_S))
+    _tell(remains.keys.run_id, remains.count, dry=dry)
+
+
+def _forget_old(store: Store, prefix: str, days: float, *, dry: bool) -> None:
+    """All that are old enough; one that comes back to life meanwhile is kept."""
+    from elastic_trainer.membership import forgetting
+    from elastic_trainer.monitor.reading import run_names
+
+    gone = 0
+    for name in list(run_names(store, prefix, connection.CONNECT_S)):
+        remains = forgetting.look(store, RunKeys(prefix, name), Deadline.after(connection.CONNECT_S))
+        if not forgetting.is_old(remains, SYSTEM.wall(), days):
+            continue
+        try:
+            if not dry:
+                forgetting.forget(store, remains, Deadline.after(connection.CONNECT_S))
+        except ConfigError as error:
+            print(f"kept {name}: {error.message}")
+            continue
+        gone += 1
+        _tell(name, remains.count, dry=dry)
+    if not gone:
+        print(f"no run below {prefix} has been over for {days:g} days")
+
+
+def _tell(name: str, count: int, *, dry: bool) -> None:
+    print(f"{'would forget' if dry else 'forgot'} {name}: {count} keys", flush=True)

@@ -1,0 +1,102 @@
+"""``elastic-trainer health``: asks the monitor or node of this container whether it works; the image's health check.
+
+*Runs in* a process of its own, for seconds. *Owns* nothing.
+*Fails by* exit code 1 and one line; never by a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic_trainer.errors import EXIT_FAILURE
+
+MONITOR_PORT, NODE_PORT = 9470, 9471
+"""Where ``elastic-trainer monitor`` listens, and where ``metrics_port=9471`` lets a node listen."""
+PATH = "/healthz"
+LIMIT_S = 3.0
+_LONGEST = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a port said: ``status`` of HTTP, None without an answer; ``listens`` is False where nobody does."""
+
+    port: int
+    listens: bool
+    status: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether all is well, and why."""
+
+    well: bool
+    reason: str
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    add = parser.add_argument
+    add(
+        "--port", type=int, action="append", metavar="PORT", help="must answer; by default 9470 and 9471 if they listen"
+    )
+    add("--address", default="127.0.0.1", metavar="HOST", help="where it listens (default: 127.0.0.1)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask, say what was heard; 0 if all is well."""
+    ports = arguments.port or (MONITOR_PORT, NODE_PORT)
+    verdict = judge([ask(arguments.address, port) for port in ports], required=bool(arguments.port))
+    print(verdict.reason)
+    return 0 if verdict.well else EXIT_FAILURE
+
+
+def judge(words: Sequence[Word], *, required: bool) -> Verdict:
+    """All that listen must say 200. Where nobody listens nothing is wrong, unless the ports were ``required``: a job
+    may have no endpoint, and that its process is there the container knows by itself."""
+    heard = [word for word in words if word.listens or required]
+    sick = [word for word in heard if word.status != http.client.OK]
+    if sick:
+        return Verdict(False, "; ".join(f"port {word.port}: {word.text}" for word in sick))
+    if not heard:
+        return Verdict(True, f"nobody listens on {' or '.join(str(word.port) for word in words)}: nothing to ask")
+    return Verdict(True, "; ".join(f"port {word.port}: {word.text}" for word in heard))
+
+
+def ask(address: str, port: int) -> Word:
+    """Ask ``port`` over HTTP, and over TLS if it does not speak that."""
+    try:
+        return _answer(http.client.HTTPConnection(address, port, timeout=LIMIT_S))
+    except ConnectionRefusedError:
+        return Word(port, False, None, "nobody listens")
+    except (http.client.HTTPException, ConnectionError):
+        pass  # what a server that waits for TLS does with a plain request
+    except (OSError, OverflowError) as error:
+        return Word(port, True, None, f"no answer: {error}")
+    try:
+        return _answer(http.client.HTTPSConnection(address, port, timeout=LIMIT_S, context=_trusting()))
+    except (http.client.HTTPException, OSError) as error:
+        return Word(port, True, None, f"no answer: {error}")
+
+
+def _answer(connection: http.client.HTTPConnection) -> Word:
+    try:
+        connection.request("GET", PATH)
+        response = connection.getresponse()
+        text = response.read(_LONGEST).decode("utf-8", "replace").strip()
+        return Word(int(connection.port), True, response.status, text or response.reason)
+    finally:
+        connection.close()
+
+
+def _trusting() -> ssl.SSLContext:
+    """Without a look at the certificate: it names the address that others use, and nothing secret is asked or told."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context

@@ -1,0 +1,172 @@
+"""A run, and the list of all, as tables for a terminal. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from elastic_trainer.cli.events import as_line
+from elastic_trainer.cli.wording import UNKNOWN, duration, moment, named, number, percent, ranges
+from elastic_trainer.membership.health import Incident
+from elastic_trainer.monitor.snapshot import Listing, NodeStatus, RankStatus, RunSnapshot, StoreStatus
+
+MOST_RANKS = 40
+"""With more, a node is one row."""
+MOST_INCIDENTS = 5
+STILL_S = 10.0
+"""A rank that has not got on for so long is told of."""
+SILENT_S = 20.0
+"""So is a node that has told nothing for so long: it writes every five seconds."""
+STYLES = {
+    "gathering": "yellow",
+    "training": "green",
+    "changing": "cyan",
+    "recovering": "red",
+    "succeeded": "bold green",
+    "failed": "bold red",
+    "gone": "red",
+    "ready": "green",
+    "warming": "yellow",
+    "draining": "cyan",
+}
+
+
+def run_view(run: RunSnapshot) -> RenderableType:
+    """All of a run that fits on a screen."""
+    parts: list[RenderableType] = [*_store(run.store), *_head(run), _ranks(run)]
+    if run.incidents:
+        parts.append(Text("incidents, the newest first", style="bold"))
+        parts += [Text(as_line(Incident.model_validate(each))) for each in run.incidents[:MOST_INCIDENTS]]
+    elif run.rounds:
+        last = run.rounds[-1]
+        parts.append(Text(f"{moment(last.wall)}  round {last.number} {last.state}: {last.reason}"))
+    if run.unreadable:
+        parts.append(Text(f"cannot be read by this version: {named(run.unreadable)}", style="red"))
+    return Group(*parts)
+
+
+def list_view(listing: Listing) -> RenderableType:
+    """All runs, one row each."""
+    if not listing.runs:
+        return Group(*_store(listing.store), Text("there are no runs"))
+    table = Table()
+    for column in ("run", "state", "round", "ranks", "nodes", "step", "loss", "samples/s", "goodput", "last incident"):
+        table.add_column(column, overflow="fold")
+    for each in listing.runs:
+        limits = f"{each.nodes} of {_limits(each.min_nodes, each.max_nodes)}"
+        rate, last = number(each.samples_per_s), _brief(each.last_incident)
+        numbers = (number(each.round), str(each.world_size), limits, number(each.step), number(each.loss), rate)
+        state = Text(each.state, style=STYLES.get(each.state, ""))
+        table.add_row(Text(each.run), state, *map(Text, numbers), percent(each.goodput), Text(last))
+    return Group(*_store(listing.store), table)
+
+
+def _store(store: StoreStatus) -> list[RenderableType]:
+    if store.connected:
+        return []
+    return [Text(f"etcd does not answer; this was read {duration(store.age_s)} ago", style="bold red")]
+
+
+def _head(run: RunSnapshot) -> list[RenderableType]:
+    since = f" for {duration(run.state_s)}" if run.state_s is not None else ""
+    first = Text.assemble(
+        ("run ", "bold"), (run.run, "bold"), "  ", (run.state, STYLES.get(run.state, "")), since, f"  {_round(run)}"
+    )
+    present = sum(node.state != "gone" for node in run.nodes)
+    nodes = f"{run.world_size} ranks, {present} nodes of {_limits(run.min_nodes, run.max_nodes)}"
+    return [first, Text(f"{nodes}, recovery {run.recovery or UNKNOWN}"), Text(_progress(run)), Text(_checkpoint(run))]
+
+
+def _round(run: RunSnapshot) -> str:
+    if run.round is None:
+        return "no round yet"
+    return f"round {run.round}" + (f": {run.round_reason}" if run.round_reason else "")
+
+
+def _progress(run: RunSnapshot) -> str:
+    parts = [f"step {number(run.step)}"]
+    for name, value in (
+        ("steps/s", run.steps_per_s if run.steps_per_s is not None else 1 / run.step_s if run.step_s else None),
+        ("samples/s", run.samples_per_s),
+    ):
+        if value is not None:
+            parts.append(f"{number(value)} {name}")
+    if run.loss is not None:
+        parts.append(f"loss {number(run.loss)}")
+    return ", ".join([*parts, f"goodput {percent(run.goodput)}"])
+
+
+def _checkpoint(run: RunSnapshot) -> str:
+    saved = run.checkpoint
+    if saved is None:
+        return "no checkpoint yet"
+    told = f"checkpoint of step {saved.step}, {duration(saved.age_s)} ago, {number(saved.bytes / 2**20, 'MiB')}"
+    failed = f", {saved.failed} FAILED" if saved.failed else ""
+    return f"{told} in {duration(saved.duration_s)}; {saved.saved} saved{failed}"
+
+
+def _limits(low: int | None, high: int | None) -> str:
+    return UNKNOWN if low is None else f"{low}:{high}"
+
+
+def _brief(incident: Mapping[str, Any] | None) -> str:
+    if incident is None:
+        return ""
+    what = incident["cause"] or incident["kind"]
+    return f"{moment(incident['wall'])} {what}"
+
+
+def _ranks(run: RunSnapshot) -> Table:
+    many = sum(len(node.ranks) for node in run.nodes) > MOST_RANKS
+    table = Table()
+    for column in ("node", "host", "state", "ranks" if many else "rank", "phase", "step", "step time", "compute", ""):
+        table.add_column(column, overflow="fold", justify="right" if column in ("step", "step time") else "left")
+    for node in run.nodes:
+        rows = [_node_cells(node)] if many else [_rank_cells(rank) for rank in node.ranks]
+        for position, (cells, marks) in enumerate(rows):
+            silent = [f"silent for {duration(node.age_s)}"] if position == 0 and (node.age_s or 0) > SILENT_S else []
+            who = (node.node, node.host, node.state) if position == 0 else ("", "", "")
+            style = STYLES.get(node.state, "")
+            told = (Text(cell) for cell in cells)  # texts of others: no markup in them counts
+            table.add_row(Text(who[0]), Text(who[1]), Text(who[2], style=style), *told, _marks([*marks, *silent]))
+    return table
+
+
+def _marks(marks: list[str]) -> Text:
+    return Text(", ".join(marks), style="bold red")
+
+
+def _rank_cells(rank: RankStatus) -> tuple[list[str], list[str]]:
+    """The cells of a rank, and what is odd about it."""
+    marks = [f"straggler x{rank.slowdown:.2g}"] if rank.straggler and rank.slowdown else []
+    if rank.still_s is not None and rank.still_s > STILL_S:
+        marks.append(f"still for {duration(rank.still_s)}")
+    phase = UNKNOWN if rank.phase is None else f"{rank.phase} {duration(rank.phase_s)}"
+    times = [number(rank.step), duration(rank.step_s), duration(rank.compute_s)]
+    return [number(rank.rank), phase, *times], marks
+
+
+def _node_cells(node: NodeStatus) -> tuple[list[str], list[str]]:
+    """All ranks of a node in one row."""
+    phases = Counter(rank.phase for rank in node.ranks if rank.phase is not None)
+    steps = [rank.step for rank in node.ranks if rank.step is not None]
+    slow = [rank for rank in node.ranks if rank.straggler]
+    marks = [f"straggler {ranges(rank.rank for rank in slow if rank.rank is not None)}"] if slow else []
+    still = max((rank.still_s for rank in node.ranks if rank.still_s is not None), default=0.0)
+    if still > STILL_S:
+        marks.append(f"still for {duration(still)}")
+    told = ", ".join(f"{count} {phase}" for phase, count in phases.most_common()) or UNKNOWN
+    numbers = ranges(rank.rank for rank in node.ranks if rank.rank is not None) or UNKNOWN
+    times = [_typical([rank.step_s for rank in node.ranks]), _typical([rank.compute_s for rank in node.ranks])]
+    return [numbers, told, number(min(steps, default=None)), *times], marks
+
+
+def _typical(seconds: list[float | None]) -> str:
+    known = [each for each in seconds if each is not None]
+    return duration(median(known) if known else None)

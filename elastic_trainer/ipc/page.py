@@ -1,0 +1,307 @@
+"""The heartbeat page: how one worker is, in shared memory that its node's agent reads at any time.
+
+Two records in one page of memory, each with a sequence number and a checksum: a *pulse* of fixed layout, written at
+every step and change of phase, and *notes* (JSON), written when something rare happens (a save, a new place). Each is
+written by one slice assignment; a reader that meets a half-written record sees it by the checksum and reads again.
+(``struct.pack_into`` shows a reader zeroes, and locks would let a dead worker stop its agent.) Two bytes outside of the
+records tell what the worker is doing in this very moment: a single byte is always whole, and costs next to nothing.
+
+*Runs in* a worker's main thread (writes), and in the agent (reads).
+*Owns* one file of 8 KiB, made by the worker and removed by the agent; the page outlives its worker, so that nothing
+which that has counted is lost.
+*Fails by* OSError from :meth:`PageWriter.create`; a page that cannot be read is None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from elastic_trainer.model import Phase
+
+PAGE_BYTES: Final = 8192
+PHASES: Final = tuple(Phase)
+NUMBERS: Final[Mapping[Phase, int]] = {phase: number for number, phase in enumerate(PHASES)}
+WORK: Final = (Phase.TRAINING, Phase.REPEATED, Phase.DATA)
+_ATTEMPTS = 20
+
+_MOMENT: Final = 0
+"""Where the phase of this moment is, and behind it whether the worker waits for other ranks."""
+_PULSE_AT: Final = 64
+_PULSE: Final = struct.Struct(f"<2Qq9Q8d{len(PHASES)}d")
+_SUM: Final = struct.Struct("<Q")
+_PULSE_SUM_AT: Final = _PULSE_AT + _PULSE.size
+_PULSE_END: Final = _PULSE_SUM_AT + _SUM.size
+_NOTES_AT: Final = 1024
+_NOTES_HEAD: Final = struct.Struct("<QQ")
+_LONGEST_NOTES: Final = PAGE_BYTES - _NOTES_AT - _NOTES_HEAD.size
+
+
+@dataclass(slots=True)
+class Pulse:
+    """What changes with every step. Times are on the machine's monotonic clock, which all its processes share."""
+
+    phase: Phase = Phase.STARTING
+    rank: int = -1
+    """-1 before it has a place."""
+    world_size: int = 0
+    round: int = 0
+    step: int = 0
+    """The last step committed, job-wide: that of the state which it holds."""
+    steps: int = 0
+    """Steps that this process has committed."""
+    samples: int = 0
+    """Samples that it has trained on."""
+    fresh: int = 0
+    """Steps that it has committed since it came into its round."""
+    nonfinite: int = 0
+    allocated: int = 0
+    reserved: int = 0
+    """Memory of its device, in bytes."""
+    phase_at: float = 0.0
+    """When the phase began."""
+    moved_at: float = 0.0
+    """When it last got on."""
+    stepped_wall: float = 0.0
+    """When it committed its last step (Unix time); 0 before the first."""
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    loss: float = float("nan")
+    save_interval_s: float = 0.0
+    first_at: float = 0.0
+    """When it committed the first step of its round (monotonic); 0 before."""
+    seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
+    """Per phase, up to ``phase_at``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A page as it was when it was read. ``phase`` and ``waits`` are of that very moment."""
+
+    path: Path
+    pulse: Pulse
+    phase: Phase
+    waits: bool
+    """Whether it waits for other ranks."""
+    notes: Mapping[str, Any]
+
+    @property
+    def pid(self) -> int:
+        """The worker's process."""
+        return int(self.notes.get("pid", 0))
+
+    @property
+    def born_at(self) -> float:
+        """When its process began (monotonic)."""
+        return float(self.notes.get("born_at", 0.0))
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process is there, and no zombie, and has not begun another page."""
+        return not self.notes.get("closed") and start_of(self.pid) == self.notes.get("start")
+
+    @property
+    def local_rank(self) -> int:
+        """Its number on the node."""
+        return int(self.notes.get("local_rank", 0))
+
+    def seconds(self, now: float) -> dict[Phase, float]:
+        """The time of its life by phase, up to monotonic time ``now``; in steps, up to the last that was committed.
+
+        What the step at hand takes is known when it is committed, or given up: so no figure ever becomes smaller.
+        """
+        spent = dict(zip(PHASES, self.pulse.seconds, strict=True))
+        if self.pulse.phase not in WORK:
+            spent[self.pulse.phase] += max(0.0, now - self.pulse.phase_at)
+        return spent
+
+    def last_seconds(self, died_at: float) -> dict[Phase, float]:
+        """The same of a worker that died at ``died_at``: the step that it was in is lost."""
+        spent = self.seconds(died_at)
+        if self.pulse.phase in WORK:
+            spent[Phase.REPEATED] += max(0.0, died_at - self.pulse.phase_at)
+        return spent
+
+    def still_s(self, now: float) -> float:
+        """How long it has not got on."""
+        return max(0.0, now - self.pulse.moved_at)
+
+
+def start_of(pid: int | str) -> int | None:
+    """When process ``pid`` began, in the kernel's ticks since it booted; None if it is gone, or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _take_room(descriptor: int) -> None:
+    """Of a file with a hole, the first write into the mapping takes the room: where none is left, SIGBUS ends the
+    process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, PAGE_BYTES)
+    else:
+        os.ftruncate(descriptor, PAGE_BYTES)
+
+
+class PageWriter:
+    """Writes one worker's page; without ``path`` into memory that nobody else sees."""
+
+    def __init__(self, memory: mmap.mmap | bytearray, path: Path | None = None) -> None:
+        self.memory, self.path = memory, path
+        self._sequence = 0
+
+    @classmethod
+    def create(cls, path: Path) -> PageWriter:
+        """Make the file ``path``. Readers know it only when its first records are whole."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _take_room(descriptor)
+            return cls(mmap.mmap(descriptor, PAGE_BYTES), path)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+
+    @classmethod
+    def private(cls) -> PageWriter:
+        """A page that no other process reads."""
+        return cls(bytearray(PAGE_BYTES))
+
+    def moment(self, phase: int) -> None:
+        """What the worker does now, until the next pulse or moment: the number of a phase."""
+        self.memory[_MOMENT] = phase
+
+    def waits(self, waits: bool) -> None:
+        """Whether it waits for other ranks now."""
+        self.memory[_MOMENT + 1] = waits
+
+    def beat(self, pulse: Pulse, phase: int | None = None) -> None:
+        """Write ``pulse``; ``phase`` is the number of its phase, where that is known (looking it up takes a moment)."""
+        self._sequence += 1
+        if phase is None:
+            phase = NUMBERS[pulse.phase]
+        record = _PULSE.pack(
+            self._sequence,
+            phase,
+            pulse.rank,
+            pulse.world_size,
+            pulse.round,
+            pulse.step,
+            pulse.steps,
+            pulse.samples,
+            pulse.fresh,
+            pulse.nonfinite,
+            pulse.allocated,
+            pulse.reserved,
+            pulse.phase_at,
+            pulse.moved_at,
+            pulse.stepped_wall,
+            pulse.step_s,
+            pulse.compute_s,
+            pulse.loss,
+            pulse.save_interval_s,
+            pulse.first_at,
+            *pulse.seconds,
+        )
+        self.memory[_PULSE_AT:_PULSE_END] = record + _SUM.pack(xxhash.xxh3_64_intdigest(record))
+
+    def note(self, notes: Mapping[str, Any]) -> None:
+        """Write ``notes`` (what JSON can hold, 7 KiB at most). ValueError if they are longer."""
+        body = json.dumps(notes, separators=(",", ":")).encode()
+        if len(body) > _LONGEST_NOTES:
+            raise ValueError(f"the notes of a heartbeat page take {len(body)} bytes, {_LONGEST_NOTES} are there")
+        head = _NOTES_HEAD.pack(len(body), xxhash.xxh3_64_intdigest(body))
+        self.memory[_NOTES_AT : _NOTES_AT + len(head) + len(body)] = head + body
+
+
+class PageReader:
+    """Reads one worker's page, again and again."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._take(mmap.mmap(file.fileno(), PAGE_BYTES, access=mmap.ACCESS_READ), path)
+
+    @classmethod
+    def of(cls, memory: mmap.mmap | bytearray) -> PageReader:
+        """Reads a page of this process."""
+        reader = cls.__new__(cls)
+        reader._take(memory, Path())
+        return reader
+
+    def _take(self, memory: mmap.mmap | bytearray, path: Path) -> None:
+        self._memory, self.path = memory, path
+        self._notes_head = b""
+        self._notes: Mapping[str, Any] = {}
+
+    def read(self) -> Reading | None:
+        """The page as it is now; None while it has not been begun, or if it was found torn each time."""
+        notes = self._read_notes()
+        if notes is None:
+            return None
+        for _ in range(_ATTEMPTS):
+            record = self._memory[_PULSE_AT:_PULSE_END]
+            if _SUM.unpack_from(record, _PULSE.size)[0] == xxhash.xxh3_64_intdigest(record[: _PULSE.size]):
+                pulse = _pulse(_PULSE.unpack_from(record))
+                phase, waits = self._memory[_MOMENT : _MOMENT + 2]
+                now = PHASES[phase] if phase < len(PHASES) else pulse.phase
+                return Reading(self.path, pulse, now, bool(waits), notes)
+        return None
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if isinstance(self._memory, mmap.mmap):
+            with contextlib.suppress(BufferError):
+                self._memory.close()
+
+    def _read_notes(self) -> Mapping[str, Any] | None:
+        for _ in range(_ATTEMPTS):
+            head = bytes(self._memory[_NOTES_AT : _NOTES_AT + _NOTES_HEAD.size])
+            if head == self._notes_head:
+                return self._notes
+            length, checksum = _NOTES_HEAD.unpack(head)
+            if not 0 < length <= _LONGEST_NOTES:
+                continue
+            begin = _NOTES_AT + _NOTES_HEAD.size
+            body = self._memory[begin : begin + length]
+            if xxhash.xxh3_64_intdigest(body) == checksum:
+                self._notes_head, self._notes = head, json.loads(body)
+                return self._notes
+        return None
+
+
+def _pulse(values: tuple[Any, ...]) -> Pulse:
+    _, phase, rank, world, round_, step, steps, samples, fresh, nonfinite, allocated, reserved, *times = values
+    return Pulse(
+        phase=PHASES[phase] if phase < len(PHASES) else Phase.STARTING,
+        rank=rank,
+        world_size=world,
+        round=round_,
+        step=step,
+        steps=steps,
+        samples=samples,
+        fresh=fresh,
+        nonfinite=nonfinite,
+        allocated=allocated,
+        reserved=reserved,
+        phase_at=times[0],
+        moved_at=times[1],
+        stepped_wall=times[2],
+        step_s=times[3],
+        compute_s=times[4],
+        loss=times[5],
+        save_interval_s=times[6],
+        first_at=times[7],
+        seconds=list(times[8:]),
+    )

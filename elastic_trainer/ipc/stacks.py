@@ -1,0 +1,70 @@
+"""The stacks of a worker that does not get on: the agent asks by a signal, the worker's C handler writes them.
+
+It answers also while its interpreter is locked; not while the process is stopped. Where py-spy is installed it reads
+the stacks of such a process from outside.
+
+*Runs in* the agent. *Fails by* nothing: what is not to be had is told in words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Final
+
+from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+
+SIGNAL: Final = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + 5
+"""None that anybody else uses: SIGUSR1 and SIGUSR2 belong to scripts and job controllers."""
+ANSWER_S: Final = 0.5
+_QUIET_S: Final = 0.03
+_SPY_S: Final = 3.0
+_MOST: Final = 16_000
+
+
+def stacks_of(pid: int, page: Path, clock: Clock = SYSTEM) -> str:
+    """The stacks of all threads of worker ``pid``, whose heartbeat page is ``page``; or why there are none."""
+    written = _asked(pid, page.with_suffix(".stacks"), clock)
+    return (written or _spied(pid) or "none: the process is stopped or silent, and there is no py-spy")[-_MOST:]
+
+
+def _asked(pid: int, file: Path, clock: Clock) -> str:
+    try:
+        before = file.stat().st_size
+        handled, stopped = _standing(pid)
+        if stopped or SIGNAL not in handled:  # a signal without a handler would end the process
+            return ""
+        os.kill(pid, SIGNAL)
+    except OSError:
+        return ""
+    deadline, size = Deadline.after(ANSWER_S, clock), before
+    while not deadline.expired:
+        pause(_QUIET_S, clock=clock)
+        now = file.stat().st_size if file.exists() else before
+        if now > before and now == size:
+            break
+        size = now
+    with contextlib.suppress(OSError):
+        return file.read_bytes()[before:].decode(errors="replace").strip()
+    return ""
+
+
+def _standing(pid: int) -> tuple[set[int], bool]:
+    """The signals that process ``pid`` handles itself, and whether it is stopped (it answers none then)."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    mask = int(fields.get("SigCgt", "0"), 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}, fields.get("State", "").strip()[:1] in "Tt"
+
+
+def _spied(pid: int) -> str:
+    spy = shutil.which("py-spy")
+    if spy is None:
+        return ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SPY_S, check=True).stdout.strip()
+    return ""

@@ -1,0 +1,135 @@
+"""What nodes tell about their workers through the store: how each rank is, and what they have counted.
+
+A node's document is written every few seconds and stays when the node goes: its counters belong to the run. Whether the
+node is there is told by its leased key (``nodes/<node>``) alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from elastic_trainer.membership.documents import Document
+from elastic_trainer.model import Cause
+
+GONE: Final = "_gone"
+"""Counts of nodes that are gone for long, added up, are kept under this name (no node can have it)."""
+
+
+class RankHealth(NamedTuple):
+    """One rank as its node's agent sees it. Times are in seconds; stored as a list, as there may be many."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    phase: str
+    """A model.Phase."""
+    phase_s: float
+    """How long it has been in it."""
+    still_s: float
+    """How long it has not got on."""
+    step: int
+    step_s: float
+    """How long a step takes, smoothed; 0 before there is one."""
+    compute_s: float
+    """The same without the wait for other ranks."""
+    device: str = "cpu"
+    waits: bool = False
+    """Whether it waits for other ranks."""
+    waits_s: float = 0.0
+    """How long it has been seen to do nothing else."""
+
+
+class Saved(BaseModel):
+    """The last checkpoint that rank 0 saved."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    step: int
+    wall: float
+    """When (Unix time, of that node)."""
+    bytes: int = 0
+    duration_s: float = 0.0
+
+
+class NodeHealth(Document):
+    """See the module. ``counters``: sums over this node's workers since it came, of those that are gone too.
+
+    Their names: ``seconds.<phase>``; ``samples``, ``steps``, ``nonfinite_steps``; ``ended.<cause>`` (rounds that this
+    node has seen the end of first); ``save.ok``, ``save.failed``, ``load.ok``, ``load.failed``; and of the histograms
+    ``save_s``, ``load_s``, ``recovery_s.failure``, ``recovery_s.planned``, ``recovery_s.start``: ``<name>.le.<bound>``
+    (not cumulative), ``<name>.sum``, ``<name>.count``.
+    """
+
+    node: str
+    host: str = ""
+    wall: float
+    """When this was written (Unix time, of that node; to be shown, and compared with itself alone)."""
+    every_s: float = Field(default=5.0, gt=0.0)
+    """How often it is written."""
+    metrics: str = ""
+    """``scheme://host:port`` of the node's endpoint; empty if it has none that others reach."""
+    round: int = 0
+    ranks: tuple[RankHealth, ...] = ()
+    counters: Mapping[str, float] = Field(default_factory=dict)
+    loss: float | None = None
+    """The newest loss known on the node of rank 0."""
+    saved: Saved | None = None
+    """The last that a worker of this node has saved, as rank 0."""
+    save_interval_s: float = 0.0
+
+
+class Incident(Document):
+    """One event with all that is known of it: what ended a round and how it went on, or what else people should know.
+
+    The record of a round's end is written when the next round has made its first step (or when the run has ended), by
+    the node of that round's rank 0; until then the journal has the transitions.
+    """
+
+    wall: float
+    """When it began (Unix time of the node that tells)."""
+    by: str
+    cause: Cause | None = None
+    kind: str = "round"
+    """``round`` (a round ended), ``straggler``, ``checkpoint_failed``, ``nonfinite_loss``, ``node_unfit``."""
+    round: int = 0
+    """The round that ended, or in which it happened."""
+    next_round: int | None = None
+    reason: str = ""
+    nodes: tuple[str, ...] = ()
+    """Whom it concerns: lost, joined, left, slow."""
+    ranks: tuple[int, ...] = ()
+    world_before: int = 0
+    world_after: int = 0
+    step: int = 0
+    """The last committed step known before it."""
+    steps_lost: int = 0
+    detect_s: float = 0.0
+    """From its last sign of life to its discovery, where that is known."""
+    regroup_s: float = 0.0
+    """From the end of the round to the agreement on the next."""
+    resume_s: float = 0.0
+    """From that agreement to the next committed step."""
+
+    @property
+    def total_s(self) -> float:
+        """From the end of the round to the next committed step."""
+        return self.regroup_s + self.resume_s
+
+
+def added_up(counters: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sums, by name."""
+    total: dict[str, float] = {}
+    for each in counters:
+        for name, value in each.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def goodput(counters: Mapping[str, float]) -> float | None:
+    """The share of all rank seconds that went into new steps; None before there are any."""
+    seconds = {name: value for name, value in counters.items() if name.startswith("seconds.")}
+    total = sum(seconds.values())
+    return seconds.get("seconds.training", 0.0) / total if total else None

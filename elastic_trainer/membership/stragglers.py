@@ -1,0 +1,49 @@
+"""Which ranks compute much longer than the others. Pure.
+
+All ranks wait for the slowest at each step, so step times are alike and only the time without that wait tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+RATIO: Final = 1.5
+"""A rank is a straggler from this many times the median on: the job then takes half as long again."""
+LEAST_RANKS: Final = 3
+"""Of two ranks nobody can say which of them is the unusual one."""
+LEAST_EXCESS_S: Final = 0.005
+"""And it computes so much longer at least: the scheduler of a shared machine takes a few milliseconds from any process
+now and then, which is half of a tiny step and nothing of one that anybody would mind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stragglers:
+    """The judgment on one look at all ranks. ``median_s`` is None where too few ranks are known."""
+
+    ranks: frozenset[int]
+    median_s: float | None
+    reason: str
+
+    def slowdown(self, compute_s: float) -> float | None:
+        """How many times the median ``compute_s`` is."""
+        return compute_s / self.median_s if self.median_s and compute_s > 0 else None
+
+
+def find_stragglers(
+    compute_s: Mapping[int, float], *, ratio: float = RATIO, least_excess_s: float = LEAST_EXCESS_S
+) -> Stragglers:
+    """The ranks whose ``compute_s`` (seconds of a step without the wait for others; 0: not known) stands out."""
+    known = {rank: seconds for rank, seconds in compute_s.items() if seconds > 0}
+    if len(known) < LEAST_RANKS:
+        return Stragglers(frozenset(), None, f"{len(known)} ranks are known, {LEAST_RANKS} are needed")
+    middle = median(known.values())
+    limit = max(ratio * middle, middle + least_excess_s)
+    slow = frozenset(rank for rank, seconds in known.items() if seconds > limit)
+    if not slow:
+        return Stragglers(slow, middle, "all ranks compute about equally long")
+    worst = max(slow, key=lambda rank: known[rank])
+    told = f"rank {worst} computes {known[worst]:.3g} s a step, the median is {middle:.3g} s"
+    return Stragglers(slow, middle, told + (f" ({len(slow)} ranks are slow)" if len(slow) > 1 else ""))

@@ -1,0 +1,1 @@
+"""What the store knows of all runs, for people and for Prometheus."""

@@ -1,0 +1,196 @@
+"""Rounds and incidents of a snapshot as rows of the status page; ``static/history.js`` does the same in the browser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from elastic_trainer.monitor.page.words import NONE, count, duration, fixed, listed, named, number, plural, stamp, text
+
+Json = Mapping[str, Any]
+
+SHOWN: Final = 100
+"""So many incidents and rounds have a row, the newest."""
+OVER: Final = ("broken", "closed")
+PARTS: Final = ("detect", "regroup", "resume")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A time for ``<time>``: Unix time, the machine's form, and the one for people."""
+
+    wall: float | None
+    iso: str
+    people: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of the time that an incident took; ``x`` and ``width`` in percent."""
+
+    name: str
+    time: str
+    x: str
+    width: str
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentRow:
+    """One incident, in words."""
+
+    when: Moment
+    what: str
+    look: str
+    who: str
+    rounds: str
+    world: str
+    lost: str
+    total: str
+    parts: tuple[Part, ...]
+    reason: str
+    sentence: str
+    """What came of it, for the top of the page."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRow:
+    """One round, in words."""
+
+    number: str
+    state: Mapping[str, str]
+    when: Moment
+    lasted: str
+    world: str
+    nodes: str
+    reason: str
+    ended: str
+    """What ended it, where that is told."""
+
+
+def moment(wall: Any) -> Moment:
+    """The three forms of a Unix time."""
+    return Moment(number(wall), *stamp(wall))
+
+
+def incidents(snapshot: Json) -> list[IncidentRow]:
+    """The newest first."""
+    return [_incident(each) for each in (snapshot.get("incidents") or ())[:SHOWN]]
+
+
+def what_of(each: Json) -> Mapping[str, str]:
+    """The words and the look of an incident: by its cause, else by its kind."""
+    return named("causes", each.get("cause")) if each.get("cause") else named("kinds", each.get("kind") or "round")
+
+
+def _incident(each: Json) -> IncidentRow:
+    ended = text(each.get("kind")) in ("", "round")
+    what = what_of(each)
+    lost = number(each.get("steps_lost"))
+    return IncidentRow(
+        when=moment(each.get("wall")),
+        what=what["label"],
+        look=what["look"],
+        who=_who(each),
+        rounds=_change(each.get("round"), each.get("next_round")) if ended else count(each.get("round")),
+        world=_change(each.get("world_before"), each.get("world_after")) if ended else NONE,
+        lost=count(lost) if ended else NONE,
+        total=duration(each.get("total_s")) if ended else NONE,
+        parts=_parts(each) if ended else (),
+        reason=text(each.get("reason")),
+        sentence=_sentence(each, lost) if ended else "",
+    )
+
+
+def _who(each: Json) -> str:
+    ranks = [count(rank) for rank in each.get("ranks") or ()]
+    named_ranks = f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks, 8)}" if ranks else ""
+    nodes = listed([text(node) for node in each.get("nodes") or ()])
+    return ", ".join(part for part in (nodes, named_ranks) if part) or NONE
+
+
+def _change(before: Any, after: Any) -> str:
+    return count(before) if after is None or before == after else f"{count(before)} → {count(after)}"
+
+
+def _parts(each: Json) -> tuple[Part, ...]:
+    """The time to notice it, to agree on the next round, and to get back to work."""
+    seconds = [max(0.0, number(each.get(f"{name}_s")) or 0.0) for name in PARTS]
+    total, x, parts = sum(seconds), 0.0, []
+    for name, took in zip(PARTS, seconds, strict=True):
+        share = took / total if total else 0.0
+        parts.append(Part(name, duration(each.get(f"{name}_s")), f"{fixed(x * 100, 2)}%", f"{fixed(share * 100, 2)}%"))
+        x += share
+    return tuple(parts)
+
+
+def _sentence(each: Json, lost: float | None) -> str:
+    said = (
+        "Nothing was lost."
+        if lost == 0
+        else ""
+        if lost is None
+        else f"{plural(int(lost), 'step was', 'steps were')} lost."
+    )
+    total = number(each.get("total_s"))
+    back = f"Training again after {duration(total)}." if total else ""
+    return " ".join(part for part in (said, back) if part)
+
+
+def rounds(snapshot: Json, now: float) -> list[RoundRow]:
+    """The newest first."""
+    return [_round(each, now) for each in spans(snapshot)][::-1][:SHOWN]
+
+
+@dataclass(slots=True)
+class Span:
+    """One round from its transitions; ``end`` is None while it lasts, or where its end is not known."""
+
+    first: Json
+    last: Json
+    end: float | None = None
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it goes on."""
+        return text(self.last.get("state")) not in OVER and self.end is None
+
+    @property
+    def state(self) -> Mapping[str, str]:
+        """How it ended, or how it is; one that the next has followed is over, whatever was told of it last."""
+        told = named("rounds", self.last.get("state"))
+        followed = self.end is not None and told["key"] in ("active", "draining")
+        return named("rounds", "replaced") if followed else told
+
+
+def spans(snapshot: Json) -> list[Span]:
+    """The journal has a line for each transition, a round several: these are the rounds, the oldest first."""
+    found: list[Span] = []
+    for entry in snapshot.get("rounds") or ():
+        wall = number(entry.get("wall"))
+        if found and found[-1].first.get("number") == entry.get("number"):
+            found[-1].last = entry
+        else:
+            if found and found[-1].end is None:
+                found[-1].end = wall
+            found.append(Span(entry, entry))
+        if text(entry.get("state")) in OVER:
+            found[-1].end = wall
+    return found
+
+
+def _round(span: Span, now: float) -> RoundRow:
+    began, members = number(span.first.get("wall")), span.first.get("nodes")
+    until = now if span.lasts else span.end
+    known = began is not None and until is not None and (span.lasts or span.first is not span.last or until > began)
+    end = text(span.last.get("reason")) if span.last is not span.first else ""
+    return RoundRow(
+        number=count(span.first.get("number")),
+        state=span.state,
+        when=moment(began),
+        lasted=duration(until - began) if known and began is not None and until is not None else NONE,
+        world=count(span.first.get("world_size")),
+        nodes=count(len(members)) if isinstance(members, list | tuple) and members else NONE,
+        reason=text(span.first.get("reason")),
+        ended=end,
+    )

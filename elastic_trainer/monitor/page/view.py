@@ -1,0 +1,293 @@
+"""What the page of one run says, from its snapshot; ``static/view.js`` says the same in the browser.
+
+Outside data: any number may be null, and a state or cause may be one that this version does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+from elastic_trainer.monitor.page import history, nodes
+from elastic_trainer.monitor.page.nodes import Json
+from elastic_trainer.monitor.page.words import (
+    NAMES,
+    NONE,
+    ago,
+    count,
+    duration,
+    fixed,
+    listed,
+    measure,
+    named,
+    number,
+    percent,
+    plural,
+    size,
+    text,
+)
+
+ENDED: Final = ("succeeded", "failed")
+OVERDUE: Final = 2.0
+"""A checkpoint this many intervals old is late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number at the top of the page."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One thing that needs a look; ``look``: bad, warn or busy."""
+
+    look: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One phase's share of the time of all ranks; ``x`` and ``width`` in percent."""
+
+    phase: str
+    name: str
+    time: str
+    share: str
+    x: str
+    width: str
+
+
+def headline(snapshot: Json) -> str:
+    """Round, ranks, nodes and their limits in one sentence."""
+    size_now = number(snapshot.get("world_size"))
+    within = sum(1 for node in snapshot.get("nodes") or () if node.get("in_round"))
+    least, most = number(snapshot.get("min_nodes")), number(snapshot.get("max_nodes"))
+    allowed = f", {count(least)} to {count(most)} nodes allowed" if least is not None and most is not None else ""
+    if not size_now:
+        return f"No round at present{allowed}."
+    where = f"Round {count(snapshot.get('round'))}: " if number(snapshot.get("round")) is not None else ""
+    return f"{where}{plural(int(size_now), 'rank')} on {plural(within, 'node')}{allowed}."
+
+
+def since(snapshot: Json, now: float) -> float | None:
+    """How long the run has been in its state. A monitor that came later goes by the journal."""
+    seconds = number(snapshot.get("state_s"))
+    if seconds is not None:
+        return seconds
+    journal = snapshot.get("rounds") or ()
+    wall = number(journal[-1].get("wall")) if journal else None
+    return None if wall is None else max(0.0, now - wall)
+
+
+def figures(snapshot: Json) -> list[Figure]:
+    """What stands in large type: progress, speed, size, and what was lost."""
+    samples = number(snapshot.get("samples"))
+    within = sum(1 for node in snapshot.get("nodes") or () if node.get("in_round"))
+    return [
+        Figure("Step", count(snapshot.get("step"))),
+        Figure("Loss", measure(snapshot.get("loss"))),
+        Figure("Step time", duration(_pace(snapshot))),
+        Figure(
+            "Samples per second",
+            count(snapshot.get("samples_per_s")),
+            f"{count(samples)} in all" if samples is not None else "",
+        ),
+        Figure(
+            "Ranks",
+            count(snapshot.get("world_size")),
+            f"on {plural(within, 'node')}" if snapshot.get("world_size") else "",
+        ),
+        Figure("Goodput", percent(snapshot.get("goodput")), "time in new steps"),
+        _checkpoint_figure(snapshot.get("checkpoint")),
+        _lost(snapshot.get("incidents") or ()),
+    ]
+
+
+def _pace(snapshot: Json) -> float | None:
+    """How long a step takes: as told for the run, else the median of its ranks."""
+    told = number(snapshot.get("step_s"))
+    of_ranks = [
+        pace
+        for node in snapshot.get("nodes") or ()
+        if node.get("state") != "gone"
+        for rank in node.get("ranks") or ()
+        if (pace := number(rank.get("step_s")))
+    ]
+    return told or (median(of_ranks) if of_ranks else None)
+
+
+def _checkpoint_figure(saved: Json | None) -> Figure:
+    if not saved or number(saved.get("step")) is None:
+        return Figure("Checkpoint", NONE, "none saved")
+    return Figure("Checkpoint", f"step {count(saved.get('step'))}", ago(saved.get("age_s")))
+
+
+def _lost(incidents: Sequence[Json]) -> Figure:
+    lost = [steps for each in incidents if (steps := number(each.get("steps_lost")))]
+    total = sum(lost)
+    note = f"in {plural(len(lost), 'incident')}" if lost else f"{plural(len(incidents), 'incident')} known"
+    return Figure("Steps lost", count(total), note)
+
+
+def attention(snapshot: Json) -> list[Note]:
+    """What somebody should look at now, the worst first; nothing of it once the run has ended."""
+    if text(snapshot.get("state")) in ENDED:
+        return []
+    every = snapshot.get("nodes") or ()
+    found = [*_missing(snapshot, every), *_slow(every), *_late(snapshot.get("checkpoint") or {})]
+    found += [*_unreadable(snapshot), *_aside(every)]
+    order = {"bad": 0, "warn": 1, "busy": 2}
+    return sorted(found, key=lambda note: order[note.look])
+
+
+def worst(look: str, attention: Sequence[Note]) -> str:
+    """The look of the whole: that of the state, or of something worse that needs a look."""
+    first = attention[0].look if attention else look
+    return first if first == "bad" or (first == "warn" and look != "bad") else look
+
+
+def goodput(snapshot: Json) -> str:
+    """The share of new steps; empty if it is not known."""
+    return "" if number(snapshot.get("goodput")) is None else percent(snapshot.get("goodput"))
+
+
+def _missing(snapshot: Json, every: Sequence[Json]) -> list[Note]:
+    there = sum(1 for node in every if text(node.get("state")) not in ("gone", "done"))
+    least = number(snapshot.get("min_nodes"))
+    found = []
+    if least is not None and there < least:
+        found.append(Note("bad", f"{plural(there, 'node is', 'nodes are')} there, {count(least)} are needed to train."))
+    gone = [node for node in every if text(node.get("state")) == "gone"]
+    if gone:
+        look = "bad" if any(node.get("in_round") for node in gone) else "warn"
+        found.append(Note(look, f"{plural(len(gone), 'node is', 'nodes are')} gone: {listed(_heard(gone))}."))
+    silent = [node for node in every if nodes.unheard(node)]
+    if silent:
+        found.append(
+            Note("warn", f"{plural(len(silent), 'node tells', 'nodes tell')} nothing: {listed(_heard(silent))}.")
+        )
+    return found
+
+
+def _heard(of: Sequence[Json]) -> list[str]:
+    return [f"{text(node.get('node'))} (heard {ago(node.get('age_s'))})" for node in of]
+
+
+def _slow(every: Sequence[Json]) -> list[Note]:
+    ranks = [
+        (text(node.get("node")), rank)
+        for node in every
+        if text(node.get("state")) != "gone"
+        for rank in node.get("ranks") or ()
+    ]
+    still = [(node, rank) for node, rank in ranks if nodes.standing_still(rank)]
+    slow = [(node, rank) for node, rank in ranks if rank.get("straggler") and not nodes.standing_still(rank)]
+    found = []
+    if still:
+        told = [f"rank {count(r.get('rank'))} on {node} (for {duration(r.get('still_s'))})" for node, r in still]
+        found.append(Note("bad", f"{plural(len(still), 'rank stands', 'ranks stand')} still: {listed(told)}."))
+    if slow:
+        told = [f"rank {count(r.get('rank'))} on {node}{_ratio(r)}" for node, r in slow]
+        found.append(Note("warn", f"{plural(len(slow), 'rank is', 'ranks are')} slow: {listed(told)}."))
+    return found
+
+
+def _ratio(rank: Json) -> str:
+    slowdown = number(rank.get("slowdown"))
+    return "" if slowdown is None else f" ({fixed(slowdown, 1)} times as long)"
+
+
+def _late(saved: Json) -> list[Note]:
+    age, every = number(saved.get("age_s")), number(saved.get("interval_s"))
+    failed = number(saved.get("failed"))
+    found = []
+    if age is not None and every and age > OVERDUE * every:
+        found.append(Note("warn", f"The last checkpoint is {duration(age)} old; one is due every {duration(every)}."))
+    if failed:
+        found.append(Note("warn", f"{plural(int(failed), 'save has', 'saves have')} failed."))
+    return found
+
+
+def _unreadable(snapshot: Json) -> list[Note]:
+    keys = [text(key) for key in snapshot.get("unreadable") or ()]
+    if not keys:
+        return []
+    return [Note("warn", f"{plural(len(keys), 'document is', 'documents are')} of another version: {listed(keys)}.")]
+
+
+def _aside(every: Sequence[Json]) -> list[Note]:
+    """Nodes that are on their way in or out, or that wait."""
+    found = []
+    for state in ("warming", "draining", "finishing"):
+        of = [text(node.get("node")) for node in every if text(node.get("state")) == state]
+        if of:
+            verb = "is" if len(of) == 1 else "are"
+            found.append(Note("busy", f"{listed(of)} {verb} {NAMES['nodes'][state]['label']}."))
+    waiting = [text(n.get("node")) for n in every if text(n.get("state")) == "ready" and not n.get("in_round")]
+    if waiting:
+        verb = "is" if len(waiting) == 1 else "are"
+        found.append(Note("busy", f"{listed(waiting)} {verb} ready and not in the round."))
+    return found
+
+
+def slices(snapshot: Json) -> list[Slice]:
+    """Where the time of all ranks went, in the order of ``names.json``, with unknown phases last."""
+    seconds = {text(k): s for k, v in (snapshot.get("seconds") or {}).items() if (s := number(v)) and s > 0}
+    total = sum(seconds.values())
+    order = [*(name for name in NAMES["phases"] if name in seconds), *(n for n in seconds if n not in NAMES["phases"])]
+    found, x = [], 0.0
+    for name in order:
+        share, phase = seconds[name] / total, named("phases", name)
+        found.append(
+            Slice(phase["key"], phase["label"], duration(seconds[name]), percent(share), _percent(x), _percent(share))
+        )
+        x += share
+    return found
+
+
+def _percent(share: float) -> str:
+    return f"{fixed(share * 100, 3)}%"
+
+
+def checkpoint(saved: Json | None) -> list[Figure]:
+    """All that is known of the checkpoints."""
+    if not saved:
+        return []
+    every, done, failed = number(saved.get("interval_s")), number(saved.get("saved")), number(saved.get("failed"))
+    return [
+        Figure("Last", f"step {count(saved.get('step'))}", ago(saved.get("age_s"))),
+        Figure("Size", size(saved.get("bytes"))),
+        Figure("Took", duration(saved.get("duration_s"))),
+        Figure("Due every", duration(every) if every else "not by time"),
+        Figure("Saved", count(done)),
+        Figure("Failed", count(failed)),
+    ]
+
+
+def samples(snapshot: Json, most: int = 12) -> list[list[Any]]:
+    """The curves as a short table, the newest first: when, step, loss, step time, ranks."""
+    curves = snapshot.get("curves") or {}
+    walls = curves.get("wall") or []
+    last = len(walls) - 1
+    places = range(len(walls)) if last < most else [(last * place) // (most - 1) for place in range(most)]
+    return [
+        [
+            history.moment(walls[place]),
+            count(_at(curves, "step", place)),
+            measure(_at(curves, "loss", place)),
+            duration(_at(curves, "step_s", place)),
+            count(_at(curves, "world_size", place)),
+        ]
+        for place in reversed(places)
+    ]
+
+
+def _at(curves: Json, name: str, place: int) -> Any:
+    values = curves.get(name) or []
+    return values[place] if place < len(values) else None

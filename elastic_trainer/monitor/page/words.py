@@ -1,0 +1,165 @@
+"""How the status page writes numbers, durations and names; ``static/words.js`` says the same in the browser.
+
+A test compares the two in a browser, so whoever changes one changes the other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from decimal import ROUND_HALF_UP, Decimal
+from importlib.resources import files
+from math import isfinite
+from typing import Any, Final
+
+NONE: Final = "\N{EN DASH}"
+"""What stands where nothing is known."""
+TIMES: Final = "\N{MULTIPLICATION SIGN}"
+
+NAMES: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = json.loads(
+    files(__package__).joinpath("static", "names.json").read_text(encoding="utf-8")
+)
+"""The words for states, phases and causes, and how each looks; the browser reads the same file."""
+
+_PLACES: Final = tuple(Decimal(1).scaleb(-digits) for digits in range(6))
+
+
+def number(value: Any) -> float | None:
+    """``value`` if it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        return None
+    return value
+
+
+def text(value: Any) -> str:
+    """``value`` as it is to be read; empty for null."""
+    return "" if value is None else str(value)
+
+
+def fixed(value: float, digits: int) -> str:
+    """With ``digits`` decimals, halves away from zero, as ``toFixed`` of the browser does."""
+    return str(Decimal(value).quantize(_PLACES[digits], ROUND_HALF_UP))
+
+
+def whole(value: float) -> int:
+    """The nearest integer, halves up, as ``Math.floor(value + 0.5)``."""
+    return int((value + 0.5) // 1)
+
+
+def count(value: Any) -> str:
+    """A whole number with commas: ``48,210``."""
+    known = number(value)
+    return NONE if known is None else f"{whole(known):,}"
+
+
+def plural(value: int, one: str, many: str = "") -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{count(value)} {one if value == 1 else many or one + 's'}"
+
+
+def duration(value: Any) -> str:
+    """Seconds in the two largest units that matter: ``830 ms``, ``8.3 s``, ``12 min 5 s``, ``2 h 14 min``."""
+    seconds = number(value)
+    if seconds is None:
+        return NONE
+    seconds = max(0.0, seconds)
+    if seconds < 0.9995:
+        return _milliseconds(seconds * 1000)
+    if seconds < 59.5:
+        return f"{fixed(seconds, 1 if seconds < 9.95 else 0)} s"
+    total = whole(seconds)
+    if total < 3600:
+        return _pair(total // 60, "min", total % 60 if total < 600 else 0, "s")
+    if total < 86400:
+        return _pair(total // 3600, "h", total % 3600 // 60, "min")
+    return _pair(total // 86400, "d", total % 86400 // 3600, "h")
+
+
+def _milliseconds(value: float) -> str:
+    if value < 0.05:
+        return "0 s"
+    return f"{fixed(value, 1 if value < 9.95 else 0)} ms"
+
+
+def _pair(large: int, unit: str, small: int, smaller: str) -> str:
+    return f"{large} {unit} {small} {smaller}" if small else f"{large} {unit}"
+
+
+def lasting(value: Any) -> str:
+    """How long something has lasted that goes on: below a minute in whole seconds, or each update would flicker."""
+    age = number(value)
+    return duration(age) if age is None or age >= 59.5 else f"{whole(max(0.0, age))} s"
+
+
+def ago(value: Any) -> str:
+    """An age in words."""
+    return NONE if number(value) is None else f"{lasting(value)} ago"
+
+
+def measure(value: Any) -> str:
+    """A loss, with about four digits that matter."""
+    known = number(value)
+    if known is None:
+        return NONE
+    size = abs(known)
+    if size >= 100000 or (size and size < 0.0001):
+        return f"{known:.2e}".replace("e-0", "e-").replace("e+0", "e+")
+    return fixed(known, 1 if size >= 100 else 3 if size >= 1 else 4)
+
+
+def percent(value: Any) -> str:
+    """A share of 1: ``96.8 %``."""
+    known = number(value)
+    return NONE if known is None else f"{fixed(known * 100, 1)} %"
+
+
+def times(value: Any) -> str:
+    """A ratio: ``2.31`` and the sign of multiplication."""
+    known = number(value)
+    return NONE if known is None else f"{fixed(known, 2 if known < 10 else 0)}{TIMES}"
+
+
+def size(value: Any) -> str:
+    """Bytes in decimal units: ``1.2 GB``."""
+    known = number(value)
+    if known is None:
+        return NONE
+    for unit in ("B", "kB", "MB", "GB"):
+        if known < 999.5:
+            return f"{fixed(known, 0 if unit == 'B' or known >= 99.5 else 1)} {unit}"
+        known /= 1000
+    return f"{fixed(known, 1)} TB"
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """``a, b, c, d and 12 more``."""
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+def named(kind: str, value: Any) -> Mapping[str, str]:
+    """The words and the look of a state, phase or cause; one that is not known is called what it is."""
+    key = text(value)
+    known = NAMES[kind].get(key)
+    if known is None:
+        return {"key": "other", "label": key.replace("_", " ") or "not known", "look": "other", "mark": "?"}
+    return {"key": key, **known}
+
+
+def natural(name: str) -> str:
+    """A key that sorts ``node-2`` before ``node-10``."""
+    return re.sub(r"[0-9]+", lambda digits: digits.group().zfill(12), name)
+
+
+def stamp(wall: Any) -> tuple[str, str]:
+    """A Unix time for ``<time>``: the machine's form and the one for people; both empty if it is not one."""
+    known = number(wall)
+    try:
+        when = datetime.fromtimestamp(known, UTC) if known is not None else None
+    except (ValueError, OverflowError, OSError):
+        when = None
+    if when is None:
+        return "", ""
+    return when.strftime("%Y-%m-%dT%H:%M:%SZ"), when.strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,62 @@
+"""How far other nodes' clocks are from this one's, proved by the order in which etcd took their writes.
+
+Clocks of two nodes are never compared directly. A document that etcd took between two of our reads was written between
+the times that we noted at them: where the time that it tells lies outside of these, one of the clocks is wrong. So all
+that is told is the least error. Logs are what suffers from it; nothing in this package does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic_trainer.preflight.finding import Finding, Status, counted
+from elastic_trainer.preflight.limits import Limits
+
+_HINT = "switch time synchronization (NTP) on; nothing here relies on it, but logs and graphs will mislead"
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A revision of the store and our wall clock (Unix time) just before and just after it was read."""
+
+    revision: int
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Dated:
+    """A document of another node: the revision of its last write, and the time that it tells of it."""
+
+    node: str
+    revision: int
+    wall: float
+
+
+def least_offset(document: Dated, first: Anchor, last: Anchor) -> float:
+    """Seconds by which the writer's clock is ahead (negative: behind) at least; 0 if it may be right."""
+    if document.revision <= first.revision:
+        return max(0.0, document.wall - first.after)
+    if document.revision > last.revision:
+        return min(0.0, document.wall - last.before)
+    return max(0.0, document.wall - last.after) + min(0.0, document.wall - first.before)
+
+
+def compared(documents: Iterable[Dated], first: Anchor, last: Anchor, limits: Limits) -> Finding:
+    """The worst of them."""
+    offsets = {document.node: least_offset(document, first, last) for document in documents}
+    if not offsets:
+        return Finding("run.clock", Status.SKIPPED, "no other node has told its time")
+    return told("run.clock", offsets, limits, "at least ")
+
+
+def told(name: str, offsets: dict[str, float], limits: Limits, prefix: str = "") -> Finding:
+    """A finding about clocks that differ from ours by so many seconds, by node."""
+    node, worst = max(offsets.items(), key=lambda item: abs(item[1]))
+    text = f"agrees with {counted(len(offsets), 'other node')}, as far as can be seen"
+    found = Finding(name, Status.OK, text, worst, "s", limits.clock_s)
+    if abs(worst) <= limits.clock_s:
+        return found
+    side = "ahead of" if worst > 0 else "behind"
+    return found.but(Status.WARN, _HINT, f"the clock of {node} is {prefix}{abs(worst):.3g} s {side} this node's")

@@ -1,0 +1,87 @@
+"""Compares a node with those that are in its run: publishes its report, reads theirs, judges, and looks who answers.
+
+*Runs in* the thread that asks. *Owns* nothing that lasts; the report stays for ``keep_s``.
+*Fails by* the store's errors, which leave the other nodes' results unknown.
+"""
+
+from __future__ import annotations
+
+from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+from elastic_trainer.errors import ElasticTrainerError
+from elastic_trainer.membership.documents import DocumentError, NodeRecord
+from elastic_trainer.preflight.clocks import Anchor, Dated, compared
+from elastic_trainer.preflight.finding import Finding, bad, sentence
+from elastic_trainer.preflight.judge import judge
+from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.preflight.network import MOST_ASKED, Neighbor, reaching
+from elastic_trainer.preflight.report import NodeReport, Published, count, publish, published, report_in
+from elastic_trainer.store.api import Order, Store
+from elastic_trainer.store.keys import RunKeys
+
+STORE_S = 5.0
+"""How long the store may take for each thing asked of it here."""
+_LOOK_S = 0.5
+_ENOUGH = 8
+"""A median of so many others need not wait for more."""
+
+
+class Comparison:
+    """One node's; made before its checks begin, so that clocks can be compared over the time that they take."""
+
+    def __init__(self, store: Store, keys: RunKeys, node: str, limits: Limits, clock: Clock = SYSTEM) -> None:
+        self._store, self._keys, self._node, self._limits, self._clock = store, keys, node, limits, clock
+        self._first = self._anchor()
+
+    def publish(self, report: NodeReport, keep_s: float) -> None:
+        """Show this node's report to the others."""
+        publish(self._store, self._keys, report, keep_s, self._soon())
+
+    def findings(self, *, others: int, wait_s: float, keep_s: float) -> list[Finding]:
+        """What the comparison shows, once the reports of ``others`` nodes are there, or ``wait_s`` seconds are over."""
+        mine, peers = self._reports(others, wait_s)
+        found = [reaching("run.connect", self._neighbors(), self._soon())]
+        last = self._anchor()
+        if self._first is not None and last is not None:
+            dated = [Dated(peer.report.node, peer.revision, peer.report.wall) for peer in peers]
+            found.append(compared(dated, self._first, last, self._limits))
+        if mine is None:
+            return found
+        found += judge(mine, peers, self._limits).findings
+        if mine.report.fit and bad(found):  # nobody shall be compared with this node
+            unfit = {"fit": False, "text": sentence(bad(found)), "wall": self._clock.wall()}
+            self.publish(mine.report.model_copy(update=unfit), keep_s)
+        return found
+
+    def _reports(self, others: int, wait_s: float) -> tuple[Published | None, list[Published]]:
+        waiting = Deadline.after(wait_s, self._clock)
+        wanted = 1 + min(others, _ENOUGH)
+        while count(self._store, self._keys, wanted, self._soon()) < wanted and not waiting.expired:
+            pause(min(_LOOK_S, waiting.remaining_s()), clock=self._clock)
+        reports = published(self._store, self._keys, self._soon())
+        peers = [each for each in reports if each.report.node != self._node]
+        return report_in(self._store, self._keys, self._node, self._soon()), peers
+
+    def _neighbors(self) -> list[Neighbor]:
+        """The nodes of the run and where their agents listen."""
+        neighbors = []
+        oldest = self._store.range(self._keys.nodes, self._soon(), limit=MOST_ASKED, order=Order.CREATE_REVISION)
+        for item in oldest.items:
+            node = self._keys.node_id(item.key)
+            try:
+                record = NodeRecord.decode(item.value, item.key)
+            except DocumentError:
+                continue
+            if node is not None and node != self._node and record.probe_port:
+                neighbors.append(Neighbor(node, record.address, record.probe_port))
+        return neighbors
+
+    def _anchor(self) -> Anchor | None:
+        before = self._clock.wall()
+        try:
+            revision = self._store.get(self._keys.round, self._soon()).revision
+        except ElasticTrainerError:
+            return None
+        return Anchor(revision, before, self._clock.wall())
+
+    def _soon(self) -> Deadline:
+        return Deadline.after(STORE_S, self._clock)

@@ -1,0 +1,168 @@
+"""Checks of the directory for checkpoints: can it be written as a commit does it, how fast is it, is there room?
+
+*Runs in* a process of its own (``python -m``): a file server that hangs cannot be interrupted. It imports no torch.
+*Owns* two small files for the rename, which go; and one without a name, of which a kill leaves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from elastic_trainer.clock import SYSTEM
+from elastic_trainer.preflight.finding import Finding, Status, amount, size_text
+from elastic_trainer.preflight.limits import MIB, Limits
+from elastic_trainer.preflight.telling import Teller
+
+LARGEST_BYTES = 64 * MIB
+LONGEST_S = 1.5
+"""A file is written for so long at most, and then read for so long."""
+_BLOCK = 4 * MIB
+_PREFIX = ".preflight-"
+
+
+def check(directory: Path, limits: Limits, teller: Teller | None = None) -> Iterator[Finding]:
+    """All checks of ``directory``; the later ones only where the first is good."""
+
+    def doing(what: str) -> None:
+        if teller is not None:
+            teller.doing(what)
+
+    doing(f"writing to {directory}")
+    place = existing(directory)
+    try:
+        _commit(place)
+    except OSError as error:
+        yield _refused(directory, place, error)
+        return
+    later = "" if place == directory.absolute() else f", which is to be made in {place}"
+    yield Finding("disk", Status.OK, f"{directory}{later} can be written")
+    yield _space(place, limits)
+    doing(f"measuring the speed of {directory}")
+    try:
+        yield from _speeds(place, limits)
+    except OSError as error:
+        yield _refused(directory, place, error)
+
+
+def existing(directory: Path) -> Path:
+    """``directory``, or where it will be made: the nearest parent that is there."""
+    return next(path for path in (directory.absolute(), *directory.absolute().parents) if os.path.lexists(path))
+
+
+def _refused(directory: Path, place: Path, error: OSError) -> Finding:
+    said = (error.strerror or str(error)).lower()
+    where = directory if place == directory.absolute() else f"{directory} (to be made in {place})"
+    return Finding(
+        "disk", Status.BAD, f"{where} cannot be written: {said}", hint="check its mount, owner, mode and free space"
+    )
+
+
+def _commit(place: Path) -> None:
+    """Write, make durable and rename a small directory, as a checkpoint is committed."""
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place) as temporary:
+        before, after = Path(temporary, "before"), Path(temporary, "after")
+        before.mkdir()
+        with (before / "file").open("wb") as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(before, after)
+        _sync(Path(temporary))
+    _sync(place)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _space(place: Path, limits: Limits) -> Finding:
+    status = os.statvfs(place)
+    free = status.f_bavail * status.f_frsize
+    limit = limits.disk_bytes or limits.disk_doubtful_bytes
+    found = Finding("disk.space", Status.OK, f"{size_text(free)} free", float(free), "B", float(limit))
+    if free >= limit:
+        return found
+    hint = "free some space, keep fewer checkpoints, or choose another directory"
+    if limits.disk_bytes:
+        return found.but(Status.BAD, hint, f"{found.text}, {size_text(limit)} are needed")
+    return found.but(Status.WARN, hint)
+
+
+def _speeds(place: Path, limits: Limits) -> Iterator[Finding]:
+    status = os.statvfs(place)
+    most = min(LARGEST_BYTES, status.f_bavail * status.f_frsize // 2)  # never fills what jobs need
+    if most < _BLOCK:
+        yield Finding("disk.write", Status.SKIPPED, "too little space to measure its speed")
+        return
+    with _nameless(place) as descriptor:
+        written, took_s = _written(descriptor, most)
+        yield _speed("disk.write", written / took_s, limits)
+        if hasattr(os, "posix_fadvise"):
+            # What is in memory would be read from there; where the system keeps it nevertheless, so will a job.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        read, took_s = _read(descriptor, written)
+        yield _speed("disk.read", read / took_s, limits)
+
+
+@contextmanager
+def _nameless(place: Path) -> Iterator[int]:
+    descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=place)
+    try:
+        os.unlink(name)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _written(descriptor: int, most: int) -> tuple[int, float]:
+    """Bytes written, and how long it took until they were durable."""
+    block, written, begun = os.urandom(_BLOCK), 0, SYSTEM.monotonic()
+    while written + _BLOCK <= most and SYSTEM.monotonic() - begun < LONGEST_S:
+        written += os.write(descriptor, block)
+    os.fsync(descriptor)
+    return written, max(1e-9, SYSTEM.monotonic() - begun)
+
+
+def _read(descriptor: int, size: int) -> tuple[int, float]:
+    done, begun = 0, SYSTEM.monotonic()
+    while done < size and SYSTEM.monotonic() - begun < LONGEST_S:
+        part = os.pread(descriptor, _BLOCK, done)
+        if not part:
+            break
+        done += len(part)
+    return done, max(1e-9, SYSTEM.monotonic() - begun)
+
+
+def _speed(name: str, rate: float, limits: Limits) -> Finding:
+    slow = rate < limits.disk_speed
+    return Finding(
+        name,
+        Status.WARN if slow else Status.OK,
+        f"{amount(rate / 1e6)} MB/s",
+        value=rate / 1e6,
+        unit="MB/s",
+        limit=limits.disk_speed / 1e6,
+        hint="checkpoints will take long here: use a faster disk" if slow else "",
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``DIRECTORY NEEDED_BYTES LIMIT_S``."""
+    directory, needed, limit_s = Path(arguments[0]), int(arguments[1]), float(arguments[2])
+    teller = Teller(limit_s)
+    for finding in check(directory, Limits(disk_bytes=needed), teller):
+        teller.found(finding)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

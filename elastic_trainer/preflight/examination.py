@@ -1,0 +1,78 @@
+"""All checks of one node that need no other node, in the order from quick to slow.
+
+*Runs in* the thread that asks; what may hang runs in processes of its own. *Owns* these for the time of the call.
+*Fails by* findings only.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastic_trainer.clock import Deadline
+from elastic_trainer.preflight import gpu, machine, network
+from elastic_trainer.preflight.child import Doing, findings_of
+from elastic_trainer.preflight.finding import Finding, Status
+from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.settings import worker_threads
+
+DIRECTORY_S = 12.0
+GPU_S = 10.0
+Found = Callable[[Finding], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is to be examined. ``address`` is how others reach this node."""
+
+    address: str
+    directory: Path | None = None
+    workers: int = 1
+    compute: bool = True
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What was found, and the versions of what nodes should agree on."""
+
+    findings: tuple[Finding, ...]
+    versions: dict[str, str]
+
+
+def _silent(_: object) -> None:
+    """Nobody looks on."""
+
+
+def examine(subject: Subject, deadline: Deadline, doing: Doing = _silent) -> Examination:
+    """Examine this node; past ``deadline`` the rest is bad, since nothing good is known of it."""
+    limits, versions = subject.limits, dict[str, str]()
+    doing("looking at this machine")
+    found = [
+        network.host_name(socket.gethostname(), subject.address),
+        network.listening(subject.address),
+        machine.shared_memory(limits),
+        machine.processors(subject.workers, worker_threads()),
+        machine.open_files(limits),
+    ]
+    found += _directory(subject, deadline, doing, versions)
+    found += gpu.devices(deadline.at_most(GPU_S), versions)
+    found += _compute(subject, deadline, doing, versions)
+    return Examination(tuple(found), versions)
+
+
+def _directory(subject: Subject, deadline: Deadline, doing: Doing, versions: dict[str, str]) -> list[Finding]:
+    if subject.directory is None:
+        return [Finding("disk", Status.SKIPPED, "no checkpoint directory was given")]
+    limit = deadline.at_most(DIRECTORY_S)
+    words = [str(subject.directory), str(subject.limits.disk_bytes), f"{limit.remaining_s():.3f}"]
+    return findings_of("disk", "elastic_trainer.preflight.directory", words, limit, doing, versions)
+
+
+def _compute(subject: Subject, deadline: Deadline, doing: Doing, versions: dict[str, str]) -> list[Finding]:
+    if not subject.compute:
+        return [Finding("compute", Status.SKIPPED, "not asked for")]
+    words = [f"{deadline.remaining_s():.3f}"]
+    return findings_of("compute", "elastic_trainer.preflight.compute", words, deadline, doing, versions)

@@ -1,0 +1,76 @@
+"""What one check found out: a value, how it is judged, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+
+class Status(StrEnum):
+    """How a finding is judged."""
+
+    OK = "ok"
+    WARN = "warn"
+    """It may slow a job, or hurt it later."""
+    BAD = "bad"
+    """No job should run here."""
+    SKIPPED = "skipped"
+    """Nothing is known; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of one check. ``limit`` is what ``value`` was compared with; both are in ``unit``."""
+
+    name: str
+    status: Status
+    text: str
+    value: float | None = None
+    unit: str = ""
+    limit: float | None = None
+    hint: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; :meth:`from_json` reads them."""
+        return asdict(self)
+
+    def but(self, status: Status, hint: str, text: str | None = None) -> Finding:
+        """The same value, judged otherwise."""
+        return replace(self, status=status, hint=hint, text=self.text if text is None else text)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Finding:
+        """Of :meth:`as_json`."""
+        return cls(**{**values, "status": Status(values["status"])})
+
+
+def bad(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Those for which no job should run here."""
+    return tuple(finding for finding in findings if finding.status is Status.BAD)
+
+
+def sentence(findings: Iterable[Finding]) -> str:
+    """All of them in one line."""
+    return "; ".join(f"{finding.name}: {finding.text}" for finding in findings)
+
+
+def amount(value: float) -> str:
+    """A number for people: three digits, without exponents where they can be avoided."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``number`` of ``noun``, which gets an s where there is not one."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def size_text(size: float) -> str:
+    """A number of bytes for people, in powers of 1024."""
+    unit = "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{amount(size)} {unit}"

@@ -1,0 +1,153 @@
+"""Nodes that are to measure their network together find each other through the store.
+
+Each shows a leased key with the address of a TCP store of its own. The one that came first waits until enough are
+there, and writes into its key who takes part: one node decides, so all have the same list.
+
+*Runs in* the thread that asks; a lease keeper beside it. *Owns* that lease until the context ends.
+*Fails by* AbsentError at the deadline, ConfigError where nodes expect different numbers or one name is used twice.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+from elastic_trainer.errors import ConfigError, LeaseLostError, PermanentError, StoreUnavailableError
+from elastic_trainer.membership.documents import Document, DocumentError
+from elastic_trainer.preflight.child import Doing
+from elastic_trainer.store.api import KeyValue, Order, Put, Store, absent, created_at
+from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.session import LeaseSession
+
+TTL_S = 5.0
+LOOK_S = 0.25
+_FEW = 64
+
+
+class AbsentError(PermanentError):
+    """Too few nodes came in time."""
+
+
+class Place(BaseModel):
+    """One who takes part: its name, and where its TCP store listens."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    node: str
+    address: str
+    port: int
+
+
+class Attendance(Document):
+    """One node's key. ``members`` is written by the first of them: who takes part, in the order of ranks."""
+
+    place: Place
+    count: int
+    members: tuple[Place, ...] = ()
+    nonce: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Who meets. The store of the first member is used, with keys that begin with ``nonce``."""
+
+    members: tuple[Place, ...]
+    nonce: str
+
+    def rank(self, node: str) -> int:
+        """Of ``node``."""
+        return next(rank for rank, member in enumerate(self.members) if member.node == node)
+
+
+@contextmanager
+def attended(
+    store: Store, keys: RunKeys, place: Place, count: int, deadline: Deadline, doing: Doing, clock: Clock = SYSTEM
+) -> Iterator[Meeting]:
+    """Be there until the context ends; what is given is the meeting once all ``count`` nodes are there."""
+    session = LeaseSession(store, TTL_S, deadline=deadline, clock=clock)
+    try:
+        mine = Attendance(place=place, count=count)
+        key = keys.preflight_meeting + place.node
+        shown = store.transact([absent(key)], [Put(key, mine.encode(), session.lease_id)], deadline=deadline)
+        if not shown.succeeded:
+            raise ConfigError(f"another node called {place.node!r} is there", hint="give each --rdzv-conf node_id")
+        yield _awaited(store, keys, mine, session.lease_id, deadline, doing, clock)
+    finally:
+        session.close()
+
+
+def _awaited(
+    store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline: Deadline, doing: Doing, clock: Clock
+) -> Meeting:
+    waited_s = deadline.remaining_s()
+    look_s = LOOK_S * max(1.0, mine.count / _FEW)  # all look, and each sees all
+    waiting: list[Attendance] = []
+    while True:
+        try:
+            items = store.range(keys.preflight_meeting, deadline, order=Order.CREATE_REVISION).items
+        except StoreUnavailableError:
+            if not waiting or not deadline.expired:
+                raise
+            raise _absent(waiting, mine.count, waited_s) from None  # the pause before it took longer than it should
+        present = _read(items)
+        if (meeting := found(mine.place.node, [each for _, each in present])) is not None:
+            return meeting
+        waiting = _waiting([each for _, each in present])
+        _check_counts(mine, waiting)
+        if waiting and waiting[0].place == mine.place and len(waiting) >= mine.count:
+            key, created = next((item.key, item.create_revision) for item, each in present if each.place == mine.place)
+            chosen = tuple(each.place for each in waiting[: mine.count])
+            plan = mine.model_copy(update={"members": chosen, "nonce": secrets.token_hex(8)})
+            put = Put(key, plan.encode(), lease)
+            if store.transact([created_at(key, created)], [put], deadline=deadline).succeeded:
+                return Meeting(plan.members, plan.nonce)
+            raise LeaseLostError("this node was silent for so long that etcd has forgotten it")
+        doing(f"waiting for other nodes: {len(waiting)} of {mine.count} are here")
+        if deadline.remaining_s() <= look_s:
+            raise _absent(waiting, mine.count, waited_s)
+        pause(look_s, clock=clock)
+
+
+def _absent(waiting: Sequence[Attendance], count: int, waited_s: float) -> AbsentError:
+    names = ", ".join(each.place.node for each in waiting)
+    text = f"{len(waiting)} of {count} nodes came in {waited_s:.3g} s: {names}"
+    return AbsentError(text, hint="start the same command on the others, or give a longer --timeout")
+
+
+def _read(items: Sequence[KeyValue]) -> list[tuple[KeyValue, Attendance]]:
+    """Those that can be read, the oldest first."""
+    present = []
+    for item in items:
+        try:
+            present.append((item, Attendance.decode(item.value, item.key)))
+        except DocumentError:
+            continue
+    return present
+
+
+def found(node: str, present: Sequence[Attendance]) -> Meeting | None:
+    """The meeting that ``node`` is a member of, if it has been decided. Pure."""
+    for each in present:
+        if any(member.node == node for member in each.members):
+            return Meeting(each.members, each.nonce)
+    return None
+
+
+def _waiting(present: Sequence[Attendance]) -> list[Attendance]:
+    """Those that are in no meeting yet."""
+    taken = {member.node for each in present for member in each.members}
+    return [each for each in present if each.place.node not in taken]
+
+
+def _check_counts(mine: Attendance, waiting: Sequence[Attendance]) -> None:
+    for other in waiting:
+        if other.count != mine.count:
+            raise ConfigError(
+                f"this node waits for {mine.count} nodes, {other.place.node} for {other.count}",
+                hint="give the same --peers everywhere",
+            )

@@ -1,0 +1,106 @@
+"""Checks of the network: can others connect to this node, is its name known, do the other nodes answer?
+
+*Runs in* the thread that asks, and in short-lived threads for connections to many nodes.
+*Owns* sockets for the time of one call. *Fails by* findings.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from elastic_trainer.clock import Deadline
+from elastic_trainer.preflight.finding import Finding, Status
+
+CONNECT_S = 2.0
+AT_ONCE = 32
+"""Connections at a time."""
+MOST_ASKED = 64
+"""Enough to know whether this node is cut off, and little for the others."""
+_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbor:
+    """Where another node listens."""
+
+    node: str
+    address: str
+    port: int
+
+
+def listening(address: str) -> Finding:
+    """Whether a port of this node can be reached by the address that others are told."""
+    hint = "set --rdzv-conf interface to an address of this machine, and check its firewall"
+    try:
+        family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as server:
+            server.bind(("", 0))
+            server.listen(1)
+            port = server.getsockname()[1]
+            with socket.create_connection((address, port), CONNECT_S):
+                return Finding("ports", Status.OK, f"listens on {address}")
+    except socket.gaierror:
+        return Finding("ports", Status.BAD, f"the address {address!r} of this node is not known", hint=hint)
+    except OSError as error:
+        said = error.strerror or str(error)
+        return Finding("ports", Status.BAD, f"this node cannot be reached at {address}: {said.lower()}", hint=hint)
+
+
+def host_name(host: str, address: str) -> Finding:
+    """Whether the host's name leads to an address that others can use; gloo and NCCL tell it to them."""
+    hint = "correct /etc/hosts or DNS, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    found = _resolved(host)
+    if found is None:
+        return Finding("name", Status.WARN, f"the name {host!r} of this host has no address", hint=hint)
+    if _is_loopback(found) and not _is_loopback(_resolved(address) or address):
+        return Finding("name", Status.WARN, f"the name {host!r} leads to {found}, which others cannot use", hint=hint)
+    return Finding("name", Status.OK, f"{host} is {found}")
+
+
+def _resolved(host: str) -> str | None:
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def reaching(name: str, neighbors: Sequence[Neighbor], deadline: Deadline) -> Finding:
+    """Whether the other nodes' hosts answer. A refused connection is an answer: its process has ended, no more."""
+    if not neighbors:
+        return Finding(name, Status.SKIPPED, "no other node is there")
+    asked = neighbors[:MOST_ASKED]
+    limit_s = deadline.at_most(CONNECT_S).remaining_s()
+    with ThreadPoolExecutor(min(AT_ONCE, len(asked)), thread_name_prefix="preflight-connect") as pool:
+        answers = list(pool.map(lambda each: _answers(each, limit_s), asked))
+    silent = [each for each, answer in zip(asked, answers, strict=True) if not answer]
+    answered = len(asked) - len(silent)
+    text = f"{answered} of {len(asked)} nodes answer"
+    found = Finding(name, Status.OK, text, float(answered), "nodes", float(len(asked)))
+    if not silent:
+        return found
+    who = ", ".join(f"{each.node} ({each.address}:{each.port})" for each in silent[:_NAMED])
+    text = f"{len(silent)} of {len(asked)} nodes do not answer: {who}" + (", ..." if len(silent) > _NAMED else "")
+    # One silent node may be ill itself; if none of several answers, this one is cut off.
+    status = Status.BAD if len(silent) == len(asked) > 1 else Status.WARN
+    return found.but(status, "check network, firewall and network policies", text)
+
+
+def _answers(neighbor: Neighbor, limit_s: float) -> bool:
+    try:
+        with socket.create_connection((neighbor.address, neighbor.port), max(0.1, limit_s)):
+            return True
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False

@@ -1,0 +1,103 @@
+"""What a node tells the run of its checks, so that nodes can be compared.
+
+*Runs in* the thread that asks. *Owns* nothing; reports go by themselves when their lease ends, which nobody prolongs.
+*Fails by* the store's errors; a report that cannot be read is passed over.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from elastic_trainer.clock import Deadline
+from elastic_trainer.membership.documents import Document, DocumentError
+from elastic_trainer.preflight.finding import Finding, bad, sentence
+from elastic_trainer.store.api import KeyValue, Order, Put, Store
+from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.untrusted import plain
+from elastic_trainer.telemetry.logs import logger
+
+COMPARED = ("matmul.", "memory.", "disk.write", "disk.read")
+"""Findings with these names have values that nodes compare: the more, the better."""
+MOST_COMPARED = 64
+"""Reports that one node reads: a thousand nodes reading a thousand would be a load."""
+
+
+class NodeReport(Document):
+    """The checks of one node."""
+
+    node: str
+    host: str = ""
+    address: str = ""
+    wall: float
+    """When it was written (Unix time, of that node)."""
+    fit: bool = True
+    """False: not what others should be compared with."""
+    text: str = ""
+    """What is bad, for people."""
+    values: Mapping[str, float] = Field(default_factory=dict)
+    """By the names of their findings, in the units of these."""
+    versions: Mapping[str, str] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A report as the store has it."""
+
+    report: NodeReport
+    created: int
+    """The create-revision of its key: who came first."""
+    revision: int
+
+
+def report_of(
+    node: str, address: str, findings: Iterable[Finding], versions: Mapping[str, str], wall: float
+) -> NodeReport:
+    """What is told of these findings."""
+    known = tuple(findings)
+    return NodeReport(
+        node=node,
+        host=socket.gethostname(),
+        address=address,
+        wall=wall,
+        fit=not bad(known),
+        text=sentence(bad(known)),
+        values={each.name: each.value for each in known if each.value is not None and each.name.startswith(COMPARED)},
+        versions=dict(versions),
+    )
+
+
+def publish(store: Store, keys: RunKeys, report: NodeReport, keep_s: float, deadline: Deadline) -> None:
+    """Show ``report`` for ``keep_s`` seconds."""
+    lease = store.grant(keep_s, deadline)
+    store.transact([], [Put(keys.preflight_node(report.node), report.encode(), lease.id)], deadline=deadline)
+
+
+def published(store: Store, keys: RunKeys, deadline: Deadline) -> tuple[Published, ...]:
+    """The reports in the run, of the nodes that came first: all nodes compare themselves with the same ones."""
+    found = store.range(keys.preflight, deadline, limit=MOST_COMPARED, order=Order.CREATE_REVISION)
+    reports = (_read(item) for item in found.items if not keys.is_preflight_meeting(item.key))
+    return tuple(report for report in reports if report is not None)
+
+
+def report_in(store: Store, keys: RunKeys, node: str, deadline: Deadline) -> Published | None:
+    """The report of ``node``."""
+    item = store.get(keys.preflight_node(node), deadline).first
+    return _read(item) if item is not None else None
+
+
+def count(store: Store, keys: RunKeys, most: int, deadline: Deadline) -> int:
+    """How many reports there are, up to ``most``."""
+    items = store.range(keys.preflight, deadline, limit=most + MOST_COMPARED, keys_only=True).items
+    return min(most, sum(not keys.is_preflight_meeting(item.key) for item in items))
+
+
+def _read(item: KeyValue) -> Published | None:
+    try:
+        return Published(NodeReport.decode(item.value, item.key), item.create_revision, item.mod_revision)
+    except DocumentError as error:
+        logger().debug("report.unreadable", key=plain(item.key), error=str(error))
+        return None

@@ -1,0 +1,111 @@
+"""Measures the network with other nodes: meets them, has a child process do the all-reduces, judges the times.
+
+*Runs in* the thread that asks. *Owns* the child and the lease of the meeting for the time of the call.
+*Fails by* findings for what is measured; ConfigError and the store's errors come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import StoreUnavailableError
+from elastic_trainer.preflight import clocks, pairs
+from elastic_trainer.preflight.child import Child, ChildError, Doing
+from elastic_trainer.preflight.finding import Finding, Status
+from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.preflight.meeting import AbsentError, Meeting, Place, attended
+from elastic_trainer.preflight.network import Neighbor, reaching
+from elastic_trainer.preflight.pairs import Measured, Pair
+from elastic_trainer.store.api import Store
+from elastic_trainer.store.keys import RunKeys
+
+_MODULE = "elastic_trainer.preflight.collective"
+
+
+def measured_together(
+    store: Store, keys: RunKeys, node: str, address: str, count: int, limits: Limits, deadline: Deadline, doing: Doing
+) -> list[Finding]:
+    """Findings about the network between ``count`` nodes, this one among them."""
+    with Child(_MODULE, [f"{deadline.remaining_s():.3f}", address]) as child:
+        try:
+            place = Place(node=node, address=address, port=port_of(child, deadline, doing))
+            with attended(store, keys, place, count, deadline, doing) as meeting:
+                return _measured(child, meeting, node, limits, deadline, doing)
+        except AbsentError as error:
+            return [Finding("allreduce", Status.BAD, error.message, hint=error.hint or "")]
+        except StoreUnavailableError:
+            if not deadline.expired:
+                raise
+            text = "no time was left to meet the other nodes, the checks before that took all of it"
+            return [Finding("allreduce", Status.BAD, text, hint="give a longer --timeout")]
+        except ChildError as error:
+            return [Finding("allreduce", Status.BAD, error.message, hint=error.hint or "")]
+
+
+def port_of(child: Child, deadline: Deadline, doing: Doing) -> int:
+    """Where the child's TCP store listens, which it tells first."""
+    for message in child.messages(deadline):
+        if "port" in message:
+            return int(message["port"])
+        if "doing" in message:
+            doing(str(message["doing"]))
+    raise ChildError("the measuring process ended before it began")
+
+
+def _measured(
+    child: Child, meeting: Meeting, node: str, limits: Limits, deadline: Deadline, doing: Doing
+) -> list[Finding]:
+    me, first = meeting.rank(node), meeting.members[0]
+    names = [member.node for member in meeting.members]
+    others = [Neighbor(each.node, each.address, each.port) for each in meeting.members if each.node != node]
+    found = [reaching("peers.connect", others, deadline)]
+    child.tell(
+        {
+            "host": first.address,
+            "port": first.port,
+            "nonce": meeting.nonce,
+            "rank": me,
+            "names": names,
+            "limit_s": deadline.remaining_s(),
+        }
+    )
+    heard = Heard()
+    try:
+        for message in child.messages(deadline):
+            heard.take(message)
+            if "doing" in message:
+                doing(str(message["doing"]))
+    except ChildError as error:  # what was heard before still counts
+        found.append(Finding("allreduce", Status.BAD, error.message, hint=error.hint or ""))
+    if heard.ahead_s:
+        found.append(clocks.told("peers.clock", heard.ahead_s, limits))
+    found += pairs.judge(names, me, heard.pairs, limits)
+    if len(names) > 2 and heard.pairs:
+        found.append(pairs.together(heard.all, len(names)))
+    return found
+
+
+class Heard:
+    """What the child has told so far."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[Pair, Measured] = {}
+        self.all = Measured(error="it was not measured")
+        self.ahead_s: dict[str, float] = {}
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        if "pair" in message:
+            low, high = message["pair"]
+            self.pairs[low, high] = _as_measured(message)
+        elif "together" in message:
+            self.all = _as_measured(message["together"])
+        elif "clock" in message:
+            name, ahead_s = message["clock"]
+            self.ahead_s[name] = ahead_s
+
+
+def _as_measured(values: Mapping[str, Any]) -> Measured:
+    seconds = {int(size): float(took_s) for size, took_s in values.get("seconds", {}).items()}
+    return Measured(seconds, str(values.get("error", "")))

@@ -1,0 +1,111 @@
+"""A store that counts: requests that failed, and when it was last known to be of use.
+
+A store that answers and takes no writes is of no use: an etcd at its quota keeps leases alive and lets all be read,
+while nobody can join, leave or recover. So answers count only while the last write was taken.
+
+*Fails by* what the store beneath it raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from elastic_trainer.clock import SYSTEM, Clock, Deadline
+from elastic_trainer.errors import ElasticTrainerError, TransientError
+from elastic_trainer.store.api import (
+    Compare,
+    Lease,
+    Operation,
+    Order,
+    Read,
+    Snapshot,
+    Store,
+    TransactionResult,
+    Watch,
+    WatchListener,
+)
+from elastic_trainer.telemetry.logs import logger
+
+Result = TypeVar("Result")
+
+
+class MeteredStore:
+    """Another store's answers, counted. ``errors``: requests that could not be answered; refusals are answers."""
+
+    def __init__(self, store: Store, clock: Clock = SYSTEM) -> None:
+        self._store, self._clock = store, clock
+        self._lock = threading.Lock()
+        self.errors = 0
+        self.last_success_wall = clock.wall()
+        """Unix time of the last answer (at first: of the beginning, when it had just answered)."""
+        self._refuses_writes = False
+
+    def _counted(self, ask: Callable[[], Result], *, write: bool = False) -> Result:
+        try:
+            result = ask()
+        except TransientError as error:
+            with self._lock:
+                self.errors += 1
+            if write:
+                self._note_write(error)
+            raise
+        except ElasticTrainerError:
+            self._answered()
+            raise
+        if write:
+            self._note_write(None)
+        self._answered()
+        return result
+
+    def _answered(self) -> None:
+        if not self._refuses_writes:
+            self.last_success_wall = self._clock.wall()
+
+    def _note_write(self, error: TransientError | None) -> None:
+        """A write was taken, or failed with ``error``; told once each time that this changes."""
+        with self._lock:
+            changed = self._refuses_writes is (error is None)
+            self._refuses_writes = error is not None
+        if changed and error is not None:
+            logger().warning("store.write_failed", error=str(error))
+        elif changed:
+            logger().info("store.write_taken")
+
+    def get(self, key: str, deadline: Deadline) -> Snapshot:
+        return self._counted(lambda: self._store.get(key, deadline))
+
+    def range(
+        self, prefix: str, deadline: Deadline, *, limit: int = 0, order: Order = Order.KEY, keys_only: bool = False
+    ) -> Snapshot:
+        return self._counted(lambda: self._store.range(prefix, deadline, limit=limit, order=order, keys_only=keys_only))
+
+    def transact(
+        self,
+        guards: Sequence[Compare],
+        success: Sequence[Operation],
+        failure: Sequence[Operation] = (),
+        *,
+        deadline: Deadline,
+    ) -> TransactionResult:
+        write = any(not isinstance(operation, Read) for operation in (*success, *failure))
+        return self._counted(lambda: self._store.transact(guards, success, failure, deadline=deadline), write=write)
+
+    def grant(self, ttl_s: float, deadline: Deadline) -> Lease:
+        return self._counted(lambda: self._store.grant(ttl_s, deadline), write=True)
+
+    def keep_alive(self, lease_id: int, deadline: Deadline) -> float:
+        return self._counted(lambda: self._store.keep_alive(lease_id, deadline))
+
+    def revoke(self, lease_id: int, deadline: Deadline) -> None:
+        self._counted(lambda: self._store.revoke(lease_id, deadline))
+
+    def watch(self, prefix: str, listener: WatchListener, *, exact: bool = False) -> Watch:
+        return self._store.watch(prefix, listener, exact=exact)
+
+    def version(self, deadline: Deadline) -> str:
+        return self._counted(lambda: self._store.version(deadline))
+
+    def close(self) -> None:
+        self._store.close()

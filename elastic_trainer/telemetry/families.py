@@ -1,0 +1,174 @@
+"""The metrics: one place that names each, with its kind, its labels and who exports it.
+
+Exporters build their samples from here, and a test compares the rules, alerts and dashboards in ``deploy/`` with it.
+All names begin with ``elastic_trainer_``. A run is a label, a round is a value: a label for each round would leave dead
+series behind. Every value of an enumerated label is there from the start, so that rates of it exist.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from elastic_trainer.model import Cause, Phase
+
+PREFIX: Final = "elastic_trainer_"
+
+
+class Kind(StrEnum):
+    """What a metric is to Prometheus."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+    INFO = "info"
+
+
+class Source(StrEnum):
+    """Who exports it."""
+
+    NODE = "node"
+    """The agent of each node (a process by itself, where there is none)."""
+    MONITOR = "monitor"
+    """``elastic-trainer monitor``, from the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric. ``name`` is without the prefix and, for counters, without ``_total`` (for info without ``_info``)."""
+
+    name: str
+    kind: Kind
+    source: Source
+    text: str
+    labels: tuple[str, ...] = ()
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """All values of the labels that have a closed set of them."""
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        """The name that queries use (of a histogram: without ``_bucket``, ``_sum``, ``_count``)."""
+        suffix = {Kind.COUNTER: "_total", Kind.INFO: "_info"}.get(self.kind, "")
+        return f"{PREFIX}{self.name}{suffix}"
+
+
+RANK: Final = ("run", "rank")
+RUN: Final = ("run",)
+NODE: Final = ("run", "node")
+PHASES: Final = tuple(str(each) for each in Phase)
+CAUSES: Final = tuple(str(each) for each in Cause)
+NODE_STATES: Final = ("warming", "ready", "draining", "finishing", "done")
+RUN_STATES: Final = ("gathering", "training", "changing", "recovering", "succeeded", "failed")
+OPERATIONS: Final = ("save", "load")
+RESULTS: Final = ("ok", "failed")
+BOUNDS: Final = ("min", "max")
+RECOVERIES: Final = ("failure", "planned", "start")
+MEMORY: Final = ("allocated", "reserved")
+SAVE_BUCKETS: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+RECOVERY_BUCKETS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+Values = Mapping[str, tuple[str, ...]]
+NONE: Final[Values] = {}
+
+
+def _rank(name: str, text: str, kind: Kind = Kind.GAUGE, *labels: str, values: Values = NONE) -> Family:
+    return Family(name, kind, Source.NODE, text, (*RANK, *values, *labels), values)
+
+
+def _node(name: str, text: str, kind: Kind = Kind.GAUGE) -> Family:
+    return Family(name, kind, Source.NODE, text, NODE)
+
+
+def _run(
+    name: str, text: str, kind: Kind = Kind.GAUGE, *, values: Values = NONE, buckets: tuple[float, ...] = ()
+) -> Family:
+    return Family(name, kind, Source.MONITOR, text, (*RUN, *values), values, buckets)
+
+
+RANK_INFO = _rank(
+    "rank",
+    "Who a rank is: its node, device and versions.",
+    Kind.INFO,
+    "node",
+    "local_rank",
+    "device",
+    "torch",
+    "version",
+)
+STEP = _rank("step", "The last step that this rank committed.")
+LAST_STEP = _rank("last_step_timestamp_seconds", "When it committed that (Unix time); since when it runs, before any.")
+STEP_DURATION = _rank("step_duration_seconds", "How long a step takes, smoothed.")
+COMPUTE_DURATION = _rank(
+    "compute_duration_seconds",
+    "How long a step takes without the wait for other ranks, smoothed: here a slow rank shows.",
+)
+PHASE = _rank("phase", "1 for what this rank is doing, 0 for all else.", values={"phase": PHASES})
+NONFINITE = _rank("nonfinite_steps", "Looks at the loss that found it NaN or infinite.", Kind.COUNTER)
+GPU_MEMORY = _rank("gpu_memory_bytes", "Memory of this rank's device.", values={"kind": MEMORY})
+
+STORE_ERRORS = _node("store_errors", "Requests to the store that failed.", Kind.COUNTER)
+STORE_SUCCESS = _node(
+    "store_last_success_timestamp_seconds",
+    "When the store last answered this node, and took what it wrote (Unix time).",
+)
+WORKERS_KILLED = _node("workers_killed", "Workers that this node's agent ended by force.", Kind.COUNTER)
+
+WORLD_SIZE = _run("world_size", "Ranks in the present round; 0 while there is none.")
+NODES = _run("nodes", "Nodes that are there, by state.", values={"state": NODE_STATES})
+NODES_LIMIT = _run("nodes_limit", "The bounds of --nnodes.", values={"bound": BOUNDS})
+ROUND = _run("round", "The number of the newest round.")
+RUN_STATE = _run("run_state", "1 for the state that the run is in, else 0.", values={"state": RUN_STATES})
+RENDEZVOUS_START = _run(
+    "rendezvous_start_timestamp_seconds", "Since when ranks are gathered (Unix time); 0 while they train."
+)
+RESTARTS = _run("restarts", "Rounds that ended, by what ended them.", Kind.COUNTER, values={"reason": CAUSES})
+RECOVERY = _run(
+    "recovery_seconds",
+    "From the end of a round to the first step of the next.",
+    Kind.HISTOGRAM,
+    values={"kind": RECOVERIES},
+    buckets=RECOVERY_BUCKETS,
+)
+TIME = _run("time_seconds", "Time of all ranks together, by what it went into.", Kind.COUNTER, values={"phase": PHASES})
+NONFINITE_LOSSES = _run(
+    "nonfinite_losses",
+    "Looks at the loss that found it NaN or infinite, of all ranks together, those that have died of it too.",
+    Kind.COUNTER,
+)
+SAMPLES = _run("samples", "Samples trained on, repeated ones too.", Kind.COUNTER)
+LOSS = _run("loss", "The newest loss that is known.")
+PROGRESS = _run("committed_step", "The newest step that rank 0's node has told the store of.")
+CHECKPOINT_SUCCESS = _run("checkpoint_last_success_timestamp_seconds", "When a checkpoint was last saved (Unix time).")
+CHECKPOINT_INTERVAL = _run("checkpoint_interval_seconds", "How often checkpoints are to be saved; 0: not by time.")
+CHECKPOINTS = _run(
+    "checkpoints", "Checkpoints saved and loaded.", Kind.COUNTER, values={"op": OPERATIONS, "result": RESULTS}
+)
+CHECKPOINT_DURATION = _run(
+    "checkpoint_duration_seconds",
+    "How long saving and loading took.",
+    Kind.HISTOGRAM,
+    values={"op": OPERATIONS},
+    buckets=SAVE_BUCKETS,
+)
+CHECKPOINT_BYTES = _run("checkpoint_bytes", "The size of the last checkpoint.")
+STRAGGLERS = _run("stragglers", "Ranks that compute much longer than the others.")
+MONITOR_STORE = Family(
+    "monitor_store_last_success_timestamp_seconds",
+    Kind.GAUGE,
+    Source.MONITOR,
+    "When the monitor last read the store (Unix time).",
+)
+
+FAMILIES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Family))
+"""All of them."""
+
+
+def observed(name: str, value: float, buckets: tuple[float, ...]) -> dict[str, float]:
+    """What is added to the counters of the histogram ``name`` by ``value`` (its buckets are not cumulative)."""
+    bound = next((each for each in buckets if value <= each), math.inf)
+    return {f"{name}.le.{bound:g}": 1.0, f"{name}.sum": value, f"{name}.count": 1.0}

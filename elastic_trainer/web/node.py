@@ -1,0 +1,118 @@
+"""A node's endpoint: ``/metrics``, ``/healthz`` and ``/readyz``, with a token and TLS where that is asked for.
+
+*Runs in* the agent of a node; in a worker, where there is no agent.
+*Owns* the server. *Fails by* ConfigError when it cannot listen, or a file that it needs cannot be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from prometheus_client.registry import Collector
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.web.access import Access, is_loopback
+from elastic_trainer.web.answers import Answer, Request, metrics, text
+from elastic_trainer.web.gate import guarded
+from elastic_trainer.web.server import Server, tls_context
+
+LEAST_TOKEN = 8
+
+
+class EndpointOptions(Protocol):
+    """Where to listen, and who may read."""
+
+    @property
+    def metrics_address(self) -> str: ...
+
+    @property
+    def metrics_port(self) -> int: ...
+
+    @property
+    def metrics_token_file(self) -> Path | None: ...
+
+    @property
+    def metrics_cert(self) -> Path | None: ...
+
+    @property
+    def metrics_key(self) -> Path | None: ...
+
+
+class NodeSite:
+    """All there is to be asked of a node. ``not_ready()`` says why it takes no part, or None."""
+
+    def __init__(self, collector: Collector, access: Access, not_ready: Callable[[], str | None]) -> None:
+        self._collector, self._access, self._not_ready = collector, access, not_ready
+
+    def answer(self, request: Request) -> Answer:
+        """The answer to ``request``."""
+        return guarded(
+            request,
+            self._access,
+            health=lambda: text(200, "ok"),
+            readiness=self._readiness,
+            content=lambda: self._content(request),
+        )
+
+    def _readiness(self) -> Answer:
+        reason = self._not_ready()
+        return text(200, "ready") if reason is None else text(503, reason)
+
+    def _content(self, request: Request) -> Answer:
+        if request.path == "/metrics":
+            return metrics(self._collector, request.headers.get("accept", ""))
+        return text(404, "there is nothing here")
+
+
+class NodeEndpoint:
+    """The server of a node's site."""
+
+    def __init__(
+        self, options: EndpointOptions, collector: Collector, not_ready: Callable[[], str | None] = lambda: None
+    ) -> None:
+        self._host = options.metrics_address
+        access = Access(_token(options.metrics_token_file), is_loopback(self._host))
+        context = None
+        if options.metrics_cert is not None and options.metrics_key is not None:
+            context = tls_context(options.metrics_cert, options.metrics_key)
+        self._scheme = "http" if context is None else "https"
+        self._server = Server(
+            self._host,
+            options.metrics_port,
+            NodeSite(collector, access, not_ready),
+            context,
+            hint="change metrics_address or metrics_port",
+        )
+        self._server.start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._server.port
+
+    def url(self, address: str) -> str:
+        """Where others find it; ``address`` is that of this machine, for one that listens on all."""
+        host = address if self._host in ("0.0.0.0", "::", "") else self._host
+        return f"{self._scheme}://[{host}]:{self.port}" if ":" in host else f"{self._scheme}://{host}:{self.port}"
+
+    def close(self) -> None:
+        """End it."""
+        self._server.stop()
+
+
+def _token(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        token = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the token file {file} cannot be read: {error}", hint="check metrics_token_file") from error
+    if not token.isascii() or any(each.isspace() for each in token):
+        raise ConfigError(
+            f"the token in {file} is not one word of ASCII", hint="headers of HTTP carry nothing else safely"
+        )
+    if len(token) < LEAST_TOKEN:
+        raise ConfigError(f"the token in {file} has fewer than {LEAST_TOKEN} characters", hint="write a longer one")
+    return token

@@ -1,0 +1,317 @@
+"""What a worker tells of itself while it works: what it is doing, how long steps take, where its time goes.
+
+Everything that takes time in a worker says so here, and it is written to the heartbeat page at every step and change of
+phase. The agent reads the page; a worker without one writes it all the same, for the metrics of its own process.
+
+*Runs in* the worker's main thread. *Owns* the page, and the file that stacks are written to when the agent asks.
+*Fails by* nothing: where no page can be made, nobody reads.
+*Invariant*: each second since the process began belongs to one phase.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import IO, Any, Final
+
+import torch
+
+import elastic_trainer
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.ipc.page import NUMBERS, PHASES, PageWriter, Pulse, start_of
+from elastic_trainer.ipc.stacks import SIGNAL
+from elastic_trainer.model import Phase
+from elastic_trainer.settings import WorkerEnvironment
+from elastic_trainer.telemetry.families import SAVE_BUCKETS, observed
+from elastic_trainer.telemetry.logs import logger
+
+_SMOOTHING: Final = 0.1
+_WORK: Final = tuple(NUMBERS[each] for each in (Phase.TRAINING, Phase.REPEATED, Phase.DATA))
+_TRAINING, _REPEATED, _DATA = _WORK
+_CHECKPOINT: Final = NUMBERS[Phase.CHECKPOINT]
+_MEMORY_EVERY_S: Final = 1.0
+_NUMBERS: Final = count(1)
+"""Of the pages of this process: a script may open one session after the other."""
+
+
+_PREVIOUS: Final[list[Tracker]] = []
+"""The tracker of this process that was opened last."""
+
+
+class Tracker:
+    """See the module."""
+
+    def __init__(self, page: PageWriter | None = None, clock: Clock = SYSTEM, *, age_s: float = 0.0) -> None:
+        """``age_s``: how old the process is."""
+        self.page = page if page is not None else PageWriter.private()
+        self._clock = clock
+        self._monotonic = clock.monotonic
+        now = self._monotonic()
+        self.pulse = Pulse(phase_at=now - age_s, moved_at=now)
+        self.page.moment(NUMBERS[Phase.STARTING])
+        self._phase = NUMBERS[Phase.STARTING]
+        self._notes: dict[str, Any] = {}
+        self._counts: dict[str, float] = {}
+        self._waits_at = 0.0
+        self._waited_s = 0.0
+        self._work_before = 0.0
+        self._waited_before = 0.0
+        self._peer_saves = False
+        self._before_wait: int | None = None
+        self._told_s = 0.0
+        """The training seconds that the page shows: those of committed steps."""
+        self._memory_at = 0.0
+        self._device: torch.device | None = None
+        self._knows_mean = False
+        self._stacks: IO[bytes] | None = None
+        self.closed_at = now
+        self.reached = 0
+        """The newest step that is known to have been made before: up to there steps are repeated work."""
+
+    @classmethod
+    def open(cls, environment: WorkerEnvironment, clock: Clock = SYSTEM) -> Tracker:
+        """That of this process, on a page that its agent reads, if there is an agent."""
+        page = _page(environment)
+        age_s = process_age_s()
+        if _PREVIOUS:  # an earlier session of this process has told of the time before
+            previous = _PREVIOUS.pop()
+            age_s = clock.monotonic() - previous.closed_at
+            previous.describe(closed=True)
+        tracker = cls(page, clock, age_s=age_s)
+        _PREVIOUS.append(tracker)
+        tracker.reached = environment.reached
+        if environment.launched and not environment.in_place:
+            tracker.pulse.rank, tracker.pulse.world_size = environment.rank, environment.world_size
+        tracker.beat()
+        tracker.describe(
+            pid=os.getpid(),
+            start=start_of("self"),
+            born_at=clock.monotonic() - age_s,
+            started_wall=clock.wall(),
+            local_rank=environment.local_rank,
+            node=environment.node,
+            torch=torch.__version__,
+            version=elastic_trainer.__version__,
+            device="cpu",
+        )
+        if page is not None and page.path is not None:
+            tracker._offer_stacks(page.path)
+        return tracker
+
+    def close(self) -> None:
+        """The session has ended; the page stays for the agent."""
+        self.closed_at = self._monotonic()
+        self.beat()
+        if self._stacks is not None:
+            faulthandler.unregister(SIGNAL)
+            self._stacks.close()
+            self._stacks = None
+
+    # ---- what this worker is
+
+    def describe(self, **notes: Any) -> None:
+        """Tell what changes rarely."""
+        self._notes.update(notes)
+        self._note()
+
+    def place(self, rank: int, world_size: int, round_: int, device: torch.device) -> None:
+        """A round was entered."""
+        pulse = self.pulse
+        pulse.rank, pulse.world_size, pulse.round, pulse.fresh, pulse.first_at = rank, world_size, round_, 0, 0.0
+        self._device = device if device.type == "cuda" else None
+        if self._notes.get("device") != str(device):
+            self.describe(device=str(device))
+        self.moved()
+
+    def holds(self, step: int) -> None:
+        """Its state is that after ``step``, which others may have made."""
+        self.pulse.step = step
+        self.moved()
+
+    # ---- what it does
+
+    def enter(self, phase: int) -> int:
+        """From now on time goes into the phase of this number; the one before. The next beat writes it to the page."""
+        before, pulse, now = self._phase, self.pulse, self._monotonic()
+        pulse.seconds[before] += now - pulse.phase_at
+        pulse.phase_at, self._phase = now, phase
+        self.page.moment(phase)
+        return before
+
+    def change(self, phase: Phase) -> Phase:
+        """As :meth:`enter`, and written at once: for what may last."""
+        before = self.enter(NUMBERS[phase])
+        self.moved()
+        return PHASES[before]
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Time goes into ``phase`` in the body."""
+        before = self.change(phase)
+        try:
+            yield
+        finally:
+            self.change(before)
+
+    def draws(self) -> int:
+        """Samples are waited for; give what comes back to :meth:`enter` afterwards."""
+        return self.enter(_DATA) if self._phase in _WORK else self._phase
+
+    def waits(self) -> None:
+        """It waits for other ranks from now on."""
+        if self._waits_at:
+            return  # inside of another wait, which ends with this one
+        self._waits_at = self._monotonic()
+        self.page.waits(True)
+        if not self._peer_saves:
+            return
+        if self._phase in _WORK:
+            self._before_wait = self.enter(_CHECKPOINT)
+        else:  # this wait is the one for the checkpoint, and the page tells of a phase that must not end untold
+            self._peer_saves = False
+
+    def goes_on(self) -> None:
+        """It waits no longer."""
+        if not self._waits_at:
+            return
+        if self._phase in _WORK:  # else the time of the step that it is taken from does not hold it
+            self._waited_s += self._monotonic() - self._waits_at
+        self._waits_at = 0.0
+        self.page.waits(False)
+        if self._before_wait is not None:
+            self.enter(self._before_wait)
+            self._before_wait = None
+
+    def peer_saves(self) -> None:
+        """Rank 0 saves now: what the next step waits for is the checkpoint."""
+        self._peer_saves = True
+
+    def gave_up(self) -> None:
+        """The step at hand is lost, and comes again."""
+        self.goes_on()
+        self.enter(self._phase)
+        seconds = self.pulse.seconds
+        lost_s, seconds[_TRAINING] = seconds[_TRAINING] - self._told_s, self._told_s
+        seconds[_REPEATED] += lost_s
+
+    def moved(self) -> None:
+        """It gets on, in a phase without steps."""
+        self.pulse.moved_at = self._monotonic()
+        self.beat()
+
+    def step_begins(self, number: int) -> None:
+        """Step ``number`` is computed now."""
+        phase = _REPEATED if number <= self.reached else _TRAINING
+        if self._phase not in _WORK:
+            self.change(PHASES[phase])
+        elif phase != self._phase:
+            self.enter(phase)
+
+    def committed(self, step: int, samples: int) -> None:
+        """``step`` was committed, on ``samples`` samples of this rank."""
+        pulse, now = self.pulse, self._monotonic()
+        pulse.seconds[self._phase] += now - pulse.phase_at
+        pulse.phase_at = pulse.moved_at = now
+        seconds = pulse.seconds
+        work = seconds[_TRAINING] + seconds[_REPEATED] + seconds[_DATA]
+        if pulse.fresh:  # else something else was between: a compilation, the forming of the round
+            step_s = work - self._work_before
+            compute_s = max(0.0, step_s - (self._waited_s - self._waited_before))
+            if pulse.fresh == 1:
+                pulse.step_s, pulse.compute_s = step_s, compute_s
+            else:
+                pulse.step_s += _SMOOTHING * (step_s - pulse.step_s)
+                pulse.compute_s += _SMOOTHING * (compute_s - pulse.compute_s)
+        else:
+            pulse.first_at = now
+        self._work_before, self._waited_before = work, self._waited_s
+        self._peer_saves = False
+        pulse.step = step
+        pulse.steps += 1
+        pulse.fresh += 1
+        pulse.samples += samples
+        pulse.stepped_wall = self._clock.wall()
+        if step > self.reached:
+            self.reached = step
+        if self._device is not None and now - self._memory_at > _MEMORY_EVERY_S:
+            self._look_at_memory(now)
+        self.beat()
+
+    def _look_at_memory(self, now: float) -> None:
+        self._memory_at = now
+        self.pulse.allocated = torch.cuda.memory_allocated(self._device)
+        self.pulse.reserved = torch.cuda.memory_reserved(self._device)
+
+    def knows_loss(self, loss: float | None, *, own: bool = False) -> None:
+        """The newest loss (None: unknown). This rank's ``own`` counts only while that of all ranks is not known."""
+        if loss is not None and math.isfinite(loss) and not (own and self._knows_mean):
+            self.pulse.loss = loss
+            self._knows_mean = not own
+
+    def nonfinite(self) -> None:
+        """The loss was found NaN or infinite."""
+        self.pulse.nonfinite += 1
+        self.beat()
+
+    # ---- checkpoints
+
+    def operated(self, what: str, duration_s: float, *, ok: bool) -> None:
+        """A ``save`` or a ``load`` took so long."""
+        self.count(f"{what}.{'ok' if ok else 'failed'}")
+        if ok:
+            for name, amount in observed(f"{what}_s", duration_s, SAVE_BUCKETS).items():
+                self.count(name, amount)
+        self._note()
+
+    def saved(self, step: int, size: int, duration_s: float) -> None:
+        """Rank 0 has saved a checkpoint of ``size`` bytes."""
+        self._notes["saved"] = {"step": step, "wall": self._clock.wall(), "bytes": size, "duration_s": duration_s}
+        self.operated("save", duration_s, ok=True)
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        """Count something rare; told with the next note."""
+        self._counts[name] = self._counts.get(name, 0.0) + amount
+
+    # ---- writing
+
+    def beat(self) -> None:
+        """Write the pulse."""
+        self.pulse.phase = PHASES[self._phase]
+        self._told_s = self.pulse.seconds[_TRAINING]
+        self.page.beat(self.pulse, self._phase)
+
+    def _note(self) -> None:
+        self.page.note({**self._notes, "counts": self._counts})
+
+    def _offer_stacks(self, page: Path) -> None:
+        """The agent asks for the stacks of all threads by a signal; the C handler writes them whatever Python does."""
+        try:
+            self._stacks = page.with_suffix(".stacks").open("wb")
+            faulthandler.register(SIGNAL, self._stacks, all_threads=True, chain=False)
+        except (OSError, ValueError, RuntimeError, AttributeError) as error:
+            logger().info("stacks.unavailable", error=str(error))
+
+
+def process_age_s(uptime: Path = Path("/proc/uptime")) -> float:
+    """Seconds since this process began; 0 where the kernel does not tell."""
+    started = start_of("self")
+    try:
+        return max(0.0, float(uptime.read_text().split()[0]) - (started or 0) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def _page(environment: WorkerEnvironment) -> PageWriter | None:
+    if environment.pages is None:
+        return None
+    path = environment.pages / f"{environment.local_rank}-{os.getpid()}-{next(_NUMBERS)}.page"
+    try:
+        return PageWriter.create(path)
+    except OSError as error:
+        logger().warning("page.unavailable", path=str(path), error=str(error))
+        return None

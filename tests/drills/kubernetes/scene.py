@@ -1,0 +1,134 @@
+"""A rendered overlay on the stand-in: what its job does, read from the ledger that its workers write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import yaml
+
+from elastic_trainer.errors import EXIT_LEFT
+from elastic_trainer.settings import ENV_LEDGER_DIR
+from elastic_trainer.sim.ledger import Line, LineKind
+from elastic_trainer.sim.tail import LedgerTail
+from tests.support import manifests
+from tests.support.kubelet.cluster import Cluster
+from tests.support.kubelet.job_rules import Condition
+from tests.support.kubelet.pods import PodStatus
+from tests.support.manifests import Manifest, named
+from tests.support.requirements import needs
+
+JOB, OWNER = "mnist", "Job/mnist"
+LIMIT_S = 120.0
+"""How long anything may take on a slow machine before a test fails."""
+LEDGER = "/checkpoints/ledger"
+
+
+def rendered() -> list[Manifest]:
+    """The objects of the dev overlay."""
+    needs("dumb-init", "the init of the image")
+    return manifests.rendered("overlays/dev")
+
+
+def change_job_file(documents: list[Manifest], changes: Mapping[str, Any]) -> None:
+    """Other values in the job's own YAML."""
+    data = named(documents, "ConfigMap", JOB)["data"]
+    data["job.yaml"] = yaml.safe_dump(yaml.safe_load(data["job.yaml"]) | dict(changes))
+
+
+def add_options(documents: list[Manifest], **options: str) -> None:
+    """More of ``--rdzv-conf``."""
+    words = named(documents, "Job", JOB)["spec"]["template"]["spec"]["containers"][0]["command"]
+    at = next(number for number, word in enumerate(words) if word.startswith("--rdzv-conf="))
+    words[at] += "".join(f",{name}={value}" for name, value in options.items())
+
+
+def check_left(pod: PodStatus, grace_s: float = 90.0) -> None:
+    """It went when it was told to, by itself and in time."""
+    assert pod.exit_code == EXIT_LEFT, pod
+    assert pod.leaving is not None
+    assert not pod.leaving.killed
+    assert pod.leaving.took_s < grace_s
+
+
+class Scene:
+    """The job of an overlay in a cluster, and what its workers wrote."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._tail = LedgerTail(cluster.claim("checkpoints") / "ledger")
+        self.lines: list[Line] = []
+
+    def start(self, documents: list[Manifest]) -> None:
+        """Apply everything, with a ledger for the job."""
+        named(documents, "ConfigMap", "elastic-trainer")["data"][ENV_LEDGER_DIR] = LEDGER
+        self.cluster.apply(documents)
+
+    def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
+        """See Cluster.wait_for."""
+        self.cluster.wait_for(condition, what, limit_s)
+
+    # ---- pods
+
+    def living(self) -> list[PodStatus]:
+        """The job's pods that have not ended, by index."""
+        return self.cluster.living(OWNER)
+
+    def scale(self, size: int) -> None:
+        """As ``kubectl patch`` does it."""
+        self.cluster.patch("Job", JOB, {"spec": {"parallelism": size, "completions": size}})
+
+    def await_end(self, name: str) -> PodStatus:
+        """Wait until a pod has ended; how it did."""
+        self.wait_for(lambda: not self.cluster.pod(name).living, f"{name} does not end")
+        return self.cluster.pod(name)
+
+    def await_over(self) -> Condition | None:
+        """Wait until the Job is Complete or Failed."""
+        self.wait_for(lambda: self.cluster.job(JOB).over, "the Job is never over")
+        return self.cluster.job(JOB).condition
+
+    # ---- steps
+
+    def steps(self) -> list[Line]:
+        """All steps so far."""
+        self.lines += self._tail.read()
+        return [line for line in self.lines if line.event is LineKind.STEP]
+
+    def await_world(self, size: int, *, after: int = 0, count: int = 3) -> int:
+        """Wait until just the ``size`` living pods have made ``count`` steps together; their round.
+
+        ``after``: in a round later than that.
+        """
+        found: list[int] = []
+
+        def together() -> bool:
+            here = {pod.name for pod in self.living()}
+            made: dict[int, dict[str, int]] = {}
+            for line in self.steps():
+                if line.round > after and line.world == size:
+                    nodes = made.setdefault(line.round, {})
+                    nodes[line.node] = nodes.get(line.node, 0) + 1
+            found[:] = [number for number, nodes in made.items() if set(nodes) == here and min(nodes.values()) >= count]
+            return bool(found) and len(here) == size
+
+        self.wait_for(together, f"no {size} pods train together after round {after}")
+        return max(found)
+
+    # ---- what a person in a pod sees
+
+    def asked(self, pod: str, *words: str) -> str:
+        """What a command in a pod prints."""
+        done = self.cluster.execute(pod, *words)
+        assert done.returncode == 0, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def fetched(self, pod: str, url: str) -> str:
+        """What an address answers to a pod."""
+        script = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=30).read().decode())"
+        return self.asked(pod, "python", "-c", script, url)
+
+    def happenings(self, pod: str) -> list[dict[str, Any]]:
+        """``elastic-trainer events``."""
+        return [json.loads(line) for line in self.asked(pod, "elastic-trainer", "events", JOB, "--json").splitlines()]

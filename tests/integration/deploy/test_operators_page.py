@@ -1,0 +1,71 @@
+"""The operator's page of the README does what it says: each command is carried out, in order, in one shell.
+
+In a network of its own: the page names the ports that everybody knows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.deployment import DEPLOY, ROOT
+from tests.support.pages import blocks_of, section
+from tests.support.requirements import needs, needs_root
+
+PAGE = "Run it as a service"
+LIMIT_S = 300.0
+APART = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""All that the page starts ends with its shell."""
+
+pytestmark = [pytest.mark.timeout(360), pytest.mark.root]
+
+
+def shell(directory: Path, text: str) -> str:
+    """What ``text`` prints in a shell in ``directory`` with a loopback of its own; it must end well."""
+    script = directory / "page.sh"
+    script.write_text(f"set -eu\nip link set lo up\n{text}", encoding="utf-8")
+    paths = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]
+    environment = {**os.environ, "PATH": os.pathsep.join(paths), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*APART, "bash", str(script)],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    logs = "".join(f"\n== {path.name}\n{path.read_text()[-2000:]}" for path in directory.glob("runs/service/*.log"))
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}{logs}"
+    return done.stdout
+
+
+def test_the_page_leads_to_a_job_that_is_watched(tmp_path: Path) -> None:
+    """etcd, monitor, Prometheus and Alertmanager come up; the job trains on three nodes and ends well;
+    Prometheus knows it, and nobody is woken."""
+    needs_root("the page gets a network of its own")
+    for program in ("ip", "unshare", "prometheus", "prometheus-alertmanager", "promtool", "amtool"):
+        needs(
+            program, "the operator's page uses it (Debian: iproute2, util-linux, prometheus, prometheus-alertmanager)"
+        )
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    page = blocks_of(section(ROOT / "README.md", PAGE), "README.md")
+    commands = [block.text for block in page if block.language == "sh" and block.not_run is None]
+    assert len(commands) >= 3
+    said = shell(tmp_path, "".join(commands))
+    assert "run digits  succeeded" in said
+    assert re.search(r'elastic_trainer_run_state\{.*run="digits".*\} => 1', said), said[-2000:]
+    assert "ElasticTrainer" not in said  # no alert
+    results = [json.loads(line) for line in (tmp_path / "runs/digits/metrics.jsonl").read_text().splitlines()]
+    assert results[-1]["metrics"]["accuracy"] > 0.9
+    for node in "abc":  # on a slow machine the third one is there from the beginning
+        log = (tmp_path / f"runs/service/{node}.log").read_text()
+        assert '"event": "round.entered"' in log
+        assert '"result": "succeeded"' in log

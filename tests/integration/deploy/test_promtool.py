@@ -1,0 +1,134 @@
+"""Prometheus' and Alertmanager's own tools accept what is shipped, and the rules do what their scenes say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.deployment import DASHBOARDS, DEPLOY, PROMETHEUS
+from tests.support.requirements import needs
+from tests.support.rulescenes.firing import FIRING
+from tests.support.rulescenes.silent import SILENT
+from tests.support.rulescenes.writing import FILES, text
+
+SCENES = {scene.name: scene for scene in (*SILENT, *FIRING)}
+ALERTMANAGER = DEPLOY / "alertmanager/alertmanager.yml"
+
+
+def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    tool = needs("promtool", "checks and tests the alerting rules (Debian: prometheus)")
+    return subprocess.run([tool, *map(str, arguments)], capture_output=True, text=True, timeout=500, check=False)
+
+
+def amtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    tool = needs("amtool", "checks the routes of alerts (Debian: prometheus-alertmanager)")
+    return subprocess.run([tool, *map(str, arguments)], capture_output=True, text=True, timeout=100, check=False)
+
+
+def said(ran: subprocess.CompletedProcess[str]) -> str:
+    return ran.stdout + ran.stderr
+
+
+def test_prometheus_accepts_its_configuration_and_all_rules() -> None:
+    """``promtool check config`` reads prometheus.yml with the rules that it names."""
+    ran = promtool("check", "config", PROMETHEUS / "prometheus.yml")
+    assert ran.returncode == 0, said(ran)
+    assert "2 rule files found" in said(ran)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_fault_fires_its_alerts_and_all_else_is_silent(name: str) -> None:
+    """All scenes, as ``promtool test rules`` plays them."""
+    ran = promtool("test", "rules", PROMETHEUS / "tests" / name)
+    assert ran.returncode == 0, said(ran)
+
+
+SPOILED = [
+    # what somebody might write, and the scene that tells
+    ("stalled", "rules.yml", ", 5 * 60)", ", 50 * 60)"),
+    ("compile", "rules.yml", "30 * 60", "5 * 60"),
+    ("evaluation", "rules.yml", 'phase=~"evaluation|checkpoint|ending|waiting"', 'phase=~"ending|waiting"'),
+    ("evaluation", "alerts.yml",
+     "run:elastic_trainer_last_step_timestamp_seconds:max\n              or",
+     "(time() + 0 * run:elastic_trainer_ranks:count)\n or"),
+    ("slow-steps", "rules.yml", "10 * max", "0 * max"),
+    ("etcd-away", "rules.yml", "< 2 * 60", "< 2000 * 60"),
+    ("end", "alerts.yml", "run:elastic_trainer_world_size:fresh - on (run) run:elastic_trainer_ranks:count > 0",
+     "run:elastic_trainer_ranks:count offset 10m - on (run) run:elastic_trainer_ranks:count > 0"),
+    ("scale-down", "alerts.yml", "run:elastic_trainer_world_size:fresh - on (run) run:elastic_trainer_ranks:count > 0",
+     "run:elastic_trainer_ranks:count offset 10m - on (run) run:elastic_trainer_ranks:count > 0"),
+    ("scale-up", "alerts.yml", '{reason=~"node_left|node_lost|contact_lost"}', "{}"),
+    ("late-nodes", "alerts.yml", "> 15 * 60", "> 0 * 60"),
+    ("given-up", "alerts.yml", "and on (run) max_over_time(run:elastic_trainer_nodes:fresh[12h]) > 0", ""),
+    ("after-a-pause", "alerts.yml", "and on (run) run:elastic_trainer_checkpoint_due:bool == 1", ""),
+    ("etcd-blink", "alerts.yml", "timestamp_seconds) > 1 * 60\n        for: 1m", "timestamp_seconds) > 1 * 20\n"),
+    ("nan", "alerts.yml", "(increase(elastic_trainer_nonfinite_losses_total[15m])) > 0",
+     "(increase(elastic_trainer_nonfinite_losses_total[15m])) > 9"),
+    ("nan-unwatched", "alerts.yml", "(increase(elastic_trainer_nonfinite_steps_total[15m])) > 0",
+     "(increase(elastic_trainer_nonfinite_steps_total[15m])) > 9"),
+    ("failed", "alerts.yml", 'state="failed"', 'state="succeeded"'),
+    ("straggler", "alerts.yml", "> 1.5", "> 2.5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scene", "file", "right", "wrong"), SPOILED, ids=[f"{each[0]}-{n}" for n, each in enumerate(SPOILED)]
+)
+def test_a_spoiled_rule_is_found(scene: str, file: str, right: str, wrong: str, tmp_path: Path) -> None:
+    """The scenes can fail: with one expression made worse, the one that is about it does; with none, it does not."""
+    for name in ("rules.yml", "alerts.yml"):
+        shutil.copy(PROMETHEUS / name, tmp_path)
+    (tmp_path / "tests").mkdir()
+    test = tmp_path / "tests/scene.yml"
+    test.write_text(text("firing.yml", [SCENES[scene]]), encoding="utf-8")
+    assert (sound := promtool("test", "rules", test)).returncode == 0, said(sound)
+    rules = (tmp_path / file).read_text(encoding="utf-8")
+    assert right in rules
+    (tmp_path / file).write_text(rules.replace(right, wrong), encoding="utf-8")
+    ran = promtool("test", "rules", test)
+    assert ran.returncode == 1
+    assert "FAILED" in said(ran)
+    assert "parse error" not in said(ran)
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_prometheus_understands_each_query_of_a_dashboard(path: Path, tmp_path: Path) -> None:
+    """As rules, with variables replaced by what Grafana would put there."""
+    board = json.loads(path.read_text(encoding="utf-8"))
+    asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    asked += [each["expr"] for each in board["annotations"]["list"] if "expr" in each]
+    shown = [re.sub(r"\$__\w+", "5m", each).replace("$run", "a").replace("$rank", ".*") for each in asked]
+    rules = [{"record": f"panel:{number}", "expr": each} for number, each in enumerate(shown)]
+    file = tmp_path / "panels.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}), encoding="utf-8")
+    ran = promtool("check", "rules", file)
+    assert ran.returncode == 0, said(ran)
+    assert f"{len(asked)} rules found" in said(ran)
+
+
+def test_alertmanager_accepts_its_configuration() -> None:
+    """``amtool check-config`` reads it, with its receivers and inhibitions."""
+    ran = amtool("check-config", ALERTMANAGER)
+    assert ran.returncode == 0, said(ran)
+
+
+@pytest.mark.parametrize(
+    ("labels", "receiver"),
+    [
+        (["severity=critical", "run=a"], "on-call"),
+        (["severity=warning", "run=a"], "team"),
+        (["severity=critical", "component=monitor"], "on-call"),
+        (["alertname=OfSomebodyElse"], "team"),
+    ],
+)
+def test_an_alert_goes_to_whom_its_severity_asks_for(labels: list[str], receiver: str) -> None:
+    """Critical alerts wake somebody, all others are for the team."""
+    ran = amtool("config", "routes", "test", f"--config.file={ALERTMANAGER}", *labels)
+    assert ran.returncode == 0, said(ran)
+    assert ran.stdout.split() == [receiver]

@@ -1,0 +1,1 @@
+"""Real Prometheus and Alertmanager beside a job."""

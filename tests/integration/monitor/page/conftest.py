@@ -1,0 +1,78 @@
+"""A real Chromium with a server of the status page that the test controls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+
+from tests.support.requirements import needs
+from tests.support.snapshots import listing
+from tests.support.statuspage import StatusServer
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """One browser for the tests of a module: while it is there, this thread has an event loop that runs."""
+    path = needs("chromium", "the status page is tested in a real browser")
+    options = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=options)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def server() -> Iterator[StatusServer]:
+    """The pages, for this test alone."""
+    server = StatusServer()
+    server.list = listing()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def complaints() -> list[str]:
+    """What the browser's console said: errors, warnings, violations of the content policy."""
+    return []
+
+
+@pytest.fixture
+def open_page(chromium: Browser, complaints: list[str]) -> Iterator[Open]:
+    """Opens an address in a context of its own and waits until the script has drawn it."""
+    contexts: list[BrowserContext] = []
+
+    def note(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            complaints.append(f"{message.type}: {message.text}")
+
+    def open_page(url: str, *, script: str = "", drawn: bool = True, **options: Any) -> Page:
+        context = chromium.new_context(**{"viewport": {"width": 1360, "height": 900}, "timezone_id": "UTC"} | options)
+        contexts.append(context)
+        if script:
+            context.add_init_script(script)
+        page = context.new_page()
+        page.on("console", note)
+        page.on("pageerror", lambda error: complaints.append(f"exception: {error}"))
+        page.goto(url)
+        if drawn:
+            page.wait_for_selector("#view[data-by=script] h1")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Where screenshots of this test go: a folder of its own."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    return folder

@@ -1,0 +1,357 @@
+"""The status page in a real browser, with the content policy that the monitor sends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+
+from tests.integration.monitor.page.conftest import Open
+from tests.support import snapshots
+from tests.support.statuspage import StatusServer
+
+SCHEMES = ("light", "dark")
+PHONE = {"width": 320, "height": 640}
+SOON_MS = 30_000.0
+
+# What a reader gets: elements with their looks and labels, and all text. Left out is what only the script can do.
+CONTENT = """() => {
+  const view = document.getElementById("view").cloneNode(true);
+  for (const drawn of view.querySelectorAll(".drawn")) drawn.remove();
+  const elements = [...view.querySelectorAll("*")].filter((each) => !each.matches("button"));
+  const shapes = elements.map((each) => [each.localName, each.getAttribute("class"), each.getAttribute("aria-label"),
+    each.getAttribute("href"), each.getAttribute("width")].filter(Boolean).join(" "));
+  return { shapes, text: view.textContent.replace(/\\s+/g, "") };
+}"""
+
+# Every frame's work with the layout that it causes, in milliseconds.
+STOPWATCH = """
+window.frames_ms = [];
+const ask = window.requestAnimationFrame.bind(window);
+window.requestAnimationFrame = (callback) => ask((time) => {
+  const began = performance.now();
+  callback(time);
+  document.body.getBoundingClientRect();
+  window.frames_ms.push(performance.now() - began);
+});
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quiet_console(complaints: list[str]) -> Any:
+    """No test leaves anything on the console, unless it has looked at it and cleared it."""
+    yield
+    assert complaints == []
+
+
+def content(page: Page) -> Any:
+    found = page.evaluate(CONTENT)
+    found["text"] = re.sub(r"\d+sago", "#sago", found["text"])
+    return found
+
+
+def fits(page: Page) -> bool:
+    """Whether nothing sticks out to the right."""
+    return bool(page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"))
+
+
+@pytest.mark.parametrize("make", snapshots.SMALL.values(), ids=lambda make: make.__name__)
+def test_the_script_draws_what_the_server_writes(
+    make: Callable[[], Any], server: StatusServer, open_page: Open
+) -> None:
+    """Two renderings of one snapshot, in two languages, say the same."""
+    url = server.show(make())
+    written = content(open_page(url, java_script_enabled=False, drawn=False))
+    drawn = content(open_page(url))
+    assert drawn["text"] == written["text"]
+    assert drawn["shapes"] == written["shapes"]
+
+
+def test_the_list_is_drawn_as_it_is_written(server: StatusServer, open_page: Open) -> None:
+    """The same for the list of runs."""
+    written = content(open_page(server.url, java_script_enabled=False, drawn=False))
+    assert content(open_page(server.url)) == written
+
+
+def test_numbers_are_written_alike(server: StatusServer, open_page: Open) -> None:
+    """Python and the browser round and abbreviate in the same way, over all sizes and at ties."""
+    from elastic_trainer.monitor.page import words
+
+    values = [
+        sign * digits * 10.0**power
+        for power in range(-6, 9)
+        for digits in (1, 1.5, 2.5, 4.05, 5.95, 9.95, 9.9949, 9.9951)
+        for sign in (1, -1)
+    ]
+    values += [0.125, 0.5, 59.49, 59.5, 60, 599.5, 3599.4, 3599.5, 86399.5, 0.9994, 0.9995, 999.5, 999500, 123456.789]
+    page = open_page(server.url)
+    told = page.evaluate(
+        """async (values) => {
+          const words = await import("/static/words.js");
+          const names = ["duration", "lasting", "ago", "measure", "percent", "times", "size", "count"];
+          return Object.fromEntries(names.map((name) => [name, values.map((value) => words[name](value))]));
+        }""",
+        values,
+    )
+    for name, written in told.items():
+        expected = [getattr(words, name)(value) for value in values]
+        assert [pair for pair in zip(values, written, expected, strict=True) if pair[1] != pair[2]] == [], name
+
+
+def test_news_change_the_page(server: StatusServer, open_page: Open) -> None:
+    """A snapshot from the stream is shown without loading anything again; a turn is told to screen readers."""
+    page = open_page(server.show(snapshots.healthy()))
+    expect(page.locator("#fresh")).to_contain_text("Live")
+    expect(page.locator("#said")).to_be_empty()
+    page.evaluate("window.same = true")
+    server.show(snapshots.recovering() | {"run": "gpt-small-07"})
+    expect(page.locator(".state")).to_contain_text("Recovering for 14 s", timeout=SOON_MS)
+    expect(page.locator(".attention")).to_contain_text("1 node is gone: node-2")
+    expect(page.locator("#said")).to_have_text("Recovering. Node lost.")
+    expect(page).to_have_title("Recovering: gpt-small-07, elastic-trainer")
+    assert page.evaluate("window.same")
+
+
+def test_the_list_follows_too(server: StatusServer, open_page: Open) -> None:
+    """It asks again and again."""
+    page = open_page(server.url)
+    server.list["runs"][0]["state"] = "failed"
+    expect(page.locator("tbody tr").first).to_contain_text("Failed", timeout=SOON_MS)
+    expect(page.locator("#said")).to_have_text("gpt-small-07: Failed.")
+
+
+def test_a_lost_connection_is_shown_and_recovers(server: StatusServer, open_page: Open, complaints: list[str]) -> None:
+    """Nobody takes old data for new: the page says that it is cut off, and since when, and goes on by itself."""
+    page = open_page(server.show(snapshots.healthy()))
+    expect(page.locator("#fresh")).to_contain_text("Live")
+    server.fall_silent()
+    expect(page.locator("#fresh")).to_contain_text(
+        re.compile(r"Connection lost\. What you see is \d+ s old"), timeout=SOON_MS
+    )
+    expect(page.locator("#said")).to_contain_text("Connection lost")
+    expect(page.locator("body")).to_have_class("stale")
+    server.come_back()
+    server.show(snapshots.healthy(step=48_999))
+    expect(page.locator(".figures").first).to_contain_text("48,999", timeout=SOON_MS)
+    expect(page.locator("#fresh")).to_contain_text("Live")
+    expect(page.locator("#said")).to_have_text("Connected again.")
+    assert all("ERR_" in each for each in complaints), complaints  # the browser's own words for requests that failed
+    complaints.clear()
+
+
+def test_without_a_stream_the_page_asks(server: StatusServer, open_page: Open, complaints: list[str]) -> None:
+    """A proxy that refuses streams costs nothing but a second."""
+    server.streams = False
+    page = open_page(server.show(snapshots.healthy()))
+    expect(page.locator("#fresh")).to_contain_text("Live by polling", timeout=SOON_MS)
+    server.show(snapshots.healthy(step=48_999))
+    expect(page.locator(".figures").first).to_contain_text("48,999", timeout=SOON_MS)
+    assert all("404" in each for each in complaints), complaints
+    complaints.clear()
+
+
+def test_a_store_that_does_not_answer_is_shown(server: StatusServer, open_page: Open) -> None:
+    """The monitor is reached, and knows nothing new."""
+    page = open_page(server.show(snapshots.healthy(store={"connected": False, "age_s": 43.0})))
+    expect(page.locator("#fresh")).to_contain_text(re.compile(r"does not reach the store\. What you see is 4\d s old"))
+
+
+def test_what_cannot_be_shown_is_told(server: StatusServer, open_page: Open, complaints: list[str]) -> None:
+    """A newer monitor may send something else to a page that was opened before: no old data without a word."""
+    page = open_page(server.show(snapshots.healthy()))
+    server.show({"run": "gpt-small-07", "nodes": [None]})
+    expect(page.locator("#fresh")).to_have_text("What the monitor sends cannot be shown. Load this page again.")
+    expect(page.locator("body")).to_have_class("stale")
+    server.show(snapshots.healthy(step=48_999))
+    expect(page.locator(".figures").first).to_contain_text("48,999", timeout=SOON_MS)
+    expect(page.locator("body")).not_to_have_class("stale")
+    assert complaints
+    complaints.clear()
+
+
+def test_without_scripts_the_tables_are_there(server: StatusServer, open_page: Open) -> None:
+    """Nodes, ranks, incidents and rounds are in the page that the server sends."""
+    page = open_page(server.show(snapshots.straggling()), java_script_enabled=False, drawn=False)
+    for name, rows in (("nodes", 3), ("ranks", 6), ("incidents", 4), ("rounds", 4)):
+        direct = "tbody > tr:not(.inner)"
+        expect(page.locator(f"table.{name} > {direct}")).to_have_count(rows)
+    assert page.locator("noscript meta[http-equiv=refresh]").count() == 1
+    assert page.evaluate("getComputedStyle(document.querySelector('.cell')).width") != "auto"
+
+
+def test_everything_is_reached_with_the_keyboard(server: StatusServer, open_page: Open) -> None:
+    """Skip link, curves and nodes: with the tab key, arrows and the space bar."""
+    page = open_page(server.show(snapshots.healthy()))
+    page.keyboard.press("Tab")
+    expect(page.locator(".skip")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("main")).to_be_focused()
+    slider = page.get_by_role("slider", name="Moment in the course of the run")
+    slider.focus()
+    newest = slider.get_attribute("aria-valuetext")
+    page.keyboard.press("PageUp")
+    assert "Worker lost" in (slider.get_attribute("aria-valuetext") or "")
+    page.keyboard.press("Home")
+    expect(slider).to_have_attribute("aria-valuenow", "0")
+    page.keyboard.press("ArrowRight")
+    expect(slider).to_have_attribute("aria-valuenow", "1")
+    page.keyboard.press("Escape")
+    expect(slider).to_have_attribute("aria-valuetext", newest or "")
+    turn = page.get_by_role("button", name="node-0")
+    turn.focus()
+    outline = "getComputedStyle(document.activeElement).outlineStyle"
+    assert page.evaluate(outline) == "solid"
+    expect(turn).to_have_attribute("aria-expanded", "true")
+    page.keyboard.press("Space")
+    expect(turn).to_have_attribute("aria-expanded", "false")
+    expect(page.locator("table.ranks")).to_have_count(2)
+
+
+def test_focus_and_open_nodes_survive_news(server: StatusServer, open_page: Open) -> None:
+    """Whoever reads a node is not thrown out of it every second."""
+    page = open_page(server.show(snapshots.healthy()))
+    turn = page.get_by_role("button", name="node-1")
+    turn.focus()
+    page.keyboard.press("Space")
+    server.show(snapshots.healthy(step=48_999))
+    expect(page.locator(".figures").first).to_contain_text("48,999", timeout=SOON_MS)
+    expect(turn).to_be_focused()
+    expect(turn).to_have_attribute("aria-expanded", "false")
+
+
+def test_curves_show_rounds_incidents_and_units(server: StatusServer, open_page: Open) -> None:
+    """Both curves have points, every incident a mark, every round a block, and the axes say what they measure."""
+    page = open_page(server.show(snapshots.healthy()))
+    chart = page.locator("svg.chart")
+    for curve in ("loss", "pace"):
+        assert (chart.locator(f"path.{curve}").get_attribute("d") or "").count("L") > 500
+    expect(chart.locator("rect.round")).to_have_count(4)
+    expect(chart.locator(".mark")).to_have_count(3)
+    said = chart.text_content() or ""
+    assert all(words in said for words in ("loss", "step time, ms", "time, UTC", "round 5: 4"))
+    page.get_by_text("1 h", exact=True).click()
+    expect(chart.locator(".mark")).to_have_count(1)
+    chart.hover(position={"x": 60, "y": 200})
+    expect(page.locator(".readout")).to_contain_text(
+        re.compile(r"23:2\d:\d\d · step [\d,]+ · loss [\d.]+ · step time \d+ ms · 6 ranks")
+    )
+
+
+def test_a_missing_number_breaks_the_line_and_nothing_else(server: StatusServer, open_page: Open) -> None:
+    """Before the first step there is no loss; the curve begins where it is known."""
+    run = snapshots.healthy()
+    run["curves"]["loss"][:300] = [None] * 300
+    run["curves"]["loss"][400] = None
+    run["curves"]["step_s"] = [None] * 600
+    page = open_page(server.show(run))
+    assert (page.locator("path.loss").get_attribute("d") or "").count("M") == 2
+    expect(page.locator("svg.chart")).to_contain_text("nothing known yet")
+
+
+@pytest.mark.parametrize("make", [*snapshots.SMALL.values(), snapshots.large], ids=lambda make: make.__name__)
+def test_nothing_sticks_out_on_a_phone(make: Callable[[], Any], server: StatusServer, open_page: Open) -> None:
+    """At 320 pixels the page does not scroll sideways, with and without scripts; wide tables scroll in themselves."""
+    url = server.show(make())
+    assert fits(open_page(url, viewport=PHONE))
+    assert fits(open_page(url, viewport=PHONE, java_script_enabled=False, drawn=False))
+
+
+def test_the_list_fits_a_phone(server: StatusServer, open_page: Open) -> None:
+    """The same for the list."""
+    assert fits(open_page(server.url, viewport=PHONE))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "make",
+    [snapshots.recovering, snapshots.straggling, snapshots.failed, snapshots.large],
+    ids=lambda make: make.__name__,
+)
+def test_the_page_is_accessible(make: Callable[[], Any], scheme: str, server: StatusServer, open_page: Open) -> None:
+    """axe finds nothing: names, roles, contrast, headings, landmarks; in both color schemes."""
+    page = open_page(server.show(make()), color_scheme=scheme)
+    page.locator("summary").click()
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_list_is_accessible(scheme: str, server: StatusServer, open_page: Open) -> None:
+    """The same for the list, and without scripts."""
+    found = Axe().run(open_page(server.url, color_scheme=scheme))
+    assert found.violations_count == 0, found.generate_report()
+
+
+def test_light_and_dark_are_two_pictures(server: StatusServer, open_page: Open, pictures: Path) -> None:
+    """Both follow what the system asks for."""
+    url = server.show(snapshots.recovering())
+    taken = {}
+    for scheme in SCHEMES:
+        page = open_page(url, color_scheme=scheme)
+        page.screenshot(path=pictures / f"{scheme}.png")
+        taken[scheme] = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    brightness = {scheme: sum(map(int, re.findall(r"\d+", color)[:3])) for scheme, color in taken.items()}
+    assert brightness["light"] > 700
+    assert brightness["dark"] < 100
+    assert all(path.stat().st_size > 20_000 for path in pictures.iterdir())
+
+
+def test_states_are_not_told_by_color_alone(server: StatusServer, open_page: Open) -> None:
+    """Each look has an icon and a word, each cell that does not train a letter or a sign."""
+    page = open_page(server.show(snapshots.recovering()))
+    for told in page.locator(".told").all():
+        assert (told.text_content() or "").strip()
+        assert told.locator("svg.icon use").count() == 1
+    for cell in page.locator(".cell:not(.p-training)").all():
+        assert (cell.text_content() or "").strip()
+
+
+def test_nothing_moves_where_motion_is_not_wanted(server: StatusServer, open_page: Open) -> None:
+    """prefers-reduced-motion is followed."""
+    page = open_page(server.show(snapshots.healthy()), reduced_motion="reduce")
+    moving = """[...document.querySelectorAll("*")]
+      .filter((each) => parseFloat(getComputedStyle(each, "::before").transitionDuration) > 0).length"""
+    assert page.evaluate(moving) == 0
+    assert page.evaluate("document.getAnimations().length") == 0
+
+
+def test_nodes_of_a_large_run_are_found(server: StatusServer, open_page: Open) -> None:
+    """Those that need a look come first, any other is found by its name, and all can be shown."""
+    page = open_page(server.show(snapshots.large()))
+    rows = page.locator("table.nodes > tbody")
+    expect(rows).to_have_count(24)
+    expect(rows.nth(0)).to_contain_text("node-37")
+    expect(rows.nth(1)).to_contain_text("node-101")
+    page.get_by_label("Find a node").fill("node-48")
+    expect(rows).to_have_count(11)
+    page.get_by_label("Find a node").fill("")
+    page.get_by_role("button", name="Show all 512 nodes").click()
+    expect(rows).to_have_count(512)
+    page.get_by_role("button", name="node-300").click()
+    expect(page.locator("table.ranks tbody tr")).to_have_count(8)
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["as opened", "all nodes shown"])
+def test_512_nodes_are_updated_quickly(
+    everything: bool, server: StatusServer, open_page: Open, record_property: Callable[[str, object], None]
+) -> None:
+    """4,096 ranks: reading, comparing, drawing and layout of a snapshot. To be below 100 ms on a quiet machine, which
+    a busy one is not held to."""
+    page = open_page(server.show(snapshots.large()), script=STOPWATCH)
+    if everything:
+        page.get_by_role("button", name="Show all 512 nodes").click()
+    taken = []
+    for turn in range(1, 12):
+        page.evaluate("window.frames_ms.length = 0")
+        server.show(snapshots.large(turn=turn))
+        expect(page.locator(".figures").first).to_contain_text(f"{48_210 + turn:,}", timeout=SOON_MS)
+        taken.append(max(page.evaluate("window.frames_ms")))
+    record_property("update_ms", round(median(taken), 1))
+    print(f"update of 512 nodes: median {median(taken):.1f} ms, worst {max(taken):.1f} ms")
+    assert median(taken) < 1000

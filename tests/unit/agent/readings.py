@@ -1,0 +1,54 @@
+"""Builds what an agent reads of its workers, without workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.ipc.page import PHASES, Pulse, Reading
+from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
+from elastic_trainer.membership.health import NodeHealth, RankHealth
+from elastic_trainer.model import Phase
+
+
+def reading(
+    phase: Phase = Phase.TRAINING,
+    *,
+    pid: int = 1,
+    slot: int = 0,
+    born_at: float = 0.0,
+    waits: bool = False,
+    moment: Phase | None = None,
+    seconds: Mapping[Phase, float] | None = None,
+    notes: Mapping[str, Any] | None = None,
+    **pulse: Any,
+) -> Reading:
+    """A page as it might be read. ``moment``: what it does in this moment, if that is not ``phase``."""
+    spent = [(seconds or {}).get(each, 0.0) for each in PHASES]
+    told = {"pid": pid, "local_rank": slot, "born_at": born_at, **(notes or {})}
+    values: dict[str, Any] = {"rank": slot, "round": 1, "fresh": 5} | pulse
+    return Reading(Path(f"{slot}-{pid}"), Pulse(phase=phase, seconds=spent, **values), moment or phase, waits, told)
+
+
+def round_of(
+    number: int, *nodes: str, state: RoundState = RoundState.ACTIVE, size: int = 1, life: int = 1, **more: Any
+) -> RoundDocument:
+    """A round of ``nodes`` in this order; of ``a!2`` in its second life."""
+    members = []
+    for index, each in enumerate(nodes):
+        name, _, own = each.partition("!")
+        key = 10 + ord(name[0])
+        members.append(RoundMember(name, key, int(own or life), index * size, size))
+    return RoundDocument(number=number, nonce=f"r{number}", state=state, members=tuple(members), **more)
+
+
+def told_by(node: str, *ranks: RankHealth, number: int = 1, **more: Any) -> NodeHealth:
+    """What ``node`` publishes in round ``number``."""
+    return NodeHealth(node=node, wall=1.0, round=number, ranks=ranks, **more)
+
+
+def rank(number: int, *, waits: bool = True, still_s: float = 500.0, waits_s: float | None = None) -> RankHealth:
+    """One rank of it; it has waited all the time unless told."""
+    waited_s = still_s if waits_s is None else waits_s
+    return RankHealth(number, 0, 1, "training", 1.0, still_s, 5, 1.0, 0.5, waits=waits, waits_s=waited_s)

@@ -1,0 +1,219 @@
+"""What status and events print."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+
+from elastic_trainer.cli import connection, wording
+from elastic_trainer.cli.events import as_json, as_line, in_order
+from elastic_trainer.cli.main import Parser
+from elastic_trainer.cli.monitor import listen_address
+from elastic_trainer.cli.status import LiveShow, PlainShow
+from elastic_trainer.cli.status_view import list_view, run_view
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.membership.health import Saved
+from elastic_trainer.model import Cause
+from elastic_trainer.monitor.observation import Observed, Observer
+from elastic_trainer.monitor.reading import Reading, RunReading
+from elastic_trainer.monitor.snapshot import StoreStatus, listing, snapshot, summary
+from elastic_trainer.settings import ENV_ENDPOINT, secret, store_endpoint
+from tests.support.monitored import entry, health, incident, rank, run
+
+AWAY = StoreStatus(False, 75.0)
+
+
+def printed(view: RenderableType) -> str:
+    """What a file would get."""
+    out = io.StringIO()
+    Console(file=out, width=160).print(view)
+    return out.getvalue()
+
+
+def test_a_run_is_shown_with_all_that_is_known_of_it() -> None:
+    """Header, ranks, marks, incidents."""
+    told = {
+        "n0": health(
+            "n0", [rank(0, still_s=33.0), rank(1, 1)], {"seconds.training": 9.0, "seconds.data": 1.0}, loss=0.25
+        ),
+        "n1": health("n1", [rank(2), rank(3, 1, compute_s=0.5)]),
+    }
+    told["n0"] = told["n0"].model_copy(update={"saved": Saved(step=8, wall=1.0, bytes=2**21, duration_s=0.05)})
+    documents = run(health=told, incidents=(incident(1, reason="worker 0 died"),))
+    seen = Observed(now=100.0, state="training", state_since=40.0, saved_s=12.0, arrived={"n1": 70.0}, steps_per_s=4.0)
+    text = printed(run_view(snapshot(documents, seen)))
+    for part in (
+        "run r  training for 60 s  round 1: all are there",
+        "4 ranks, 2 nodes of 1:4, recovery restart",
+        "step 12, 4 steps/s, loss 0.25, goodput 90.0 %",
+        "checkpoint of step 8, 12 s ago, 2 MiB in 50.0 ms",
+        "still for 33 s",
+        "straggler x5",
+        "silent for 30 s",
+        "worker_lost, round 1 -> 2",
+        "worker 0 died [n1]",
+    ):
+        assert part in text, text
+
+
+def test_what_is_not_known_is_a_dash_and_an_outage_is_said() -> None:
+    """A run without a round; a store that is away; documents of another version."""
+    text = printed(run_view(snapshot(run(round=None, unreadable=("/x/spec",)), Observed(), AWAY)))
+    assert "no round yet" in text
+    assert "no checkpoint yet" in text
+    assert "step -, goodput -" in text
+    assert "etcd does not answer; this was read 75 s ago" in text
+    assert "cannot be read by this version: /x/spec" in text
+
+
+def test_with_many_ranks_a_node_is_one_row() -> None:
+    """With the numbers of its ranks, what they do, and who of them is slow."""
+    told = {"n1": health("n1", [rank(8 + i, i, compute_s=0.9 if i == 3 else 0.1, step=10 + i) for i in range(8)])}
+    told |= {"n0": health("n0", [rank(i, i, phase="data" if i else "checkpoint") for i in range(8)])}
+    text = printed(run_view(snapshot(run(6, 8, health=told), Observed())))
+    assert "0-7" in text
+    assert "7 data, 1 checkpoint" in text
+    assert "straggler 11" in text
+    assert "40-47" in text
+    assert text.count("\n") < 20
+
+
+def test_the_last_transition_stands_in_for_incidents() -> None:
+    """Until there is one."""
+    text = printed(
+        run_view(snapshot(run(journal=(entry(1), entry(2, RoundState.BROKEN, reason="n1 is gone"))), Observed()))
+    )
+    assert "round 2 broken: n1 is gone" in text
+
+
+def test_the_list_has_a_row_for_each_run() -> None:
+    """Or says that there are none."""
+    documents = run(incidents=(incident(1),))
+    rows = [summary(documents, Observer().look(documents, 0.0, 0.0))]
+    text = printed(list_view(listing(rows, StoreStatus(True, 0.0), 0.0)))
+    assert "training" in text
+    assert "2 of 1:4" in text
+    assert "worker_lost" in text
+    assert "there are no runs" in printed(list_view(listing([], AWAY, 0.0)))
+    assert "etcd does not answer" in printed(list_view(listing([], AWAY, 0.0)))
+
+
+def test_what_people_wrote_is_not_read_as_markup() -> None:
+    """A reason or a name with brackets is printed as it is."""
+    documents = run(round_={"reason": "[red]x[/red] [/oops]"}, incidents=(incident(1, reason="[bold]y"),))
+    text = printed(run_view(snapshot(documents, Observed())))
+    assert "[red]x[/red] [/oops]" in text
+    assert "[bold]y" in text
+
+
+def reading(serial: int) -> Reading:
+    """One of many."""
+    documents = run(serial=serial)
+    return Reading({"r": RunReading(documents, Observer().look(documents, 0.0, 0.0))}, StoreStatus(True, 0.0))
+
+
+def test_where_nothing_can_be_redrawn_a_view_is_printed_again_when_there_is_news() -> None:
+    """But not at every change, and in any case at the end; without any control characters."""
+    out = io.StringIO()
+    show = PlainShow(Console(file=out, force_terminal=True, no_color=True, _environ={"TERM": "dumb"}, width=120), "r")
+    for serial in (1, 2, 3):
+        show(reading(serial), False)
+    assert out.getvalue().count("run r  training") == 1
+    show(reading(3), True)
+    assert out.getvalue().count("run r  training") == 2
+
+
+def test_on_a_terminal_the_view_is_redrawn_in_place() -> None:
+    """And what was last shown stays."""
+    out = io.StringIO()
+    show = LiveShow(Console(file=out, force_terminal=True, width=120), "r")
+    show(reading(1), False)
+    show(Reading(), True)
+    show.close()
+    assert "run r is gone" in out.getvalue()
+
+
+def test_transitions_and_incidents_are_lines_in_order_of_time() -> None:
+    """With all that is known of an incident; one that ended no round has no next one."""
+    happened = in_order([incident(3, steps_lost=2, detect_s=0.4), entry(2, wall=1001.0), entry(9, wall=9000.0)])
+    lines = [as_line(each) for each in happened]
+    assert lines[0] == "1970-01-01 00:16:41Z  round 2 active (1 nodes, 2 ranks): because"
+    assert "worker_lost, round 3 -> 4, 0 -> 0 ranks, 2 steps lost, found in 0.40 s, 80.0 ms (agreed 50.0 ms" in lines[1]
+    other = incident(4, kind="checkpoint_failed", cause=None, step=7, reason="disk full")
+    assert "checkpoint_failed in round 4, step 7: disk full" in as_line(other)
+
+
+def test_lines_of_json_say_what_they_are() -> None:
+    """With the fields of the documents."""
+    told = [json.loads(as_json(each)) for each in (entry(2), incident(3, cause=Cause.NODE_LOST))]
+    assert [each["type"] for each in told] == ["transition", "incident"]
+    assert (told[0]["state"], told[1]["cause"], told[1]["total_s"]) == ("active", "node_lost", pytest.approx(0.08))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *((None, "-"), (0.0, "0.0 ms"), (0.0031, "3.1 ms"), (0.25, "0.25 s"), (12.4, "12 s"), (119.0, "119 s")),
+        *((180.0, "3 min"), (9000.0, "2.5 h"), (260000.0, "3.0 d")),
+    ],
+)
+def test_durations_are_told_in_the_unit_that_fits(seconds: float | None, text: str) -> None:
+    """From milliseconds to days."""
+    assert wording.duration(seconds) == text
+
+
+def test_numbers_and_names_are_short() -> None:
+    """Few digits, ranges, and not more names than a line holds."""
+    assert [wording.number(each) for each in (None, 12.0, 0.021345, 4567.8)] == ["-", "12", "0.0213", "4568"]
+    assert wording.ranges([7, 1, 2, 3, 9, 10]) == "1-3,7,9-10"
+    assert wording.named(f"n{i}" for i in range(9)) == "n0, n1, n2, n3, n4, n5 and 3 more"
+    assert wording.percent(None) == "-"
+
+
+def options(*words: str) -> argparse.Namespace:
+    """The options that all these commands share."""
+    parser = Parser()
+    connection.add_options(parser)
+    return parser.parse_args(words)
+
+
+def test_the_endpoint_comes_from_the_option_the_environment_or_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this order."""
+    assert store_endpoint({}) == store_endpoint({ENV_ENDPOINT: ""}) == "127.0.0.1:2379"
+    monkeypatch.setenv(ENV_ENDPOINT, "etcd:1234")
+    assert str(connection.store_settings(options()).endpoints[0]) == "etcd:1234"
+    assert str(connection.store_settings(options("--endpoint", "other:1")).endpoints[0]) == "other:1"
+
+
+def test_the_password_is_the_first_line_of_a_file(tmp_path: Path) -> None:
+    """Not an argument, which all users of the machine could see; an empty file is a mistake."""
+    (tmp_path / "secret").write_text(" pass word \nrest\n")
+    settings = connection.store_settings(options("--user", "me", "--password-file", str(tmp_path / "secret")))
+    assert (settings.user, settings.password, settings.password_file) == ("me", None, tmp_path / "secret")
+    assert secret(tmp_path / "secret", "--token-file") == "pass word"
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ConfigError, match="holds nothing"):
+        secret(tmp_path / "empty", "--token-file")
+    (tmp_path / "bytes").write_bytes(b"pass\xffword")
+    with pytest.raises(ConfigError, match="is not text") as caught:
+        secret(tmp_path / "bytes", "--token-file")
+    assert "xff" not in str(caught.value)
+    with pytest.raises(ConfigError, match="--client-cert and --client-key go together"):
+        connection.store_settings(options("--client-cert", "x"))
+    with pytest.raises(ConfigError, match="user and password go together"):
+        connection.store_settings(options("--user", "me"))
+
+
+def test_the_address_to_listen_on_has_a_host_and_a_port() -> None:
+    """IPv6 in brackets; 0 for any port."""
+    assert listen_address("127.0.0.1:0") == ("127.0.0.1", 0)
+    assert listen_address("[::]:9470") == ("::", 9470)
+    for wrong in ("9470", ":9470", "x:", "x:70000", "x:-1", "x:²"):
+        with pytest.raises(ConfigError, match="is not HOST:PORT"):
+            listen_address(wrong)

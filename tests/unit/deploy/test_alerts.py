@@ -1,0 +1,178 @@
+"""Alerts and their rules name what exists, and lead to a page that helps."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from elastic_trainer.telemetry.families import FAMILIES
+from tests.support.deployment import PROMETHEUS, RUNBOOK_URL, RUNBOOKS, asked_in, load, recorded, rules
+from tests.support.promql import Selector, mistakes, selectors
+from tests.support.rulescenes.firing import FIRING
+from tests.support.rulescenes.silent import SILENT
+from tests.support.rulescenes.told import TOLD
+from tests.support.rulescenes.writing import FILES, GROUPS, NAMES, RULES, text
+
+ALERTS = rules("alerts.yml")
+EXPECTED = {
+    *("Stalled", "RanksMissing", "BelowMinNodes", "RendezvousSlow", "RestartLoop", "RestartsExhausting"),
+    *("MembershipFlapping", "Straggler", "CheckpointStale", "CheckpointFailing", "NonFiniteLoss", "GoodputLow"),
+    *("StoreUnreachable", "MonitorDown", "RunFailed"),
+}
+CRITICAL = {
+    *("Stalled", "BelowMinNodes", "RestartLoop", "CheckpointStale", "CheckpointFailing", "NonFiniteLoss"),
+    *("StoreUnreachable", "RunFailed"),
+}
+AT_ONCE = {"NonFiniteLoss", "RunFailed", "RestartLoop", "RestartsExhausting", "MembershipFlapping", "CheckpointFailing"}
+"""They look at what was counted in a window, so the window is their patience."""
+HEADINGS = [
+    *("Meaning", "What the system did by itself", "What to look at", "What to do"),
+    "When it is not what it seems",
+]
+
+
+def short(alert: dict[str, Any]) -> str:
+    return str(alert["alert"]).removeprefix(NAMES)
+
+
+def identity(alert: dict[str, Any]) -> str:
+    return f"{short(alert)}-{alert['labels']['severity']}"
+
+
+def test_all_alerts_are_there_with_their_severity() -> None:
+    """Each alert of the design exists, and those that wake people are critical."""
+    assert {short(alert) for alert in ALERTS} == EXPECTED
+    assert {short(alert) for alert in ALERTS if alert["labels"]["severity"] == "critical"} == CRITICAL
+    assert {alert["labels"]["severity"] for alert in ALERTS} == {"critical", "warning"}
+    assert {alert["labels"]["window"] for alert in ALERTS if short(alert) == "GoodputLow"} == {"1h", "6h"}
+
+
+@pytest.mark.parametrize("rule", rules("rules.yml") + ALERTS, ids=lambda rule: rule.get("record") or identity(rule))
+def test_rules_ask_for_metrics_labels_and_values_that_exist(rule: dict[str, Any]) -> None:
+    """A misspelled metric or state would make an alert that never fires."""
+    assert mistakes(rule["expr"], recorded()) == []
+    for annotation in rule.get("annotations", {}).values():
+        for expression in asked_in(annotation):
+            assert mistakes(expression, recorded()) == []
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=identity)
+def test_an_alert_says_what_how_bad_and_where_to_read_on(alert: dict[str, Any]) -> None:
+    """Summary, description with values, page, family; and patience, by ``for`` or by its window."""
+    annotations = alert["annotations"]
+    assert alert["alert"].startswith(NAMES)
+    assert set(annotations) == {"summary", "description", "runbook_url"}
+    assert "{{" in annotations["description"]
+    assert len(annotations["summary"]) < 150
+    assert annotations["runbook_url"] == f"{RUNBOOK_URL}/{alert['alert']}.md"
+    assert alert["labels"]["family"]
+    assert ("for" not in alert) == (short(alert) in AT_ONCE)
+    assert "keep_firing_for" in alert or short(alert) in ("MonitorDown", "NonFiniteLoss", "RunFailed")
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_an_alert_has_a_page_for_whoever_is_woken(name: str) -> None:
+    """The page has the five parts, is listed, short, and names the commands that need no Prometheus."""
+    page = (RUNBOOKS / f"{NAMES}{name}.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", page, re.MULTILINE) == HEADINGS
+    assert all(part.strip() for part in re.split(r"^## .+$", page, flags=re.MULTILINE))
+    assert len(page.splitlines()) < 60
+    assert f"]({NAMES}{name}.md)" in (RUNBOOKS / "README.md").read_text(encoding="utf-8")
+    assert name == "MonitorDown" or "elastic-trainer" in page
+
+
+def test_there_is_no_page_without_an_alert() -> None:
+    """Pages of alerts that are gone would mislead."""
+    assert {page.stem.removeprefix(NAMES) for page in RUNBOOKS.glob("ElasticTrainer*.md")} == EXPECTED
+
+
+def test_every_alert_is_shown_to_fire() -> None:
+    """Each one, with each of its severities, fires in a scene and is told word for word in one."""
+    fired = {(name.removeprefix(NAMES), severity) for scene in FIRING for name, severity, _ in scene.fires}
+    assert fired == {(short(alert), alert["labels"]["severity"]) for alert in ALERTS}
+    told = {(alert.name, alert.severity, alert.labels.get("window")) for each in TOLD.values() for _, alert in each}
+    assert told == {(short(alert), alert["labels"]["severity"], alert["labels"].get("window")) for alert in ALERTS}
+
+
+def test_what_was_planned_is_shown_to_be_silent() -> None:
+    """Scenes of planned changes, ends and long steps exist, and let no alert fire."""
+    names = {scene.name for scene in SILENT}
+    assert names >= {
+        "scale-down",
+        "handover",
+        "join",
+        "end",
+        "monitor-restart",
+        "two-monitors",
+        "compile",
+        "evaluation",
+    }
+    assert [scene.name for scene in SILENT if scene.fires] == []
+    assert len({*names, *(scene.name for scene in FIRING)}) == len(SILENT) + len(FIRING)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_written_scenes_are_those_of_the_code(name: str) -> None:
+    """``python -m tests.support.rulescenes.writing`` was run after the last change of a scene."""
+    assert (RULES / "tests" / name).read_text(encoding="utf-8") == text(name, FILES[name])
+
+
+def test_scenes_evaluate_all_groups_in_order() -> None:
+    """A group that is not named would be evaluated at any moment, and what alerts say would depend on chance."""
+    named = [group["name"] for name in ("rules.yml", "alerts.yml") for group in load(PROMETHEUS / name)["groups"]]
+    assert named == GROUPS
+
+
+def test_prometheus_scrapes_the_monitor_and_lists_nodes_through_it() -> None:
+    """Nodes come from the monitor's list, keep the labels that they tell, and the rules are loaded."""
+    config = load(PROMETHEUS / "prometheus.yml")
+    monitor, nodes = config["scrape_configs"]
+    assert monitor["static_configs"] == [{"targets": ["monitor:9470"]}]
+    assert nodes["http_sd_configs"][0]["url"] == "http://monitor:9470/sd/nodes"
+    assert monitor["honor_labels"]
+    assert nodes["honor_labels"]
+    assert config["rule_files"] == ["rules.yml", "alerts.yml"]
+
+
+# ---- the checks themselves
+
+
+def test_selectors_are_found_among_functions_and_groupings() -> None:
+    """Functions, keywords, labels, strings and ranges are no metrics."""
+    expression = """
+        # a comment about nothing{at="all"}
+        sum by (run, phase) (rate(a_total{phase=~"x|y", run!='z'}[5m])) / on (run) group_left (node) b:c:max offset 1h
+        and up{job="elastic-trainer-nodes"} == 0 unless absent(d) > bool 5 * 60
+    """
+    assert list(selectors(expression)) == [
+        Selector("a_total", (("phase", "=~", "x|y"), ("run", "!=", "z"))),
+        Selector("b:c:max"),
+        Selector("up", (("job", "=", "elastic-trainer-nodes"),)),
+        Selector("d"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expression", "wrong"),
+    [
+        ("elastic_trainer_stepp > 0", "no metric elastic_trainer_stepp"),
+        ("elastic_trainer_restarts > 0", "no metric elastic_trainer_restarts"),
+        ('elastic_trainer_step{round="1"}', "elastic_trainer_step has no label round"),
+        ('elastic_trainer_phase{phase="resting"}', 'elastic_trainer_phase has no phase="resting"'),
+        ('x:y{state=~"training|asleep"}', 'x:y has no state="asleep"'),
+        ("sum by (generation) (elastic_trainer_step)", "grouped by generation, which no metric has"),
+        ("elastic_trainer_recovery_seconds", "no metric elastic_trainer_recovery_seconds"),
+    ],
+)
+def test_a_misspelled_name_is_found(expression: str, wrong: str) -> None:
+    """Of metrics, labels and values alike."""
+    assert mistakes(expression, frozenset({"x:y"})) == [wrong]
+
+
+def test_every_family_is_known_by_the_name_that_queries_use() -> None:
+    """The check knows all families, histograms by their series."""
+    for family in FAMILIES:
+        end = "_bucket" if family.buckets else ""
+        assert mistakes(f"{family.full_name}{end} > 0", frozenset()) == []

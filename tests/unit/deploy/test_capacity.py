@@ -1,0 +1,66 @@
+"""The capacity plan is what the published figures and the formulas give, and its limits are the product's."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from elastic_trainer.agent.health import LEAST_INTERVAL_S, NODES_PER_SECOND
+from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
+from tests.bench.capacity import fitted
+from tests.bench.capacity_plan import NODES, REQUEST_LIMIT, SCRAPE_S, Costs, costs, figure, need, table
+from tests.support.deployment import DEPLOY, PROMETHEUS, load
+
+PUBLISHED: dict[str, Any] = json.loads((DEPLOY / "capacity.json").read_text(encoding="utf-8"))
+COSTS: Costs = costs(PUBLISHED["costs"])
+PAGE = (DEPLOY / "capacity.md").read_text(encoding="utf-8")
+
+
+def test_the_page_has_the_table_of_the_published_figures() -> None:
+    """Nobody has changed a number by hand, in the page or in the formula alone."""
+    assert table(COSTS) in PAGE
+
+
+def test_the_costs_are_those_that_were_measured() -> None:
+    """The published file agrees with itself, and says how it came about."""
+    measured = {int(size): figures for size, figures in PUBLISHED["measured"].items()}
+    assert costs(fitted(measured)) == COSTS
+    assert sorted(measured) == [10, 100, 1000]
+    assert PUBLISHED["command"].startswith("python -m tests.bench.capacity")
+    assert "--quick" not in PUBLISHED["command"]
+    assert PUBLISHED["versions"]["etcd"] in PAGE
+
+
+def test_scrapes_are_as_often_as_prometheus_is_told() -> None:
+    """The samples of the table are those of our own configuration."""
+    assert load(PROMETHEUS / "prometheus.yml")["global"]["scrape_interval"] == f"{SCRAPE_S:g}s"
+
+
+def test_all_nodes_together_write_no_more_than_etcd_likes() -> None:
+    """However many nodes there are, health writes stay at the product's limit."""
+    for nodes in (1, 100, 250, 1000, 10_000):
+        assert need(nodes, COSTS).health_writes <= NODES_PER_SECOND + 1.0
+    assert need(10, COSTS).health_writes == pytest.approx(10 / LEAST_INTERVAL_S + 1.0)
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_a_round_of_so_many_nodes_fits_into_a_request(nodes: int) -> None:
+    """A planned change holds two rounds; etcd takes no larger request. The document is as large as the table says."""
+    members = tuple(RoundMember(f"trainer-{n:05d}", 123_456 + n, 0, 8 * n, 8) for n in range(nodes))
+    active = RoundDocument(number=9, nonce="0" * 16, state=RoundState.ACTIVE, members=members, reason="all are here")
+    draining = active.model_copy(update={"state": RoundState.DRAINING, "next": active})
+    assert len(draining.encode()) < REQUEST_LIMIT
+    assert len(active.encode()) < 2.0 * need(nodes, COSTS).round_document + 1000.0
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0.0, "0"), (0.5432, "0.54"), (9.96, "10"), (12.4, "12"), (126.0, "130"), (1860.0, "1,900"), (1.7e6, "1,700,000")],
+)
+def test_figures_have_two_digits_that_count(value: float, words: str) -> None:
+    """More would claim an accuracy that nobody measured."""
+    assert figure(value) == words
+    assert not math.isnan(value)

@@ -1,0 +1,143 @@
+"""The Dockerfile keeps its promises: pinned, small, not root, from files of the repository alone, and explained."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+
+from elastic_trainer import __version__
+from elastic_trainer.cli import health
+from elastic_trainer.cli.main import COMMANDS
+from elastic_trainer.monitor.service import DEFAULT_PORT
+from tests.support.deployment import DEPLOY, ROOT
+from tests.support.dockerfile import DOCKERFILE, IGNORE, arguments, copied, instructions, values, variables, words
+from tests.support.requirements import needs
+
+PAGE = (DEPLOY / "image.md").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_hadolint_finds_nothing() -> None:
+    """The usual mistakes, among them those of the shell lines; consecutive RUNs are layers that change apart."""
+    tool = needs("hadolint", "judges the Dockerfile")
+    call = [tool, "--no-color", "--ignore", "DL3059", str(DOCKERFILE)]
+    ran = subprocess.run(call, capture_output=True, text=True, timeout=100, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "")
+
+
+def test_nothing_is_fetched_but_one_base_image_of_an_exact_version() -> None:
+    """It can be replaced; all other stages are made here, and no syntax line asks a registry for a frontend."""
+    stages = [value.split() for value in values("FROM")]
+    made = {stage[2] for stage in stages if len(stage) == 3}
+    assert {stage[0] for stage in stages} <= {"scratch", "${BASE_IMAGE}", *made}
+    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-[a-z]+", arguments()["BASE_IMAGE"])
+    assert "syntax=" not in DOCKERFILE.read_text(encoding="utf-8").splitlines()[0]
+
+
+def test_the_base_image_has_a_python_that_the_package_accepts() -> None:
+    """It is within ``requires-python``."""
+    python = arguments()["BASE_IMAGE"].removeprefix("python:").partition("-")[0]
+    assert Requirement(f"python{PROJECT['requires-python']}").specifier.contains(python)
+
+
+def test_every_package_is_one_of_constraints_txt() -> None:
+    """All of pip's work happens under the constraints; what has no line there is named with its version."""
+    environment = " ".join(values("ENV"))
+    assert "PIP_CONSTRAINT=/src/constraints.txt" in environment
+    assert "PIP_BUILD_CONSTRAINT=/src/constraints.txt" in environment
+    pinned = {
+        line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    }
+    installs = [value for value in values("RUN") if re.search(r"\bpip\b.* install ", value)]
+    assert len(installs) == 3
+    for value in installs:
+        for word in value.partition(" --find-links /wheels ")[2].split():
+            named = not word.startswith(("$", "-", '"'))
+            assert not named or word in pinned or re.fullmatch(r"[\w-]+==[\d.]+", word), word
+
+
+def test_the_texts_are_those_that_developers_train_on() -> None:
+    """One version in the image and in the Makefile."""
+    texts = re.search(r"^TEXTS \?= (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert texts is not None
+    assert any(texts.group(1) in value.split() for value in values("RUN"))
+
+
+def test_it_is_small_unless_cuda_is_asked_for() -> None:
+    """torch comes from the index of CPU builds, and from there it alone, so that no other package can."""
+    assert arguments()["TORCH_INDEX"].endswith("/cpu")
+    using = [value for value in values("RUN") if "TORCH_INDEX" in value]
+    assert len(using) == 1
+    assert "--no-deps" in using[0]
+    assert using[0].split()[-1] == "torch"
+
+
+def test_it_runs_as_a_numeric_user() -> None:
+    """Kubernetes checks ``runAsNonRoot`` only against a number; that of the manifests is 10001."""
+    assert arguments()["UID"] == "10001"
+    assert values("USER", last_stage=True) == ["${UID}:${UID}"]
+    order = [each.name for each in instructions() if each.stage == instructions()[-1].stage]
+    assert not {"RUN", "COPY", "ADD"} & set(order[order.index("USER") :])
+
+
+def test_process_1_is_an_init_in_exec_form_that_the_image_installs() -> None:
+    """torchrun does not wait for orphans; a shell in between would keep SIGTERM to itself."""
+    assert words(values("ENTRYPOINT")[0]) == ["dumb-init", "--single-child", "--"]
+    assert words(values("CMD", last_stage=True)[0])[0] == "torchrun"
+    needed = {Requirement(line).name for line in PROJECT["optional-dependencies"]["image"]}
+    assert "dumb-init" in needed
+
+
+def test_the_health_check_asks_where_both_roles_listen() -> None:
+    """It is a command that exists, and the monitor's port is the monitor's."""
+    program, command = words(values("HEALTHCHECK")[0])
+    assert program == "elastic-trainer"
+    assert command in {each.name for each in COMMANDS}
+    assert health.MONITOR_PORT == DEFAULT_PORT
+
+
+def test_nothing_is_cached_outside_of_tmp() -> None:
+    """The root file system is read-only in the manifests, and /tmp is a volume."""
+    caches = {name: value for name, value in variables().items() if re.search("CACHE|CONFIG", name)}
+    assert {"XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"} <= set(caches)
+    assert {name for name, value in caches.items() if not value.startswith("/tmp/")} == set()
+    assert variables()["PYTHONDONTWRITEBYTECODE"] == "1"
+
+
+def test_the_labels_say_what_it_is() -> None:
+    """The names of the OCI's specification; the version is the package's unless a build says otherwise."""
+    labels = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="([^"]*)"', " ".join(values("LABEL"))))
+    assert {"title", "source", "licenses", "version", "revision"} <= set(labels)
+    assert labels["licenses"] == PROJECT["license"]
+    assert arguments()["VERSION"] == __version__
+    assert {re.sub(r"\W", "", value) for value in labels.values() if value.startswith("$")} <= set(arguments())
+
+
+def test_dockerignore_lets_through_what_is_copied_and_nothing_else() -> None:
+    """A list of what goes in: a new folder, a password or a run of gigabytes stays out by itself."""
+    lines = [line for line in IGNORE.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    assert lines[0] == "*"
+    assert {line.removeprefix("!") for line in lines if line.startswith("!")} == set(copied())
+    assert all(line.startswith(("!", "**/")) for line in lines[1:])
+
+
+@pytest.mark.parametrize("name", copied())
+def test_what_is_copied_is_in_the_repository(name: str) -> None:
+    """A clean clone has it; a file that git ignores would be there on one machine only."""
+    git = needs("git", "knows which files belong to the repository")
+    call = [git, "-C", str(ROOT), "ls-files", "--", name]
+    assert subprocess.run(call, capture_output=True, text=True, timeout=100, check=True).stdout.strip()
+
+
+def test_every_argument_of_the_build_is_explained() -> None:
+    """deploy/image.md has a row for each, and none that there is not."""
+    table = PAGE.partition("| argument | default | meaning |")[2].partition("\n\n")[0]
+    rows = {
+        name: default.strip().strip("`")
+        for name, default in re.findall(r"^\| `(\w+)` \|([^|]*)\|", table, re.MULTILINE)
+    }
+    assert rows == arguments()

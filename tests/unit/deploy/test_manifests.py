@@ -1,0 +1,295 @@
+"""The manifests of k8s/: valid for the API server, as closed as the strictest standard asks, made of parts that fit."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from itertools import combinations, permutations
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from tests.support import customkinds
+from tests.support.deployment import DEPLOY, ROOT, load
+from tests.support.manifests import (
+    EXAMPLES,
+    JOBS,
+    K8S,
+    OVERLAYS,
+    RENDERED,
+    Manifest,
+    combined,
+    container,
+    jobs,
+    named,
+    of_kind,
+    pods,
+    rendered,
+    settings_of,
+)
+from tests.support.podsecurity import violations
+
+OLDEST = "1.30"
+NEWEST = kubernetes_validate.latest_version()
+PLATFORM = ("etcd-ha", "tls", "auth", "networkpolicy")
+OWN_IMAGE = "elastic-trainer"
+
+
+def folders_with(name: str) -> set[str]:
+    return {str(path.parent.relative_to(K8S)) for path in K8S.glob(f"**/{name}")}
+
+
+def invalid(manifest: Manifest, version: str) -> list[str]:
+    """What the API server of ``version`` would not accept; kinds of operators are judged by schemas kept here."""
+    if customkinds.is_known(manifest):
+        return customkinds.mistakes(manifest)
+    try:
+        kubernetes_validate.validate(manifest, version, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return [f"{manifest['kind']}: {error.message}"]
+    return []
+
+
+def test_everything_that_can_be_rendered_is_known_here() -> None:
+    """No folder escapes the tests below: each is an overlay, a job, an example, a component or the base."""
+    components = {folder for folder in folders_with("kustomization.yaml") if folder.startswith("components/")}
+    assert folders_with("kustomization.yaml") == {*RENDERED, *components, "base"}
+    used = {
+        Path(part).name
+        for name in OVERLAYS
+        for part in load(K8S / "overlays" / name / "kustomization.yaml").get("components", ())
+    }
+    assert {f"components/{name}" for name in used} == components
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("folder", RENDERED)
+def test_the_api_server_accepts_what_is_rendered(folder: str, version: str) -> None:
+    """Every object fits the strict schema of the oldest supported and of the newest known Kubernetes."""
+    objects = rendered(folder)
+    assert [problem for each in objects for problem in invalid(each, version)] == []
+    assert [problem for each in jobs(objects) for problem in invalid(each, version)] == []
+    names = [(each["kind"], each["metadata"]["name"], each["metadata"].get("namespace")) for each in objects]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("Job", "spec/paralelism", 2),
+        ("Job", "spec/parallelism", "two"),
+        ("StatefulSet", "spec/serviceName", 3),
+        ("PodMonitor", "spec/podMetricsEndpoints/0/honourLabels", True),
+        ("PrometheusRule", "spec/groups/0/rules/0/alert", "Both"),
+        ("JobSet", "spec/successPolicy", {}),
+        ("ClusterTrainingRuntime", "metadata/namespace", "one"),
+        ("TrainJob", "spec/trainer/numNodes", 0),
+        ("Certificate", "spec/duration", "90d"),
+        ("Issuer", "spec/selfSigned", {}),
+    ],
+)
+def test_a_misspelled_field_or_a_wrong_value_is_found(kind: str, path: str, value: object) -> None:
+    """The judgement above can fail, for Kubernetes' own kinds and for those of operators."""
+    each = next(each for folder in RENDERED for each in rendered(folder) if each["kind"] == kind)
+    assert invalid(each, NEWEST) == []
+    put(each, path, value)
+    assert invalid(each, NEWEST)
+
+
+def put(manifest: Any, path: str, value: object) -> None:
+    """Set what lies at ``path`` (numbers count in lists)."""
+    *way, last = path.split("/")
+    for part in way:
+        manifest = manifest[int(part)] if isinstance(manifest, list) else manifest[part]
+    manifest[int(last) if isinstance(manifest, list) else last] = value
+
+
+@pytest.mark.parametrize("folder", RENDERED)
+def test_pods_satisfy_the_restricted_standard_and_have_no_token(folder: str) -> None:
+    """What the namespace enforces, and beyond it: a read-only root, a numeric user, nothing of the API server's."""
+    assert [f"{name}: {problem}" for name, pod in pods(rendered(folder)) for problem in violations(pod["spec"])] == []
+
+
+SPOILED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "hostNetwork": lambda pod: pod.update(hostNetwork=True),
+    "a hostPath": lambda pod: pod["volumes"].append({"name": "root", "hostPath": {"path": "/"}}),
+    "root": lambda pod: pod["securityContext"].update(runAsNonRoot=False),
+    "user 0": lambda pod: pod["securityContext"].update(runAsUser=0),
+    "no seccomp": lambda pod: pod["securityContext"].pop("seccompProfile"),
+    "capabilities": lambda pod: pod["containers"][0]["securityContext"].pop("capabilities"),
+    "an added capability": lambda pod: pod["containers"][0]["securityContext"]["capabilities"].update(
+        add=["SYS_PTRACE"]
+    ),
+    "escalation": lambda pod: pod["containers"][0]["securityContext"].pop("allowPrivilegeEscalation"),
+    "a writable root": lambda pod: pod["containers"][0]["securityContext"].pop("readOnlyRootFilesystem"),
+    "a host port": lambda pod: pod["containers"][0]["ports"][0].update(hostPort=80),
+    "a token": lambda pod: pod.pop("automountServiceAccountToken"),
+    "another container": lambda pod: pod.update(initContainers=[{"name": "setup", "image": "busybox"}]),
+    "service links": lambda pod: pod.pop("enableServiceLinks"),
+    "a sysctl": lambda pod: pod["securityContext"].update(sysctls=[{"name": "kernel.msgmax", "value": "1"}]),
+}
+
+
+@pytest.mark.parametrize("fault", SPOILED)
+def test_a_pod_that_may_do_too_much_is_found(fault: str) -> None:
+    """Each rule of the standard can fail."""
+    pod = named(rendered("overlays/dev"), "Job", "mnist")["spec"]["template"]["spec"]
+    assert violations(pod) == []
+    SPOILED[fault](pod)
+    assert violations(pod) != []
+
+
+def test_the_namespace_enforces_the_standard() -> None:
+    """A pod added later is refused by the API server, not by a test here; accounts have no token either."""
+    base = rendered("base")
+    (namespace,) = of_kind(base, "Namespace")
+    labels = namespace["metadata"]["labels"]
+    assert {labels[f"pod-security.kubernetes.io/{mode}"] for mode in ("enforce", "warn", "audit")} == {"restricted"}
+    (account,) = of_kind(base, "ServiceAccount")
+    assert account["automountServiceAccountToken"] is False
+    assert {pod["spec"]["serviceAccountName"] for _, pod in pods(base)} == {account["metadata"]["name"]}
+
+
+@pytest.mark.parametrize("folder", RENDERED)
+def test_pods_run_as_the_user_of_the_image(folder: str) -> None:
+    """The number in the Dockerfile, for the user, its group and the files of volumes."""
+    found = re.search(r"^ARG UID=(\d+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    for name, pod in pods(rendered(folder)):
+        context = pod["spec"]["securityContext"]
+        users = {context[key] for key in ("runAsUser", "runAsGroup", "fsGroup")}
+        assert users == {int(found[1])}, name
+
+
+@pytest.mark.parametrize("folder", RENDERED)
+def test_images_are_those_of_compose_and_pinned_in_production(folder: str) -> None:
+    """etcd's version is one for all; the own image is found on a laptop, and has a version in a registry."""
+    from elastic_trainer import __version__
+
+    services = load(DEPLOY / "compose.yaml")["services"]
+    for _, pod in pods(rendered(folder)):
+        for each in pod["spec"]["containers"]:
+            assert each["imagePullPolicy"] == "IfNotPresent"  # :latest would be pulled, and a laptop's image is nowhere
+            if each["name"] == "etcd":
+                assert each["image"] == services["etcd"]["image"]
+            elif "production" in folder:
+                assert re.fullmatch(
+                    rf"registry\.example\.com/{OWN_IMAGE}:{re.escape(__version__)}(-cuda)?", each["image"]
+                )
+            else:
+                assert each["image"] == services["monitor"]["image"]
+
+
+@pytest.mark.parametrize("chosen", [
+    order for size in range(len(PLATFORM) + 1) for each in combinations(PLATFORM, size)
+    for order in ([each] if size != 2 else permutations(each))
+], ids=lambda each: "+".join(each) or "none")  # fmt: skip
+def test_components_can_be_chosen_freely(chosen: tuple[str, ...], tmp_path: Path) -> None:
+    """Each selection, pairs in both orders: objects are valid, and no variable is used before it has a value."""
+    directory = tmp_path / "overlay"
+    directory.mkdir()
+    objects = combined(directory, ["base"], [f"components/{name}" for name in chosen])
+    assert [problem for each in objects for problem in invalid(each, NEWEST)] == []
+    settings = settings_of(objects)
+    started = {name: container(pod, settings) for name, pod in pods(objects)}
+    assert {name: each.unresolved for name, each in started.items()} == {name: [] for name in started}
+    command = " ".join(started["StatefulSet/etcd"].command)
+    assert ("https://" in command) is ("tls" in chosen)
+    assert command.count(":2380,") == (2 if "etcd-ha" in chosen else 0)
+
+
+@pytest.mark.parametrize("folder", RENDERED)
+def test_variables_name_files_that_are_mounted(folder: str) -> None:
+    """Certificates and passwords lie where the variables for all pods say, in the monitor as in the trainers."""
+    objects = rendered(folder)
+    settings = settings_of(rendered("overlays/production") if folder == "overlays/production-gpt" else objects)
+    for name, pod in pods(objects):
+        started = container(pod, settings)
+        mounted = {mount["mountPath"] for mount in started.manifest["volumeMounts"]}
+        files = {value for key, value in started.environment.items() if value.startswith("/etc/")}
+        assert {str(Path(file).parent) for file in files} <= mounted, name
+        volumes = {volume["name"] for volume in pod["spec"].get("volumes", ())} | {"data"}
+        assert {mount["name"] for mount in started.manifest["volumeMounts"]} <= volumes, name
+        assert "production" not in folder or files, name
+
+
+@pytest.mark.parametrize("folder", RENDERED)
+def test_what_pods_refer_to_is_there(folder: str) -> None:
+    """ConfigMaps, claims and accounts are in the overlay or in the base; `data` is what the page asks people for."""
+    objects = [*rendered(folder), *rendered("base")]
+    there = {(each["kind"], each["metadata"]["name"]) for each in objects} | {("PersistentVolumeClaim", "data")}
+    for name, pod in pods(objects):
+        spec = pod["spec"]
+        named_here = {("ServiceAccount", spec["serviceAccountName"])}
+        named_here |= {
+            ("ConfigMap", source["configMapRef"]["name"])
+            for each in spec["containers"]
+            for source in each.get("envFrom", ())
+        }
+        for volume in spec.get("volumes", ()):
+            if "configMap" in volume:
+                named_here.add(("ConfigMap", volume["configMap"]["name"]))
+            if "persistentVolumeClaim" in volume:
+                named_here.add(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
+        assert named_here <= there, name
+    assert "`data`" in (K8S / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_certificates_of_the_example_are_those_that_are_mounted() -> None:
+    """Names of Secrets, of hosts and of uses: what etcd's members call each other, and what clients call them."""
+    certificates = {
+        each["metadata"]["name"]: each["spec"] for each in of_kind(rendered("examples/cert-manager"), "Certificate")
+    }
+    made = {spec["secretName"] for spec in certificates.values() if not spec.get("isCA")}
+    objects = rendered("overlays/production")
+    mounted = {
+        volume["secret"]["secretName"]
+        for folder in ("overlays/production", "overlays/production-gpt")
+        for _, pod in pods(rendered(folder))
+        for volume in pod["spec"].get("volumes", ())
+        if "secret" in volume
+    }
+    assert {name for name in mounted if name.endswith("-tls")} == made
+    members = {f"etcd-{number}.etcd" for number in range(named(objects, "StatefulSet", "etcd")["spec"]["replicas"])}
+    endpoint = settings_of(objects)["elastic-trainer"]["ELASTIC_TRAINER_ENDPOINT"]
+    called = {part.rpartition(":")[0] for part in endpoint.split(",")}
+    assert called == members
+    assert {*members, "localhost", "etcd"} <= set(certificates["etcd-server-tls"]["dnsNames"])
+    assert members <= set(certificates["etcd-peer-tls"]["dnsNames"])
+    for name in ("etcd-server-tls", "etcd-peer-tls"):
+        assert {"server auth", "client auth"} <= set(certificates[name]["usages"])
+    assert "commonName" not in certificates["etcd-client-tls"]  # etcd would take it for a user
+    started = container(named(objects, "StatefulSet", "etcd")["spec"]["template"], settings_of(objects))
+    names = {name: spec.get("commonName") for name, spec in certificates.items()}
+    allowed = started.environment["ETCD_PEER_CERT_ALLOWED_CN"]
+    assert [name for name, common in names.items() if common == allowed] == ["etcd-peer-tls"]
+
+
+def test_examples_train_as_the_job_does() -> None:
+    """The pods of JobSet and TrainJob differ from those of the Job in names and in what is trained, in nothing else."""
+
+    def essence(job: Manifest) -> Manifest:
+        template = copy.deepcopy(job["spec"]["template"])
+        spec, (trainer,) = template["spec"], template["spec"]["containers"]
+        trainer["name"] = "trainer"
+        trainer["command"] = [part for part in trainer["command"] if part.startswith("--") and "rdzv-id" not in part]
+        trainer["env"] = [each for each in trainer["env"] if each["name"] != "RUN"]
+        for holder, key in ((trainer, "volumeMounts"), (spec, "volumes")):
+            holder[key] = [each for each in holder[key] if each["name"] != "job"]
+        spec.pop("topologySpreadConstraints")
+        policies = copy.deepcopy(
+            {key: job["spec"][key] for key in ("podFailurePolicy", "successPolicy", "backoffLimitPerIndex")}
+        )
+        for rule in policies["podFailurePolicy"]["rules"]:
+            rule.get("onExitCodes", {}).pop("containerName", None)
+        return {"spec": spec, **policies}
+
+    (own,) = jobs(rendered("jobs/mnist"))
+    for example in ("jobset", "kubeflow"):
+        (other,) = jobs(rendered(f"examples/{example}"))
+        assert essence(other) == essence(own)
+    assert set(EXAMPLES) == {"cert-manager", "jobset", "kubeflow"}
+    assert set(JOBS) == {"mnist", "gpt", "script"}

@@ -1,0 +1,161 @@
+"""The units for machines without Kubernetes: systemd understands them, their numbers agree, their commands exist."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, EXIT_UNFIT
+from elastic_trainer.settings import RendezvousOptions
+from tests.support.commands import understand
+from tests.support.requirements import needs
+from tests.support.units import SYSTEMD, UNITS, Unit, environment_file, unit
+
+NODE = unit(SYSTEMD / "elastic-trainer@.service")
+MONITOR = unit(SYSTEMD / "elastic-trainer-monitor.service")
+ETCD = unit(SYSTEMD / "elastic-trainer-etcd.service")
+BACKUP = unit(SYSTEMD / "elastic-trainer-etcd-backup.service")
+SERVICES = {path.name: unit(path) for path in UNITS if path.suffix == ".service"}
+RUN = environment_file(SYSTEMD / "run.env.example")
+
+
+def node_words() -> list[str]:
+    """What a node of run mnist-1 is started with."""
+    return NODE.words(RUN, instance="mnist-1", host="worker-7")
+
+
+def option(words: list[str], name: str) -> str:
+    (found,) = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
+    return found
+
+
+def test_systemd_understands_the_units(tmp_path: Path) -> None:
+    """``systemd-analyze verify`` has nothing to say about any of them."""
+    analyze = needs("systemd-analyze", "it checks the units")
+    names = []
+    for path in UNITS:
+        name = path.name.replace("@.", "@mnist-1.")
+        text = re.sub(r"/opt/elastic-trainer/bin/[\w-]+|/usr/bin/etcd\b", "/bin/true", path.read_text(encoding="utf-8"))
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        names.append(str(tmp_path / name))
+    done = subprocess.run([analyze, "verify", "--man=no", *names], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_has_no_privileges_to_speak_of(name: str, tmp_path: Path) -> None:
+    """systemd's own measure of exposure is below 2.5 of 10 ("OK"); each setting is one that systemd knows."""
+    analyze = needs("systemd-analyze", "it rates the units")
+    path = shutil.copy(SYSTEMD / name, tmp_path / name.replace("@.", "@mnist-1."))
+    call = [analyze, "security", "--offline=yes", "--no-pager", "--threshold=25", str(path)]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+
+
+def test_a_node_starts_what_there_is_with_options_that_exist() -> None:
+    """torchrun's own parser, our settings and the job's configuration take the line as the example fills it in."""
+    words = node_words()
+    assert words[0] == "/opt/elastic-trainer/bin/torchrun"
+    understand(["torchrun", *words[1:]])
+    conf = dict(pair.split("=") for pair in option(words, "--rdzv-conf").split(","))
+    assert (conf["node_id"], conf["recovery"], option(words, "--rdzv-id")) == ("worker-7", "in_place", "mnist-1")
+    assert int(option(words, "--max-restarts")) > 0, "in place, a crashed worker is started again"
+
+
+def test_every_variable_of_a_command_stands_in_the_example() -> None:
+    """Nobody has to guess what the environment file may say."""
+    for service, example in ((NODE, "run"), (MONITOR, "monitor")):
+        asked = set(re.findall(r"\$\{?(\w+)", service.one("ExecStart")))
+        assert asked, example
+        assert asked <= environment_file(SYSTEMD / f"{example}.env.example").keys()
+
+
+def test_etcd_is_told_nothing_twice() -> None:
+    """etcd ends at once where a variable and an option say the same, also where both say the same value."""
+    example = (SYSTEMD / "etcd.env.example").read_text(encoding="utf-8")
+    variables = set(re.findall(r"^(?:# )?(ETCD_\w+)=", example, re.MULTILINE))
+    options = {word.partition("=")[0] for word in ETCD.words({})[1:]}
+    assert {"ETCD_NAME", "ETCD_LISTEN_CLIENT_URLS", "ETCD_INITIAL_CLUSTER"} <= variables
+    assert {"--data-dir", "--quota-backend-bytes"} <= options
+    assert not options & {name.replace("ETCD_", "--").lower().replace("_", "-") for name in variables}
+
+
+def test_times_to_leave_contain_each_other() -> None:
+    """systemd waits longer than torchrun, and torchrun longer than a worker gets to leave a round."""
+    defaults = RendezvousOptions()
+    shutdown_s = float(option(node_words(), "--shutdown-timeout"))
+    assert NODE.seconds("TimeoutStopSec") >= shutdown_s + 20.0
+    assert shutdown_s > defaults.sever_timeout + defaults.form_timeout
+    assert shutdown_s > 3.0 * defaults.ttl
+    assert (NODE.one("KillMode"), NODE.one("KillSignal"), NODE.one("Type")) == ("mixed", "SIGTERM", "exec")
+
+
+def test_exit_codes_mean_what_the_program_means() -> None:
+    """Left on request is success; what would end the same way again is not repeated; else the node comes back."""
+    assert NODE.one("SuccessExitStatus") == str(EXIT_LEFT)
+    assert set(NODE.one("RestartPreventExitStatus").split()) == {str(EXIT_CONFIG), str(EXIT_UNFIT)}
+    assert NODE.one("Restart") == "on-failure"
+    tries, within_s = int(NODE.one("StartLimitBurst")), NODE.seconds("StartLimitIntervalSec")
+    assert tries * NODE.seconds("RestartSec") < within_s, "else the limit on starts would never be reached"
+    assert NODE.seconds("RestartSec") > RendezvousOptions().ttl, "the key of the life before is gone by then"
+
+
+def test_hardening_leaves_what_training_needs() -> None:
+    """GPUs, shared memory, memory that the network adapter registers, compiled kernels: none of it is taken away."""
+    kept = {"PrivateDevices", "DevicePolicy", "MemoryDenyWriteExecute", "PrivateNetwork", "PrivateIPC", "ProcSubset"}
+    assert [key for _, key, _ in NODE.settings if key in kept | {"MemoryMax", "InaccessiblePaths"}] == []
+    assert (NODE.one("LimitMEMLOCK"), NODE.one("TasksMax")) == ("infinity", "infinity")
+    assert int(NODE.one("LimitNOFILE")) >= 65536
+    for service in SERVICES.values():
+        assert (service.one("NoNewPrivileges"), service.one("ProtectSystem")) == ("yes", "strict")
+
+
+def test_the_monitor_is_the_command_at_its_port() -> None:
+    """With options that exist, where Prometheus looks for it."""
+    words = MONITOR.words(environment_file(SYSTEMD / "monitor.env.example"))
+    understand(["elastic-trainer", *words[1:]])
+    assert option(words, "--listen").endswith(":9470")
+
+
+def test_etcd_forgets_and_has_room() -> None:
+    """The same compaction as in compose.yaml, the largest quota that etcd advises, and its data where it may write."""
+    words = ETCD.words(environment_file(SYSTEMD / "etcd.env.example"))
+    assert option(words, "--auto-compaction-retention") == "1h"
+    assert int(option(words, "--quota-backend-bytes")) == 8 << 30
+    assert option(words, "--data-dir").startswith(f"/var/lib/{ETCD.one('StateDirectory')}/")
+
+
+def test_backups_are_whole_and_do_not_pile_up(tmp_path: Path) -> None:
+    """The script keeps the newest ones; one that fails leaves what there was, and no file that looks like a backup."""
+    (tmp_path / "bin").mkdir()
+    etcdctl = tmp_path / "bin" / "etcdctl"
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for number in range(5):
+        (kept / f"2020010{number}T000000Z.db").touch()
+    environment = {"PATH": f"{tmp_path}/bin:/bin:/usr/bin", "STATE_DIRECTORY": str(kept), "KEPT": "3"}
+
+    def back_up() -> int:
+        return subprocess.run(BACKUP.words({}), env=environment, check=False, capture_output=True).returncode
+
+    etcdctl.write_text('#!/bin/sh\n[ "$2" != save ] || echo data > "$3"\n')
+    etcdctl.chmod(0o755)
+    assert back_up() == 0
+    names = sorted(path.name for path in kept.iterdir())
+    assert names[:2] == ["20200103T000000Z.db", "20200104T000000Z.db"]
+    assert len(names) == 3
+    etcdctl.write_text('#!/bin/sh\n[ "$2" = save ] && echo part > "$3"\nexit 1\n')
+    assert back_up() != 0
+    assert sorted(path.name for path in kept.glob("*.db")) == names
+
+
+def test_timers_start_units_that_are_there() -> None:
+    """A timer without its service would do nothing for ever."""
+    for path in UNITS:
+        if path.suffix == ".timer":
+            assert path.with_suffix(".service") in UNITS
+            assert isinstance(unit(path), Unit)

@@ -1,0 +1,278 @@
+"""The heartbeat page: what a worker writes an agent reads, whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import math
+import multiprocessing
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.clock import Deadline
+from elastic_trainer.ipc import page as pages
+from elastic_trainer.ipc.page import NUMBERS, PAGE_BYTES, PHASES, PageReader, PageWriter, Pulse, Reading, start_of
+from elastic_trainer.model import Phase
+
+READS = 20_000
+NOTES = {"pid": 1, "start": 2}
+counts = st.integers(0, 2**63)
+times = st.floats(allow_nan=False)
+FIELDS: dict[str, Any] = {
+    "phase": st.sampled_from(PHASES),
+    "rank": st.integers(-1, 2**62),
+    "world_size": counts,
+    "round": counts,
+    "step": counts,
+    "steps": counts,
+    "samples": counts,
+    "fresh": counts,
+    "nonfinite": counts,
+    "allocated": counts,
+    "reserved": counts,
+    "phase_at": times,
+    "moved_at": times,
+    "stepped_wall": times,
+    "step_s": times,
+    "compute_s": times,
+    "loss": times,
+    "save_interval_s": times,
+    "first_at": times,
+    "seconds": st.lists(times, min_size=len(PHASES), max_size=len(PHASES)),
+}
+pulses = st.builds(Pulse, **FIELDS)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[PageWriter]:
+    """The page of a worker, with nothing in it."""
+    writer = PageWriter.create(tmp_path / "0-1.page")
+    yield writer
+    assert not isinstance(writer.memory, bytearray)
+    writer.memory.close()
+
+
+def path_of(writer: PageWriter) -> Path:
+    assert writer.path is not None
+    return writer.path
+
+
+def read(reader: PageReader) -> Reading:
+    found = reader.read()
+    assert found is not None
+    return found
+
+
+def test_every_field_comes_back_as_it_was_written(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each one has its own place: whatever the values, reading gives the very pulse and notes."""
+    writer = PageWriter.create(tmp_path_factory.mktemp("page") / "0-1.page")
+    reader = PageReader(path_of(writer))
+
+    @given(pulses, st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=20), max_size=5))
+    def round_trip(pulse: Pulse, notes: dict[str, Any]) -> None:
+        writer.beat(pulse)
+        writer.note(notes)
+        found = read(reader)
+        assert found.pulse == pulse
+        assert found.notes == notes
+
+    round_trip()
+    reader.close()
+
+
+def test_the_fields_of_a_pulse_are_all_tried() -> None:
+    """A field that is new has a place in the page, since the test above draws it."""
+    assert set(FIELDS) == {field.name for field in dataclasses.fields(Pulse)}
+
+
+def test_a_loss_that_is_not_known_stays_so(writer: PageWriter) -> None:
+    """NaN is what stands for it."""
+    writer.beat(Pulse())
+    writer.note(NOTES)
+    assert math.isnan(read(PageReader(path_of(writer))).pulse.loss)
+
+
+def test_a_page_is_none_until_pulse_and_notes_are_there(writer: PageWriter) -> None:
+    """An agent may look while a worker makes its page."""
+    reader = PageReader(path_of(writer))
+    assert reader.read() is None
+    writer.beat(Pulse())
+    assert reader.read() is None
+    writer.note(NOTES)
+    assert read(reader).notes == NOTES
+
+
+def test_a_file_of_another_size_is_no_page(tmp_path: Path) -> None:
+    """It has just been made, or is none: whoever opens it is told at once."""
+    path = tmp_path / "0-1.page"
+    for size in (0, 100, PAGE_BYTES - 1):
+        path.write_bytes(bytes(size))
+        with pytest.raises(ValueError, match=r"mmap|empty"):
+            PageReader(path)
+
+
+def test_a_page_is_made_once(writer: PageWriter) -> None:
+    """Nobody writes into a page that is another process's, and only its owner may read it."""
+    with pytest.raises(FileExistsError):
+        PageWriter.create(path_of(writer))
+    assert path_of(writer).stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("at", [pages._PULSE_AT, pages._PULSE_AT + 77, pages._PULSE_SUM_AT, pages._NOTES_AT + 20])
+def test_a_damaged_record_is_none(writer: PageWriter, at: int) -> None:
+    """One bit is enough, wherever it is; and the next whole record is read again."""
+    writer.beat(Pulse(step=7))
+    writer.note(NOTES)
+    writer.memory[at] ^= 1
+    reader = PageReader(path_of(writer))
+    assert reader.read() is None
+    writer.beat(Pulse(step=8))
+    writer.note(NOTES)
+    assert read(reader).pulse.step == 8
+
+
+@pytest.mark.parametrize("length", [0, pages._LONGEST_NOTES + 1, 2**64 - 1])
+def test_notes_of_an_impossible_length_are_none(writer: PageWriter, length: int) -> None:
+    """Nothing behind the page is read."""
+    writer.beat(Pulse())
+    writer.note(NOTES)
+    struct.pack_into("<Q", writer.memory, pages._NOTES_AT, length)
+    assert PageReader(path_of(writer)).read() is None
+
+
+def test_notes_that_are_too_long_are_refused_and_leave_the_old_ones(writer: PageWriter) -> None:
+    """The longest fit to the last byte; nothing is written behind the page."""
+    reader = PageReader(path_of(writer))
+    writer.beat(Pulse())
+    longest = {"x": "y" * (pages._LONGEST_NOTES - len('{"x":""}'))}
+    writer.note(longest)
+    assert read(reader).notes == longest
+    with pytest.raises(ValueError, match="notes of a heartbeat page"):
+        writer.note({"x": longest["x"] + "y"})
+    assert read(reader).notes == longest
+    writer.note({"x": "short"})
+    assert read(reader).notes == {"x": "short"}
+
+
+def test_the_moment_is_told_beside_the_pulse(writer: PageWriter) -> None:
+    """What the worker does now is known without another pulse, which keeps what it says."""
+    writer.beat(Pulse(phase=Phase.TRAINING))
+    writer.note(NOTES)
+    reader = PageReader(path_of(writer))
+    for phase in PHASES:
+        for waits in (True, False):
+            writer.moment(NUMBERS[phase])
+            writer.waits(waits)
+            found = read(reader)
+            assert (found.phase, found.waits, found.pulse.phase) == (phase, waits, Phase.TRAINING)
+
+
+def test_a_moment_of_another_version_is_passed_over(writer: PageWriter) -> None:
+    """The phase of the pulse stands for it."""
+    writer.beat(Pulse(phase=Phase.DATA))
+    writer.note(NOTES)
+    writer.moment(255)
+    assert read(PageReader(path_of(writer))).phase is Phase.DATA
+
+
+def _hammer(path: Path, going: Event) -> None:
+    """Write records whose fields follow from each other, as fast as possible, until killed."""
+    writer, number = PageWriter.create(path), 0
+    while True:
+        number += 1
+        phase = PHASES[number % len(PHASES)]
+        seconds = [float(number + i) for i in range(len(PHASES))]
+        writer.beat(Pulse(phase=phase, step=number, samples=3 * number, first_at=number / 2, seconds=seconds))
+        writer.note({"step": number, "long": "x" * (number % 500), "twice": 2 * number})
+        if number == 10:
+            going.set()
+
+
+def test_a_reader_never_sees_a_torn_record(tmp_path: Path) -> None:
+    """Another process writes all the time: in 20,000 looks each record belongs together, and the steps only grow."""
+    context = multiprocessing.get_context("spawn")
+    path, going = tmp_path / "0-1.page", context.Event()
+    process = context.Process(target=_hammer, args=(path, going), daemon=True)
+    process.start()
+    try:
+        assert going.wait(60.0)
+        reader, last, different, reads, deadline = PageReader(path), 0, 0, 0, Deadline.after(60.0)
+        while reads < READS or different < 100:  # on a busy machine the writer has to get its turns, too
+            assert not deadline.expired
+            reads += 1
+            found = reader.read()
+            if found is None:
+                continue  # torn each time, and known to be so
+            pulse, notes = found.pulse, found.notes
+            number = pulse.step
+            assert pulse.samples == 3 * number
+            assert pulse.first_at == number / 2
+            assert pulse.phase is PHASES[number % len(PHASES)]
+            assert pulse.seconds == [float(number + i) for i in range(len(PHASES))]
+            assert notes["twice"] == 2 * notes["step"]
+            assert len(notes["long"]) == notes["step"] % 500
+            assert number >= last
+            different += number > last
+            last = number
+        reader.close()
+    finally:
+        process.kill()
+        process.join(60.0)
+
+
+def test_the_life_of_a_process_is_that_of_its_start(writer: PageWriter) -> None:
+    """A process that has the number of a dead one is another."""
+    writer.beat(Pulse())
+    reader = PageReader(path_of(writer))
+    writer.note({"pid": os.getpid(), "start": start_of("self")})
+    assert read(reader).lives
+    writer.note({"pid": os.getpid(), "start": 1})
+    assert not read(reader).lives
+
+
+def test_a_dead_process_has_no_start() -> None:
+    """A zombie neither: it is dead, and only its parent does not know yet."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert start_of(process.pid) is not None
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert start_of(process.pid) is None
+    assert start_of(process.pid) is None
+
+
+def test_seconds_of_steps_are_those_of_committed_ones() -> None:
+    """Else what is given up later would have been told already; other phases go on while they last."""
+    spent = [float(number) for number in range(len(PHASES))]
+    for phase in PHASES:
+        reading = Reading(Path("x"), Pulse(phase=phase, phase_at=10.0, seconds=list(spent)), phase, False, {})
+        told = dict(zip(PHASES, spent, strict=True))
+        grown = reading.seconds(12.5)
+        if phase in pages.WORK:
+            assert grown == told
+            assert reading.last_seconds(12.5) == told | {Phase.REPEATED: told[Phase.REPEATED] + 2.5}
+        else:
+            assert grown == reading.last_seconds(12.5) == told | {phase: told[phase] + 2.5}
+        assert reading.seconds(9.0) == told
+
+
+def test_a_page_without_room_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory may be full (64 MB in a container): else the first write into the page would end the worker by
+    SIGBUS. Nothing is left of the file."""
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="no space"):
+        PageWriter.create(tmp_path / "0-1.page")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,117 @@
+"""A run's keys are taken away whole, and only those of a run that nobody will go on with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from elastic_trainer.errors import EXIT_CONFIG, ConfigError
+from elastic_trainer.membership.documents import JournalEntry, NodeRecord, RoundDocument, RoundState, RunResult, Spec
+from elastic_trainer.membership.forgetting import Remains, forget, is_old, look, refusal
+from elastic_trainer.store.api import Put
+from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.memory import MemoryStore
+from tests.support.crew import soon
+
+KEYS, NEIGHBOR = RunKeys("/p", "mnist"), RunKeys("/p", "mnist-2")
+DAY_S = 86400.0
+NODE = NodeRecord(host="h", address="127.0.0.1", local_world_size=1, store_port=1, probe_port=0)
+
+
+def store_with(state: RoundState, keys: RunKeys = KEYS, version: int = 2) -> MemoryStore:
+    """A run in ``state`` that ended at second 1000, beside a neighbor whose name begins alike."""
+    store = MemoryStore()
+    result = RunResult.SUCCEEDED if state is RoundState.CLOSED else None
+    current = RoundDocument(number=4, nonce="x", state=state, members=(), result=result)
+    entry = JournalEntry(wall=1000.0, by="a", round=4, state=state, reason="r", nodes=("a",), world_size=1)
+    documents = {keys.spec: Spec(min_nodes=1, max_nodes=2), keys.round: current, keys.event(16): entry}
+    for key, document in documents.items():
+        value = json.dumps(json.loads(document.encode()) | {"version": version}).encode()
+        store.transact([], [Put(key, value), Put(NEIGHBOR.spec, b"{}")], deadline=soon())
+    return store
+
+
+def names(store: MemoryStore) -> list[str]:
+    return [item.key for item in store.range("/p/", soon()).items]
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_run_that_is_over_goes_with_all_its_keys(version: int) -> None:
+    """Of any protocol version; its neighbor stays."""
+    store = store_with(RoundState.CLOSED, version=version)
+    remains = look(store, KEYS, soon())
+    assert (remains.count, remains.closed, remains.last_wall) == (3, True, 1000.0)
+    assert refusal(remains, unfinished=False) is None
+    forget(store, remains, soon())
+    assert names(store) == [NEIGHBOR.spec]
+
+
+@pytest.mark.parametrize("state", [RoundState.ACTIVE, RoundState.DRAINING, RoundState.BROKEN])
+def test_a_run_that_is_not_over_goes_on_request_only(state: RoundState) -> None:
+    """Its nodes may be on their way back: the sentence says what to add if they are not."""
+    remains = look(store_with(state), KEYS, soon())
+    refused = refusal(remains, unfinished=False)
+    assert isinstance(refused, ConfigError)
+    assert refused.exit_code == EXIT_CONFIG
+    assert "--unfinished" in str(refused.hint)
+    assert refusal(remains, unfinished=True) is None
+
+
+def test_what_cannot_be_read_counts_as_unfinished() -> None:
+    """Another program's keys go on request only."""
+    store = MemoryStore()
+    store.transact([], [Put(KEYS.round, b"hello")], deadline=soon())
+    assert refusal(look(store, KEYS, soon()), unfinished=False) is not None
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_a_run_with_nodes_is_kept_in_any_case(unfinished: bool) -> None:
+    """They are named, up to five of them."""
+    store = store_with(RoundState.CLOSED)
+    for number in range(7):
+        store.transact([], [Put(KEYS.node(f"n{number}"), NODE.encode())], deadline=soon())
+    refused = refusal(look(store, KEYS, soon()), unfinished=unfinished)
+    assert refused is not None
+    assert "has nodes: n0, n1, n2, n3, n4 and others" in refused.message
+
+
+def test_keys_of_no_node_do_not_keep_a_run() -> None:
+    """What somebody else has written among its nodes goes with the rest; else it would stay for ever."""
+    store = store_with(RoundState.CLOSED)
+    store.transact([], [Put(KEYS.nodes + "\x1b[2Jn0", NODE.encode())], deadline=soon())
+    remains = look(store, KEYS, soon())
+    assert refusal(remains, unfinished=False) is None
+    forget(store, remains, soon())
+    assert names(store) == [NEIGHBOR.spec]
+
+
+@pytest.mark.parametrize("key", [KEYS.node("late"), KEYS.round])
+def test_a_run_that_comes_back_to_life_meanwhile_is_kept(key: str) -> None:
+    """A node joins, or the run is reopened, between the look and the write: nothing at all is removed."""
+    store = store_with(RoundState.CLOSED)
+    remains = look(store, KEYS, soon())
+    store.transact([], [Put(key, NODE.encode())], deadline=soon())
+    before = names(store)
+    with pytest.raises(ConfigError, match="somebody has just joined"):
+        forget(store, remains, soon())
+    assert names(store) == before
+
+
+@pytest.mark.parametrize(
+    ("closed", "nodes", "last_wall", "days", "old"),
+    [
+        (True, (), 1000.0, 2.0, True),
+        (True, (), 1000.0, 3.1, False),
+        (True, (), 1000.0, 0.0, True),
+        (False, (), 1000.0, 2.0, False),
+        (True, ("a",), 1000.0, 2.0, False),
+        (True, (), 0.0, 2.0, False),
+    ],
+)
+def test_old_is_what_has_been_over_for_so_many_days(
+    closed: bool, nodes: tuple[str, ...], last_wall: float, days: float, old: bool
+) -> None:
+    """Never a run that is open, has nodes, or whose end nobody knows the time of."""
+    remains = Remains(KEYS, 9, 3, nodes, 1, closed, last_wall)
+    assert is_old(remains, 1000.0 + 3.0 * DAY_S, days) is old

@@ -1,0 +1,58 @@
+"""Whose agent is asked for: the nodes that must not be dead for what comes next, and nobody else."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.membership.probe import Prober, doubtful
+from elastic_trainer.membership.standing import NodeView
+from tests.support.crew import LIMIT_S
+from tests.unit.membership.scenes import Scene, node, round_of
+
+TRIO = [node("a", 1), node("b", 2), node("c", 3)]
+
+
+def asked(scene: Scene) -> list[str]:
+    """The names of those in doubt."""
+    return [each.id for each in doubtful(scene.view())]
+
+
+def scene_of(state: RoundState, *more: NodeView) -> Scene:
+    """Three members as ``a`` sees them, and others."""
+    return Scene().show(*TRIO, *more).adopt(round_of(1, TRIO, state))
+
+
+def test_members_of_a_round_that_is_over_are_asked_for_until_they_have_spoken() -> None:
+    """Whoever has acknowledged its end is there; this node need not ask for itself."""
+    scene = scene_of(RoundState.BROKEN)
+    assert asked(scene) == ["b", "c"]
+    assert asked(scene.show(node("c", 3, acknowledged=2))) == ["b"]
+
+
+@pytest.mark.parametrize(("newcomers", "expected"), [("x", ["x"]), ("xy", ["x"]), ("", [])])
+def test_newcomers_are_asked_for_where_there_is_room(newcomers: str, expected: list[str]) -> None:
+    """Four nodes at most, three of them are members: one is about to be taken in, the others are spares."""
+    assert asked(scene_of(RoundState.ACTIVE, *(node(name, 50 + at) for at, name in enumerate(newcomers)))) == expected
+
+
+def test_newcomers_of_a_planned_change_are_asked_for() -> None:
+    """Members that have said that they switch are not."""
+    following = round_of(2, [*TRIO, node("x", 50)])
+    scene = Scene().show(*TRIO, node("x", 50), node("y", 51))
+    scene.adopt(round_of(1, TRIO, RoundState.DRAINING, next=following)).show(node("b", 2, acknowledged=2))
+    assert asked(scene) == ["c", "x"]
+
+
+def test_nobody_is_asked_for_when_the_run_is_closed_or_has_not_begun() -> None:
+    """And nobody is known to be dead who has changed its key since: that is another life."""
+    assert asked(scene_of(RoundState.CLOSED)) == asked(Scene().show(*TRIO)) == []
+    found = threading.Event()
+    prober = Prober(probe=lambda host, port, timeout_s: True)
+    scene = scene_of(RoundState.BROKEN)
+    prober.look(scene.view(), found.set)
+    assert found.wait(LIMIT_S)
+    assert prober.dead(scene.nodes) in ({"b"}, {"c"}, {"b", "c"})
+    assert prober.dead({name: node(name, 1, mod=99) for name in "bc"}) == frozenset()

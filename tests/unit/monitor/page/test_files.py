@@ -1,0 +1,75 @@
+"""The files that the pages load."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from importlib.resources import files
+
+import pytest
+
+from elastic_trainer.monitor import page
+
+STATIC = files("elastic_trainer.monitor.page").joinpath("static")
+NAMES = sorted(each.name for each in STATIC.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../words.py",
+        "..",
+        "",
+        ".",
+        "/etc/passwd",
+        "page.css/..",
+        "%2e%2e/words.py",
+        "STYLE.CSS",
+        "x\0y",
+        "../static/page.css",
+    ],
+)
+def test_no_name_leads_out_of_the_folder(name: str) -> None:
+    """Only the names of the files themselves are served."""
+    assert page.static(name) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_have_a_type_that_browsers_accept(name: str) -> None:
+    """With ``nosniff`` a module of another type is refused. Names are flat, as the server wants them."""
+    found = page.static(name)
+    assert found is not None
+    content, kind = found
+    assert content == STATIC.joinpath(name).read_bytes()
+    wanted = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8", "json": "application/json"}
+    assert kind == wanted.get(name.rpartition(".")[2], kind)
+    assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith((".js", ".css", ".svg"))])
+def test_nothing_comes_from_elsewhere(name: str) -> None:
+    """No file of the page refers to another host; imports are files of the folder."""
+    content = STATIC.joinpath(name).read_text(encoding="utf-8")
+    addresses = set(re.findall(r"https?://[^\s\"'`)]+", content)) - {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xhtml",
+        "http://www.w3.org/1998/Math/MathML",
+        "http://www.w3.org/1999/xlink",
+    }
+    assert not addresses
+    imported = set(re.findall(r"from \"\./([^\"]+)\"", content))
+    assert imported <= set(NAMES)
+
+
+VENDORED = {
+    "preact.js": "225d7a773766e6fb2cfcc45274fe41d2059f5782f3f2c4569aa5132a2d3a2902",
+    "htm.js": "ab33dd3f38059b9be4d5f5350128eefb2356639c4e0bbe9d9e8b3ba75847e9e4",
+}
+"""preact 11.2.0 (dist/preact.mjs without its last line, which names a source map) and htm 3.1.1 (dist/htm.mjs)."""
+
+
+@pytest.mark.parametrize("name", VENDORED)
+def test_vendored_files_are_as_they_were_published(name: str) -> None:
+    """Nobody changes them by accident; each has its license beside it."""
+    assert hashlib.sha256(STATIC.joinpath(name).read_bytes()).hexdigest() == VENDORED[name]
+    assert name.replace(".js", ".LICENSE.txt") in NAMES

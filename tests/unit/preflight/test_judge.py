@@ -1,0 +1,133 @@
+"""Who is fit to train with whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_trainer.preflight.finding import Status
+from elastic_trainer.preflight.judge import Verdict, agreed, judge, kind_of
+from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.preflight.report import Published
+from tests.unit.preflight.reports import report, with_speeds
+
+LIMITS = Limits()
+
+
+def status(verdict: Verdict, name: str) -> Status | None:
+    """Of the finding called ``name``."""
+    return next((finding.status for finding in verdict.findings if finding.name == name), None)
+
+
+def test_equal_nodes_are_fit() -> None:
+    """Every value is compared, and none is bad."""
+    verdict = judge(report("a"), [report("b"), report("c")], LIMITS)
+    assert verdict.fit
+    assert verdict.reason == ""
+    assert {finding.name for finding in verdict.findings} == {
+        "peers.matmul.cpu.fp32",
+        "peers.memory.cpu",
+        "peers.disk.write",
+    }
+
+
+@pytest.mark.parametrize("value", ["matmul.cpu.fp32", "memory.cpu"])
+def test_a_node_below_half_of_the_median_is_unfit(value: str) -> None:
+    """The reason names the value, the median and the ratio; at just above half it is fit."""
+    others = [with_speeds("b", {value: 90.0}), with_speeds("c", {value: 110.0})]
+    slow = judge(with_speeds("a", {value: 49.0}), others, LIMITS)
+    assert not slow.fit
+    assert value in slow.reason
+    assert "is 0.49 of the median of 2 other nodes, 100" in slow.reason
+    assert judge(with_speeds("a", {value: 51.0}), others, LIMITS).fit
+
+
+def test_the_ratio_can_be_set() -> None:
+    """A cluster of unequal machines may allow more."""
+    mine, others = with_speeds("a", {"memory.cpu": 5.0}), [report("b"), report("c")]
+    assert not judge(mine, others, LIMITS).fit
+    assert judge(mine, others, Limits(ratio=0.2)).fit
+
+
+def test_a_slow_disk_is_only_a_warning() -> None:
+    """It delays checkpoints, not the steps of the others."""
+    verdict = judge(with_speeds("a", {"disk.write": 10.0}), [report("b"), report("c")], LIMITS)
+    assert verdict.fit
+    assert status(verdict, "peers.disk.write") is Status.WARN
+
+
+def test_one_other_node_is_no_measure() -> None:
+    """Which of two is the slow one, or the unusual one, is not known."""
+    verdict = judge(with_speeds("a", {"memory.cpu": 1.0}), [report("b")], LIMITS)
+    assert verdict.fit
+    assert status(verdict, "peers.speed") is Status.SKIPPED
+
+
+def test_a_fast_node_finds_nothing_wrong_with_itself_beside_a_slow_one() -> None:
+    """Of three, the slow one alone is unfit, whoever judges."""
+    nodes = [report("a"), report("b"), with_speeds("c", {"matmul.cpu.fp32": 30.0})]
+    assert [judge(node, nodes, LIMITS).fit for node in nodes] == [True, True, False]
+
+
+def test_unfit_nodes_are_no_measure() -> None:
+    """Two nodes that were refused for being slow do not make a third one look normal."""
+    slow = [with_speeds(name, {"memory.cpu": 4.0}, fit=False) for name in ("x", "y", "z")]
+    assert not judge(with_speeds("a", {"memory.cpu": 4.0}), [*slow, report("b"), report("c")], LIMITS).fit
+
+
+def test_its_own_report_is_not_one_of_the_others() -> None:
+    """The store has it too."""
+    mine = with_speeds("a", {"memory.cpu": 1.0})
+    assert status(judge(mine, [mine, report("b")], LIMITS), "peers.speed") is Status.SKIPPED
+
+
+def test_devices_are_compared_with_devices_of_their_kind() -> None:
+    """One slow device of many is found, against other nodes and against its own node's."""
+    speeds = {f"matmul.cuda{index}.bf16": 700.0 for index in range(4)}
+    mine = with_speeds("a", {**speeds, "matmul.cuda2.bf16": 200.0})
+    for others in ([with_speeds("b", speeds), with_speeds("c", speeds)], []):
+        verdict = judge(mine, others, LIMITS)
+        assert [each.name for each in verdict.findings if each.status is Status.BAD] == ["peers.matmul.cuda2.bf16"]
+    assert kind_of("matmul.cuda12.bf16") == "matmul.cuda.bf16"
+
+
+# ---- versions
+
+
+def test_another_torch_is_unfit_and_another_patch_is_not() -> None:
+    """Only major and minor numbers of torch count."""
+    others = [report("b"), report("c")]
+    other = judge(report("a", versions={"torch": "2.12.1"}), others, LIMITS)
+    assert not other.fit
+    assert "torch 2.12 here, 2.13 on 2 of 2 other nodes" in other.reason
+    assert judge(report("a", versions={"torch": "2.13.1+cu126"}), others, LIMITS).fit
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"), [("cuda", Status.BAD), ("nccl", Status.BAD), ("driver", Status.WARN), ("python", Status.WARN)]
+)
+def test_what_must_agree_and_what_should(what: str, expected: Status) -> None:
+    """CUDA and NCCL talk to each other over the network; a driver or Python may differ."""
+    here, there = {what: "1.2.3"}, {what: "1.2.4"}
+    others = [report("b", versions=there), report("c", versions=there)]
+    assert status(judge(report("a", versions=here), others, LIMITS), f"peers.{what}") is expected
+
+
+def test_of_two_that_differ_the_first_is_right() -> None:
+    """Else both would be refused, or neither."""
+    first, second = report("a", created=5), report("b", created=7, versions={"torch": "2.12.0"})
+    assert judge(first, [second], LIMITS).fit
+    assert not judge(second, [first], LIMITS).fit
+
+
+def test_most_nodes_are_right_whoever_came_first() -> None:
+    """A first node with an old image does not keep all others out."""
+    old, new = report("a", created=1, versions={"torch": "2.12.0"}), [report("b", created=2), report("c", created=3)]
+    assert not judge(old, new, LIMITS).fit
+    assert judge(new[0], [old, new[1]], LIMITS).fit
+    assert agreed([(1, "x"), (2, "y"), (3, "y"), (4, "x")]) == "x"
+
+
+def test_a_version_that_others_do_not_tell_is_not_compared() -> None:
+    """A node without a GPU has no NCCL."""
+    mine: Published = report("a", versions={"nccl": "2.27.3"})
+    assert judge(mine, [report("b"), report("c")], LIMITS).fit
