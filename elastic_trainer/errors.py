@@ -51,7 +51,10 @@ class StoreUnavailableError(TransientError):
 
 
 class OutcomeUnknownError(TransientError):
-    """A write timed out: it may or may not have happened. Read again before deciding."""
+    """A write timed out: it may have happened, or may yet, even after later writes that its guards allow.
+
+    Read again before deciding.
+    """
 
 
 class FencedError(ElasticTrainerError):

@@ -321,7 +321,7 @@ class Member:
             return False  # the watch tells whether it happened
         if result.succeeded:
             if record is not None:
-                self._presence.wrote(record)
+                self._presence.wrote(record, result.revision)
             logger().info(
                 f"round.{_PAST[document.state]}",
                 round=document.number,

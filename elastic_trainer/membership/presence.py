@@ -3,7 +3,8 @@
 *Runs in* torchrun's main thread (``show``) and the deciding thread (``return_from_loss``), one at a time.
 *Owns* the lease session.
 *Fails by* ConfigError when another live node uses the same id, TransientError past the deadline.
-*Invariant*: the key is written only while it is absent or still the one that this object created.
+*Invariant*: the key is written only while it is absent or still holds what this object knows of, so that a write whose
+outcome stayed unknown cannot come late and undo a newer one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from elastic_trainer.store.api import (
     Snapshot,
     Store,
     absent,
-    created_at,
     prefix_end,
     unchanged,
 )
@@ -50,6 +50,7 @@ class Presence:
         """Whether it was among the most senior nodes when its key was created."""
         self._record: NodeRecord | None = None
         self._shown: NodeRecord | None = None
+        self._mod_revision = 0
         self._lock = threading.RLock()
 
     @property
@@ -65,13 +66,14 @@ class Presence:
         return None if self.lost or not self.create_revision else self._shown
 
     def put(self, record: NodeRecord) -> Put:
-        """The write that shows ``record``, for a transaction guarded by this key's create-revision."""
+        """The write that shows ``record``, for a transaction guarded by the round and this key's create-revision."""
         return Put(self._key, record.encode(), self._session.lease_id)
 
-    def wrote(self, record: NodeRecord) -> None:
-        """Such a transaction went through."""
+    def wrote(self, record: NodeRecord, revision: int) -> None:
+        """Such a transaction went through, as ``revision`` of the store."""
         with self._lock:
             self._record = self._shown = record
+            self._mod_revision = revision
 
     @property
     def ttl_s(self) -> float:
@@ -133,17 +135,21 @@ class Presence:
 
     def _write(self, deadline: Deadline) -> None:
         put = self.put(self.record)
-        if self.create_revision:
+        while self.create_revision:
             result = self._store.transact(
-                [created_at(self._key, self.create_revision)],
+                [unchanged(self._key, self._mod_revision)],
                 [put],
                 [Read(self._key)],
                 deadline=deadline.at_most(ATTEMPT_S),
             )
+            there = result.reads[0].first if not result.succeeded else None
             if result.succeeded:
-                self._shown = self.record
+                self.wrote(self.record, result.revision)
                 return
-            self.create_revision = 0
+            if there is not None and there.create_revision == self.create_revision:
+                self._mod_revision = there.mod_revision  # a write of ours, its answer lost; or a store that went back
+            else:
+                self.create_revision = 0
         self._create(put, deadline)
 
     def _create(self, put: Put, deadline: Deadline) -> None:
@@ -153,7 +159,7 @@ class Presence:
                 [absent(self._key)], [put, self._oldest], [Read(self._key)], deadline=deadline.at_most(ATTEMPT_S)
             )
             if result.succeeded:
-                self._created(result.revision, result.reads[0])
+                self._created(result.revision, result.revision, result.reads[0])
                 return
             left_behind = result.reads[0].first
             if left_behind is None:
@@ -176,16 +182,16 @@ class Presence:
 
     def _adopt(self, mine: KeyValue, put: Put, deadline: Deadline) -> None:
         """An earlier write of ours went through unnoticed (its answer was lost)."""
-        guard = created_at(self._key, mine.create_revision)
+        guard = unchanged(self._key, mine.mod_revision)
         result = self._store.transact([guard], [put, self._oldest], deadline=deadline.at_most(ATTEMPT_S))
         if result.succeeded:
-            self._created(mine.create_revision, result.reads[0])
+            self._created(mine.create_revision, result.revision, result.reads[0])
 
-    def _created(self, revision: int, oldest: Snapshot) -> None:
+    def _created(self, create_revision: int, mod_revision: int, oldest: Snapshot) -> None:
         first = written_by_nodes(oldest.items, self._keys)[:SENIORS]
         self.senior = any(name == self.node_id for name, _ in first)
-        self.create_revision = revision
-        self._shown = self.record
+        self.create_revision = create_revision
+        self.wrote(self.record, mod_revision)
 
 
 def _owner_is_dead(item: KeyValue) -> bool:

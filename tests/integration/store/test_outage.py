@@ -233,7 +233,11 @@ def test_writes_wait_for_an_etcd_that_is_not_there_yet(own_etcd: EtcdServer) -> 
 
 
 def test_a_frozen_etcd_is_noticed(own_etcd: EtcdServer) -> None:
-    """SIGSTOP leaves all connections open: calls end by their deadlines, the watch hears of it, all goes on after."""
+    """SIGSTOP leaves all connections open: calls end by their deadlines, the watch hears of it, all goes on after.
+
+    What was sent into the freeze may be read after the thaw, and after what a new connection brings: only its guard
+    keeps such a write from undoing a later one.
+    """
     recorder = Recorder()
     with client(own_etcd.endpoint) as store:
         store.watch("/w/", recorder)

@@ -1,16 +1,49 @@
-"""What a node's key holds when the store has gone back to an older state."""
+"""What a node's key holds when the store has gone back to an older state, or does a write late."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
+
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import OutcomeUnknownError
 from elastic_trainer.membership.documents import NodeRecord, NodeState
 from elastic_trainer.membership.presence import Presence
-from elastic_trainer.store.api import Put
+from elastic_trainer.store.api import Compare, Operation, Put, TransactionResult
 from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
 from elastic_trainer.store.session import LeaseSession
 from tests.support.crew import KEYS, TTL_S, eventually, soon
 
 OLD = NodeRecord(host="h", address="127.0.0.1", local_world_size=1, store_port=1, probe_port=0)
 NEW = OLD.model_copy(update={"state": NodeState.READY, "life": 3})
+
+
+class LateStore(MemoryStore):
+    """What is written while ``holds_back`` stays unknown to its writer, and is done when the test says so."""
+
+    def __init__(self, backend: MemoryBackend) -> None:
+        super().__init__(backend)
+        self.holds_back = False
+        self._held: list[tuple[Sequence[Compare], Sequence[Operation], Sequence[Operation]]] = []
+
+    def transact(
+        self,
+        guards: Sequence[Compare],
+        success: Sequence[Operation],
+        failure: Sequence[Operation] = (),
+        *,
+        deadline: Deadline,
+    ) -> TransactionResult:
+        if self.holds_back:
+            self._held.append((guards, success, failure))
+            raise OutcomeUnknownError("the store is frozen")
+        return super().transact(guards, success, failure, deadline=deadline)
+
+    def thaw(self) -> list[bool]:
+        """Do what was held back; whether the guards of each held."""
+        self.holds_back, held, self._held = False, self._held, []
+        return [super(LateStore, self).transact(*each, deadline=soon()).succeeded for each in held]
 
 
 def test_a_record_that_went_back_is_shown_again() -> None:
@@ -26,17 +59,56 @@ def test_a_record_that_went_back_is_shown_again() -> None:
     created = presence.create_revision
     observer.transact([], [Put(KEYS.node("a"), OLD.encode(), session.lease_id)], deadline=soon())
     presence.show_again(soon())
-    found = observer.get(KEYS.node("a"), soon()).first
-    assert found is not None
-    assert NodeRecord.decode(found.value, found.key) == NEW
-    assert found.create_revision == created == presence.create_revision
+    assert held(observer) == (NEW, created)
+    assert presence.create_revision == created
 
     observer.revoke(session.lease_id, soon())
     presence.show_again(soon())
     eventually(lambda: presence.lost, "the loss is not noticed")
     assert presence.away
     presence.return_from_loss(soon())
-    found = observer.get(KEYS.node("a"), soon()).first
-    assert found is not None
-    assert NodeRecord.decode(found.value, found.key) == NEW
+    assert held(observer)[0] == NEW
     presence.close()
+
+
+def test_a_write_that_comes_late_does_not_undo_a_newer_one() -> None:
+    """A frozen store may read after its thaw first what a new connection brings, and then what the old one held."""
+    backend = MemoryBackend(ManualClock())
+    store = LateStore(backend)
+    presence = Presence(store, KEYS, "a", LeaseSession(store, TTL_S, soon()))
+    presence.show(OLD, soon())
+    created = presence.create_revision
+    store.holds_back = True
+    with pytest.raises(OutcomeUnknownError):
+        presence.show(NEW, Deadline.after(0.0))
+    store.holds_back = False
+    newest = NEW.model_copy(update={"life": 4})
+    presence.show(newest, soon())
+    assert store.thaw() == [False]
+    assert held(store) == (newest, created)
+    presence.close()
+
+
+def test_a_write_whose_answer_was_lost_is_followed_by_the_next() -> None:
+    """It changed the key unnoticed: its owner reads what is there, and writes on."""
+    backend = MemoryBackend(ManualClock())
+    store = LateStore(backend)
+    presence = Presence(store, KEYS, "a", LeaseSession(store, TTL_S, soon()))
+    presence.show(OLD, soon())
+    created = presence.create_revision
+    store.holds_back = True
+    with pytest.raises(OutcomeUnknownError):
+        presence.show(NEW, Deadline.after(0.0))
+    assert store.thaw() == [True]
+    newest = NEW.model_copy(update={"life": 4})
+    presence.show(newest, soon())
+    assert held(store) == (newest, created)
+    assert presence.create_revision == created
+    presence.close()
+
+
+def held(store: MemoryStore) -> tuple[NodeRecord, int]:
+    """The record in the node's key, and that key's create-revision."""
+    found = store.get(KEYS.node("a"), soon()).first
+    assert found is not None
+    return NodeRecord.decode(found.value, found.key), found.create_revision
