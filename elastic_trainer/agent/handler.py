@@ -285,6 +285,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         reason = f"node {self.node_id} left the round: {cause}"
         kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
         member.break_round(self._current.number, reason, deadline, cause=kind)
+        seen = member.look().round
+        if seen is not None and seen.number == self._current.number and seen.state is RoundState.DRAINING:
+            return True, ""  # it ended by agreement, of which this node had not heard when its workers went
         return False, cause
 
     def _new_record(self, workers: LocalWorkers, *, planned: bool, cause: str) -> NodeRecord:

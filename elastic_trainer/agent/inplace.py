@@ -58,7 +58,6 @@ class InPlaceHandler(Etcd3RendezvousHandler):
     _trap: Trap | None = None
     _patience: Patience | None = None
     _tcp_store: Any = None
-    _opened_a_session = False
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -198,12 +197,10 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         """Workers are told by the conductor; none is killed for a round that is over."""
 
     def _watch_for_session(self, conductor: Conductor) -> None:
-        limit_s = self._options.session_timeout
+        limit_s, life = self._options.session_timeout, conductor.life
 
         def watch() -> None:
-            if conductor.met.wait(limit_s):
-                self._opened_a_session = True
-            elif self._conductor is conductor and not self._finished:
+            if not conductor.met.wait(limit_s) and conductor.life == life and not self._finished:
                 self._fatal(ConfigError(f"{_NO_SESSION}: none was opened within {limit_s:g} s", hint=_NO_SESSION_HINT))
 
         threading.Thread(target=watch, name="session-watch", daemon=True).start()

@@ -18,7 +18,7 @@ from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState
 from elastic_trainer.membership.health import Incident, NodeHealth
 from elastic_trainer.membership.stragglers import find_stragglers
-from elastic_trainer.store.api import Delete, Put, Store
+from elastic_trainer.store.api import Delete, Put, Store, created_at, unchanged
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
@@ -64,7 +64,8 @@ class Straggling:
         first, self._obeyed = not self._obeyed, True
         if asked is None:
             return
-        self._store.transact([], [Delete(asked.key)], deadline=Deadline.after(_LIMIT_S))
+        guard = unchanged(asked.key, asked.mod_revision)
+        self._store.transact([guard], [Delete(asked.key)], deadline=Deadline.after(_LIMIT_S))
         if not first:
             logger().warning("node.evicted", node=self._node, reason=plain(asked.value.decode(errors="replace")))
             self._leave()
@@ -117,7 +118,11 @@ class Straggling:
         victims = [name for name in nodes if name != self._node]
         if not ready or not victims:
             return False
-        put = Put(self._keys.eviction(victims[0]), reason.encode())
-        self._store.transact([], [put], deadline=Deadline.after(_LIMIT_S))
+        victim = current.member(victims[0])
+        if victim is None:
+            return False
+        # A write that etcd does late must not send away who comes back under this name.
+        guard = created_at(self._keys.node(victim.node), victim.create_revision)
+        put = Put(self._keys.eviction(victim.node), reason.encode())
         self._slow.clear()
-        return True
+        return self._store.transact([guard], [put], deadline=Deadline.after(_LIMIT_S)).succeeded

@@ -19,7 +19,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from multiprocessing import connection
 from typing import Any
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch._C import _remove_worker_pids, _set_worker_pids
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.data.child import forking, settle
@@ -75,6 +76,15 @@ class Upcoming:
         return task
 
 
+class Fetching(_MultiProcessingDataLoaderIter):
+    """What iterates over a DataLoader. About its processes nothing is raised but where :class:`Workers` wants it."""
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        if first_iter:  # the processes are there, and torch's handler of SIGCHLD: threads are begun now
+            _untold(self)
+        super()._reset(loader, first_iter)
+
+
 class Workers:
     """See the module."""
 
@@ -83,6 +93,7 @@ class Workers:
         self._upcoming = Upcoming()
         self._loader: DataLoader[Any] | None = None
         self._iterator: Any = None
+        """A :class:`Fetching`, most of what is used of which has no types."""
         self._processes: list[Any] = []
         self._owner = os.getpid()
         self._kept: dict[Place, tuple[Drawn, tuple[int, ...]]] = {}
@@ -152,7 +163,7 @@ class Workers:
         if self._iterator is None:
             self._start()
         elif not self._upcoming.sent:
-            self._iterator = iter(self._loader)  # type: ignore[arg-type]
+            self._go_on()
 
     def _aim_again(self) -> None:
         """A request failed: whoever makes it again gets a new answer."""
@@ -166,7 +177,7 @@ class Workers:
             try:
                 value = self._received()
             except StopIteration:  # the requests had come to an end, and go on now
-                self._iterator = iter(self._loader)  # type: ignore[arg-type]
+                self._go_on()
                 problem = "" if self._upcoming.sent else "nothing is left to deliver"
                 if not problem:
                     continue
@@ -184,7 +195,25 @@ class Workers:
                 logger().warning("data.awaited", seconds=round(SYSTEM.monotonic() - began, 1))
 
     def _received(self) -> Any:
-        """The next value. RuntimeError after a while, and at once when a worker dies; ChildProcessError if it is dead.
+        """The next value. RuntimeError after a while, and else as :meth:`_watched`."""
+        return self._watched(lambda: next(self._iterator))
+
+    def _go_on(self) -> None:
+        """The requests had come to an end: the workers take up what follows, however long they need for that."""
+        self._iterator._timeout = 0
+        try:
+            self._watched(lambda: iter(self._loader))  # type: ignore[arg-type]
+            return
+        except (RuntimeError, OSError, EOFError) as error:
+            problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        finally:
+            self._iterator._timeout = LOOK_S
+        self._check_alive(DYING_S)
+        self.close()
+        raise DataError(f"the data workers failed: {problem}")
+
+    def _watched(self, act: Callable[[], Any]) -> Any:
+        """``act()``; RuntimeError in the middle of it when a worker dies, ChildProcessError before it if one is dead.
 
         torch's handler of SIGCHLD raises that in the main thread wherever it is: so it is told of these processes for
         no longer than they are waited for. It also ends a read of what a process that was killed has half written.
@@ -194,7 +223,7 @@ class Workers:
             _set_worker_pids(name, tuple(process.pid for process in self._processes))
             if dead_of(self._processes):
                 raise ChildProcessError("a data worker has ended")
-            return next(self._iterator)
+            return act()
         finally:
             _remove_worker_pids(name)
 
@@ -224,24 +253,28 @@ class Workers:
             generator=torch.Generator(),  # else it draws from the one that training uses
         )
         before = set(multiprocessing.active_children())
-        iterator, problem = None, ""
+        loader.check_worker_number_rationality()
+        iterator: Any = Fetching.__new__(Fetching)  # as iter(loader) would; this way a half-made one is known
+        problem: str | None = None
+        dead: list[Any] = []
+        begun = False
         try:
             with forking() if forked else nullcontext():
-                iterator = iter(loader)
+                iterator.__init__(loader)
+            begun = True
         except (OSError, RuntimeError) as error:
             problem = str(error)
         finally:
-            if iterator is None:  # those that could be started ignore what asks them to end
-                _kill(begun := [each for each in multiprocessing.active_children() if each not in before])
-                for process in begun:
-                    process.join(GRACE_S)
-        if iterator is None:  # raised out here, so that no RuntimeError stands behind it: recovery looks for those
+            if not begun:
+                self.close()  # of what was to be asked for, some may have been sent
+                dead = _give_up(iterator, before)
+        if dead:  # raised out here, so that no RuntimeError stands behind it: recovery looks for those
+            raise died(dead[0])
+        if problem is not None:
             raise DataError(f"{self._loading.workers} data workers cannot be started: {problem}")
-        self._loader, self._iterator = loader, iterator
-        self._processes = [process for process in multiprocessing.active_children() if process not in before]
+        loader._iterator = iterator
+        self._loader, self._iterator, self._processes = loader, iterator, list(iterator._workers)
         atexit.register(self.close)
-        _remove_worker_pids(id(iterator))
-        iterator._worker_pids_set = False  # type: ignore[attr-defined]
 
     def _check_alive(self, wait_s: float) -> None:
         dead = dead_of(self._processes, wait_s)
@@ -296,12 +329,40 @@ def _end(iterator: Any, processes: list[Any]) -> None:
             force.cancel()
             force.join()
     else:
-        iterator._shutdown = True
-        if hasattr(iterator, "_pin_memory_thread_done_event"):
-            iterator._pin_memory_thread_done_event.set()
+        _drop(iterator)
     _kill(processes)
     for process in processes:
         process.join(GRACE_S)
+
+
+def _drop(iterator: Any) -> None:
+    """Nothing waits for ``iterator`` any more, nor does it wait for its processes when it is thrown away."""
+    iterator._shutdown = True
+    if hasattr(iterator, "_pin_memory_thread_done_event"):
+        iterator._pin_memory_thread_done_event.set()
+
+
+def _untold(iterator: Any) -> None:
+    """From now on torch's handler of SIGCHLD raises nothing about the processes of ``iterator``."""
+    with suppress(ValueError):  # it has not been told of them yet
+        _remove_worker_pids(id(iterator))
+    iterator._worker_pids_set = False
+
+
+def _give_up(iterator: Any, before: set[Any]) -> list[Any]:
+    """End what is there of ``iterator``, the making of which failed; those of its processes that were dead already.
+
+    Those that could be started ignore what asks them to end. Children that were there ``before`` are others'.
+    """
+    _untold(iterator)
+    _drop(iterator)
+    processes = list(getattr(iterator, "_workers", ()))
+    processes += [each for each in multiprocessing.active_children() if each not in {*before, *processes}]
+    dead = dead_of(processes)
+    _kill(processes)
+    for process in processes:
+        process.join(GRACE_S)
+    return dead
 
 
 def _kill(processes: list[Any]) -> None:

@@ -41,7 +41,7 @@ from elastic_trainer.membership.rules import Action, Decision, decide
 from elastic_trainer.membership.sightings import Tracker
 from elastic_trainer.membership.standing import Limits, Sightings, View, live_members
 from elastic_trainer.membership.view import Observation, RunView
-from elastic_trainer.model import Cause
+from elastic_trainer.model import Cause, RecoveryMode
 from elastic_trainer.store.api import Compare, Delete, Operation, Put, Store, created_at, unchanged
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.logs import logger
@@ -142,6 +142,8 @@ class Member:
             current = seen.round
             if current is None or not _is_on(current, number):
                 return
+            if current.state is RoundState.DRAINING and self._limits.recovery is RecoveryMode.RESTART:
+                return  # it ends by agreement already: all leave it now, each as soon as it hears of it
             document = broken(current, reason, worker_failed=worker_failed, cause=cause)
             attempt = deadline.at_most(WRITE_ATTEMPT_S)
             try:
@@ -308,9 +310,12 @@ class Member:
         document = decision.round
         if document is None:
             return True
+        created = self._presence.create_revision
+        if created == 0:
+            return False  # who is not shown decides nothing; and as a guard it would mean that the key is absent
         guards: list[Compare] = [
             unchanged(self._keys.round, seen.round_revision),
-            created_at(self._keys.node(self.node_id), self._presence.create_revision),
+            created_at(self._keys.node(self.node_id), created),
         ]
         writes = self._writes(document)
         if record is not None:

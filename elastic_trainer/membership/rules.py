@@ -163,7 +163,7 @@ def _regroup(view: View, current: RoundDocument, now: float) -> Decision:
     waited_s = now - view.sightings.round_since
     silent, left = [], []
     for member, node in live_members(view):
-        if node.record.life != member.life or node.id in view.suspects or node.record.reported > current.number:
+        if node.record.life > member.life or node.id in view.suspects or node.record.reported > current.number:
             continue
         bound_s = _bound_s(view, current, node)
         if waited_s < bound_s:
@@ -233,7 +233,7 @@ def _what_was_lost(view: View, current: RoundDocument, ready: list[NodeView]) ->
     if gone and current.state is RoundState.BROKEN:
         return _lost(gone), Cause.NODE_LOST
     cause = current.cause
-    failed = {node.id for member, node in members if node.record.life != member.life}
+    failed = {node.id for member, node in members if node.record.life > member.life}
     failed -= {node.id for node in ready if node.record.planned}
     if (new := starting | failed) and cause in (Cause.CONTACT_LOST, Cause.NODE_LOST):  # others noticed before its agent
         hung = any(node.id in new and node.record.ended_by is Cause.WORKER_HUNG for _, node in members)

@@ -114,7 +114,14 @@ def candidates(view: View) -> list[NodeView]:
 
 def is_free(view: View, node: NodeView) -> bool:
     """Whether this life of the node takes no part in the present round, or its workers have left it."""
-    return not same_life(view, node) or node.record.reported > number_of(view)
+    return not (same_life(view, node) or is_behind(view, node)) or node.record.reported > number_of(view)
+
+
+def is_behind(view: View, node: NodeView) -> bool:
+    """Whether its key shows an earlier life than the present round means: the store has gone back to an older state,
+    and the node will show again what it is now."""
+    member = view.round.member(node.id) if view.round else None
+    return member is not None and member.create_revision == node.create_revision and node.record.life < member.life
 
 
 def same_life(view: View, node: NodeView) -> bool:
@@ -154,7 +161,7 @@ def losses(view: View) -> list[str]:
         node = live.get(member.node) or _newcomer(view, member)
         if node is None or (current.next is not None and node.id in view.suspects):
             phrases.append(f"node {member.node} is gone")
-        elif node.record.life != member.life or _left_unplanned(node, current.number):
+        elif node.record.life > member.life or _left_unplanned(node, current.number):
             phrases.append(f"node {member.node} left the round{_because(node.record.cause)}")
     return phrases
 

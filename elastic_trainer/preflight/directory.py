@@ -128,7 +128,7 @@ def _written(descriptor: int, most: int) -> tuple[int, float]:
     block, written, begun = os.urandom(_BLOCK), 0, SYSTEM.monotonic()
     while written + _BLOCK <= most and SYSTEM.monotonic() - begun < LONGEST_S:
         written += os.write(descriptor, block)
-    os.fsync(descriptor)
+        os.fsync(descriptor)  # each: else all of it would become durable behind the limit, on a slow disk much later
     return written, max(1e-9, SYSTEM.monotonic() - begun)
 
 

@@ -18,7 +18,8 @@ from elastic_trainer.preflight.finding import Finding, Status
 from elastic_trainer.preflight.limits import Limits
 from elastic_trainer.settings import worker_threads
 
-DIRECTORY_S = 12.0
+DIRECTORY_S = 60.0
+"""A slow disk is told of as slow; only one that gives no answer for so long is taken for dead."""
 GPU_S = 10.0
 Found = Callable[[Finding], None]
 

@@ -27,7 +27,7 @@ from elastic_trainer.settings import ENV_LEDGER_DIR, ENV_NODE, without_store
 from elastic_trainer.sim import processes
 from elastic_trainer.sim.tail import FileTail
 
-KILL_LIMIT_S = 10.0
+KILL_LIMIT_S = 60.0
 """How long the kernel may take to bury what was killed."""
 _POLL_S = 0.05
 _SPAWNER = ThreadPoolExecutor(1, thread_name_prefix="node-spawner")

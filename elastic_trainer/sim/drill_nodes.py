@@ -105,7 +105,9 @@ def back(stage: Stage, name: str, effect: Effect, since: float, broken: int) -> 
 
 def broken_rounds(stage: Stage) -> int:
     """How many rounds have been broken so far."""
-    stage.look()
+    if (standing := stage.look()) is not None:  # the news of it may be on its way, and of all before it
+        number = standing.round
+        stage.until(lambda: (known := stage.document) is not None and known.number >= number, "the news of a round")
     return len({document.number for document in stage.history if document.state is RoundState.BROKEN})
 
 

@@ -161,7 +161,7 @@ class EtcdServer:
     def is_healthy(self) -> bool:
         """Whether it answers clients and has a leader."""
         try:
-            return bool(json.loads(self._http("GET", "/health"))["health"] == "true")
+            return bool(json.loads(self._http("GET", "/health", timeout_s=5.0))["health"] == "true")
         except (OSError, http.client.HTTPException, ValueError, KeyError, StoreUnavailableError):
             return False
 
@@ -253,8 +253,7 @@ class EtcdServer:
             *self._arguments,
         ]
 
-    def _http(self, verb: str, path: str, body: str | None = None, token: str = "") -> str:
-        timeout_s = 5.0
+    def _http(self, verb: str, path: str, body: str | None = None, token: str = "", timeout_s: float = 30.0) -> str:
         connection = (
             http.client.HTTPSConnection(HOST, self.client_port, timeout=timeout_s, context=self._tls.context())
             if self._tls is not None

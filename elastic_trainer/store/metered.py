@@ -41,6 +41,7 @@ class MeteredStore:
         self.last_success_wall = clock.wall()
         """Unix time of the last answer (at first: of the beginning, when it had just answered)."""
         self._refuses_writes = False
+        self._told: set[str] = set()
 
     def _counted(self, ask: Callable[[], Result], *, write: bool = False) -> Result:
         try:
@@ -64,13 +65,17 @@ class MeteredStore:
             self.last_success_wall = self._clock.wall()
 
     def _note_write(self, error: TransientError | None) -> None:
-        """A write was taken, or failed with ``error``; told once each time that this changes."""
+        """A write was taken, or failed with ``error``; told once each time that this changes, and for each new reason:
+        a full etcd's first refusal may have come out as one whose time was over."""
+        text = "" if error is None else str(error)
         with self._lock:
             changed = self._refuses_writes is (error is None)
             self._refuses_writes = error is not None
-        if changed and error is not None:
-            logger().warning("store.write_failed", error=str(error))
-        elif changed:
+            new = text not in self._told
+            self._told = {*self._told, text} if error is not None else set()
+        if error is not None and new:
+            logger().warning("store.write_failed", error=text)
+        elif changed and error is None:
             logger().info("store.write_taken")
 
     def get(self, key: str, deadline: Deadline) -> Snapshot:

@@ -94,6 +94,11 @@ class WatchLoop:
         self._thread = threading.Thread(target=self._run, name=f"watch-{what}", daemon=True)
         self._thread.start()
 
+    @property
+    def revision(self) -> int:
+        """Everything up to it has been delivered; 0: nothing has."""
+        return self._seen.revision
+
     def close(self) -> None:
         self._closed.set()
         with self._lock:

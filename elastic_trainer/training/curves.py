@@ -77,9 +77,18 @@ def read_curves(directory: Path) -> Curves:
 
 
 def curves_of(lines: Iterable[str]) -> Curves:
-    """The curves that the ``lines`` of a log tell; what is no line of it is passed over."""
+    """The curves that the ``lines`` of a log tell; what is no line of it is passed over.
+
+    So is what a rank 0 that was cut off, or stood still, has written of its round after another had taken over.
+    """
     curves = Curves()
+    present = 0
     for record in filter(None, map(_parsed, lines)):
+        told_in = record.get("round", present)
+        if record["kind"] == "round":
+            present = told_in
+        elif told_in < present:
+            continue
         _fall_back(curves, record["step"])
         if record["kind"] == "loss" and _is_number(record.get("loss")):
             curves.losses[record["step"]] = float(record["loss"])
@@ -110,7 +119,7 @@ def _behind(points: dict[int, Any], step: int) -> list[int]:
 
 def _change(curves: Curves, record: dict[str, Any]) -> None:
     step, world = record["step"], record.get("world_size")
-    if not isinstance(world, int) or not isinstance(record.get("round", 0), int):
+    if not isinstance(world, int):
         return
     before = curves.changes[-1].world_size if curves.changes else None
     change = Change(step, record.get("round", 0), world, before, str(record.get("reason", "")))
@@ -123,9 +132,9 @@ def _parsed(line: str) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int) or "kind" not in record:
+    if not isinstance(record, dict) or "kind" not in record:
         return None
-    return record
+    return record if isinstance(record.get("step"), int) and isinstance(record.get("round", 0), int) else None
 
 
 def _is_number(value: object) -> bool:

@@ -4,7 +4,8 @@
 
 *Runs in* rank 0, main thread. *Owns* the two files. *Fails by* nothing: the checkpoints hold the same, so that a file
 could not be written is said, and the training goes on.
-*Invariant*: a file is whole, and holds the model that its name says, at any moment after it first appeared.
+*Invariant*: a file is whole, and holds the model that its name says, at any moment after it first appeared. A rank 0
+that stood still while it wrote, and has been replaced since, does not put its older model in place of a newer one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_model
 from torch import nn
 
@@ -28,8 +29,13 @@ FINAL_FILE = "final_state.safetensors"
 BEST_FILE = "best_model.safetensors"
 
 
-def export(module: nn.Module, path: Path, notes: Mapping[str, object]) -> bool:
-    """Replace ``path`` by the state of ``module``, with ``notes`` as the file's metadata; whether that was possible."""
+def export(module: nn.Module, path: Path, step: int, notes: Mapping[str, object]) -> bool:
+    """Replace ``path`` by the state of ``module`` after ``step`` steps; whether that was possible.
+
+    ``step`` and ``notes`` are the file's metadata.
+    """
+    notes = {"step": step, **notes}
+    before = _identity(path)
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(descriptor)
@@ -37,6 +43,9 @@ def export(module: nn.Module, path: Path, notes: Mapping[str, object]) -> bool:
         try:
             save_model(module, name, {key: str(value) for key, value in notes.items()})
             _make_durable(temporary)
+            if _identity(path) != before and (there := exported_step(path)) is not None and there >= step:
+                logs.logger().warning("model.exported_by_another", path=str(path), step=step, there=there)
+                return False
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -46,6 +55,24 @@ def export(module: nn.Module, path: Path, notes: Mapping[str, object]) -> bool:
         return False
     logs.logger().info("model.exported", path=str(path), **dict(notes))
     return True
+
+
+def exported_step(path: Path) -> int | None:
+    """The step of the model in ``path``; None where there is none that can be read."""
+    try:
+        with safe_open(path, "pt") as file:
+            return int((file.metadata() or {})["step"])
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Another one after each replacement."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _make_durable(path: Path) -> None:

@@ -6,6 +6,7 @@ standard error. *Fails by* nothing: a report is never worth a training run.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,11 +47,11 @@ class Rate:
         self._steps = 0
 
     def count(self, samples: int) -> None:
-        """Take one more step on ``samples`` samples into account."""
-        if not self._marks:
-            self._marks.append((self._clock.monotonic(), self._samples, self._steps))
+        """Take one more step on ``samples`` samples into account; from the end of the first one on time is taken."""
         self._samples += samples
         self._steps += 1
+        if not self._marks:
+            self._marks.append((self._clock.monotonic(), self._samples, self._steps))
 
     def read(self) -> tuple[float, float]:
         """Samples per second and steps per second; zeros where too little was counted to tell."""
@@ -93,12 +94,12 @@ class Progress(Protocol):
 
 
 class Lines:
-    """Log lines, at most one per ``every_s`` seconds; evaluations always."""
+    """Log lines, at most one per ``every_s`` seconds from the first step on; evaluations always."""
 
     def __init__(self, every_s: float, clock: Clock = SYSTEM) -> None:
         self._every_s = every_s
         self._clock = clock
-        self._next = clock.monotonic() + every_s
+        self._next = math.inf  # before the first step there is no speed to tell, and that step may last
         self._rate = Rate(clock)
 
     def due(self) -> bool:
@@ -106,6 +107,8 @@ class Lines:
 
     def count(self, samples: int) -> None:
         self._rate.count(samples)
+        if self._next == math.inf:
+            self._next = self._clock.monotonic() + self._every_s
 
     def report(self, moment: Moment, loss: float) -> None:
         self._next = self._clock.monotonic() + self._every_s

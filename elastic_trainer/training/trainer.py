@@ -8,8 +8,9 @@ was interrupted ends like one that was not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from elastic_trainer.telemetry import logs
 from elastic_trainer.training.board import check_installed
 from elastic_trainer.training.config import JobConfig
 from elastic_trainer.training.evaluation import check_metric, evaluate, exhibited, measurable
-from elastic_trainer.training.export import BEST_FILE, FINAL_FILE, export
+from elastic_trainer.training.export import BEST_FILE, FINAL_FILE, export, exported_step
 from elastic_trainer.training.files import make_writable, write_atomically
 from elastic_trainer.training.history import History
 from elastic_trainer.training.identity import Identity
@@ -125,8 +126,6 @@ class Run:
         self._loss = float("nan")
         if session.resumed_from is not None and self._finished() and self.history.at(session.step_number) is not None:
             self.history.saved_step = session.step_number  # a finished run started again: nothing is left to save
-            if self._exports and not (trainer.directory / FINAL_FILE).exists():
-                self._export(dict(self.history.records[-1].metrics))
         self._named = False
         if session.is_rank0:
             self._write_history()
@@ -163,6 +162,7 @@ class Run:
             if step.committed:
                 self._show(batch)
             self._settle()  # even if not committed here: a membership change may have brought a peer's later state
+        self._conclude()
 
     def close(self) -> None:
         """Tell what is still to be told: a rank may leave behind a step whose loss was looked at."""
@@ -259,6 +259,22 @@ class Run:
             self._evaluate()
         if self._save_due():
             self._save()
+        elif self.history.saved_step == step:
+            self._make_up()
+
+    def _make_up(self) -> None:
+        """Write what a rank 0 before this one did not come to, where the run still stands at what is saved."""
+        if self._exports and (last := self.history.at(self.session.step_number)) is not None:
+            missing = [each for each in self._exported if exported_step(each) != self.session.step_number]
+            self._export(missing, last.metrics)
+
+    def _conclude(self) -> None:
+        """Behind the last step: once all are here nobody writes any more, and rank 0 may have moved meanwhile."""
+        self.session.barrier()
+        if self.history.saved_step == self.session.step_number:
+            self._make_up()
+        if self.session.is_rank0:
+            self._write_history()
 
     def _save_due(self) -> bool:
         step = self.session.step_number
@@ -310,18 +326,23 @@ class Run:
         self.session.save(metrics=metrics, best=self._is_best())
         self.history.saved_step = self.session.step_number  # afterwards, so that whoever joins meanwhile saves too
         if self._exports:
-            self._export(metrics)
+            self._export(self._exported, metrics)
 
     @property
     def _exports(self) -> bool:
         return self.session.is_rank0 and self.config.checkpoint.export
 
-    def _export(self, metrics: dict[str, float]) -> None:
-        notes = {"task": self.config.task, "step": self.session.step_number, **metrics}
+    @property
+    def _exported(self) -> list[Path]:
+        """The files that hold the model as it is now."""
         names = [BEST_FILE] * self._is_best() + [FINAL_FILE] * self._finished()
+        return [self.job.directory / name for name in names]
+
+    def _export(self, paths: Sequence[Path], metrics: Mapping[str, float]) -> None:
+        notes = {"task": self.config.task, **metrics}
         with self.session.phase("checkpoint"):
-            for name in names:
-                export(self._result, self.job.directory / name, notes)
+            for path in paths:
+                export(self._result, path, self.session.step_number, notes)
 
     def _write_history(self) -> None:
         notes = {"world_size": self.session.world_size, "round": self.session.round, "wall": SYSTEM.wall()}

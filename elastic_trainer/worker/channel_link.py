@@ -28,7 +28,10 @@ from elastic_trainer.worker.link import Formation, Progress, StoreAddress
 WELCOME_TIMEOUT_S = 30.0
 REPORT_EVERY_S = 0.2
 IDLE_EVERY_S = 1.0
-FAREWELL_TIMEOUT_S = 5.0
+FAREWELL_TIMEOUT_S = 60.0
+"""The agent takes note at once, unless it stands still: then torchrun, which waits for the worker, does so too."""
+GIVEN_UP_S = 5.0
+"""The same for a script that has failed, whose death says as much."""
 LAST_WORDS_S = 15.0
 """What a script that has failed gets to end: its node can do nothing before."""
 
@@ -90,12 +93,13 @@ class ChannelLink:
         if self._closing:
             return
         self._closing = True
-        self._send(messages.Leaving(status=status if status in ("done", "stopped") else "failed", step=0))
+        well = status in ("done", "stopped")
+        self._send(messages.Leaving(status=status if well else "failed", step=0))
         # The agent hangs up when it has taken note. Ending earlier could tell of the death before the farewell.
         if self._thread is not threading.current_thread():
-            self._thread.join(FAREWELL_TIMEOUT_S)
+            self._thread.join(FAREWELL_TIMEOUT_S if well else GIVEN_UP_S)
         self._connection.close()
-        if status not in ("done", "stopped"):
+        if not well:
             last = threading.Timer(LAST_WORDS_S, self._end, (EXIT_FAILURE, "the script failed, and did not end"))
             last.daemon = True
             last.start()

@@ -127,7 +127,7 @@ class Session:
         if not structlog.is_configured():
             logs.configure()
         self._tracker = Tracker.open(self.environment)
-        self._signals = Signals(self._patience_s, self._broken)
+        self._signals = Signals(self._patience_s, self._broken, self._saving)
         self._signals.open()
         self._link: Link = self._given_link if self._given_link is not None else EnvironmentLink(self.environment)
         try:
@@ -210,6 +210,10 @@ class Session:
     def _broken(self) -> str | None:
         group = self._part.entered if self._part is not None else None
         return self._link.broken(group.formation.round) if group is not None else None
+
+    def _saving(self) -> bool:
+        """Whether this rank writes a checkpoint, or is in a ``session.save()`` that waits for one."""
+        return self._tracker.pulse.phase is Phase.CHECKPOINT
 
     # ---- where this process is
 

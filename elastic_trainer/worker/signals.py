@@ -27,22 +27,33 @@ from elastic_trainer.telemetry.logs import last_words, logger
 EXIT_INTERRUPTED = 130
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.1
+SAVE_PATIENCES = 12
+"""A checkpoint under way is waited for so many times as long as the ranks may take to agree."""
 
 
 class Signals:
     """The wish to stop. ``requested`` is the signal that asked for it, or None.
 
-    ``patience_s()`` is how long the ranks may take to agree; ``broken()`` says why they never will.
+    ``patience_s()`` is how long the ranks may take to agree; ``broken()`` says why they never will. While ``saving()``
+    says that a checkpoint is under way here, they cannot: the patience begins anew behind it. That has a bound, too,
+    ``SAVE_PATIENCES`` times the patience from the signal on (a pod's grace period may end before).
     """
 
     def __init__(
-        self, patience_s: Callable[[], float], broken: Callable[[], str | None], clock: Clock = SYSTEM
+        self,
+        patience_s: Callable[[], float],
+        broken: Callable[[], str | None],
+        saving: Callable[[], bool] = lambda: False,
+        clock: Clock = SYSTEM,
     ) -> None:
-        self._patience_s, self._broken, self._clock = patience_s, broken, clock
+        self._patience_s, self._broken, self._saving, self._clock = patience_s, broken, saving, clock
         self.requested: int | None = None
         self.on_request: Callable[[str], None] = lambda _: None
         """Told the signal's name once, from the thread."""
         self._deadline: Deadline | None = None
+        self._save_deadline: Deadline | None = None
+        self._rearming = threading.Lock()
+        """Who has agreed to stop is not given a deadline again."""
         self._thread: threading.Thread | None = None
         self._previous: dict[int, Any] = {}
         self._previous_fd = -1
@@ -70,13 +81,14 @@ class Signals:
 
     def agreed(self) -> None:
         """All ranks stop at this boundary: what follows (a checkpoint) has its own bounds."""
-        self._deadline = None
+        with self._rearming:
+            self._deadline = None
 
     def close(self) -> None:
         """Give the signals back."""
         if self._thread is None or self._writer is None or self._reader is None:
             return
-        self._deadline = None
+        self.agreed()
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
@@ -109,7 +121,9 @@ class Signals:
             self._leave("interrupted twice")
         if self.requested is None:
             patience_s = self._patience_s()
-            self.requested, self._deadline = number, Deadline.after(patience_s, self._clock)
+            self._save_deadline = Deadline.after(SAVE_PATIENCES * patience_s, self._clock)
+            self._deadline = Deadline.after(patience_s, self._clock)
+            self.requested = number  # last: the ranks may agree as soon as it is seen
             logger().info("stop.requested", signal=signal.Signals(number).name, patience_s=patience_s)
             self.on_request(signal.Signals(number).name)
         elif number == signal.SIGINT:
@@ -119,8 +133,17 @@ class Signals:
         broken = self._broken()
         if broken is not None:
             self._leave(f"the round is broken: {broken}")
-        if deadline.expired:
+        if self._save_deadline is not None and not self._save_deadline.expired and self._saving():
+            self._rearm(deadline)
+        elif deadline.expired:
             self._leave("the ranks did not agree to stop in time")
+
+    def _rearm(self, deadline: Deadline) -> None:
+        """The patience begins anew, unless the ranks have agreed meanwhile."""
+        patience_s = self._patience_s()
+        with self._rearming:
+            if self._deadline is deadline:
+                self._deadline = Deadline.after(patience_s, self._clock)
 
     def _leave(self, reason: str) -> None:
         logger().error("session.abandoned", reason=reason, exit_code=self.exit_code)

@@ -112,12 +112,21 @@ class Works:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    work.wait()  # the moment may have ended first: this tells what came of the operation itself
+                    self._outcome(work)  # the moment may have ended first
                     return
                 if deadline is not None and deadline.expired:
                     raise
             if self._over.is_set():
                 raise RoundBrokenError(self._why)
+
+    def _outcome(self, work: Work) -> None:
+        """What came of ``work``, which has ended: a failure after the end of its round is that end."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if self._over.is_set():
+                raise RoundBrokenError(self._why) from error
+            raise
 
     def end(self, why: str) -> None:
         """Nobody waits any longer, because of ``why``. From any thread."""

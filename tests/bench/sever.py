@@ -112,8 +112,8 @@ class Notes:
 class Trial:
     """Three workers that are frozen in turn."""
 
-    def __init__(self, lead: Lead, *job: float) -> None:
-        self._lead = lead
+    def __init__(self, lead: Lead, *job: float, stuck_s: float = STUCK_S) -> None:
+        self._lead, self._stuck_s = lead, stuck_s
         self.workers = [lead.start(name, "lasting.py", *job) for name in "abc"]
         self.notes = {worker.name: Notes(worker) for worker in self.workers}
         self.result = Severed()
@@ -146,7 +146,7 @@ class Trial:
                 self.result.stuck += 1
 
     def _becomes_free(self, worker: Worker) -> bool:
-        deadline = Deadline.after(STUCK_S)
+        deadline = Deadline.after(self._stuck_s)
         with self._lead.changed:
             while not worker.readiness(self._lead.number + 1):
                 if deadline.expired:

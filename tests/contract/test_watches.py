@@ -155,6 +155,7 @@ def test_a_failing_listener_does_not_end_the_watch(store: Store, world: World) -
                 raise RuntimeError("a bug in the listener")
 
     recorder = Broken()
+    store.version(soon())  # the connection is there: else its first attempt could be news
     watch = store.watch(world.prefix, recorder)
     recorder.wait_snapshots(1)
     put(store, world.prefix + "a", b"1")

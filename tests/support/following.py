@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
@@ -20,9 +20,9 @@ COMMAND = [sys.executable, "-m", "elastic_trainer.cli.main"]
 class Following:
     """A command that goes on, and the lines that it prints; with ``complaints`` also those on stderr."""
 
-    def __init__(self, *words: str, complaints: bool = False) -> None:
+    def __init__(self, *words: str, complaints: bool = False, command: Sequence[str] = COMMAND) -> None:
         stderr = subprocess.STDOUT if complaints else None
-        self.process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=stderr, text=True)
+        self.process = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=stderr, text=True)
         self._lines: SimpleQueue[str] = SimpleQueue()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -52,9 +52,9 @@ class Following:
 
 
 @contextmanager
-def following(*words: str, complaints: bool = False) -> Iterator[Following]:
+def following(*words: str, complaints: bool = False, command: Sequence[str] = COMMAND) -> Iterator[Following]:
     """It is gone in the end."""
-    running = Following(*words, complaints=complaints)
+    running = Following(*words, complaints=complaints, command=command)
     try:
         yield running
     finally:
@@ -66,7 +66,8 @@ def following(*words: str, complaints: bool = False) -> Iterator[Following]:
 
 
 @contextmanager
-def monitor(endpoint: str, *words: str) -> Iterator[tuple[Following, int]]:
+def monitor(endpoint: str, *words: str, command: Sequence[str] = COMMAND) -> Iterator[tuple[Following, int]]:
     """A monitor on a free port."""
-    with following("monitor", "--endpoint", endpoint, "--listen", "127.0.0.1:0", *words) as running:
+    words = ("monitor", "--endpoint", endpoint, "--listen", "127.0.0.1:0", *words)
+    with following(*words, command=command) as running:
         yield running, int(running.line().rpartition(":")[2])

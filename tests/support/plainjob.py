@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.membership.documents import JournalEntry, RoundDocument
+from elastic_trainer.membership.documents import JournalEntry, NodeRecord, NodeState, RoundDocument
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.sim.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.sim.tail import FileTail
@@ -18,8 +18,10 @@ from elastic_trainer.store.keys import RunKeys
 SCRIPT = Path(__file__).parents[1] / "integration" / "agent" / "plain.py"
 LIMIT_S = 90.0
 """How long anything may take on a slow machine before a test fails."""
-QUICK = {"ttl": "4", "last_call": "600", "last_call_limit": "600", "join_batch": "0.2", "join_interval": "0.2"}
+QUICK = {"ttl": "60", "last_call": "600", "last_call_limit": "600", "join_batch": "0.2", "join_interval": "0.2"}
 """The first round waits for all of max, however slow the machine is, and no lease ends while a machine is slow."""
+BRIEF = {"ttl": "10"}
+"""For tests in which the lease of a dead or frozen node is to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,15 @@ class PlainJob(SteppingCluster):
             pause(0.05)
 
     # ---- what the test tells it
+
+    def await_state(self, node: str, state: NodeState) -> None:
+        """Wait until ``node`` shows this state."""
+        deadline = Deadline.after(LIMIT_S)
+        while (found := self.store.get(self.keys.node(node), deadline).first) is None or (
+            NodeRecord.decode(found.value, found.key).state is not state
+        ):
+            assert not deadline.expired, f"{node} is not {state}:\n{self.describe()}"
+            pause(0.05)
 
     def tell(self, name: str) -> None:
         """Write one of the files that the script looks for."""

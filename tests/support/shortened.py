@@ -7,6 +7,7 @@ to compare values with, as ``N * 60`` or ``N * 3600``.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0, "y": 31536000.0}
@@ -36,16 +37,22 @@ def shortened_expression(expression: str, scale: float, least_range_s: float = 0
     return _OFFSET.sub(lambda found: f"offset {duration(seconds(found[1]) * scale)}", text)
 
 
-def shortened_rules(rules: dict[str, Any], scale: float, least_range_s: float = 0.0) -> dict[str, Any]:
-    """The content of a file of rules, with all times times ``scale``, those of queries in annotations too."""
+def shortened_rules(
+    rules: dict[str, Any], scale: float, least_range_s: float = 0.0, least_ranges_s: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """The content of a file of rules, with all times times ``scale``, those of queries in annotations too.
+
+    ``least_ranges_s``: what the ranges of some recording rules are at least, by what they record.
+    """
     groups = []
     for group in rules["groups"]:
         changed = []
         for rule in group["rules"]:
-            new = {**rule, "expr": shortened_expression(rule["expr"], scale, least_range_s)}
+            least_s = max(least_range_s, (least_ranges_s or {}).get(rule.get("record", ""), 0.0))
+            new = {**rule, "expr": shortened_expression(rule["expr"], scale, least_s)}
             if "annotations" in rule:
                 new["annotations"] = {
-                    name: shortened_expression(text, scale, least_range_s) for name, text in rule["annotations"].items()
+                    name: shortened_expression(text, scale, least_s) for name, text in rule["annotations"].items()
                 }
             new |= {name: duration(seconds(rule[name]) * scale) for name in ("for", "keep_firing_for") if name in rule}
             changed.append(new)

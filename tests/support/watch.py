@@ -17,7 +17,7 @@ import subprocess
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -76,11 +76,13 @@ class Watch:
         nodes_from: str | None = None,
         scale: float = 1 / 30,
         scrape_s: float = 0.5,
+        least_ranges_s: Mapping[str, float] | None = None,
     ) -> None:
         self._prometheus_binary = needs("prometheus", "it scrapes a real job")
         self._alertmanager_binary = needs("prometheus-alertmanager", "it tells of alerts")
         self._directory, self.scale, self._scrape_s = directory, scale, scrape_s
         self._nodes, self._monitors, self._nodes_from = nodes, monitors, nodes_from
+        self._least_ranges_s = least_ranges_s
         self._processes: list[subprocess.Popen[bytes]] = []
         self.mailbox = Mailbox()
         try:
@@ -203,7 +205,9 @@ class Watch:
         config = redirected(load(DEPLOY / "alertmanager/alertmanager.yml"), self.mailbox.url, 0.2)
         self._write("alertmanager.yml", config)
         for name in ("rules.yml", "alerts.yml"):
-            self._write(name, shortened_rules(load(PROMETHEUS / name), self.scale, 4 * self._scrape_s))
+            self._write(
+                name, shortened_rules(load(PROMETHEUS / name), self.scale, 4 * self._scrape_s, self._least_ranges_s)
+            )
         self._write("prometheus.yml", self._config(f"{HOST}:{alertmanager_port}"))
         self._spawn(
             self._alertmanager_binary,

@@ -16,11 +16,13 @@ import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, Retention, SaveInfo
 from elastic_trainer.checkpoint.layout import Kind, kind_of
-from elastic_trainer.clock import pause
+from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import CheckpointError
 
 START_LIMIT_S = 100.0
 ELEMENTS = 500_000
+SAVES = 3
+"""A life lasts for up to so many saves, however long the disk takes for one, and for a part of one more."""
 
 
 def content(step: int) -> dict[str, Any]:
@@ -89,18 +91,24 @@ def forks() -> Any:
     return context
 
 
-def one_life(saver: Saver, directory: Path, random_s: float) -> tuple[int, int]:
-    """Run ``saver``, SIGKILL it ``random_s`` seconds after its start; first and last step that it said."""
+def one_life(saver: Saver, directory: Path, saves: int, part: float, longest_s: float) -> tuple[int, int]:
+    """Run ``saver``, SIGKILL it a random time behind its first ``saves`` saves; first and last step that it said.
+
+    That time is ``part`` of ``longest_s``, or of what a save took if that is longer.
+    """
     context = forks()
     hear, say = context.Pipe(duplex=False)
     child = context.Process(target=saver, args=(directory, say), daemon=True)
     child.start()
     say.close()
     try:
-        if not hear.poll(START_LIMIT_S):
-            raise TimeoutError(f"the saving process did not start within {START_LIMIT_S} s")
-        first = last = int(hear.recv())
-        pause(random_s)
+        first = last = _next_step(hear)
+        took_s = 0.0
+        for _ in range(saves):
+            began = SYSTEM.monotonic()
+            last = _next_step(hear)
+            took_s = SYSTEM.monotonic() - began
+        pause(part * max(longest_s, took_s))
     finally:
         child.kill()
         child.join(START_LIMIT_S)
@@ -115,12 +123,18 @@ def one_life(saver: Saver, directory: Path, random_s: float) -> tuple[int, int]:
     return first, last
 
 
+def _next_step(hear: Connection) -> int:
+    if not hear.poll(START_LIMIT_S):
+        raise TimeoutError(f"the saving process said nothing within {START_LIMIT_S} s")
+    return int(hear.recv())
+
+
 def kill_savers(directory: Path, kills: int, seed: int, longest_s: float = 0.15) -> Casualties:
     """Kill a saving process ``kills`` times; after each kill the newest checkpoint must hold what it should."""
     draw = random.Random(seed)
     result = Casualties()
     for _ in range(kills):
-        first, said = one_life(save_for_ever, directory, draw.uniform(0.0, longest_s))
+        first, said = one_life(save_for_ever, directory, draw.randrange(SAVES), draw.random(), longest_s)
         result.kills += 1
         result.saves += said - first
         kinds = {kind_of(name) for name in os.listdir(directory)} if directory.exists() else set()
@@ -154,7 +168,7 @@ def kill_overwriters(directory: Path, kills: int, seed: int, longest_s: float = 
     path = directory / "latest.pt"
     for _ in range(kills):
         path.unlink(missing_ok=True)
-        first, said = one_life(overwrite_for_ever, directory, draw.uniform(0.0, longest_s))
+        first, said = one_life(overwrite_for_ever, directory, draw.randrange(SAVES), draw.random(), longest_s)
         result.kills += 1
         result.saves += said - first
         if not said:

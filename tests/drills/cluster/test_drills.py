@@ -24,7 +24,8 @@ SLOW = "20"
 
 # A busy machine may keep a living agent from answering in the usual half second.
 PATIENT = {"regroup_grace": "10"}
-THREE = Setting(nodes=3, limit_s=180.0, options=PATIENT)
+WATCHED = {**PATIENT, "hang_timeout": "6"}
+THREE = Setting(nodes=3, limit_s=240.0, options=WATCHED)
 FOUR = Setting(nodes=4, max_nodes=4, limit_s=180.0, options=PATIENT)
 ETCD_OF_THREE = Setting(nodes=3, etcd_members=3, limit_s=180.0, options=PATIENT)
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("etcd_binary")]
@@ -42,34 +43,23 @@ def play(names: list[str], setting: Setting, directory: Path) -> None:
         assert conclusions(stage) == []
 
 
-def test_lost_and_leaving_nodes(tmp_path: Path) -> None:
+def test_one_thing_after_the_other_goes_wrong(tmp_path: Path) -> None:
     """A worker, a node, the node of rank 0 are killed, a node is drained, another stands still for longer than its
-    lease: each time the others go on in the same processes, no step is made twice, and the lost one is replaced. In
-    the end every sample counts once and the parameters of all ranks are bitwise equal."""
-    play(["worker-kill", "node-kill", "rank0-node-kill", "node-drain", "node-freeze"], THREE, tmp_path)
+    lease: each time the others go on in the same processes, no step is made twice, and the lost one is replaced.
 
-
-def test_a_frozen_worker_is_ended_by_its_agent(tmp_path: Path) -> None:
-    """Its agent lives on, so no lease ends; the watchdog finds it, and the others go on without a step lost. Of a
-    worker that is merely slow to answer nothing is heard: all others keep their processes."""
-    options = {**PATIENT, "hang_timeout": "3"}
-    play(["worker-freeze"], Setting(nodes=3, limit_s=180.0, options=options), tmp_path)
-
-
-def test_a_join_meets_a_failure(tmp_path: Path) -> None:
-    """A member, then the newcomer itself, is killed in the moment in which a planned change begins."""
-    play(["kill-during-join", "kill-during-join"], THREE, tmp_path)
+    Of a frozen worker the agent lives on, so no lease ends; the watchdog finds it, and all others keep their processes.
+    A member, then the newcomer itself, is killed in the moment in which a planned change begins. etcd goes away for
+    longer than a lease: no round ends, and a worker killed meanwhile recovers when it is back. In the end every sample
+    counts once and the parameters of all ranks are bitwise equal.
+    """
+    lost = ["worker-kill", "node-kill", "rank0-node-kill", "node-drain", "node-freeze"]
+    play([*lost, "worker-freeze", "kill-during-join", "kill-during-join", "etcd-outage"], THREE, tmp_path)
 
 
 def test_two_failures_at_once(tmp_path: Path) -> None:
     """Two of four nodes in one moment; two workers, of which the second (rank 0) dies during the recovery from the
     first."""
     play(["double-kill", "kill-during-recovery", "kill-during-recovery"], FOUR, tmp_path)
-
-
-def test_etcd_goes_away(tmp_path: Path) -> None:
-    """For longer than a lease: no step is lost, no round ends. A worker killed meanwhile recovers when it is back."""
-    play(["etcd-outage"], THREE, tmp_path)
 
 
 def test_etcd_loses_its_leader(tmp_path: Path) -> None:

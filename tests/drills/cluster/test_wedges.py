@@ -39,7 +39,7 @@ def test_stuck_workers_are_ended_and_nothing_is_lost(tmp_path: Path) -> None:
     """Interpreter locked, endless loop, silent data set: the worker's own agent ends it, with its stacks in
     the log, and the others go on in the same processes. Where all ranks wait for each other no process ends. No step
     is made twice, every sample counts once, parameters stay equal; each incident is told once, with its cause."""
-    options = {**PATIENT, "hang_timeout": "4", "step_timeout": "4", "first_step_timeout": "120"}
+    options = {**PATIENT, "hang_timeout": "6", "step_timeout": "6", "first_step_timeout": "120"}
     with Stage(Setting(nodes=3, wedges=True, limit_s=180.0, options=options), tmp_path, Loopback()) as stage:
         for repeat, _ in enumerate(STUCK):
             effect = DRILLS["worker-wedge"].act(stage, repeat, Circumstances())

@@ -26,7 +26,10 @@ QUICK = {
     "last_call": "0.5",
     "join_interval": "1",
     "join_batch": "0.2",
+    "connect_timeout": "60",
 }
+LASTING = {"ttl": "20"}
+"""For tests in which no lease is to end, however slow the machine is."""
 
 
 class Job(LocalCluster):

@@ -12,14 +12,14 @@ import pytest
 from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.documents import NodeState, RunResult
 from elastic_trainer.sim import processes
-from tests.drills.endings.job import Job
+from tests.drills.endings.job import LASTING, LIMIT_S, Job
 
 
 @pytest.mark.timeout(300)
 def test_all_end_together_with_spares_and_latecomers(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """Members end at the same step; a spare that was never needed ends with them; who comes later has nothing to do.
     All exit with 0, and the last step is a checkpoint."""
-    with Job(tmp_path, etcd_endpoint, run_id, most=2) as job:
+    with Job(tmp_path, etcd_endpoint, run_id, most=2, options=LASTING) as job:
         job.start(2)
         job.await_world("n0", "n1")
         job.add()
@@ -69,7 +69,7 @@ def test_workers_do_not_outlive_their_torchrun(tmp_path: Path, etcd_endpoint: st
         orphan = job.node("n1").worker()
         assert orphan is not None
         os.kill(job.node("n1").pid, signal.SIGKILL)
-        assert processes.wait_gone([orphan], Deadline.after(10.0)) == []
+        assert processes.wait_gone([orphan], Deadline.after(LIMIT_S)) == []
         job.await_world("n0", after=first)
         assert job.finish() == {"n0": 0, "n1": -9}
         job.check_lossless()

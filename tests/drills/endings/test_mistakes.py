@@ -28,7 +28,7 @@ MISTAKES = (
         "no restarts", "torchrun's --max-restarts is 0 (add --max-restarts 100, say)", None, (("max_restarts", 0),)
     ),
     Mistake("plain", NO_SESSION, GROUP),
-    Mistake("idle", f"{NO_SESSION}: none was opened within 8 s", FOREVER),
+    Mistake("idle", f"{NO_SESSION}: none was opened within 4 s", FOREVER),
     Mistake("short", f"{NO_SESSION}: the script ended without one", "print('done')"),
 )
 
@@ -36,12 +36,12 @@ MISTAKES = (
 @pytest.mark.timeout(300)
 def test_mistakes_end_in_one_sentence(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """Scripts without a Session, in three ways, and torchrun's default of no restarts. Two at a time."""
-    options = {"session_timeout": "8"}  # the shortest script needs some of them to start
     for first in range(0, len(MISTAKES), 2):
         jobs = []
         for mistake in MISTAKES[first : first + 2]:
             name = mistake.name.replace(" ", "-")
             directory = tmp_path / name
+            options = {"session_timeout": "4" if mistake.name == "idle" else "120"}
             job = Job(directory, etcd_endpoint, f"{run_id}-{name}", least=1, options=options, **dict(mistake.changes))
             jobs.append((mistake, job))
             script = directory / "script.py"

@@ -32,7 +32,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 16), torch.arange(SAMPLES) % 4)
-    with Session(checkpoint_dir=options.directory / "checkpoints", checkpoint_every_s=None) as session:
+    with Session(
+        checkpoint_dir=options.directory / "checkpoints", checkpoint_every_s=None, stop_timeout_s=60.0
+    ) as session:
         model: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         model = session.wrap(model, optimizer=optimizer)

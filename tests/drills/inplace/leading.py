@@ -86,6 +86,8 @@ class Worker:
                     connection.send(Welcome(run="test", node=self.name))
                 self.said.append(message)
                 self._lead.changed.notify_all()
+            if isinstance(message, Leaving):
+                return  # hanging up tells the worker that its word was taken
 
     def tell(self, message: Message) -> None:
         """Send ``message``; a worker that is gone does not hear it."""

@@ -107,8 +107,9 @@ def test_a_rank_0_that_is_behind_is_healed_by_a_peer(lead: Lead, undisturbed: di
     faults = [fault("a", 3, "before_update"), fault("a", 5, "inside_update")]
     workers = begun(lead, ["a", "b"], faults, scaled=True, losses=True)
     lead.form(workers)
-    assert steps_of(regrouped(lead, workers, workers[:1])) == [2, 3]
-    assert steps_of(regrouped(lead, workers, workers[:1])) == [None, 5]
+    # B's step may still be on its way: only B's own failure, in what comes behind that, says that it has committed.
+    assert steps_of(regrouped(lead, workers, workers)) == [2, 3]
+    assert steps_of(regrouped(lead, workers, workers)) == [None, 5]
     ended = results(lead, workers)
     assert [result["digest"] for result in ended] == [undisturbed["digest"]] * 2
     assert [result["counter"] for result in ended] == [undisturbed["counter"]] * 2
@@ -143,7 +144,7 @@ def test_a_member_excluded_after_its_commit_comes_back_with_the_others_state(lea
     (a,) = begun(lead, "a", faults, **values, dies_after_pieces=5)
     (b,), (c,) = begun(lead, "b", faults, **values), begun(lead, "c", **values)
     lead.form([a, b, c])
-    lead.await_failed([a, b])
+    lead.await_failed([a, b, c])  # C in what comes behind its commit
     lead.end()
     assert lead.await_ready([a, b, c]) == [(1, 2), (1, 2), (1, 3)]
     lead.form([a, b])

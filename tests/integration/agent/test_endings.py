@@ -8,7 +8,7 @@ import pytest
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import EXIT_CONFIG
-from elastic_trainer.membership.documents import RoundState, RunResult
+from elastic_trainer.membership.documents import NodeState, RoundState, RunResult
 from tests.support.plainjob import LIMIT_S, PlainJob
 
 
@@ -48,6 +48,7 @@ def test_a_run_that_failed_is_closed_until_it_is_reopened(tmp_path: Path, etcd_e
         order = job.await_order()
         job.await_world(*order)
         job.tell(f"finish-{order[1]}")
+        job.await_state(order[1], NodeState.DONE)
         job.tell(f"fail-{order[0]}")
         assert job.exit_code(job.node(order[0])) == 1
         assert job.exit_code(job.node(order[1])) in (0, 1)

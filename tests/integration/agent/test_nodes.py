@@ -10,7 +10,7 @@ import pytest
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.membership.documents import JournalEntry, RoundState
-from tests.support.plainjob import LIMIT_S, PlainJob
+from tests.support.plainjob import BRIEF, LIMIT_S, PlainJob
 
 
 @pytest.mark.timeout(300)
@@ -18,7 +18,7 @@ def test_nodes_are_lost_replaced_and_added(tmp_path: Path, etcd_endpoint: str, r
     """The node of rank 0 is killed: the two others go on, in order, and no step is made with the lost one any more.
     A new node joins behind them by a planned change. One more node, above max, waits and disturbs nobody; when a
     member is killed it is in the very next round."""
-    with PlainJob(tmp_path, etcd_endpoint, run_id, options={"last_call": "0.5"}) as job:
+    with PlainJob(tmp_path, etcd_endpoint, run_id, options=BRIEF | {"last_call": "0.5"}) as job:
         job.start(2)
         first = job.await_world(*(order := job.await_order()))
         job.add()
@@ -66,7 +66,7 @@ def test_a_frozen_node_is_left_behind_and_comes_back(tmp_path: Path, etcd_endpoi
     """All of one node stands still, so that its peers hang in a collective; their Python SIGTERM handlers cannot run
     there. Soon after its lease has ended they train without it, long before torchrun's own 30 seconds. Thawed, it
     joins again by a planned change: no round is broken for it."""
-    with PlainJob(tmp_path, etcd_endpoint, run_id, flags=["--handler"]) as job:
+    with PlainJob(tmp_path, etcd_endpoint, run_id, flags=["--handler"], options=BRIEF) as job:
         job.start(3)
         order = job.await_order()
         first = job.await_world(*order)

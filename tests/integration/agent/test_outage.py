@@ -8,7 +8,7 @@ import pytest
 
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.sim.etcd import EtcdServer
-from tests.support.plainjob import QUICK, PlainJob, Step
+from tests.support.plainjob import BRIEF, PlainJob, Step
 
 
 @pytest.mark.timeout(300)
@@ -17,7 +17,7 @@ def test_an_outage_costs_nothing_and_a_failure_within_one_waits_for_its_end(
 ) -> None:
     """etcd is killed for longer than the lease lasts: the same processes step on in the same round, during the outage
     and after it. A worker that is killed while etcd is down brings its node back when etcd is."""
-    with PlainJob(tmp_path / "job", own_etcd.endpoint, run_id, most=2) as job:
+    with PlainJob(tmp_path / "job", own_etcd.endpoint, run_id, most=2, options=BRIEF) as job:
         job.start(2)
         order = job.await_order()
         round_ = job.await_world(*order)
@@ -27,7 +27,7 @@ def test_an_outage_costs_nothing_and_a_failure_within_one_waits_for_its_end(
         down_at = SYSTEM.monotonic()
         for name in order:
             job.await_steps(name, 50)
-        while SYSTEM.monotonic() < down_at + float(QUICK["ttl"]) + 2.0:
+        while SYSTEM.monotonic() < down_at + float(BRIEF["ttl"]) + 2.0:
             pause(0.1)
         own_etcd.restart()
         for name in order:

@@ -1,8 +1,9 @@
 """A job without torch: its ranks commit steps together and write the ledger, each round going on where the last was.
 
-Arguments: directory of its state, steps, seconds per step. Each rank says for which step it is ready; when all ranks of
-the round are, rank 0 commits it; so it stands still while a rank is missing, as a collective does. Step s uses samples
-4 (s - 1) to 4 s - 1, divided over the ranks.
+Arguments: directory of its state, steps, seconds per step and, where one rank is to wait for others at some time, the
+last step that it makes alone. Each rank says for which step it is ready; when all ranks of the round are, rank 0
+commits it; so it stands still while a rank is missing, as a collective does. Step s uses samples 4 (s - 1) to 4 s - 1,
+divided over the ranks.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def await_number(path: Path, number: int) -> None:
 def main() -> None:
     """Run this rank to the last step."""
     directory, last, pace_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    alone = int(sys.argv[4]) if len(sys.argv) > 4 else last
     recorder = Recorder(dict(os.environ))
     committed = directory / "committed"
     ready = [directory / f"ready-{recorder.ids['round']}-{rank}" for rank in range(recorder.world)]
@@ -81,6 +83,8 @@ def main() -> None:
     recorder.write("opened", first - 1, resumed_from=None)
     print(f"rank {recorder.rank} of {recorder.world} begins after step {first - 1}", flush=True)
     for step in range(first, last + 1):
+        if step > alone and recorder.world == 1:
+            threading.Event().wait()  # torchrun ends this worker for the round with a newcomer
         threading.Event().wait(pace_s)
         write(ready[recorder.rank], step)
         if recorder.rank == 0:

@@ -19,7 +19,7 @@ from tests.integration.cli.test_local import Local
 from tests.integration.training.launch import environment
 from tests.support.requirements import missing
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(500)
 
 SCRIPTS = Path(tasks.__file__).with_name("scripts")
 VERSE = "Row, row, row your boat, gently down the stream; merrily, merrily, merrily, life is but a dream.\n"

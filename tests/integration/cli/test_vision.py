@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.cli.test_local import Local
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("etcd_binary")]
+pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("etcd_binary")]
 
 FAULTS = (
     *("--nodes", "2:3", "--start", "2", "--recovery", "in_place"),

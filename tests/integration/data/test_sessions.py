@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.session import Session
@@ -134,10 +134,10 @@ def test_a_resume_in_the_middle_of_ten_million_samples_reads_none_of_those_befor
     with Session(tmp_path, device="cpu") as session:
         wrapping(session)
         assert session.cursor == Cursor(0, 128 * 40_000)
-        began = SYSTEM.monotonic()
+        began_s = time.process_time()
         batch = next(session.batches(Millions(), global_batch_size=128, epochs=1))
         assert len(batch.x) == 128
-        took_s = SYSTEM.monotonic() - began
-    print(f"the first batch came after {took_s:.2f} s")
+        took_s = time.process_time() - began_s
+    print(f"the first batch cost {took_s:.2f} s")
     assert Millions.fetched == 128
-    assert took_s < 10.0  # 0.5 s on a quiet core
+    assert took_s < 10.0  # of this process alone, whoever else computes: 0.5 s

@@ -18,8 +18,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from elastic_trainer.clock import SYSTEM
+from elastic_trainer.data import workers
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.sampler import Batch, Fetcher, Sampler
@@ -229,6 +232,7 @@ def test_a_connection_that_breaks_a_moment_before_its_worker_is_seen_dead_is_no_
     with fetcher(Counted()) as source:
         _ = draw_one(source, 0).data
         monkeypatch.setattr(Workers, "_received", reset)
+        monkeypatch.setattr(workers, "DYING_S", 60.0)  # the kill comes from a thread, when it gets to it
         with pytest.raises(DataError, match=r"was killed \(signal 9\)"):
             draw_all(source)
 
@@ -311,6 +315,70 @@ def test_workers_that_cannot_all_be_started_leave_none_behind(monkeypatch: pytes
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", limited)
     with fetcher(Counted(), workers=2) as source, pytest.raises(DataError, match="2 data workers cannot be started"):
         _ = draw_one(source, 0).data
+
+
+def _dies(parent: int, forked: bool, number: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def until_all_are_dead() -> None:
+    """Their status is left to the handler of SIGCHLD, which raises here if it was told of them."""
+    for process in list(multiprocessing.process._children):  # type: ignore[attr-defined]
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(signal_handling, "_set_SIGCHLD_handler"), (_MultiProcessingDataLoaderIter, "_reset")]
+)
+def test_workers_that_die_at_once_are_said_to_be_dead(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """While torch's handler knows of them and raises in the middle of their start, or a moment later."""
+    monkeypatch.setattr(workers, "_begun", _dies)
+    act = getattr(owner, name)
+
+    def later(*arguments: Any, **options: Any) -> None:
+        act(*arguments, **options)
+        until_all_are_dead()
+
+    monkeypatch.setattr(owner, name, later)
+    with fetcher(Counted()) as source:
+        for _ in range(2):
+            with pytest.raises(DataError, match=r"was killed \(signal 9\).*out of memory") as caught:
+                _ = draw_one(source, 0).data
+            assert not is_collective_failure(caught.value)
+            assert not multiprocessing.active_children()
+
+
+def test_workers_that_are_slow_to_go_on_are_waited_for() -> None:
+    """Behind the end of what was asked for, longer than a wait for data lasts between two looks at them."""
+    with fetcher(Counted()) as source:
+        sampler = Sampler(source, EpochPlan(20, 10, shuffle=False), until=1)
+        for start in (0, 10):
+            assert len(sampler.draw(Cursor(0, start), 0, 1).x) == 10
+        children = [psutil.Process(process.pid) for process in multiprocessing.active_children()]
+        for child in children:
+            child.suspend()
+        again = [threading.Timer(3 * workers.LOOK_S, child.resume) for child in children]
+        for timer in again:
+            timer.start()
+        assert sampler.draw(Cursor(0, 0), 0, 1).x.tolist() == list(range(10))
+        for timer in again:
+            timer.join()
+
+
+def test_workers_that_die_when_they_are_to_go_on_are_said_to_be_dead() -> None:
+    """At once."""
+    with fetcher(Counted()) as source:
+        sampler = Sampler(source, EpochPlan(20, 10, shuffle=False), until=1)
+        for start in (0, 10):
+            assert len(sampler.draw(Cursor(0, start), 0, 1).x) == 10
+        for process in multiprocessing.active_children():
+            psutil.Process(process.pid).suspend()
+        killer = threading.Timer(1.0, kill_all)
+        killer.start()
+        with pytest.raises(DataError, match=r"was killed \(signal 9\)") as caught:
+            _ = sampler.draw(Cursor(0, 0), 0, 1).x
+        killer.join()
+        assert not is_collective_failure(caught.value)
 
 
 def test_what_was_fetched_ahead_is_of_use_only_for_the_same_samples() -> None:

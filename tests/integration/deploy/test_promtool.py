@@ -81,13 +81,13 @@ SPOILED = [
     ("scene", "file", "right", "wrong"), SPOILED, ids=[f"{each[0]}-{n}" for n, each in enumerate(SPOILED)]
 )
 def test_a_spoiled_rule_is_found(scene: str, file: str, right: str, wrong: str, tmp_path: Path) -> None:
-    """The scenes can fail: with one expression made worse, the one that is about it does; with none, it does not."""
+    """The scenes can fail: with one expression made worse, the one that is about it does. (With none it does not: that
+    is the test above.)"""
     for name in ("rules.yml", "alerts.yml"):
         shutil.copy(PROMETHEUS / name, tmp_path)
     (tmp_path / "tests").mkdir()
     test = tmp_path / "tests/scene.yml"
     test.write_text(text("firing.yml", [SCENES[scene]]), encoding="utf-8")
-    assert (sound := promtool("test", "rules", test)).returncode == 0, said(sound)
     rules = (tmp_path / file).read_text(encoding="utf-8")
     assert right in rules
     (tmp_path / file).write_text(rules.replace(right, wrong), encoding="utf-8")

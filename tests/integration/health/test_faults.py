@@ -23,14 +23,18 @@ from tests.support.watch import WAIT_S, FiringAlert
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("etcd_binary")]
 
 NO_LIMITS = {"hang_timeout": "0", "step_timeout": "0", "first_step_timeout": "0", "phase_timeout": "0"}
-OPTIONS = NO_LIMITS | {"failure_limit": "2"}
-SETTING = Setting(nodes=3, min_nodes=2, max_nodes=3, pause_s=0.05, wedges=True, save_every_s=3.0, options=OPTIONS)
+OPTIONS = NO_LIMITS | {"failure_limit": "2", "regroup_grace": "10"}
+SETTING = Setting(
+    nodes=3, min_nodes=2, max_nodes=3, pause_s=0.05, wedges=True, save_every_s=3.0, options=OPTIONS, limit_s=180.0
+)
+RANGES_S = {"run:elastic_trainer_failures:increase15m": 300.0}
+"""As long as six workers take to be killed and to come back on a slow machine; no other rule looks back so far."""
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """Three nodes that train, whose watchdog ends nobody."""
-    with watched(SETTING, tmp_path_factory.mktemp("faults")) as started:
+    with watched(SETTING, tmp_path_factory.mktemp("faults"), RANGES_S) as started:
         started.wait_value("elastic_trainer_checkpoints_total{RUN,op='save',result='ok'} > 0")
         assert started.watch.fired() == set()
         yield started
@@ -84,8 +88,8 @@ def test_all_workers_are_frozen(job: Watched) -> None:
     frozen = [worker(job.stage, before, name) for name in before.nodes]
     freeze(job.stage, frozen)
     try:
-        (alert,) = alarm.told("Stalled")
-        assert "Ranks seen: 3. They are in: " in alert.annotations["description"]
+        alarm.told("Stalled")
+        job.watch.wait("all ranks are told of", lambda: "Ranks seen: 3. They are in: " in _stalled(job))
     finally:
         processes.send(frozen, signal.SIGCONT)
     alarm.over("Stalled")
@@ -116,7 +120,7 @@ def test_workers_fail_again_and_again(job: Watched) -> None:
         _kill_two(job, job.settled())
         kills += 2
     (alert,) = alarm.told("RestartLoop")
-    assert kills >= 6
+    job.stage.until(lambda: broken_rounds(job.stage) >= 6, "six rounds that a fault has ended")
     assert "worker_lost (" in alert.annotations["description"]
     job.watch.wait_alert("ElasticTrainerRestartsExhausting", run=job.run)
 
@@ -145,9 +149,13 @@ def test_the_loss_is_nan_and_ends_the_run(job: Watched) -> None:
     job.stage.until(lambda: not job.stage.cluster.running, "the end of all nodes")
     assert {job.stage.node(name).exit_code() for name in before.nodes} == {1}
     job.wait_value("elastic_trainer_run_state{RUN,state='failed'} == 1")
-    assert job.query("elastic_trainer_step{RUN}") == []
+    job.wait_value("absent(elastic_trainer_step{RUN})")
     faults = "elastic_trainer_restarts_total{RUN,reason!~'node_joined|node_left|finished'}"
     job.wait_value(f"sum({faults}) == {broken_rounds(job.stage)}")
+
+
+def _stalled(job: Watched) -> str:
+    return job.watch.wait_alert("ElasticTrainerStalled", run=job.run).annotations["description"]
 
 
 def _steps(job: Watched) -> int:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,12 +59,15 @@ class Watched:
 
 
 @contextmanager
-def watched(setting: Setting, directory: Path) -> Iterator[Watched]:
-    """Start everything, and wait until the job trains and is seen."""
+def watched(setting: Setting, directory: Path, ranges_s: Mapping[str, float] | None = None) -> Iterator[Watched]:
+    """Start everything, and wait until the job trains and is seen; ``ranges_s``: see :class:`Watch`."""
     with Stage(setting, directory / "job", Loopback()) as stage, monitor(stage.server.endpoint) as (_, port):
+        stage.settled()  # how long this machine takes to start is no rendezvous that anybody should be told of
         address = f"127.0.0.1:{port}"
         nodes_from = f"http://{address}/sd/nodes"
-        with Watch(directory / "watch", monitors=[address], nodes_from=nodes_from, scale=SCALE) as watch:
+        with Watch(
+            directory / "watch", monitors=[address], nodes_from=nodes_from, scale=SCALE, least_ranges_s=ranges_s
+        ) as watch:
             job = Watched(stage, watch)
             job.settled()
             yield job

@@ -6,6 +6,7 @@ import http.client
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,11 @@ def options(etcd_endpoint: str, run_id: str) -> Sequence[str]:
 def test_the_ranks_of_a_real_job_are_shown_through_a_loss(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """Nodes that tell nothing of their workers: state, round, nodes and ranks are right from round and keys alone. A
     killed node leaves the round, and what happened is told."""
-    with PlainJob(tmp_path, etcd_endpoint, run_id, least=2, most=3) as job, monitor(etcd_endpoint) as (_, port):
+    brief = {"ttl": "20"}  # the key of the killed node stays for so long
+    with (
+        PlainJob(tmp_path, etcd_endpoint, run_id, least=2, most=3, options=brief) as job,
+        monitor(etcd_endpoint) as (_, port),
+    ):
         job.start(3)
         order = job.await_order()
         first = job.await_world(*order)
@@ -112,16 +117,25 @@ def test_the_ranks_of_a_real_job_are_shown_through_a_loss(tmp_path: Path, etcd_e
         assert (values["world_size"], values["nodes"]) == (0, [])
 
 
+IMPATIENT = """
+from elastic_trainer.cli.main import main
+from elastic_trainer.monitor import answers
+
+answers.UNREAD_LIMIT_S = 3.0
+raise SystemExit(main())
+"""
+
+
 @pytest.mark.timeout(300)
 def test_an_outage_of_etcd_is_said_and_ends(own_etcd: EtcdServer) -> None:
-    """What was read stays, with its age; after a minute the monitor is not ready, and it is again when etcd is. A
-    status that watches says so too, and a follower of events misses nothing."""
+    """What was read stays, with its age; after a while (here: 3 s) the monitor is not ready, and it is again when etcd
+    is. A status that watches says so too, and a follower of events misses nothing."""
     store = connect(StoreSettings(endpoints=parse_endpoints(own_etcd.endpoint)))
     writer = Writer(store)
     writer.start()
     where = ("--endpoint", own_etcd.endpoint)
     with (
-        monitor(own_etcd.endpoint) as (running, port),
+        monitor(own_etcd.endpoint, command=[sys.executable, "-c", IMPATIENT]) as (running, port),
         following("status", "r", "--watch", "--json", *where) as watching,
         following("events", "r", "--follow", "--json", *where) as events,
     ):

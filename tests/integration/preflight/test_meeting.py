@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.clock import SYSTEM, Deadline
+from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
 from elastic_trainer.preflight.meeting import AbsentError, Attendance, Meeting, Place, attended, found
 from elastic_trainer.store.keys import RunKeys
-from elastic_trainer.store.memory import MemoryBackend, MemoryStore
+from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
 
 KEYS = RunKeys("/p", "run")
 LIMIT_S = 30.0
@@ -24,6 +24,13 @@ def place(name: str) -> Place:
 
 def silent(_: str) -> None:
     """Nobody looks on."""
+
+
+class Ticking(ManualClock):
+    """Half a second later each time somebody hears what is done."""
+
+    def tick(self, _: str) -> None:
+        self.advance(0.5)
 
 
 def test_all_get_the_same_list_and_leave_nothing() -> None:
@@ -45,9 +52,10 @@ def test_all_get_the_same_list_and_leave_nothing() -> None:
 
 def test_a_missing_node_is_told_with_those_that_came() -> None:
     """After the time that was given, in one sentence."""
+    clock = Ticking()
     with (
         pytest.raises(AbsentError, match=r"1 of 3 nodes came in [\d.]+ s: a \(start the same command"),
-        attended(MemoryStore(MemoryBackend()), KEYS, place("a"), 3, Deadline.after(0.5), silent),
+        attended(MemoryStore(MemoryBackend()), KEYS, place("a"), 3, Deadline.after(0.5, clock), clock.tick),
     ):
         pytest.fail("the meeting took place")
 
@@ -60,7 +68,8 @@ class Slow(MemoryStore):
     def range(self, prefix: str, deadline: Deadline, **options: Any) -> Any:
         self.looks += 1
         if self.looks > 1:
-            SYSTEM.wait(threading.Event(), deadline.remaining_s() + 0.01)
+            assert isinstance(deadline.clock, ManualClock)
+            deadline.clock.advance(deadline.remaining_s())
             raise StoreUnavailableError("no time was left to ask etcd")
         return super().range(prefix, deadline, **options)
 
@@ -69,26 +78,29 @@ def test_a_missing_node_is_told_also_where_the_last_look_comes_too_late() -> Non
     """On a busy machine a pause ends when the time is over: that etcd could not be asked then is no news."""
     with (
         pytest.raises(AbsentError, match=r"1 of 3 nodes came in [\d.]+ s: a \(start the same command"),
-        attended(Slow(MemoryBackend()), KEYS, place("a"), 3, Deadline.after(1.0), silent),
+        attended(Slow(MemoryBackend()), KEYS, place("a"), 3, Deadline.after(1.0, ManualClock()), silent),
     ):
         pytest.fail("the meeting took place")
 
 
 def test_nodes_that_expect_different_numbers_are_told() -> None:
     """They would wait for ever, or one would be left over. The first may have left when the second looks."""
-    backend = MemoryBackend()
+    backend, clock, waits = MemoryBackend(), ManualClock(), threading.Event()
     with ThreadPoolExecutor(2) as pool:
 
         def attend(name: str, count: int) -> str:
+            limit = Deadline.after(2.0, clock)
             try:
-                with attended(MemoryStore(backend), KEYS, place(name), count, Deadline.after(2.0), silent):
+                with attended(MemoryStore(backend), KEYS, place(name), count, limit, lambda _: waits.set()):
                     return "met"
             except (ConfigError, AbsentError) as error:
                 return str(error)
 
         first = pool.submit(attend, "a", 3)
-        second = pool.submit(attend, "b", 2)
-        told = {first.result(LIMIT_S), second.result(LIMIT_S)}
+        assert waits.wait(LIMIT_S)
+        told = {pool.submit(attend, "b", 2).result(LIMIT_S)}
+        clock.advance(2.0)
+        told.add(first.result(LIMIT_S))
     assert "met" not in told
     assert any("give the same --peers everywhere" in text for text in told)
 
@@ -97,16 +109,17 @@ def test_a_name_that_is_taken_is_refused() -> None:
     """Two nodes of one name could not be told apart."""
     backend = MemoryBackend()
     store = MemoryStore(backend)
-    ready, done = threading.Event(), threading.Event()
+    ready, done, clock = threading.Event(), threading.Event(), ManualClock()
 
     def first() -> None:
         def seen(_: str) -> None:
             ready.set()
             done.wait(LIMIT_S)
+            clock.advance(1.0)
 
         with (
             pytest.raises(AbsentError),
-            attended(MemoryStore(backend), KEYS, place("a"), 2, Deadline.after(1.0), seen),
+            attended(MemoryStore(backend), KEYS, place("a"), 2, Deadline.after(1.0, clock), seen),
         ):
             pytest.fail("the meeting took place")
 

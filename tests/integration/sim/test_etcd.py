@@ -12,12 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.clock import pause
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
 from elastic_trainer.sim import etcd_binary as binaries
 from elastic_trainer.sim.etcd import EtcdServer
 from elastic_trainer.sim.etcd_binary import find_binary
 from elastic_trainer.sim.ports import free_ports
+from elastic_trainer.sim.processes import wait_gone
 from elastic_trainer.store.api import Put
 from tests.integration.store.support import client, soon
 
@@ -60,7 +61,7 @@ def test_old_versions_of_keys_are_forgotten(own_etcd: EtcdServer) -> None:
     words = psutil.Process(own_etcd.pid).cmdline()
     flags = dict(word.split("=", 1) for word in words if word.startswith("--auto-compaction"))
     assert flags == {"--auto-compaction-mode": "periodic", "--auto-compaction-retention": "1h"}
-    assert own_etcd.is_healthy()
+    own_etcd.wait_healthy(soon())
 
 
 def test_a_frozen_server_can_be_stopped(own_etcd: EtcdServer) -> None:
@@ -82,7 +83,7 @@ def test_ports_that_were_taken_meanwhile_are_changed(etcd_binary: str, tmp_path:
     taken = server.client_port
     with socket.create_server(("127.0.0.1", taken)), server:
         assert server.client_port != taken
-        assert server.is_healthy()
+        server.wait_healthy(soon())
 
 
 def test_a_restart_waits_for_its_port_and_then_says_so(etcd_binary: str, tmp_path: Path) -> None:
@@ -141,10 +142,7 @@ def test_no_server_outlives_its_owner(etcd_binary: str, tmp_path: Path, how: sig
         server.send_signal(signal.SIGSTOP)
     owner.send_signal(how)
     owner.wait(30.0)
-    deadline = Deadline.after(30.0)
-    while server.is_running() and server.status() != psutil.STATUS_ZOMBIE and not deadline.expired:
-        pause(0.05)
-    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+    assert wait_gone([server], soon()) == []
 
 
 def test_scripts_called_etcd_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +162,7 @@ def test_flags_in_the_environment_do_not_reach_it(
     """A cluster's ETCD_* variables on this machine would change the server."""
     monkeypatch.setenv("ETCD_CONFIG_FILE", "/no/such/file")  # etcd would end at once
     with EtcdServer(tmp_path, binary=etcd_binary) as server:
-        assert server.is_healthy()
+        server.wait_healthy(soon())
 
 
 def test_free_ports_are_distinct_and_not_ephemeral() -> None:

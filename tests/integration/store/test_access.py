@@ -167,7 +167,7 @@ def test_a_node_waits_for_credentials_that_are_being_replaced(guarded: EtcdServe
     replaced.join()
     password.write_text("that of before")
     with pytest.raises(CredentialsError) as caught:
-        connect_patiently(options, Deadline.after(3.0))
+        connect_patiently(options, Deadline.after(10.0))
     assert caught.value.exit_code == EXIT_CONFIG
     began = SYSTEM.monotonic()
     with pytest.raises(CredentialsError):

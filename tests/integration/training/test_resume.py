@@ -15,7 +15,8 @@ from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.tasks.mnist import Mnist
 from elastic_trainer.telemetry import logs
 from elastic_trainer.training.config import JobConfig
-from elastic_trainer.training.export import FINAL_FILE
+from elastic_trainer.training.export import FINAL_FILE, exported_step
+from elastic_trainer.training.history import FILE_NAME as HISTORY_FILE
 from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.trainer import Trainer
 from elastic_trainer.worker.session import Session
@@ -114,7 +115,8 @@ def test_a_loss_is_asked_for_a_step_later(tmp_path: Path, monkeypatch: pytest.Mo
         return read(later)
 
     monkeypatch.setattr(LaterLoss, "read", noted)
-    Trainer(Mnist, _config(tmp_path, "logging.loss_every=3", "checkpoint.every_steps=6")).run()
+    quiet = "logging.progress=none"  # a line of progress asks too, and comes by the clock
+    Trainer(Mnist, _config(tmp_path, "logging.loss_every=3", "checkpoint.every_steps=6", quiet)).run()
     assert _told(tmp_path) == [1, 3, 6, 9, 12, 15]
     assert asked_at == [2, 4, 6, 10, 12, 16]
 
@@ -133,9 +135,13 @@ def test_a_finished_run_started_again_exports_what_it_had_not_come_to(tmp_path: 
     config = _config(tmp_path, f"checkpoint.export={str(export).lower()}")
     Trainer(Mnist, config).run()
     assert (tmp_path / FINAL_FILE).exists() == export
+    step = exported_step(tmp_path / FINAL_FILE)
     (tmp_path / FINAL_FILE).unlink(missing_ok=True)
+    (tmp_path / HISTORY_FILE).unlink()
     Trainer(Mnist, config).run()
-    assert (tmp_path / FINAL_FILE).exists() == export
+    assert (step, (tmp_path / FINAL_FILE).exists()) == (16 if export else None, export)
+    assert exported_step(tmp_path / FINAL_FILE) == step
+    assert (tmp_path / HISTORY_FILE).exists()
 
 
 def _lasting(part: Any) -> Any:

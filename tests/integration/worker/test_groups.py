@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -73,12 +72,12 @@ def _threads(before: set[str]) -> list[str]:
 
 
 def leave_a_group_behind() -> None:
-    """What a rank does whose peer never comes: stop waiting, while torch goes on to wait for half a second."""
+    """What a rank does whose peer never comes: stop waiting, while torch goes on to wait for two seconds."""
     store = PrefixStore("round/r1", TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False))
     formation = Formation(round=1, rank=0, world_size=2, local_rank=0, local_world_size=1)
     works = Works(interruptible=True)
-    threading.Timer(0.2, works.end, ("the round is over",)).start()
-    forming, working = timedelta(seconds=0.5), timedelta(seconds=60)
+    works.end("the round is over")  # a moment later it is no longer waited for
+    forming, working = timedelta(seconds=2), timedelta(seconds=60)
     with pytest.raises(RoundBrokenError):
         groups._init(formation, device.take("cpu", 0, 2), store, forming, working, works)
 

@@ -16,7 +16,7 @@ from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from tests.integration.worker.launch import LIMIT_S, finished, free_port, plain, standalone, started, tail
 
-LONG = ["1000", "--step-s", "0.02"]
+LONG = ["1000", "--step-s", "0.02", "--stop-timeout-s", "25"]
 
 
 def ledger(directory: Path) -> dict[str, str]:

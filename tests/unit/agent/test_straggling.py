@@ -10,7 +10,7 @@ from elastic_trainer.agent.straggling import LOOK_EVERY_S, LOOKS_IN_A_ROW, Strag
 from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth
-from elastic_trainer.store.api import Put
+from elastic_trainer.store.api import Delete, Put
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
 
@@ -41,6 +41,16 @@ class Job:
     clock: ManualClock = field(default_factory=ManualClock)
     store: MemoryStore = field(default_factory=lambda: MemoryStore(MemoryBackend()))
     left: list[str] = field(default_factory=list)
+    created: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.created = {name: self.show(name) for name in "abc"}
+
+    def show(self, name: str) -> int:
+        """Create the key of node ``name``; its create-revision."""
+        key = KEYS.node(name)
+        self.store.transact([], [Delete(key)], deadline=soon())
+        return self.store.transact([], [Put(key, b"")], deadline=soon()).revision
 
     def node(self, name: str, *, evicts: bool = True) -> Straggling:
         return Straggling(
@@ -55,7 +65,7 @@ class Job:
 
     def round(self) -> RoundDocument:
         members = tuple(
-            RoundMember(node=name, create_revision=1, life=1, first_rank=at, local_world_size=1)
+            RoundMember(node=name, create_revision=self.created[name], life=1, first_rank=at, local_world_size=1)
             for at, name in enumerate("abc")
         )
         return RoundDocument(number=self.number, nonce="n", state=RoundState.ACTIVE, members=members)
@@ -121,6 +131,14 @@ def test_a_slow_node_goes_where_another_is_ready() -> None:
     slow.obey()
     slow.obey()
     assert job.left == ["c"]
+    assert not job.asked("c")
+
+
+def test_who_has_come_back_under_the_name_of_a_slow_node_is_not_asked() -> None:
+    """Its key is another one. So nor does it hear what was asked of the slow one where etcd writes that late."""
+    job = Job(records={"spare": record("spare")})
+    job.show("c")
+    job.looks(job.node("a"), 1 + LOOKS_IN_A_ROW)
     assert not job.asked("c")
 
 

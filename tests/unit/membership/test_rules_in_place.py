@@ -222,6 +222,19 @@ def test_a_node_that_does_not_acknowledge_is_left_out_after_the_grace() -> None:
     assert formed.reason == "node b was lost"
 
 
+def test_what_a_restored_backup_says_of_a_node_is_not_believed() -> None:
+    """The round means its third life, its key shows the first: it is waited for until it has said what it is now, and
+    neither taken in as it was then nor told of as one that has left."""
+    members = [node("a", 1), node("b", 2, life=3)]
+    standing = round_of(5, members)
+    scene = Scene(limits=IN_PLACE).show(node("a", 1, acknowledged=5, reported=5), node("b", 2, mod=3)).adopt(standing)
+    assert scene.decide().action is Action.WAIT
+    scene.adopt(standing.model_copy(update={"state": RoundState.BROKEN})).show(free("a", 1, 5))
+    assert scene.decide().reason == "waiting for b to be free"
+    scene.show(free("b", 2, 5, life=3))
+    assert names(made(scene.decide(), Action.FORM)) == ["a", "b"]
+
+
 def test_a_dead_agent_is_not_waited_for_at_all() -> None:
     """Its port refuses connections."""
     scene = trio(RoundState.BROKEN).show(free("a", 1, 1), free("c", 3, 1))

@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import LeaseLostError, PermanentError, StoreUnavailableError
+from elastic_trainer.errors import LeaseLostError, OutcomeUnknownError, PermanentError, StoreUnavailableError
 from elastic_trainer.store.api import Order, Put, Read, Store, absent
 from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
 from elastic_trainer.store.metered import MeteredStore
@@ -129,3 +129,28 @@ def test_a_store_that_takes_no_writes_counts_as_away() -> None:
         assert metered.last_success_wall == clock.wall()
     assert [line["event"] for line in told] == ["store.write_failed", "store.write_taken"]
     assert metered.errors == 3
+
+
+def test_each_reason_why_writes_fail_is_told_once() -> None:
+    """The first refusal of a full etcd may come out as a write whose time was over, which says nothing of space."""
+    inner = MemoryStore()
+    metered = MeteredStore(inner, ManualClock())
+    transact, reasons = (
+        inner.transact,
+        iter(["no answer in time", "no space left", "no answer in time", "no space left"]),
+    )
+
+    def refused(*args: Any, **named: Any) -> Any:
+        if (reason := next(reasons, None)) is not None:
+            raise OutcomeUnknownError(reason)
+        return transact(*args, **named)
+
+    inner.transact = refused  # type: ignore[method-assign]
+    with structlog.testing.capture_logs() as told:
+        for _ in range(4):
+            with pytest.raises(OutcomeUnknownError):
+                metered.transact([], [Put("/k", b"v")], deadline=soon())
+        metered.transact([], [Put("/k", b"v")], deadline=soon())
+    said = [(line["event"], line.get("error")) for line in told]
+    failed = [("store.write_failed", reason) for reason in ("no answer in time", "no space left")]
+    assert said == [*failed, ("store.write_taken", None)]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_model
+from safetensors.torch import load_model, save_model
 from torch import nn
 
 from elastic_trainer.telemetry import logs
 from elastic_trainer.training import export as exports
-from elastic_trainer.training.export import export
+from elastic_trainer.training.export import export, exported_step
 
 
 def tied() -> nn.Module:
@@ -27,12 +28,14 @@ def test_a_model_comes_back_with_its_buffers_and_tied_parameters(tmp_path: Path)
     """Bit by bit, with what is known about it beside it; nothing else is left in the directory."""
     model, twin = tied(), tied()
     path = tmp_path / "final.safetensors"
-    assert export(model, path, {"step": 7, "accuracy": 0.5})
+    assert export(model, path, 7, {"accuracy": 0.5})
     load_model(twin, path)
     for (name, mine), (_, theirs) in zip(model.state_dict().items(), twin.state_dict().items(), strict=True):
         assert torch.equal(mine, theirs), name
     with safe_open(path, "pt") as file:
-        assert file.metadata()["step"] == "7"
+        assert file.metadata()["accuracy"] == "0.5"
+    assert exported_step(path) == 7
+    assert exported_step(tmp_path / "other.safetensors") is None
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -43,7 +46,7 @@ def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(tmp_path: P
     (path / "x").touch()
     stream = io.StringIO()
     logs.configure(stream, json=True)
-    assert not export(tied(), path, {})
+    assert not export(tied(), path, 7, {})
     logs.configure()
     assert "model.not_exported" in stream.getvalue()
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
@@ -69,7 +72,7 @@ class Overlapping(nn.Module):
 @pytest.mark.parametrize("model", [Noted(2, 2), Overlapping()])
 def test_a_model_that_the_format_cannot_hold_is_said(model: nn.Module, tmp_path: Path) -> None:
     """Only rank 0 finds that out, at the end of a training that went well."""
-    assert not export(model, tmp_path / "final.safetensors", {})
+    assert not export(model, tmp_path / "final.safetensors", 7, {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -80,5 +83,26 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(exports, "save_model", full)
-    assert not export(tied(), tmp_path / "final.safetensors", {})
+    assert not export(tied(), tmp_path / "final.safetensors", 7, {})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("theirs", "kept"), [(9, 9), (7, 7), (5, 7)])
+def test_a_model_that_comes_late_does_not_replace_a_newer_one(
+    theirs: int, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine may stand still for minutes in the middle of it, while another has become rank 0."""
+    path = tmp_path / "best.safetensors"
+    assert export(tied(), path, 3, {})
+
+    def stand_still(*arguments: Any) -> None:
+        save_model(*arguments)
+        monkeypatch.setattr(exports, "save_model", save_model)
+        assert export(tied(), path, theirs, {"by": "another"})
+
+    monkeypatch.setattr(exports, "save_model", stand_still)
+    assert export(tied(), path, 7, {"by": "me"}) == (theirs < 7)
+    assert exported_step(path) == kept
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["by"] == ("me" if theirs < 7 else "another")
+    assert list(tmp_path.iterdir()) == [path]

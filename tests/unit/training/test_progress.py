@@ -74,6 +74,19 @@ def test_lines_come_at_most_every_so_often(log: io.StringIO) -> None:
     assert last["eta_s"] == pytest.approx((100 - last["step"]) * 0.1, rel=0.15, abs=0.2)
 
 
+def test_no_line_tells_a_speed_that_is_not_known_yet(log: io.StringIO) -> None:
+    """The first step may take longer than the period, and its samples are not counted over no time at all."""
+    clock = _Clock()
+    lines = Lines(2.0, clock)
+    for step in range(1, 31):
+        clock.now += 5.0 if step == 1 else 0.1
+        lines.count(32)
+        if lines.due():
+            lines.report(_moment(step), loss=0.5)
+    (line,) = [json.loads(line) for line in log.getvalue().splitlines()]
+    assert line["samples_per_s"] == pytest.approx(320.0)
+
+
 def test_an_evaluation_is_always_told(log: io.StringIO) -> None:
     """Evaluations are rare and do not wait for their turn."""
     Lines(1e9, _Clock()).evaluated(_moment(7), {"accuracy": 0.123456789})

@@ -94,6 +94,19 @@ def test_steps_that_are_done_again_count_once() -> None:
     assert curves.repeated == [[(20, 2.0), (30, 1.9)]]
 
 
+def test_what_a_rank_0_tells_after_another_has_taken_over_is_passed_over() -> None:
+    """It was cut off, or stood still: its row comes behind those of the others, who went on from the same step. A run
+    that begins anew, with small rounds, is none of that; nor are rows whose own change could not be written."""
+    late = loss(20, 1.5) | {"round": 1}
+    told = [change(0, 1, 3, ""), loss(10, 3.0), change(20, 2, 2, "node a was lost"), loss(30, 1.9) | {"round": 2}]
+    after = [late, loss(40, 1.8) | {"round": 2}, loss(50, 1.7) | {"round": 3}]
+    curves = curves_of(lines(*told, *after))
+    assert curves.losses == {10: 3.0, 30: 1.9, 40: 1.8, 50: 1.7}
+    assert curves.repeated == []
+    curves = curves_of(lines(*told, change(30, 1, 2, "2 nodes are here"), loss(40, 1.6) | {"round": 1}))
+    assert curves.losses == {10: 3.0, 30: 1.9, 40: 1.6}
+
+
 def test_an_evaluation_behind_a_fall_back_is_forgotten() -> None:
     """It was of a state that is gone."""
     told = [{"kind": "evaluation", "step": step, "metrics": {"accuracy": step / 100}} for step in (10, 20, 15)]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastic_trainer.model import Cursor
+from elastic_trainer.training import trainer
 from elastic_trainer.training.history import History
 from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.schedule import RunLength
@@ -57,6 +60,29 @@ def test_a_rank_that_joins_before_a_save_takes_part_in_it() -> None:
     survivor.history.saved_step = 4
     assert not survivor._save_due()
     assert not _peer(survivor)._save_due()
+
+
+def test_a_model_that_rank_0_did_not_come_to_write_is_written_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed between the checkpoint, which all have agreed on, and the file of the model."""
+    exported = list[tuple[str, int]]()
+
+    def export(_: object, path: Path, step: int, notes: object) -> None:
+        exported.append((path.name, step))
+        path.touch()
+
+    monkeypatch.setattr(trainer, "export", export)
+    monkeypatch.setattr(trainer, "exported_step", lambda path: 8 if path.exists() else None)
+    killed = _run(step=8, cursor=Cursor(1, 100))
+    killed.history.add(8, 2, 0, 0.1, {"accuracy": 0.9})
+    killed.history.saved_step = 8
+    survivor = _peer(killed)
+    survivor.session.is_rank0, survivor.session.phase = True, lambda _: nullcontext()
+    survivor.session.module, survivor.job.directory = None, tmp_path
+    survivor._settle()
+    survivor._settle()
+    assert exported == [("best_model.safetensors", 8), ("final_state.safetensors", 8)]
 
 
 def test_only_the_best_and_the_last_state_are_saved_on_purpose() -> None:

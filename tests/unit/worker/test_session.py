@@ -87,6 +87,25 @@ def test_checkpoints_are_written_every_so_many_seconds(tmp_path: Path) -> None:
     assert len(CheckpointManager(tmp_path).entries()) > 1
 
 
+def test_a_signal_can_tell_that_a_checkpoint_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On schedule, at the end, and by the script; not while it trains."""
+    seen, save = list[bool](), CheckpointManager.save
+
+    def noted(manager: CheckpointManager, *arguments: Any, **options: Any) -> Any:
+        seen.append(session._saving())
+        return save(manager, *arguments, **options)
+
+    monkeypatch.setattr(CheckpointManager, "save", noted)
+    with Session(tmp_path, device="cpu", checkpoint_every_steps=3, checkpoint_every_s=None) as session:
+        job = Job(session)
+        job.train(1)
+        assert (seen, session._saving()) == ([True], False)
+        session.save()
+        job.train(2, stop_at=5)
+        assert not session._saving()
+    assert seen == [True] * 3
+
+
 def test_save_takes_metrics_and_keeps_the_best(tmp_path: Path) -> None:
     """The metrics are in the manifest, and known after resuming."""
     with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:

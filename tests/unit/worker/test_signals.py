@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from elastic_trainer.store.memory_backend import ManualClock
+from elastic_trainer.worker.signals import SAVE_PATIENCES, Signals
+
 SCRIPT = """
 import ctypes, signal, sys, threading
 from elastic_trainer.clock import pause
@@ -102,6 +105,66 @@ def test_what_follows_the_agreement_is_not_cut_short() -> None:
     process = start("cooperative", "0.3", "1.5")
     process.send_signal(signal.SIGTERM)
     assert end(process)[:2] == (143, "closed True 1\n")
+
+
+class Left(Exception):
+    """The process would have ended here."""
+
+
+class Watched(Signals):
+    """Signals as their thread sees them, after SIGTERM, with a patience of ten seconds."""
+
+    def __init__(self) -> None:
+        self.time, self.saves, self.problem = ManualClock(), False, ""
+        super().__init__(lambda: 10.0, lambda: self.problem or None, lambda: self.saves, self.time)
+        self._note(signal.SIGTERM)
+
+    def look(self, seconds: float) -> None:
+        """Let time pass, and look as often as the thread does."""
+        for _ in range(int(seconds / 0.5)):
+            self.time.advance(0.5)
+            if self._deadline is not None:
+                self._enforce(self._deadline)
+
+    def _leave(self, reason: str) -> None:
+        raise Left(reason)
+
+
+def test_a_save_under_way_is_not_cut_off_and_the_patience_begins_behind_it() -> None:
+    """A checkpoint that takes longer than the ranks may take to agree is no reason to end in the middle of it."""
+    watched = Watched()
+    watched.look(9.0)
+    watched.saves = True
+    watched.look(60.0)
+    watched.saves = False
+    watched.look(9.0)
+    with pytest.raises(Left, match="did not agree"):
+        watched.look(2.0)
+
+
+def test_a_save_is_not_waited_for_when_the_round_is_broken_nor_for_ever() -> None:
+    """Its disk may hang."""
+    watched = Watched()
+    watched.saves = True
+    watched.look(10.0 * SAVE_PATIENCES)
+    with pytest.raises(Left, match="did not agree"):
+        watched.look(11.0)
+    watched = Watched()
+    watched.saves, watched.problem = True, "a peer left"
+    with pytest.raises(Left, match="broken: a peer left"):
+        watched.look(1.0)
+
+
+def test_ranks_that_agree_while_one_saves_are_left_alone() -> None:
+    """The deadline that was looked at is not set again."""
+    watched = Watched()
+    watched.saves = True
+    deadline = watched._deadline
+    assert deadline is not None
+    watched.agreed()
+    watched._enforce(deadline)
+    assert watched._deadline is None
+    watched.look(1000.0)
 
 
 def test_a_session_outside_the_main_thread_leaves_signals_alone(tmp_path: Path) -> None:

@@ -76,6 +76,17 @@ def test_what_an_operation_raises_passes_through() -> None:
         works.wait(operation)
 
 
+def test_an_operation_that_fails_after_the_end_of_its_round_fails_because_of_that() -> None:
+    """Whatever it says itself: it may have failed in the moment that the wait was busy with."""
+    works, operation = Works(interruptible=True), Operation()
+    works.begun(operation)
+    works.end("the round is over")
+    operation.end("Timed out waiting 500ms for recv operation to complete")
+    with pytest.raises(RoundBrokenError, match="the round is over") as caught:
+        works.wait(operation)
+    assert "500ms" in str(caught.value.__cause__)
+
+
 def test_an_operation_may_have_a_limit_of_its_own() -> None:
     """In a round that has not ended."""
     works, operation = Works(interruptible=True), Operation()

@@ -4,7 +4,7 @@ const SILENT_S = 10; // so long without an event, and the stream may be dead
 const POLL_S = 2;
 const STREAM_AGAIN_S = 15;
 const TIMEOUT_S = 8;
-const STALE_S = 10;
+const STALE_S = 20; // longer than it takes to find a silent stream out and to be refused an answer
 
 export class Feed {
   /** `stream` may be null: then it only polls. `changed` is called for news and for each turn of the state. */
@@ -91,10 +91,10 @@ export class Feed {
   }
 
   /** [look, words] for the top of the page. `store`: what the data itself says of its source. */
-  words(duration, store) {
+  words(lasting, store) {
     const age = this.age();
     const old = (age ?? 0) + (store?.age_s ?? 0);
-    const data = age === null ? "Nothing has come yet." : `What you see is ${duration(Math.round(old))} old.`;
+    const data = age === null ? "Nothing has come yet." : `What you see is ${lasting(Math.round(old))} old.`;
     if (this.state === "starting") return ["busy", "Connecting"];
     if (this.state === "missing") return ["lost", `The store has no such run any more. ${data}`];
     if (this.state === "lost") return ["lost", `Connection lost. ${data}`];

@@ -3,7 +3,7 @@
 import { render } from "./preact.js";
 import { Feed } from "./feed.js";
 import { html } from "./parts.js";
-import { duration } from "./words.js";
+import { lasting } from "./words.js";
 
 /** A newer monitor may send what this script, which is as old as the page, does not understand. */
 const UNREADABLE = "What the monitor sends cannot be shown. Load this page again.";
@@ -43,7 +43,7 @@ export class Page {
     try {
       if (this.feed.raw !== this.drawn) this.take(this.feed.raw);
       if (this.data) this.draw();
-      this.tell(...this.feed.words(duration, this.data?.store));
+      this.tell(...this.feed.words(lasting, this.data?.store));
     } catch (error) {
       console.error(error);
       this.tell("lost", UNREADABLE);

@@ -16,7 +16,7 @@ from elastic_trainer.sim.namespaces import Segment
 
 def play(directory: Path) -> None:
     """The whole story."""
-    options = {"regroup_grace": "10", "form_timeout": "3"}
+    options = {"regroup_grace": "10", "form_timeout": "3", "join_interval": "10"}
     setting = Setting(nodes=2, min_nodes=2, max_nodes=3, limit_s=180.0, options=options)
     with Segment() as segment, Stage(setting, directory, segment) as stage:
         before = stage.settled()

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 
 from tests.support.requirements import needs
 from tests.support.snapshots import listing
 from tests.support.statuspage import StatusServer
 
 Open = Callable[..., Page]
+SOON_MS = 30_000.0
+"""So long a page may take to show what it is to show; Playwright's own 5 s can be missed on a loaded machine."""
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +25,7 @@ def chromium() -> Iterator[Browser]:
     path = needs("chromium", "the status page is tested in a real browser")
     options = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
+        expect.set_options(timeout=SOON_MS)
         browser = playwright.chromium.launch(executable_path=path, args=options)
         yield browser
         browser.close()
