@@ -15,6 +15,7 @@ from elastic_trainer.membership.documents import DocumentError
 from elastic_trainer.membership.health import GONE, Incident, NodeHealth, added_up
 from elastic_trainer.store.api import Delete, KeyValue, Operation, Put, Read, Store, absent, unchanged
 from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.slot import Slot
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
 
@@ -31,12 +32,12 @@ class HealthStore:
 
     def __init__(self, store: Store, keys: RunKeys, node: str) -> None:
         self._store, self._keys, self._node = store, keys, node
+        self._mine = Slot(store, keys.node_health(node))
 
     def write(self, health: NodeHealth) -> None:
         """Show ``health`` as this node's."""
-        put = Put(self._keys.node_health(self._node), health.encode())
         try:
-            self._store.transact([], [put], deadline=Deadline.after(WRITE_S))
+            self._mine.replace(health.encode(), Deadline.after(WRITE_S))
         except ElasticTrainerError as error:
             logger().debug("health.unwritten", error=str(error))
 

@@ -12,8 +12,9 @@ import threading
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.ipc.messages import Progress
-from elastic_trainer.store.api import Put, Store, unchanged
+from elastic_trainer.store.api import Store, unchanged
 from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.slot import Slot
 from elastic_trainer.telemetry.logs import logger
 
 EVERY_S = 1.0
@@ -23,7 +24,8 @@ class ProgressWriter:
     """See the module; ``seen()`` gives the number and mod-revision of the round document as this node knows it."""
 
     def __init__(self, store: Store, keys: RunKeys, clock: Clock = SYSTEM) -> None:
-        self._store, self._keys, self._clock = store, keys, clock
+        self._keys, self._clock = keys, clock
+        self._slot = Slot(store, keys.progress)
         self._changed = threading.Condition()
         self._latest: tuple[Progress, int] | None = None
         self._closed = threading.Event()
@@ -55,8 +57,8 @@ class ProgressWriter:
             self._clock.wait(self._closed, EVERY_S)
 
     def _write(self, progress: Progress, round_revision: int) -> None:
-        put = Put(self._keys.progress, progress.encode().strip())
+        guard = unchanged(self._keys.round, round_revision)
         try:
-            self._store.transact([unchanged(self._keys.round, round_revision)], [put], deadline=Deadline.after(2.0))
+            self._slot.replace(progress.encode().strip(), Deadline.after(2.0), [guard])
         except ElasticTrainerError as error:
             logger().debug("progress.unwritten", error=str(error))

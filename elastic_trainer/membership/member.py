@@ -14,6 +14,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import (
@@ -320,13 +321,14 @@ class Member:
         writes = self._writes(document)
         if record is not None:
             writes.append(self._presence.put(record))
-        try:
-            result = self._store.transact(guards, writes, deadline=deadline)
-        except OutcomeUnknownError:
-            return False  # the watch tells whether it happened
-        if result.succeeded:
-            if record is not None:
+        with self._presence.writing() if record is not None else nullcontext():
+            try:
+                result = self._store.transact(guards, writes, deadline=deadline)
+            except OutcomeUnknownError:
+                return False  # the watch tells whether it happened
+            if result.succeeded and record is not None:
                 self._presence.wrote(record, result.revision)
+        if result.succeeded:
             logger().info(
                 f"round.{_PAST[document.state]}",
                 round=document.number,

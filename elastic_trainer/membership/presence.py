@@ -10,6 +10,8 @@ outcome stayed unknown cannot come late and undo a newer one.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, LeaseLostError, StoreUnavailableError, TransientError
@@ -62,12 +64,19 @@ class Presence:
 
     @property
     def shown(self) -> NodeRecord | None:
-        """What the key is known to hold; None before it is shown, and while it may be gone."""
+        """What the key is known to hold; None before it is shown, while it may be gone, or hold what was sent last."""
         return None if self.lost or not self.create_revision else self._shown
 
     def put(self, record: NodeRecord) -> Put:
         """The write that shows ``record``, for a transaction guarded by the round and this key's create-revision."""
         return Put(self._key, record.encode(), self._session.lease_id)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around such a transaction: no other thread writes the key meanwhile."""
+        with self._lock:
+            self._shown = None
+            yield
 
     def wrote(self, record: NodeRecord, revision: int) -> None:
         """Such a transaction went through, as ``revision`` of the store."""
@@ -135,6 +144,7 @@ class Presence:
 
     def _write(self, deadline: Deadline) -> None:
         put = self.put(self.record)
+        self._shown = None
         while self.create_revision:
             result = self._store.transact(
                 [unchanged(self._key, self._mod_revision)],

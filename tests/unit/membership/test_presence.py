@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import OutcomeUnknownError
 from elastic_trainer.membership.documents import NodeRecord, NodeState
 from elastic_trainer.membership.presence import Presence
-from elastic_trainer.store.api import Compare, Operation, Put, TransactionResult
+from elastic_trainer.store.api import Put
 from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
 from elastic_trainer.store.session import LeaseSession
 from tests.support.crew import KEYS, TTL_S, eventually, soon
+from tests.support.late import LateStore
 
 OLD = NodeRecord(host="h", address="127.0.0.1", local_world_size=1, store_port=1, probe_port=0)
 NEW = OLD.model_copy(update={"state": NodeState.READY, "life": 3})
-
-
-class LateStore(MemoryStore):
-    """What is written while ``holds_back`` stays unknown to its writer, and is done when the test says so."""
-
-    def __init__(self, backend: MemoryBackend) -> None:
-        super().__init__(backend)
-        self.holds_back = False
-        self._held: list[tuple[Sequence[Compare], Sequence[Operation], Sequence[Operation]]] = []
-
-    def transact(
-        self,
-        guards: Sequence[Compare],
-        success: Sequence[Operation],
-        failure: Sequence[Operation] = (),
-        *,
-        deadline: Deadline,
-    ) -> TransactionResult:
-        if self.holds_back:
-            self._held.append((guards, success, failure))
-            raise OutcomeUnknownError("the store is frozen")
-        return super().transact(guards, success, failure, deadline=deadline)
-
-    def thaw(self) -> list[bool]:
-        """Do what was held back; whether the guards of each held."""
-        self.holds_back, held, self._held = False, self._held, []
-        return [super(LateStore, self).transact(*each, deadline=soon()).succeeded for each in held]
 
 
 def test_a_record_that_went_back_is_shown_again() -> None:
