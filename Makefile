@@ -36,7 +36,7 @@ demo: $(STAMP) ## train on three nodes of this machine, kill a worker and a node
 test: $(STAMP) ## run all tests (PYTEST_ARGS='tests/unit -k page' for some); what is missing here is skipped
 ifeq ($(strip $(PYTEST_ARGS)),)
 	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) --numprocesses=$(TEST_PROCESSES) tests/unit
-	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder tests/drills tests/bench tests/integration/health tests/integration tests/contract
+	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder tests/drills tests/bench tests/integration tests/contract
 else
 	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) $(PYTEST_ARGS)
 endif

@@ -20,9 +20,8 @@ from tests.support.requirements import missing
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
 
-# etcd reads its flags from the environment too. No test ends the machine, which is all that these writes to the disk
-# are for; where other processes keep the disk busy, etcd would stand still for seconds with them.
-os.environ.setdefault("ETCD_UNSAFE_NO_FSYNC", "true")
+UNSAFE = ("--unsafe-no-fsync",)
+"""No test ends the machine, which is all that etcd's fsync is for; on a busy disk it would stand still for seconds."""
 
 _numbers = itertools.count(1)
 
@@ -39,7 +38,7 @@ def etcd_binary() -> str:
 @pytest.fixture(scope="session")
 def etcd(etcd_binary: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     """A real etcd for the whole session. Tests share it, so none may stop it: those start their own."""
-    with EtcdServer(tmp_path_factory.mktemp("etcd"), binary=etcd_binary) as server:
+    with EtcdServer(tmp_path_factory.mktemp("etcd"), binary=etcd_binary, arguments=UNSAFE) as server:
         yield server
 
 
@@ -52,7 +51,7 @@ def etcd_endpoint(etcd: EtcdServer) -> str:
 @pytest.fixture
 def own_etcd(etcd_binary: str, tmp_path: Path) -> Iterator[EtcdServer]:
     """An etcd of this test alone, to be killed, frozen and wiped."""
-    with EtcdServer(tmp_path / "etcd", binary=etcd_binary) as server:
+    with EtcdServer(tmp_path / "etcd", binary=etcd_binary, arguments=UNSAFE) as server:
         yield server
 
 

@@ -28,16 +28,17 @@ _AT_ONCE: Final = 50
 
 
 class HealthStore:
-    """See the module."""
+    """See the module. Who only reads needs no ``node``."""
 
-    def __init__(self, store: Store, keys: RunKeys, node: str) -> None:
+    def __init__(self, store: Store, keys: RunKeys, node: str = "") -> None:
         self._store, self._keys, self._node = store, keys, node
-        self._mine = Slot(store, keys.node_health(node))
+        self._mine: Slot | None = None
 
     def write(self, health: NodeHealth) -> None:
         """Show ``health`` as this node's."""
+        mine = self._mine = self._mine or Slot(self._store, self._keys.node_health(self._node))
         try:
-            self._mine.replace(health.encode(), Deadline.after(WRITE_S))
+            mine.replace(health.encode(), Deadline.after(WRITE_S))
         except ElasticTrainerError as error:
             logger().debug("health.unwritten", error=str(error))
 

@@ -200,7 +200,9 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         limit_s, life = self._options.session_timeout, conductor.life
 
         def watch() -> None:
-            if not conductor.met.wait(limit_s) and conductor.life == life and not self._finished:
+            if conductor.met.wait(limit_s) or self._finished:
+                return
+            if self._conductor is conductor and conductor.life == life:  # those workers, and nobody has given up
                 self._fatal(ConfigError(f"{_NO_SESSION}: none was opened within {limit_s:g} s", hint=_NO_SESSION_HINT))
 
         threading.Thread(target=watch, name="session-watch", daemon=True).start()

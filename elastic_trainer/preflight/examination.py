@@ -67,7 +67,7 @@ def examine(subject: Subject, deadline: Deadline, doing: Doing = _silent) -> Exa
 def _directory(subject: Subject, deadline: Deadline, doing: Doing, versions: dict[str, str]) -> list[Finding]:
     if subject.directory is None:
         return [Finding("disk", Status.SKIPPED, "no checkpoint directory was given")]
-    limit = deadline.at_most(DIRECTORY_S)
+    limit = deadline.at_most(min(DIRECTORY_S, deadline.remaining_s() / 2))  # the rest is looked at in any case
     words = [str(subject.directory), str(subject.limits.disk_bytes), f"{limit.remaining_s():.3f}"]
     return findings_of("disk", "elastic_trainer.preflight.directory", words, limit, doing, versions)
 

@@ -128,7 +128,7 @@ def _meeting_point(options: LocalOptions, run: str, directory: Path) -> Iterator
         store = connect_checked(settings, Deadline.after(CONNECT_S))
         try:
             keys = RunKeys(settings.prefix, run)
-            yield etcd.endpoint, RoundFeed.follow(store, keys.round), HealthStore(store, keys, "").told
+            yield etcd.endpoint, RoundFeed.follow(store, keys.round), HealthStore(store, keys).told
         finally:
             store.close()
             etcd.wipe()  # what etcd pre-allocates is larger than all that is worth keeping

@@ -42,6 +42,8 @@ class History:
         self._awaited: Callable[[], None] | None = None
         self.saved_step: int | None = None
         """The last step whose record has been saved on purpose: as the best, or as the end of the run."""
+        self.concluded_step: int | None = None
+        """Behind that step all have met; whoever gets this state goes on from there."""
 
     @property
     def records(self) -> Sequence[Record]:
@@ -89,13 +91,14 @@ class History:
         self.settle()
         records = [asdict(record) for record in self._records]
         sums = {"loss_sum": self._loss_sum, "loss_samples": self._loss_samples}
-        return {"records": records, **sums, "saved_step": self.saved_step}
+        return {"records": records, **sums, "saved_step": self.saved_step, "concluded_step": self.concluded_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._awaited = None  # of a step that may not have been made, by the state that comes
         self._records = [Record(**record) for record in state["records"]]
         self._loss_sum, self._loss_samples = float(state["loss_sum"]), int(state["loss_samples"])
         self.saved_step = state["saved_step"]
+        self.concluded_step = state.get("concluded_step")  # not in checkpoints of before
 
     def write(self, directory: Path, notes: Mapping[str, Any]) -> None:
         """Bring the file in ``directory`` up to date; ``notes`` are added to new lines but not part of the state."""

@@ -270,8 +270,11 @@ class Run:
 
     def _conclude(self) -> None:
         """Behind the last step: once all are here nobody writes any more, and rank 0 may have moved meanwhile."""
-        self.session.barrier()
-        if self.history.saved_step == self.session.step_number:
+        step = self.session.step_number
+        if self.history.concluded_step != step:  # else the others, who gave this rank its state, have met already
+            self.session.barrier()
+            self.history.concluded_step = step
+        if self.history.saved_step == step:
             self._make_up()
         if self.session.is_rank0:
             self._write_history()

@@ -187,6 +187,11 @@ class Tracker:
             self.enter(self._before_wait)
             self._before_wait = None
 
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is under way: this rank's, or one that it waits for."""
+        return self._phase == _CHECKPOINT or self._peer_saves
+
     def peer_saves(self) -> None:
         """Rank 0 saves now: what the next step waits for is the checkpoint."""
         self._peer_saves = True

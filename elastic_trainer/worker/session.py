@@ -212,8 +212,7 @@ class Session:
         return self._link.broken(group.formation.round) if group is not None else None
 
     def _saving(self) -> bool:
-        """Whether this rank writes a checkpoint, or is in a ``session.save()`` that waits for one."""
-        return self._tracker.pulse.phase is Phase.CHECKPOINT
+        return self._tracker.saving
 
     # ---- where this process is
 

@@ -86,8 +86,8 @@ class StatusServer:
                     self._turned.wait(timeout=5)
                 if self.down:
                     return
-                seen = self._turn
-            if not send(b"data: " + json.dumps(self.runs[run]).encode() + b"\n\n"):
+                news, seen = self._turn != seen, self._turn
+            if not send(b":\n\n" if not news else b"data: " + json.dumps(self.runs[run]).encode() + b"\n\n"):
                 return
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

@@ -50,7 +50,7 @@ def test_stuck_workers_are_ended_and_nothing_is_lost(tmp_path: Path) -> None:
         try:
             stage.until(lambda: len(ended(store, keys)) >= len(STUCK), "all incidents")
             told = ended(store, keys)
-            counters = HealthStore(store, keys, "").told()
+            counters = HealthStore(store, keys).told()
         finally:
             store.close()
         assert conclusions(stage) == []

@@ -50,6 +50,12 @@ def told(store: MemoryStore) -> HealthStore:
     return HealthStore(store, KEYS, "me")
 
 
+def test_who_only_reads_needs_no_name(store: MemoryStore, told: HealthStore) -> None:
+    """As a command does that shows a run."""
+    told.write(told_by("me"))
+    assert HealthStore(store, KEYS).told() == {"me": told_by("me")}
+
+
 def test_what_is_written_last_is_told(store: MemoryStore, told: HealthStore) -> None:
     """By all nodes; what nobody can read is passed over, and so are other runs."""
     told.write(told_by("me", loss=2.0))

@@ -85,6 +85,32 @@ def test_a_model_that_rank_0_did_not_come_to_write_is_written_by_the_next(
     assert exported == [("best_model.safetensors", 8), ("final_state.safetensors", 8)]
 
 
+def test_behind_the_last_step_all_meet_once_and_whoever_is_rank_0_then_makes_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may die in its last writes while the others wait for it. A rank that gets the state of one which has met
+    the others already does not wait: they would not come again."""
+    exported, met = list[str](), list[str]()
+    monkeypatch.setattr(trainer, "export", lambda _, path, *__: exported.append(path.name))
+    run = _run(step=8, cursor=Cursor(1, 100))
+    run.history.add(8, 2, 0, 0.1, {"accuracy": 0.9})
+    run.history.saved_step = 8
+
+    def barrier() -> None:
+        met.append("survivor")
+        run.session.is_rank0 = True
+
+    run.session = SimpleNamespace(**vars(run.session), is_rank0=False, phase=lambda _: nullcontext(), barrier=barrier)
+    run.session.module, run.session.world_size, run.job.directory = None, 1, tmp_path
+    run._conclude()
+    assert exported == ["best_model.safetensors", "final_state.safetensors"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    joined = _peer(run)
+    joined.session = SimpleNamespace(**vars(joined.session), is_rank0=False, barrier=lambda: met.append("newcomer"))
+    joined._conclude()
+    assert met == ["survivor"]
+
+
 def test_only_the_best_and_the_last_state_are_saved_on_purpose() -> None:
     """An evaluation that is not the best needs no checkpoint of its own, except at the end of the run."""
     run = _run(step=3, cursor=Cursor(0, 75))
