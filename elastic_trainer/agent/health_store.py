@@ -27,35 +27,39 @@ GONE_KEPT: Final = 256
 _AT_ONCE: Final = 50
 
 
-class HealthStore:
-    """See the module. Who only reads needs no ``node``."""
+def told_by_all(store: Store, keys: RunKeys) -> dict[str, NodeHealth]:
+    """What all nodes of the run have told last, those that are gone too, by name. Empty if the store is away."""
+    try:
+        items = store.range(keys.health, Deadline.after(READ_S)).items
+    except ElasticTrainerError as error:
+        logger().debug("health.unread", error=str(error))
+        return {}
+    found = {}
+    for item in items:
+        try:
+            found[item.key.removeprefix(keys.health)] = NodeHealth.decode(item.value, item.key)
+        except DocumentError as error:
+            logger().debug("health.unreadable", key=plain(item.key), error=str(error))
+    return found
 
-    def __init__(self, store: Store, keys: RunKeys, node: str = "") -> None:
+
+class HealthStore:
+    """See the module."""
+
+    def __init__(self, store: Store, keys: RunKeys, node: str) -> None:
         self._store, self._keys, self._node = store, keys, node
-        self._mine: Slot | None = None
+        self._mine = Slot(store, keys.node_health(node))
 
     def write(self, health: NodeHealth) -> None:
         """Show ``health`` as this node's."""
-        mine = self._mine = self._mine or Slot(self._store, self._keys.node_health(self._node))
         try:
-            mine.replace(health.encode(), Deadline.after(WRITE_S))
+            self._mine.replace(health.encode(), Deadline.after(WRITE_S))
         except ElasticTrainerError as error:
             logger().debug("health.unwritten", error=str(error))
 
     def told(self) -> dict[str, NodeHealth]:
-        """What all nodes of the run have told last, those that are gone too, by name. Empty if the store is away."""
-        try:
-            items = self._store.range(self._keys.health, Deadline.after(READ_S)).items
-        except ElasticTrainerError as error:
-            logger().debug("health.unread", error=str(error))
-            return {}
-        found = {}
-        for item in items:
-            try:
-                found[self._name(item.key)] = NodeHealth.decode(item.value, item.key)
-            except DocumentError as error:
-                logger().debug("health.unreadable", key=plain(item.key), error=str(error))
-        return found
+        """As :func:`told_by_all`."""
+        return told_by_all(self._store, self._keys)
 
     def write_incident(self, incident: Incident) -> None:
         """Add ``incident``, once however often it is tried. Raises ElasticTrainerError when it could not be written."""

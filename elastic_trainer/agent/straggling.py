@@ -115,12 +115,10 @@ class Straggling:
         """Ask one slow node to go, if another stands ready; never this one, which holds what all meet at."""
         records = self._records()
         ready = [name for name, each in records.items() if each.state is NodeState.READY and not current.member(name)]
-        victims = [name for name in nodes if name != self._node]
+        victims = [member for name in nodes if name != self._node and (member := current.member(name)) is not None]
         if not ready or not victims:
             return False
-        victim = current.member(victims[0])
-        if victim is None:
-            return False
+        victim = victims[0]
         # A write that etcd does late must not send away who comes back under this name.
         guard = created_at(self._keys.node(victim.node), victim.create_revision)
         put = Put(self._keys.eviction(victim.node), reason.encode())

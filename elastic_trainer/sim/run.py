@@ -13,11 +13,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from elastic_trainer.agent.health_store import HealthStore
+from elastic_trainer.agent.health_store import told_by_all
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, StorageError
 from elastic_trainer.membership.health import NodeHealth, added_up
@@ -128,7 +129,7 @@ def _meeting_point(options: LocalOptions, run: str, directory: Path) -> Iterator
         store = connect_checked(settings, Deadline.after(CONNECT_S))
         try:
             keys = RunKeys(settings.prefix, run)
-            yield etcd.endpoint, RoundFeed.follow(store, keys.round), HealthStore(store, keys).told
+            yield etcd.endpoint, RoundFeed.follow(store, keys.round), partial(told_by_all, store, keys)
         finally:
             store.close()
             etcd.wipe()  # what etcd pre-allocates is larger than all that is worth keeping

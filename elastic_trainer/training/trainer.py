@@ -259,13 +259,16 @@ class Run:
             self._evaluate()
         if self._save_due():
             self._save()
-        elif self.history.saved_step == step:
+        else:
             self._make_up()
 
     def _make_up(self) -> None:
         """Write what a rank 0 before this one did not come to, where the run still stands at what is saved."""
-        if self._exports and (last := self.history.at(self.session.step_number)) is not None:
-            missing = [each for each in self._exported if exported_step(each) != self.session.step_number]
+        step = self.session.step_number
+        if self.history.saved_step != step or not self._exports:
+            return
+        last, missing = self.history.at(step), [each for each in self._exported if exported_step(each) != step]
+        if last is not None and missing:
             self._export(missing, last.metrics)
 
     def _conclude(self) -> None:
@@ -274,8 +277,7 @@ class Run:
         if self.history.concluded_step != step:  # else the others, who gave this rank its state, have met already
             self.session.barrier()
             self.history.concluded_step = step
-        if self.history.saved_step == step:
-            self._make_up()
+        self._make_up()
         if self.session.is_rank0:
             self._write_history()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, Status, desc
 from elastic_trainer.checkpoint.layout import TENSORS_FILE, temporary_name
 from elastic_trainer.checkpoint.storage import PosixStorage
 from elastic_trainer.errors import CheckpointError, StorageError
-from tests.support.requirements import needs, needs_root
+from tests.support.small_disk import mounted, run
 from tests.unit.checkpoint.states import Heard, flip_bit
 from tests.unit.checkpoint.test_janitor import dead_process
 
@@ -28,26 +27,11 @@ def state(megabytes: int, value: int = 1) -> dict[str, torch.Tensor]:
     return {"w": torch.full((megabytes * MB,), value, dtype=torch.uint8)}
 
 
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 32 MB."""
-    needs_root("mounting a small tmpfs")
-    for tool in ("mount", "umount"):
-        needs(tool, "mounting a small tmpfs")
-    path = tmp_path / "disk"
-    path.mkdir()
-    try:
-        run("mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK}", "elastic-test", str(path))
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"this root may not mount: {error.stderr.decode().strip()}")
-    try:
+    with mounted(tmp_path / "disk", SMALL_DISK) as path:
         yield path
-    finally:
-        run("umount", "-l", str(path))
 
 
 @contextmanager

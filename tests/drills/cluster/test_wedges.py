@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.health_store import HealthStore
+from elastic_trainer.agent.health_store import told_by_all
 from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.health import Incident
 from elastic_trainer.model import Cause
@@ -50,7 +50,7 @@ def test_stuck_workers_are_ended_and_nothing_is_lost(tmp_path: Path) -> None:
         try:
             stage.until(lambda: len(ended(store, keys)) >= len(STUCK), "all incidents")
             told = ended(store, keys)
-            counters = HealthStore(store, keys).told()
+            counters = told_by_all(store, keys)
         finally:
             store.close()
         assert conclusions(stage) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,9 @@ from elastic_trainer.sim.etcd import EtcdServer, ServerTls
 from elastic_trainer.sim.ports import free_ports
 from tests.drills.endings.job import Job
 from tests.support.certificates import Authority
+from tests.support.guarded import guard
 
 PASSWORD = "s3same-0pen"
-
-
-def guard(server: EtcdServer) -> None:
-    """Switch authentication on: ``root``, and ``trainer``, who may use this package's prefix only."""
-    key, end = (b64encode(text).decode() for text in (b"/elastic_trainer/", b"/elastic_trainer0"))
-    for name, password in (("root", "r00t"), ("trainer", PASSWORD)):
-        server.call("auth/user/add", name=name, password=password)
-        server.call("auth/role/add", name=name)
-        server.call("auth/user/grant", user=name, role=name)
-    permission = {"permType": "READWRITE", "key": key, "range_end": end}
-    server.call("auth/role/grant", name="trainer", perm=permission)
-    server.call("auth/enable")
 
 
 def train_and_be_refused(job: Job, wrong: dict[str, str], code: int, sentence: str) -> None:
@@ -45,7 +33,7 @@ def train_and_be_refused(job: Job, wrong: dict[str, str], code: int, sentence: s
 @pytest.mark.timeout(300)
 def test_a_job_with_user_and_password(tmp_path: Path, own_etcd: EtcdServer, run_id: str) -> None:
     """Given in ``--rdzv-conf``. A wrong password is one sentence, and no password is in any log."""
-    guard(own_etcd)
+    guard(own_etcd, PASSWORD)
     login: dict[str, Any] = {"user": "trainer", "password": PASSWORD}
     with Job(tmp_path, own_etcd.endpoint, run_id, most=2, options=login, store=login) as job:
         train_and_be_refused(job, {"password": "gue55ed"}, 78, "credentials")

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import threading
-from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from elastic_trainer.cli.main import main
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.sim.etcd import EtcdServer
 from elastic_trainer.sim.ports import free_ports
+from tests.support.guarded import guard
 
 LIMIT_S = 200.0
 QUICK = ["doctor", "--no-compute", "--json"]
@@ -125,15 +125,7 @@ def test_a_server_that_is_not_etcd_is_bad(capsys: pytest.CaptureFixture[str]) ->
 
 def test_credentials_are_those_of_rdzv_conf(own_etcd: EtcdServer, capsys: pytest.CaptureFixture[str]) -> None:
     """Without them the refusal is told; with them a user with no more rights than a job needs gets all findings."""
-    own_etcd.call("auth/user/add", name="root", password="r00t")
-    own_etcd.call("auth/role/add", name="root")
-    own_etcd.call("auth/user/grant", user="root", role="root")
-    own_etcd.call("auth/user/add", name="trainer", password="secret")
-    own_etcd.call("auth/role/add", name="trainer")
-    key, end = (b64encode(text).decode() for text in (b"/elastic_trainer/", b"/elastic_trainer0"))
-    own_etcd.call("auth/role/grant", name="trainer", perm={"permType": "READWRITE", "key": key, "range_end": end})
-    own_etcd.call("auth/user/grant", user="trainer", role="trainer")
-    own_etcd.call("auth/enable")
+    guard(own_etcd, "secret")
     refused = doctor(capsys, "--endpoint", own_etcd.endpoint)
     assert refused.code == 1
     assert "user" in refused.finding("etcd")["text"]

@@ -19,7 +19,7 @@ from elastic_trainer.preflight.limits import GIB, MIB, Limits
 from elastic_trainer.preflight.machine import open_files, processors, shared_memory, usable_cores
 from elastic_trainer.preflight.network import Neighbor, host_name, listening, reaching
 from elastic_trainer.sim.ports import free_ports
-from tests.support.requirements import needs, needs_root
+from tests.support.small_disk import mounted, run
 
 LIMITS = Limits()
 SMALL = 8 * MIB
@@ -32,17 +32,8 @@ def by_name(findings: Iterator[Finding]) -> dict[str, Finding]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 8 MiB."""
-    needs_root("mounting a small tmpfs")
-    for tool in ("mount", "umount"):
-        needs(tool, "mounting a small tmpfs")
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL}", "elastic-test", str(path)]
-    done = subprocess.run(mount, capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode:
-        pytest.skip(f"this root may not mount: {done.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True, timeout=60)
+    with mounted(tmp_path / "disk", SMALL) as path:
+        yield path
 
 
 # ---- a directory
@@ -122,7 +113,7 @@ def test_a_small_disk_is_not_filled_by_measuring_it(small_disk: Path) -> None:
 @pytest.mark.root
 def test_a_read_only_disk_is_bad(small_disk: Path) -> None:
     """As it becomes after errors."""
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=60)
+    run("mount", "-o", "remount,ro", str(small_disk))
     (found,) = directory.check(small_disk / "checkpoints", LIMITS)
     assert found.status is Status.BAD
     assert "read-only" in found.text

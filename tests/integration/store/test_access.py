@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from base64 import b64encode
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -26,6 +25,7 @@ from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.connection import Connection
 from tests.integration.store.support import client, put, settings, soon
 from tests.support.certificates import Authority
+from tests.support.guarded import guard
 from tests.support.listeners import Recorder
 
 
@@ -44,17 +44,7 @@ def refusal(endpoint: str, limit_s: float = 30.0, **options: Any) -> ElasticTrai
 @pytest.fixture
 def guarded(own_etcd: EtcdServer) -> EtcdServer:
     """An etcd with authentication: ``root``, and ``trainer`` who may use ``/elastic_trainer/`` only."""
-    own_etcd.call("auth/user/add", name="root", password="r00t")
-    own_etcd.call("auth/role/add", name="root")
-    own_etcd.call("auth/user/grant", user="root", role="root")
-    own_etcd.call("auth/user/add", name="trainer", password="secret")
-    own_etcd.call("auth/role/add", name="trainer")
-    key, end = (b64encode(text).decode() for text in (b"/elastic_trainer/", b"/elastic_trainer0"))
-    permission = {"permType": "READWRITE", "key": key, "range_end": end}
-    own_etcd.call("auth/role/grant", name="trainer", perm=permission)
-    own_etcd.call("auth/user/grant", user="trainer", role="trainer")
-    own_etcd.call("auth/enable")
-    return own_etcd
+    return guard(own_etcd, "secret")
 
 
 TRAINER: dict[str, Any] = {"user": "trainer", "password": "secret"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.agent import health_store as module
-from elastic_trainer.agent.health_store import INCIDENTS_KEPT, HealthStore
+from elastic_trainer.agent.health_store import INCIDENTS_KEPT, HealthStore, told_by_all
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import OutcomeUnknownError, StoreUnavailableError
 from elastic_trainer.membership.health import GONE, Incident, added_up
@@ -53,7 +53,7 @@ def told(store: MemoryStore) -> HealthStore:
 def test_who_only_reads_needs_no_name(store: MemoryStore, told: HealthStore) -> None:
     """As a command does that shows a run."""
     told.write(told_by("me"))
-    assert HealthStore(store, KEYS).told() == {"me": told_by("me")}
+    assert told_by_all(store, KEYS) == {"me": told_by("me")}
 
 
 def test_what_is_written_last_is_told(store: MemoryStore, told: HealthStore) -> None:

@@ -45,14 +45,7 @@ def test_a_record_that_went_back_is_shown_again() -> None:
 
 def test_a_write_that_comes_late_does_not_undo_a_newer_one() -> None:
     """A frozen store may read after its thaw first what a new connection brings, and then what the old one held."""
-    backend = MemoryBackend(ManualClock())
-    store = LateStore(backend)
-    presence = Presence(store, KEYS, "a", LeaseSession(store, TTL_S, soon()))
-    presence.show(OLD, soon())
-    created = presence.create_revision
-    store.holds_back = True
-    with pytest.raises(OutcomeUnknownError):
-        presence.show(NEW, Deadline.after(0.0))
+    store, presence, created = _with_a_write_held_back()
     store.holds_back = False
     newest = NEW.model_copy(update={"life": 4})
     presence.show(newest, soon())
@@ -63,20 +56,24 @@ def test_a_write_that_comes_late_does_not_undo_a_newer_one() -> None:
 
 def test_a_write_whose_answer_was_lost_is_followed_by_the_next() -> None:
     """It changed the key unnoticed: its owner reads what is there, and writes on."""
-    backend = MemoryBackend(ManualClock())
-    store = LateStore(backend)
-    presence = Presence(store, KEYS, "a", LeaseSession(store, TTL_S, soon()))
-    presence.show(OLD, soon())
-    created = presence.create_revision
-    store.holds_back = True
-    with pytest.raises(OutcomeUnknownError):
-        presence.show(NEW, Deadline.after(0.0))
+    store, presence, created = _with_a_write_held_back()
     assert store.thaw() == [True]
     newest = NEW.model_copy(update={"life": 4})
     presence.show(newest, soon())
     assert held(store) == (newest, created)
     assert presence.create_revision == created
     presence.close()
+
+
+def _with_a_write_held_back() -> tuple[LateStore, Presence, int]:
+    """OLD is shown, under this create-revision; NEW has been sent."""
+    store = LateStore(MemoryBackend(ManualClock()))
+    presence = Presence(store, KEYS, "a", LeaseSession(store, TTL_S, soon()))
+    presence.show(OLD, soon())
+    store.holds_back = True
+    with pytest.raises(OutcomeUnknownError):
+        presence.show(NEW, Deadline.after(0.0))
+    return store, presence, presence.create_revision
 
 
 def held(store: MemoryStore) -> tuple[NodeRecord, int]:

@@ -2,7 +2,7 @@
 
 import { Component } from "./preact.js";
 import { RANGES, courseOf, marks, readOut } from "./course.js";
-import { html } from "./parts.js";
+import { html, measured } from "./parts.js";
 import { clock, line, linear, nearest, ticks, timeTicks, written, zone } from "./scale.js";
 
 const LEFT = 52;
@@ -24,12 +24,7 @@ export class Curves extends Component {
   constructor() {
     super();
     this.state = { room: 0, range: "all", wall: null };
-    this.place = (element) => {
-      this.watch?.disconnect();
-      if (!element) return;
-      this.watch = new ResizeObserver(() => this.setState({ room: element.clientWidth }));
-      this.watch.observe(element);
-    };
+    this.place = measured((room) => this.setState({ room }));
     this.move = (event) => {
       const frame = event.currentTarget.getBoundingClientRect();
       this.go(nearest(this.course.points.wall, this.x.back(event.clientX - frame.left)));

@@ -1,7 +1,7 @@
 // The map of a large run: a small square for each rank, a block for each node, drawn as one path for each kind of square.
 
 import { Component } from "./preact.js";
-import { html } from "./parts.js";
+import { html, measured } from "./parts.js";
 import { NAMES } from "./words.js";
 
 const GAP = 4;
@@ -43,12 +43,7 @@ export class Fleet extends Component {
   constructor() {
     super();
     this.state = { room: 0, under: null };
-    this.place = (element) => {
-      this.watch?.disconnect();
-      if (!element) return;
-      this.watch = new ResizeObserver(() => this.setState({ room: element.clientWidth }));
-      this.watch.observe(element);
-    };
+    this.place = measured((room) => this.setState({ room }));
     this.move = (event) => {
       const frame = event.currentTarget.getBoundingClientRect();
       this.setState({ under: this.map.at(event.clientX - frame.left, event.clientY - frame.top) });

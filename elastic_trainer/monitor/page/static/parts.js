@@ -15,6 +15,17 @@ export class Kept extends Component {
   }
 }
 
+/** A `ref` that tells how wide its element is, at first and whenever that changes. */
+export function measured(tell) {
+  let watch = null;
+  return (element) => {
+    watch?.disconnect();
+    if (!element) return;
+    watch = new ResizeObserver(() => tell(element.clientWidth));
+    watch.observe(element);
+  };
+}
+
 export function Icon({ look }) {
   return html`<svg class="icon" aria-hidden="true" viewBox="0 0 16 16">
     <use href="${root}static/icons.svg#${look}" />

@@ -1,0 +1,34 @@
+"""A disk that is soon full."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.requirements import needs, needs_root
+
+
+def run(*command: str) -> None:
+    """Do it, or raise CalledProcessError."""
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+@contextmanager
+def mounted(path: Path, size_bytes: int) -> Iterator[Path]:
+    """A tmpfs of this size at ``path``, for the body; skips the test where that needs more rights than there are."""
+    needs_root("mounting a small tmpfs")
+    for tool in ("mount", "umount"):
+        needs(tool, "mounting a small tmpfs")
+    path.mkdir()
+    try:
+        run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "elastic-test", str(path))
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this root may not mount: {error.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        run("umount", "-l", str(path))
