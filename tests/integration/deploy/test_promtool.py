@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tests.support.deployment import DASHBOARDS, DEPLOY, PROMETHEUS
 from tests.support.requirements import needs
 from tests.support.rulescenes.firing import FIRING
 from tests.support.rulescenes.silent import SILENT
-from tests.support.rulescenes.writing import FILES, text
+from tests.support.rulescenes.writing import FILES, write
 
 SCENES = {scene.name: scene for scene in (*SILENT, *FIRING)}
 ALERTMANAGER = DEPLOY / "alertmanager/alertmanager.yml"
@@ -43,9 +42,10 @@ def test_prometheus_accepts_its_configuration_and_all_rules() -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_each_fault_fires_its_alerts_and_all_else_is_silent(name: str) -> None:
+def test_each_fault_fires_its_alerts_and_all_else_is_silent(name: str, tmp_path: Path) -> None:
     """All scenes, as ``promtool test rules`` plays them."""
-    ran = promtool("test", "rules", PROMETHEUS / "tests" / name)
+    write(tmp_path, {name: FILES[name]})
+    ran = promtool("test", "rules", tmp_path / name)
     assert ran.returncode == 0, said(ran)
 
 
@@ -83,15 +83,11 @@ SPOILED = [
 def test_a_spoiled_rule_is_found(scene: str, file: str, right: str, wrong: str, tmp_path: Path) -> None:
     """The scenes can fail: with one expression made worse, the one that is about it does. (With none it does not: that
     is the test above.)"""
-    for name in ("rules.yml", "alerts.yml"):
-        shutil.copy(PROMETHEUS / name, tmp_path)
-    (tmp_path / "tests").mkdir()
-    test = tmp_path / "tests/scene.yml"
-    test.write_text(text("firing.yml", [SCENES[scene]]), encoding="utf-8")
+    write(tmp_path, {"firing.yml": [SCENES[scene]]})
     rules = (tmp_path / file).read_text(encoding="utf-8")
     assert right in rules
     (tmp_path / file).write_text(rules.replace(right, wrong), encoding="utf-8")
-    ran = promtool("test", "rules", test)
+    ran = promtool("test", "rules", tmp_path / "firing.yml")
     assert ran.returncode == 1
     assert "FAILED" in said(ran)
     assert "parse error" not in said(ran)

@@ -1,11 +1,10 @@
-"""Writes scenes as tests for ``promtool test rules``: ``python -m tests.support.rulescenes.writing`` renews the files.
-
-*Runs in* a contributor's shell. *Owns* ``deploy/prometheus/tests/*.yml``, which nobody edits by hand.
-"""
+"""Writes scenes as tests for ``promtool test rules``: ``python -m tests.support.rulescenes.writing DIRECTORY``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,10 @@ GROUPS = [
     for name in ("runs", "ranks", "rates", "progress", "membership", "checkpoints", "services")
 ]
 """Records before alerts: Prometheus does not promise it, and what alerts say would depend on chance."""
-FILES = {"silent.yml": SILENT, "firing.yml": FIRING}
+FILES: Mapping[str, Sequence[Scene]] = {"silent.yml": SILENT, "firing.yml": FIRING}
 _HEAD = """\
 # {title}
-# Run with: promtool test rules {name}. Written by `python -m tests.support.rulescenes.writing` from the scenes in
-# tests/support/rulescenes, where they are to be changed.
+# Written from the scenes in tests/support/rulescenes. Run with: promtool test rules {name}
 """
 _ENUMERATED = ("phase", "reason", "op", "state")
 _ALWAYS = ("evaluation", "worker_lost", "save", "training", "ready")
@@ -47,7 +45,7 @@ def text(name: str, scenes: Sequence[Scene]) -> str:
     """The file ``name`` with a test for each of ``scenes``."""
     lines = [
         _HEAD.format(title=_TITLES[name], name=name),
-        "rule_files: [../rules.yml, ../alerts.yml]",
+        "rule_files: [rules.yml, alerts.yml]",
         f"group_eval_order: [{', '.join(GROUPS)}]",
         f"evaluation_interval: {TICK_S:.0f}s",
         "tests:",
@@ -128,11 +126,13 @@ def _indented(content: dict[str, Any]) -> Iterator[str]:
         yield f"    {line}"
 
 
-def main() -> None:
-    """Renew the files."""
-    for name, scenes in FILES.items():
-        (RULES / "tests" / name).write_text(text(name, scenes), encoding="utf-8")
+def write(directory: Path, files: Mapping[str, Sequence[Scene]] = FILES) -> None:
+    """Put the rules and the tests ``files`` of them into ``directory``."""
+    for rules in ("rules.yml", "alerts.yml"):
+        shutil.copy(RULES / rules, directory)
+    for name, scenes in files.items():
+        (directory / name).write_text(text(name, scenes), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    write(Path(sys.argv[1]))

@@ -13,7 +13,7 @@ from tests.support.promql import Selector, mistakes, selectors
 from tests.support.rulescenes.firing import FIRING
 from tests.support.rulescenes.silent import SILENT
 from tests.support.rulescenes.told import TOLD
-from tests.support.rulescenes.writing import FILES, GROUPS, NAMES, RULES, text
+from tests.support.rulescenes.writing import GROUPS, NAMES
 
 ALERTS = rules("alerts.yml")
 EXPECTED = {
@@ -111,12 +111,6 @@ def test_what_was_planned_is_shown_to_be_silent() -> None:
     }
     assert [scene.name for scene in SILENT if scene.fires] == []
     assert len({*names, *(scene.name for scene in FIRING)}) == len(SILENT) + len(FIRING)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_the_written_scenes_are_those_of_the_code(name: str) -> None:
-    """``python -m tests.support.rulescenes.writing`` was run after the last change of a scene."""
-    assert (RULES / "tests" / name).read_text(encoding="utf-8") == text(name, FILES[name])
 
 
 def test_scenes_evaluate_all_groups_in_order() -> None:
