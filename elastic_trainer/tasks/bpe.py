@@ -1,21 +1,14 @@
 """GPT-2's tokens: byte pair encoding with the ``vocab.json`` and ``merges.txt`` that OpenAI published.
 
-A text is cut into words (with the space before them), the bytes of each word are merged in pairs, the pair that stands
-first in the list of merges first (Sennrich et al. 2016; on bytes: Radford et al. 2019, 2.2). Both files write a byte as
-one visible character.
+The package tokenizers (extra ``text``) encodes and decodes; here the two files are checked first.
 
-*Fails by* DataError for files that are missing or do not fit together.
+*Fails by* DataError for files that are missing or do not fit together, and where tokenizers is not installed.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import sys
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +19,16 @@ from elastic_trainer.errors import DataError
 from elastic_trainer.tasks.text_files import read_bytes
 from elastic_trainer.tasks.tokenizer import Ids
 
-GPT2_SIZE = 50257
+try:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+except ModuleNotFoundError as error:
+    raise DataError(
+        "GPT-2's tokens need the package tokenizers, which is not installed",
+        hint="pip install elastic-trainer[text]",
+    ) from error
+
 END_OF_TEXT = "<|endoftext|>"
 _FILES = ("vocab.json", "merges.txt")
-_MOST_REMEMBERED = 1 << 16
-_SPACE = "\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000"
-"""Unicode's white space; Python's own ``\\s`` has four control characters more."""
 
 
 class Gpt2Bpe:
@@ -41,65 +38,44 @@ class Gpt2Bpe:
 
     def __init__(self, directory: Path) -> None:
         vocabulary, merges = (_read(directory, name) for name in _FILES)
-        self._ids = _vocabulary(vocabulary, directory / _FILES[0])
+        ids = _vocabulary(vocabulary, directory / _FILES[0])
         lines = [line for line in merges.splitlines() if line and not line.startswith("#version")]
-        self._ranks = {pair: rank for rank, pair in enumerate(_pairs(lines, directory / _FILES[1]))}
-        self._texts = {number: text for text, number in self._ids.items()}
+        pairs = list(_pairs(lines, directory / _FILES[1]))
+        _check(ids, pairs, directory / _FILES[0])
+        self._tokenizer = Tokenizer(models.BPE(ids, pairs))
+        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = decoders.ByteLevel()
         self._digest = xxhash.xxh3_64_hexdigest((vocabulary + merges).encode())
-        self._words: dict[str, list[int]] = {}
-        self._check(directory)
 
     @property
     def size(self) -> int:
         """50,257 in OpenAI's own."""
-        return len(self._ids)
+        return int(self._tokenizer.get_vocab_size())
 
     @property
     def end(self) -> list[int]:
-        """The token that parts texts, if there is one."""
-        return [self._ids[END_OF_TEXT]] if END_OF_TEXT in self._ids else []
+        """The token between two texts, if there is one."""
+        end = self._tokenizer.token_to_id(END_OF_TEXT)
+        return [] if end is None else [end]
 
     def encode(self, text: str) -> Ids:
         """The tokens of ``text``; special tokens in it are plain text."""
-        ids: list[int] = []
-        for word in _splitter().findall(text):
-            ids += self._word(word)
-        return np.array(ids, np.uint32)
+        return np.array(self._tokenizer.encode(text).ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        visible = "".join(self._texts[number] for number in ids)
-        byte_of = {letter: byte for byte, letter in visible_bytes().items()}
-        return bytes(byte_of[letter] for letter in visible if letter in byte_of).decode("utf-8", errors="replace")
+        return str(self._tokenizer.decode(list(ids)))
 
     def identity(self) -> Mapping[str, Any]:
         return {"bpe files": self._digest}
 
-    def _word(self, word: str) -> list[int]:
-        known = self._words.get(word)
-        if known is None:
-            letters = visible_bytes()
-            known = [self._ids[part] for part in self._merged([letters[byte] for byte in word.encode("utf-8")])]
-            if len(self._words) < _MOST_REMEMBERED:
-                self._words[word] = known
-        return known
 
-    def _merged(self, parts: list[str]) -> list[str]:
-        while len(parts) > 1:
-            pairs = set(pairwise(parts))
-            first = min(pairs, key=lambda pair: self._ranks.get(pair, sys.maxsize))
-            if first not in self._ranks:
-                break
-            parts = list(_joined(parts, first))
-        return parts
-
-    def _check(self, directory: Path) -> None:
-        """Every text can be encoded, and the ids are 0, 1, 2, ..."""
-        results = {left + right for left, right in self._ranks}
-        lost = [text for text in [*visible_bytes().values(), *results] if text not in self._ids]
-        if lost:
-            raise DataError(f"{directory / _FILES[0]}: {lost[0]!r} is missing", hint="the files do not belong together")
-        if sorted(self._texts) != list(range(len(self._ids))):
-            raise DataError(f"{directory / _FILES[0]}: the ids are not 0 to {len(self._ids) - 1}", hint="repair it")
+def _check(ids: Mapping[str, int], pairs: Sequence[tuple[str, str]], path: Path) -> None:
+    """Every text can be encoded, and the ids are 0, 1, 2, ..."""
+    needed = [*pre_tokenizers.ByteLevel.alphabet(), *(left + right for left, right in pairs)]
+    if lost := sorted(text for text in needed if text not in ids):
+        raise DataError(f"{path}: {lost[0]!r} is missing", hint="the files do not belong together")
+    if sorted(ids.values()) != list(range(len(ids))):
+        raise DataError(f"{path}: the ids are not 0 to {len(ids) - 1}", hint="repair it")
 
 
 def _read(directory: Path, name: str) -> str:
@@ -128,40 +104,3 @@ def _pairs(lines: Sequence[str], path: Path) -> Iterator[tuple[str, str]]:
         if not left or not right or " " in right:
             raise DataError(f"{path}: merge {number} is not two parts: {line!r}", hint="put GPT-2's own file there")
         yield left, right
-
-
-def _joined(parts: Sequence[str], pair: tuple[str, str]) -> Iterator[str]:
-    """``parts`` with each occurrence of ``pair`` made one, from the left."""
-    index = 0
-    while index < len(parts):
-        both = tuple(parts[index : index + 2]) == pair
-        yield parts[index] + parts[index + 1] if both else parts[index]
-        index += 2 if both else 1
-
-
-@cache
-def visible_bytes() -> dict[int, str]:
-    """The character that stands for each byte: itself where Latin-1 shows it, else the next one from U+0100 on."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in set(shown)]
-    return {byte: chr(byte) for byte in shown} | {byte: chr(0x100 + place) for place, byte in enumerate(hidden)}
-
-
-@cache
-def _splitter() -> re.Pattern[str]:
-    r"""GPT-2's words: 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+.
-
-    Python's ``re`` has no \p. Its \w is the letters, the numbers and "_", so letters are \w without the numbers.
-    """
-    numbers = _number_ranges()
-    blank = f"[{_SPACE}]"
-    words = ("'s|'t|'re|'ve|'m|'ll|'d", rf" ?[^\W_{numbers}]+", f" ?[{numbers}]+", rf" ?(?:[^\w{_SPACE}]|_)+")
-    return re.compile("|".join([*words, f"{blank}+(?![^{_SPACE}])", f"{blank}+"]))
-
-
-def _number_ranges() -> str:
-    """All characters of Unicode's categories N*, as ranges of a character class."""
-    points = [point for point in range(sys.maxunicode + 1) if unicodedata.category(chr(point)).startswith("N")]
-    starts = [point for point, before in zip(points, [-2, *points], strict=False) if point != before + 1]
-    ends = [point for point, after in zip(points, [*points[1:], -2], strict=True) if after != point + 1]
-    return "".join(f"{chr(start)}-{chr(end)}" for start, end in zip(starts, ends, strict=True))

@@ -14,10 +14,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from elastic_trainer.errors import DataError
-from elastic_trainer.tasks.bpe import GPT2_SIZE, Gpt2Bpe
 from elastic_trainer.tasks.text_files import TOKENS_SUFFIX, found_files, read_bytes, read_texts
 from elastic_trainer.tasks.token_stream import Tokens, Windows, mapped, windows
-from elastic_trainer.tasks.tokenizer import Bytes, Chars, Tokenizer
+from elastic_trainer.tasks.tokenizer import GPT2_SIZE, Bytes, Chars, Tokenizer
 from elastic_trainer.training.config import Section
 
 
@@ -110,6 +109,8 @@ def _tokenizer(files: Sequence[Path], options: TextOptions) -> Tokenizer | None:
             whole = options.validation_files is not None
             return Chars.of(text if whole else text[: cut(len(text), options.validation_fraction)])
         case "gpt2" if options.bpe is not None:
+            from elastic_trainer.tasks.bpe import Gpt2Bpe  # needs an extra that the others do not
+
             return Gpt2Bpe(options.bpe)
     return None
 
@@ -125,9 +126,7 @@ def _tokens(files: Sequence[Path], tokenizer: Tokenizer | None, options: TextOpt
     names = list(map(str, files))
     if _is_tokens(files):
         return mapped(files, options.bin_dtype)
-    if isinstance(tokenizer, Gpt2Bpe):
+    if tokenizer is not None and not isinstance(tokenizer, Bytes):
         ends = np.array(tokenizer.end, np.uint32)
         return Tokens([np.concatenate([ends, tokenizer.encode(text)]) for text in read_texts(files)], names)
-    if isinstance(tokenizer, Chars):
-        return Tokens([tokenizer.encode(text) for text in read_texts(files)], names)
     return Tokens([np.frombuffer(read_bytes(path), np.uint8) for path in files], names)

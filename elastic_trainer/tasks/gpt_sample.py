@@ -14,7 +14,6 @@ from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Entry, Mode, Retention
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError
-from elastic_trainer.tasks.bpe import Gpt2Bpe
 from elastic_trainer.tasks.gpt import Gpt
 from elastic_trainer.tasks.sampling import Manner, written
 from elastic_trainer.tasks.tokenizer import Bytes, Chars, Tokenizer
@@ -107,6 +106,8 @@ def _tokenizer(task: Gpt, state: Mapping[str, Any]) -> Tokenizer:
         case "chars":
             return Chars(state["user"]["identity"]["facts"]["characters"])
         case "gpt2" if options.bpe is not None:
+            from elastic_trainer.tasks.bpe import Gpt2Bpe  # needs an extra that the others do not
+
             return Gpt2Bpe(options.bpe)
     raise ConfigError(
         f"tokens of tokenizer {options.tokenizer} cannot be read here", hint="for gpt2 tokens, add data.bpe=DIRECTORY"

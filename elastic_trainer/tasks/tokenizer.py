@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+GPT2_SIZE = 50257
 UNKNOWN = "\ufffd"
 """Unicode's replacement character stands for characters that the training text does not have."""
 
@@ -27,6 +28,11 @@ class Tokenizer(Protocol):
         """What each token is one of ("byte", "char"), if that can be said."""
         ...
 
+    @property
+    def end(self) -> list[int]:
+        """The token between two texts, if there is one."""
+        ...
+
     def encode(self, text: str) -> Ids:
         """The tokens of ``text``."""
         ...
@@ -44,6 +50,7 @@ class Bytes:
     """The 256 bytes of UTF-8. Files are taken as they are, in any encoding."""
 
     size, unit = 256, "byte"
+    end: ClassVar[list[int]] = []
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
@@ -59,6 +66,7 @@ class Chars:
     """The given characters, in order of their code points; the first token is any other character."""
 
     unit = "char"
+    end: ClassVar[list[int]] = []
 
     def __init__(self, characters: Sequence[str]) -> None:
         self.characters = sorted(set(characters) - {UNKNOWN})
