@@ -23,7 +23,7 @@ AT_LEAST_3_11 := 'import sys; sys.exit(sys.version_info < (3, 11))'
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test soak lint format format-check types imports audit image-test check bench pin clean
+.PHONY: help install demo test test-quick soak lint format format-check types imports audit image-test check bench pin clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,13 +33,16 @@ install: $(STAMP) ## create .venv with everything needed for development
 demo: $(STAMP) ## train on three nodes of this machine, kill a worker and a node, watch the run recover
 	$(BIN)/elastic-trainer local --nodes $(DEMO_NODES) --start $(DEMO_START) --recovery $(DEMO_RECOVERY) --kill-worker-at $(DEMO_KILL_WORKER_AT) --kill-node-at $(DEMO_KILL_NODE_AT) $(DEMO_ARGS) -- mnist
 
-test: $(STAMP) ## run all tests (PYTEST_ARGS='tests/unit -k page' for some); what is missing here is skipped
+test: $(STAMP) ## run all tests, some 30 minutes (PYTEST_ARGS='tests/unit -k page' for some); what is missing here is skipped
 ifeq ($(strip $(PYTEST_ARGS)),)
 	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) --numprocesses=$(TEST_PROCESSES) tests/unit
-	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder tests/drills tests/bench tests/integration tests/contract
+	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) --numprocesses=$(TEST_PROCESSES) --durations=25 --dist=loadfile --no-loadscope-reorder tests/drills tests/bench tests/integration tests/contract
 else
 	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) $(PYTEST_ARGS)
 endif
+
+test-quick: $(STAMP) ## the unit tests alone: one to two minutes, for the inner loop
+	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) --numprocesses=$(TEST_PROCESSES) --durations=25 tests/unit
 
 soak: $(STAMP) ## play SOAK_FAULTS faults at random on a cluster of this machine (200: some 15 minutes)
 	ELASTIC_TRAINER_RANDOM_FAULTS=$(SOAK_FAULTS) $(BIN)/python -m pytest tests/drills/cluster/test_random_faults.py $(PYTEST_ARGS)

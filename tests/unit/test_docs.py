@@ -41,7 +41,8 @@ from tests.support.pages import DOCS, PAGES, ROOT, Block, Key, blocks, codes, ke
 from tests.support.requirements import missing
 
 API, TASKS = DOCS / "api.md", DOCS / "tasks.md"
-BLOCKS = [block for page in PAGES for block in blocks(page)]
+BLOCKS = [block for page in PAGES if page.name != "service.md" for block in blocks(page)]
+"""Those that are checked here; the blocks of service.md are a shell's, and a test of its own runs them."""
 REFERENCE = {
     Session: ("Session methods", "Session properties"),
     Step: ("Step members",),
@@ -71,10 +72,10 @@ def written_files(page: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -
 # ---- form
 
 
-def test_there_are_four_pages_and_the_readme_leads_to_them() -> None:
+def test_the_readme_leads_to_every_page() -> None:
     """Nobody finds a page that nothing links to."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert {page.name for page in PAGES} == {"tutorial.md", "api.md", "tasks.md", "health.md"}
+    assert PAGES
     assert [page.name for page in PAGES if f"](elastic_trainer/docs/{page.name})" not in readme] == []
 
 

@@ -194,7 +194,8 @@ def test_links_and_tests_that_a_document_names_exist(document: Path) -> None:
 
 def test_no_guarantee_without_test_and_event() -> None:
     """Each row of the guarantee table names test files that exist, and a log event that the code emits."""
-    table = text("README.md").partition("| guarantee | test | watched by |")[2].partition("\n\n")[0]
+    page = text("elastic_trainer/docs/guarantees.md")
+    table = page.partition("| guarantee | test | watched by |")[2].partition("\n\n")[0]
     rows = table.strip().splitlines()[1:]
     assert rows
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "elastic_trainer").rglob("*.py"))
@@ -210,8 +211,8 @@ def test_no_guarantee_without_test_and_event() -> None:
 
 
 def test_the_map_names_every_package_and_no_other() -> None:
-    """The README's map of packages is the tree."""
-    listed = set(re.findall(r"^\| `(\w+)/` \|", text("README.md"), re.MULTILINE))
+    """The map of packages is the tree."""
+    listed = set(re.findall(r"^\| `(\w+)/` \|", text("elastic_trainer/docs/map.md"), re.MULTILINE))
     assert listed == packages()
 
 

@@ -1,4 +1,4 @@
-"""The operator's page of the README does what it says: each command is carried out, in order, in one shell.
+"""The page for operators does what it says: each command is carried out, in order, in one shell.
 
 In a network of its own: the page names the ports that everybody knows.
 """
@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.deployment import DEPLOY, ROOT
-from tests.support.pages import blocks_of, section
+from tests.support.pages import DOCS, blocks_of, section
 from tests.support.requirements import needs, needs_root
 
-PAGE = "Run it as a service"
+PAGE, HEADING = DOCS / "service.md", "On one machine"
 LIMIT_S = 300.0
 APART = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 """All that the page starts ends with its shell."""
@@ -56,7 +56,7 @@ def test_the_page_leads_to_a_job_that_is_watched(tmp_path: Path) -> None:
             program, "the operator's page uses it (Debian: iproute2, util-linux, prometheus, prometheus-alertmanager)"
         )
     shutil.copytree(DEPLOY, tmp_path / "deploy")
-    page = blocks_of(section(ROOT / "README.md", PAGE), "README.md")
+    page = blocks_of(section(PAGE, HEADING), PAGE.name)
     commands = [block.text for block in page if block.language == "sh" and block.not_run is None]
     assert len(commands) >= 3
     said = shell(tmp_path, "".join(commands))
