@@ -115,10 +115,14 @@ def test_a_slow_node_is_refused_once_there_are_two_to_compare_with(cluster: Clus
     cluster.check("e", speed=20.0, preflight_ratio=0.1)
 
 
-def test_a_store_that_is_gone_refuses_nobody(cluster: Cluster) -> None:
-    """The node itself is well, as far as is known; joining will wait for the store as always."""
+def test_a_store_that_is_gone_refuses_nobody(cluster: Cluster, log: list[Any]) -> None:
+    """A node that is well passes, though the comparison failed; a sick one is refused all the same."""
     cluster.backend.outage(True)
     cluster.check("a")
+    (done,) = [entry for entry in log if entry["event"] == "preflight.done"]
+    assert (done["fit"], len(cluster.subjects)) == (True, 1)
+    with pytest.raises(UnfitError, match="/checkpoints cannot be written"):
+        cluster.check("b", SICK)
 
 
 def test_the_options_reach_the_checks(cluster: Cluster) -> None:

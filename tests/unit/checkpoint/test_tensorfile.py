@@ -98,10 +98,19 @@ def test_a_header_that_does_not_fit_eight_bytes_of_data_is_damage(content: bytes
         parse(content, 8, "here")
 
 
-@given(st.binary(max_size=60))
-def test_no_bytes_break_the_parser(content: bytes) -> None:
-    """Arbitrary bytes give tensors or DamagedError, nothing else."""
+WHOLE = header(place([Described("weight", "F32", (2, 3)), Described("bias", "F32", (3,))]))
+"""Of 36 bytes of data."""
+
+
+@given(
+    st.integers(0, len(WHOLE) - 1),
+    st.integers(0, 8),
+    st.binary(max_size=8) | st.sampled_from([b'"', b"-1", b"1e9", b"[]"]),
+)
+def test_no_mutation_breaks_the_parser(start: int, cut: int, put: bytes) -> None:
+    """A header of which a few bytes were changed, cut or added gives tensors within the data, or DamagedError."""
     try:
-        parse(len(content).to_bytes(8, "little") + content, 0, "here")
+        found = parse(WHOLE[:start] + put + WHOLE[start + cut :], 36, "here")
     except DamagedError:
         return
+    assert sorted((each.begin, each.begin + each.size) for each in found)[-1][1] == 36
