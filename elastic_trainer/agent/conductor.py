@@ -112,6 +112,11 @@ class Conductor:
             for worker in self._life.workers.values():
                 worker.connection.close()
 
+    def in_session(self) -> frozenset[int]:
+        """The processes that have opened a Session in this life."""
+        with self._lock:
+            return frozenset(worker.pid for worker in self._life.workers.values())
+
     def _at_work(self) -> list[Worker]:
         """The workers that have not said farewell."""
         with self._lock:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -24,6 +25,7 @@ from elastic_trainer.agent.contact import Contact, records_of
 from elastic_trainer.agent.handler import Etcd3RendezvousHandler
 from elastic_trainer.agent.launcher import LocalWorkers, local_workers
 from elastic_trainer.agent.patience import Patience
+from elastic_trainer.agent.peers import descendants
 from elastic_trainer.agent.progress import ProgressWriter
 from elastic_trainer.agent.supervisor import kill_workers
 from elastic_trainer.agent.torchrun_store import RoundStore
@@ -132,7 +134,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
 
         member = self._arrive()
         self._tcp_store = TCPStore("localhost", 0, None, True, wait_for_workers=False, timeout=timedelta(seconds=300))
-        self._trap = Trap(lambda: self._fatal(ConfigError(_NO_SESSION, hint=_NO_SESSION_HINT)))
+        self._trap = Trap(lambda: self._fatal(ConfigError(_NO_SESSION, hint=_NO_SESSION_HINT)), self._without_session)
         self._announcer = Announcer(member, self._clock)
         self._progress = ProgressWriter(self._store, self._keys, self._clock)
         base = self._base_record(workers)
@@ -206,6 +208,11 @@ class InPlaceHandler(Etcd3RendezvousHandler):
                 self._fatal(ConfigError(f"{_NO_SESSION}: none was opened within {limit_s:g} s", hint=_NO_SESSION_HINT))
 
         threading.Thread(target=watch, name="session-watch", daemon=True).start()
+
+    def _without_session(self) -> Iterator[int]:
+        """The workers that have opened no Session, and their children; nothing else is below this process."""
+        opened = self._conductor.in_session() if self._conductor is not None else frozenset[int]()
+        return descendants(os.getpid(), without=opened)
 
     def _report(self, progress: Progress) -> None:
         member, writer = self._member, self._progress
