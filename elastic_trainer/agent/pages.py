@@ -9,10 +9,6 @@ that was killed is removed by the next one on the machine.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +16,7 @@ from typing import Final
 
 from elastic_trainer.agent.accounts import Accounts
 from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.ipc.folders import PrivateFolder
 from elastic_trainer.ipc.page import PageReader, Reading
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry.logs import logger
@@ -33,7 +30,8 @@ class Pages:
 
     def __init__(self, clock: Clock = SYSTEM, root: Path | None = None) -> None:
         self._clock = clock
-        self.directory, self._lock_file = _directory((_SHARED_MEMORY, None) if root is None else (root,))
+        self._folder = _folder((_SHARED_MEMORY, None) if root is None else (root,))
+        self.directory = self._folder.path if self._folder is not None else None
         self._lock = threading.RLock()
         self._readers: dict[Path, PageReader] = {}
         self._last: dict[Path, Reading] = {}
@@ -106,10 +104,8 @@ class Pages:
                 self._bury(reading, now)
             self.accounts.close(now)
             self._closed = True
-            if self._lock_file is not None:
-                os.close(self._lock_file)
-            if self.directory is not None:
-                shutil.rmtree(self.directory, ignore_errors=True)
+            if self._folder is not None:
+                self._folder.close()
 
     def _paths(self) -> list[Path]:
         if self.directory is not None:
@@ -145,38 +141,14 @@ class Pages:
                 path.unlink(missing_ok=True)
 
 
-def _directory(places: Sequence[Path | None]) -> tuple[Path | None, int | None]:
-    """A directory in the first place where one can be made (None: that for temporary files), and its lock.
+def _folder(places: Sequence[Path | None]) -> PrivateFolder | None:
+    """A folder in the first place where one can be made (None: that for temporary files).
 
     Shared memory comes first: on a disk each write of a page would be written back some time.
     """
     for place in places:
         try:
-            root = place if place is not None else Path(tempfile.gettempdir())
-            _sweep(root)
-            directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-            return directory, _hold(directory)
+            return PrivateFolder(_PREFIX, place)
         except OSError as error:
             logger().warning("pages.unavailable", place=str(place or "temporary"), error=str(error))
-    return None, None
-
-
-def _hold(directory: Path) -> int:
-    """Lock ``directory``; the lock is seen only when it is held, or another agent would sweep the directory away."""
-    making = directory / "making"
-    descriptor = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    making.rename(directory / "lock")
-    return descriptor
-
-
-def _sweep(place: Path) -> None:
-    """Remove what agents have left behind that were killed: nobody holds its lock any more."""
-    for directory in place.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory, ignore_errors=True)
-            finally:
-                os.close(descriptor)
+    return None

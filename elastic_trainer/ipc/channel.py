@@ -1,7 +1,7 @@
 """A unix socket between a node's agent and its workers: lines both ways, peers of another user refused.
 
 *Runs in* the agent (one thread accepts, one reads each worker) and in each worker (its control thread reads).
-*Owns* the socket and its private directory.
+*Owns* the socket and its private directory; that of an agent that was killed is removed by the next one.
 *Fails by* ChannelClosedError when the other end is gone.
 """
 
@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import struct
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from elastic_trainer.errors import RejoinError
+from elastic_trainer.ipc.folders import PrivateFolder
 from elastic_trainer.ipc.messages import LONGEST_LINE, Message
 from elastic_trainer.telemetry.logs import logger
 
 SEND_TIMEOUT_S = 5.0
+_PREFIX = "elastic-trainer-agent-"
 _UCRED = struct.Struct("3i")
 
 
@@ -80,8 +80,8 @@ class Listener:
 
     def __init__(self, serve: Callable[[Connection], None]) -> None:
         self._serve = serve
-        self._directory = Path(tempfile.mkdtemp(prefix="elastic-trainer-"))
-        self.path = self._directory / "agent.sock"
+        self._folder = PrivateFolder(_PREFIX)
+        self.path = self._folder.path / "agent.sock"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(self.path))
         self._socket.listen(64)
@@ -115,7 +115,7 @@ class Listener:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.close()
 
 
 def connect(path: Path) -> Connection:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -183,19 +182,6 @@ def test_what_a_killed_agent_left_behind_is_removed_by_the_next(tmp_path: Path) 
         assert set(tmp_path.iterdir()) == {second.directory, mine.directory}
     for pages in (mine, second):
         pages.close()
-
-
-def test_a_directory_that_is_not_ready_yet_is_nobodys_leftover(tmp_path: Path) -> None:
-    """Its agent has begun just now, and holds no lock that others see."""
-    directory = tmp_path / f"{module._PREFIX}x"
-    directory.mkdir()
-    module._sweep(tmp_path)
-    held = module._hold(directory)
-    module._sweep(tmp_path)
-    assert [path.name for path in directory.iterdir()] == ["lock"]
-    os.close(held)
-    module._sweep(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_threads_may_look_while_workers_come_and_die(pages: Pages, start: Callable[[], Process]) -> None:

@@ -92,7 +92,7 @@ def test_a_stranger_proves_nothing(trapped: Trapped) -> None:
 
 
 def test_a_flood_of_strangers_hides_no_worker(trapped: Trapped) -> None:
-    """More of them are connected than the trap would look at in an hour: the worker among them is found all the same."""
+    """More are connected than the trap takes one by one: the worker among them is found all the same."""
     with ExitStack() as stack:
         for _ in range(300):
             stranger = stack.enter_context(socket.socket())

@@ -1,0 +1,63 @@
+"""Private folders of a living process: a lock says whose they are, and those of killed owners are swept.
+
+*Runs in* any thread of the owner. *Owns* one folder, from its making to ``close``.
+*Fails by* OSError where none can be made.
+*Invariant*: a folder whose owner lives is never swept, nor one of another user. The kernel gives a lock up with its
+holder, in whatever namespace that lived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+
+class PrivateFolder:
+    """A new folder in ``place`` (None: that for temporary files) that only this user can enter.
+
+    Folders of the same ``prefix`` whose owners are gone are removed first.
+    """
+
+    def __init__(self, prefix: str, place: Path | None = None) -> None:
+        root = place if place is not None else Path(tempfile.gettempdir())
+        sweep(prefix, root)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        try:
+            self._lock: int | None = _hold(self.path)
+        except OSError:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
+    def close(self) -> None:
+        """Remove it."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(lock)
+
+
+def _hold(folder: Path) -> int:
+    """Lock ``folder``; the lock is seen only when it is held, or another process would sweep the folder away."""
+    making = folder / "making"
+    descriptor = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    making.rename(folder / "lock")
+    return descriptor
+
+
+def sweep(prefix: str, place: Path) -> None:
+    """Remove this user's folders that nobody holds the lock of any more."""
+    for folder in place.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid != os.geteuid():
+                continue
+            descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
