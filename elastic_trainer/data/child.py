@@ -16,7 +16,7 @@ import ctypes
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 _DESCRIPTORS = "/proc/self/fd"
@@ -81,23 +81,28 @@ def _died(parent: int) -> bool:
 
 
 def drop_sockets() -> int:
-    """Let go of all inherited sockets; how many.
+    """Let go of all inherited sockets; how many."""
+    try:
+        numbers = [int(name) for name in os.listdir(_DESCRIPTORS)]
+    except OSError:
+        return 0
+    return let_go([number for number in numbers if number > _STANDARD and _is_socket(number)])
+
+
+def let_go(numbers: Collection[int]) -> int:
+    """Let go of these inherited descriptors; how many.
 
     Their numbers stay taken, by /dev/null: objects of the parent that still name them, and may close them at any time,
     then close nothing of this process.
     """
     try:
-        numbers = [int(name) for name in os.listdir(_DESCRIPTORS)]
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return 0
-    dropped = 0
     for number in numbers:
-        if number > _STANDARD and _is_socket(number):
-            os.dup2(nothing, number, inheritable=False)
-            dropped += 1
+        os.dup2(nothing, number, inheritable=False)
     os.close(nothing)
-    return dropped
+    return len(numbers)
 
 
 def _is_socket(number: int) -> bool:

@@ -42,6 +42,10 @@ class Connection:
         pid, uid, _ = _UCRED.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         return pid, uid
 
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 once it is closed."""
+        return self._socket.fileno()
+
     def send(self, message: Message) -> None:
         """Send ``message``; raises ChannelClosedError when the other end is gone or does not read."""
         try:

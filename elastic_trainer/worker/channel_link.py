@@ -104,6 +104,10 @@ class ChannelLink:
             last.daemon = True
             last.start()
 
+    def descriptors(self) -> list[int]:
+        """What it holds open."""
+        return [self._connection.fileno()]
+
     # ---- rounds
 
     def ready(

@@ -103,6 +103,11 @@ class Tracker:
             tracker._offer_stacks(page.path)
         return tracker
 
+    def disown(self) -> None:
+        """In a forked child: the page is the parent's."""
+        self.page = PageWriter.private()
+        _PREVIOUS.clear()
+
     def close(self) -> None:
         """The session has ended; the page stays for the agent."""
         self.closed_at = self._monotonic()

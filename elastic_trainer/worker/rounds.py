@@ -50,6 +50,10 @@ class Rounds:
         """The round that this worker is in or was in last."""
         return self._number
 
+    def descriptors(self) -> list[int]:
+        """What the present group holds open."""
+        return self._sockets.descriptors()
+
     def enter(
         self,
         placement: Placement,

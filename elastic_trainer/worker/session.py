@@ -19,7 +19,7 @@ be saved or resumed, RoundBrokenError when a peer is lost; SystemExit 143 when s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
@@ -34,6 +34,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer import settings
 from elastic_trainer.checkpoint import EventSink, Retention
+from elastic_trainer.data.child import let_go
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import LrRule
 from elastic_trainer.data.sampler import Batch, Collate
@@ -41,7 +42,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
 from elastic_trainer.web.node import NodeEndpoint
-from elastic_trainer.worker import averaging, device, evaluation
+from elastic_trainer.worker import averaging, device, evaluation, forks
 from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.boundaries import Turn
 from elastic_trainer.worker.calls import JSON, TENSOR
@@ -57,6 +58,7 @@ from elastic_trainer.worker.rounds import Rounds
 from elastic_trainer.worker.saving import Cadence
 from elastic_trainer.worker.scaling import Scaling
 from elastic_trainer.worker.signals import Signals
+from elastic_trainer.worker.sockets import Sockets
 from elastic_trainer.worker.state import Position, Stateful, TrainingState, check_part
 from elastic_trainer.worker.step import Step
 from elastic_trainer.worker.steps import Steps
@@ -120,6 +122,10 @@ class Session:
         self._recovery: Recovery | None = None
         self._tracker = Tracker()
         self._endpoint: NodeEndpoint | None = None
+        self._held: list[Callable[[], list[int]]] = []
+        """What gives the descriptors that are this session's own."""
+        self._foreign = False
+        """Whether this process was forked from the one that trains."""
 
     # ---- opening and closing
 
@@ -129,9 +135,13 @@ class Session:
         self._tracker = Tracker.open(self.environment)
         self._signals = Signals(self._patience_s, self._broken, self._saving)
         self._signals.open()
+        self._held = [self._signals.descriptors]
+        forks.watch(self._disown)
         self._link: Link = self._given_link if self._given_link is not None else EnvironmentLink(self.environment)
         try:
             self._endpoint = open_endpoint(self.environment, self._tracker)
+            if self._endpoint is not None:
+                self._held.append(self._endpoint.descriptors)
             if self._given_link is None and self.environment.in_place:
                 self._open_in_place()
             else:
@@ -146,8 +156,12 @@ class Session:
         formation = self._link.formation()
         part = self._take_place(formation.local_rank, formation.world_size)
         self._position.generation = formation.round
+        sockets = Sockets()
+        self._held.append(sockets.descriptors)
         with self._tracker.during(Phase.RENDEZVOUS):
+            sockets.forming()
             group = groups.form(formation, part.placement, self._group_timeout_s)
+            sockets.formed()
         part.enter(group, self._signals)
         part.check_storage()
 
@@ -158,6 +172,7 @@ class Session:
         self._signals.on_request = link.evicted
         limit_s = self.environment.form_timeout
         rounds = Rounds(link, form_timeout_s=limit_s, group_timeout_s=self._group_timeout_s)
+        self._held += [link.descriptors, rounds.descriptors]
         part = self._take_place(self.environment.local_rank, world_size=2)
         self._recovery = Recovery(rounds, part, self._signals)
 
@@ -169,6 +184,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._foreign:
+            return
         if self._here.stopped or error is not None:
             self._abandon()
             return
@@ -188,10 +205,22 @@ class Session:
             self._here.save_last("done")
         self._here.control.sum(Purpose.FINISH)
 
+    def _disown(self) -> None:
+        """In a child that the script has forked: nothing of the session is its own."""
+        self._signals.disown()
+        let_go([number for held in self._held for number in held() if number >= 0])
+        self._tracker.disown()
+        part, self._part, self._recovery, self._foreign = self._part, None, None, True
+        if part is not None:
+            forks.keep(part)
+            if part.trained is not None:
+                part.trained.steps.disown()
+
     def _close(self, status: str) -> None:
         self._tracker.change(Phase.ENDING)
         self._link.close(status)
         self._signals.close()
+        forks.leave(self._disown)
         if self._part is not None:
             self._part.leave()
         self._tracker.close()
@@ -218,6 +247,11 @@ class Session:
 
     @property
     def _here(self) -> Participation:
+        if self._foreign:
+            raise ConfigError(
+                "this process was forked from the one that trains, and has no part in its session",
+                hint="use the session in the process that opened it",
+            )
         if self._part is None:
             raise ConfigError("the session is not open", hint="use it as `with Session(...) as session:`")
         return self._part

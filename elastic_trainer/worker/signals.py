@@ -98,6 +98,18 @@ class Signals:
         self._reader.close()
         self._thread = None
 
+    def disown(self) -> None:
+        """In a forked child: signals do again what they did before."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._previous.items():
+            if signal.getsignal(number) is _noted:
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._thread = None
+
+    def descriptors(self) -> list[int]:
+        """What it holds open."""
+        return [end.fileno() for end in (self._reader, self._writer) if end is not None]
+
     def _watch(self) -> None:
         while True:
             for number in self._received():

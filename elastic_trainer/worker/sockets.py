@@ -12,6 +12,7 @@ listening one (gloo would end the process).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -53,12 +54,20 @@ class Sockets:
         """The group is complete; how many sockets it has."""
         with self._lock:
             self._mine = self._appeared()
+            for number in self._mine:
+                with contextlib.suppress(OSError):
+                    os.set_inheritable(number, False)  # gloo leaves them open in programs that the script starts
             return len(self._mine)
 
     def forget(self) -> None:
         """The group is given up: its descriptors may be used again for something else."""
         with self._lock:
             self._before = self._mine = None
+
+    def descriptors(self) -> list[int]:
+        """Those of a complete group that are still the same. Takes no lock, which a forked child could never get."""
+        mine, now = self._mine or {}, open_sockets()
+        return [number for number, name in mine.items() if now.get(number) == name]
 
     def sever(self) -> int:
         """Shut the group's connected sockets down for reading; how many."""

@@ -146,6 +146,10 @@ class Steps:
             for parameter in group["params"]:
                 parameter.grad = None
 
+    def disown(self) -> None:
+        """In a forked child: the open step, if any, is the parent's."""
+        self._current = None
+
     def undo(self) -> None:
         """Take back what a step that was not committed has left behind: gradients, buffers, the scaler's stage."""
         self._drop_gradients()
