@@ -276,6 +276,11 @@ class WorkerEnvironment(Frozen):
     log_level: str = "info"
 
     @property
+    def midway(self) -> bool:
+        """Whether this process takes up a training that was under way, as far as its launcher can know."""
+        return self.reached > 0 or self.restart_count > 0 or self.round > 1
+
+    @property
     def in_place(self) -> bool:
         """Whether this process is led through rounds by its node's agent."""
         return self.recovery is RecoveryMode.IN_PLACE and self.channel is not None

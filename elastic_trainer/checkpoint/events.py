@@ -14,6 +14,7 @@ class EventKind(StrEnum):
     """The transitions; the values are the names of the log lines."""
 
     COMMITTED = "checkpoint.committed"
+    FAILED = "checkpoint.failed"
     LOADED = "checkpoint.loaded"
     QUARANTINED = "checkpoint.quarantined"
     SKIPPED = "checkpoint.skipped"
@@ -41,7 +42,8 @@ EventSink = Callable[[Event], None]
 
 def announce(event: Event, listener: EventSink | None) -> None:
     """Log ``event`` and tell ``listener``."""
-    write = logger().warning if event.kind in _WARNINGS else logger().info
+    log = logger()
+    write = log.error if event.kind is EventKind.FAILED else log.warning if event.kind in _WARNINGS else log.info
     details = {"reason": event.reason, **event.values} if event.reason else dict(event.values)
     write(str(event.kind), checkpoint=event.name, **details)
     if listener is not None:

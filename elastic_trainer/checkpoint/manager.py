@@ -112,11 +112,13 @@ class CheckpointManager:
         state that cannot be kept.
         """
         began = self._clock.monotonic()
-        image = codec.encode(state)
         manifest = self._draft(info)
-        self._storage.prepare()
-        self._make_room(image.size)
-        complete = self._writer.write(image, manifest).result()
+        try:
+            complete = self._write(state, manifest)
+        except CheckpointError as error:
+            where = {"step": info.step, "round": info.round}
+            self._announce(Event(EventKind.FAILED, manifest.name, str(error), where))
+            raise
         saved = Entry(complete.name, Path(self._storage.location) / complete.name, complete)
         result = Committed(saved, complete.size, self._clock.monotonic() - began)
         self._known[saved.name] = saved
@@ -124,6 +126,12 @@ class CheckpointManager:
         self._announce(Event(EventKind.COMMITTED, saved.name, values=values))
         self._retain(saved.name)
         return result
+
+    def _write(self, state: Mapping[str, Any], manifest: Manifest) -> Manifest:
+        image = codec.encode(state)
+        self._storage.prepare()
+        self._make_room(image.size)
+        return self._writer.write(image, manifest).result()
 
     def _draft(self, info: SaveInfo) -> Manifest:
         name = CheckpointName(round=info.round, step=info.step)

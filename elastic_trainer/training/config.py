@@ -75,6 +75,7 @@ class CheckpointConfig(Section):
     metric: str | None = Field(default=None, description="keep the checkpoint with the best value of it")
     mode: Mode = Mode.MAX
     export: bool = Field(default=True, description="write the final and the best model as safetensors beside it")
+    require_last_save: bool = Field(default=False, description="fail (73) where the state at the end cannot be saved")
     allow_changed: tuple[
         Literal["length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "arithmetic"], ...
     ] = Field(default=(), description="what may differ from the run that is resumed; samples may then repeat or miss")

@@ -41,7 +41,9 @@ class History:
         self._loss_samples = 0
         self._awaited: Callable[[], None] | None = None
         self.saved_step: int | None = None
-        """The last step whose record has been saved on purpose: as the best, or as the end of the run."""
+        """The last step whose record was to be saved on purpose: as the best, or as the end of the run."""
+        self._missed: set[int] = set()
+        """Such steps that the storage did not take."""
         self.concluded_step: int | None = None
         """Behind that step all have met; whoever gets this state goes on from there."""
 
@@ -81,9 +83,19 @@ class History:
         """The record of the state after ``step`` steps."""
         return next((record for record in reversed(self._records) if record.step == step), None)
 
-    def best(self, metric: str, mode: Mode) -> Record | None:
-        """The record with the best value of ``metric``, the earliest of equals; a value that is not a number loses."""
-        known = [record for record in self._records if _comparable(record, metric)]
+    def settled(self, step: int, *, saved: bool) -> None:
+        """What was to be saved of ``step`` is, or the storage did not take it."""
+        self.saved_step = step
+        if not saved:
+            self._missed.add(step)
+
+    def best(self, metric: str, mode: Mode, *, kept: bool = False) -> Record | None:
+        """The record with the best value of ``metric``, the earliest of equals; a value that is not a number loses.
+
+        ``kept``: of those that can still be had.
+        """
+        passed_over = self._missed if kept else ()
+        known = [each for each in self._records if _comparable(each, metric) and each.step not in passed_over]
         sign = 1.0 if mode is Mode.MAX else -1.0
         return max(known, key=lambda record: sign * record.metrics[metric], default=None)
 
@@ -91,14 +103,16 @@ class History:
         self.settle()
         records = [asdict(record) for record in self._records]
         sums = {"loss_sum": self._loss_sum, "loss_samples": self._loss_samples}
-        return {"records": records, **sums, "saved_step": self.saved_step, "concluded_step": self.concluded_step}
+        steps = {"saved_step": self.saved_step, "concluded_step": self.concluded_step, "missed": sorted(self._missed)}
+        return {"records": records, **sums, **steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._awaited = None  # of a step that may not have been made, by the state that comes
         self._records = [Record(**record) for record in state["records"]]
         self._loss_sum, self._loss_samples = float(state["loss_sum"]), int(state["loss_samples"])
         self.saved_step = state["saved_step"]
-        self.concluded_step = state.get("concluded_step")  # not in checkpoints of before
+        self.concluded_step = state.get("concluded_step")  # not in checkpoints of before, like what follows
+        self._missed = set(state.get("missed", ()))
 
     def write(self, directory: Path, notes: Mapping[str, Any]) -> None:
         """Bring the file in ``directory`` up to date; ``notes`` are added to new lines but not part of the state."""

@@ -8,16 +8,18 @@ both tries stay. One JSON object a line, told apart by ``kind``:
 - ``round``: a change of the ranks; step, world_size, round, reason, wall
 
 *Runs in* rank 0, main thread, also when rank 0 moves to another node. *Owns* the file.
-*Fails by* nothing: a log is never worth a training run; that it cannot be written is said once.
+*Fails by* nothing: a log is never worth a training run. Lines that the disk refuses are lost; the first of them is
+logged.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.telemetry import logs
@@ -31,8 +33,9 @@ class StepLog:
 
     def __init__(self, directory: Path, clock: Clock = SYSTEM) -> None:
         self._path, self._clock = directory / FILE_NAME, clock
-        self._usable = True
-        self._mend()
+        self._refused = False
+        self._whole = False
+        """Whether the file is known to end with a whole line."""
 
     def loss(self, moment: Moment, loss: float, lr: float, samples_per_s: float) -> None:
         """The global mean loss of the step that was committed at ``moment``."""
@@ -53,28 +56,25 @@ class StepLog:
         where = {"world_size": moment.world_size, "round": moment.round, "wall": self._clock.wall()}
         self._append(json.dumps({"kind": kind, "step": moment.step, **values, **where}, allow_nan=False) + "\n")
 
-    def _mend(self) -> None:
-        """End a line that a killed process has left half."""
-        try:
-            torn = self._path.exists() and self._path.read_bytes()[-1:] not in (b"", b"\n")
-        except OSError as error:
-            self._give_up(error)
-            return
-        if torn:
-            self._append("\n")
-
     def _append(self, text: str) -> None:
-        if not self._usable:
-            return
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(text)
+            with self._path.open("a+b") as file:
+                file.write((b"" if self._whole or _ends_whole(file) else b"\n") + text.encode())
         except OSError as error:
-            self._give_up(error)
+            if not self._refused:
+                logs.logger().warning("steps.unwritten", path=str(self._path), error=error.strerror or str(error))
+            self._refused, self._whole = True, False
+            return
+        self._refused, self._whole = False, True
 
-    def _give_up(self, error: OSError) -> None:
-        self._usable = False
-        logs.logger().warning("steps.unwritten", path=str(self._path), error=error.strerror or str(error))
+
+def _ends_whole(file: IO[bytes]) -> bool:
+    """Whether a killed process, or a full disk, has left no half line at the end."""
+    size = file.seek(0, os.SEEK_END)
+    if not size:
+        return True
+    file.seek(size - 1)
+    return file.read(1) == b"\n"
 
 
 def _finite(value: float) -> float | None:

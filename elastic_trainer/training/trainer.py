@@ -1,7 +1,8 @@
 """The training loop: read it in a sitting.
 
 *Runs in* each worker process, main thread. *Owns* the files beside the checkpoints: ``config.yaml``, ``metrics.jsonl``.
-*Fails by* ConfigError and DataError before the ranks meet, StorageError, and whatever the task raises.
+*Fails by* ConfigError, DataError and StorageError before the training begins, and whatever the task raises. Once it is
+under way, files that cannot be written are logged.
 *Invariant*: what follows a checkpoint depends on the checkpoint, the configuration and the data alone, so a run that
 was interrupted ends like one that was not.
 """
@@ -9,6 +10,7 @@ was interrupted ends like one that was not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from elastic_trainer.checkpoint.retention import Retention
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.data.sampler import Batch, checked_length
 from elastic_trainer.data.sources import is_stream
+from elastic_trainer.errors import StorageError
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.training.board import check_installed
@@ -27,7 +30,7 @@ from elastic_trainer.training.config import JobConfig
 from elastic_trainer.training.evaluation import check_metric, evaluate, exhibited, measurable
 from elastic_trainer.training.export import BEST_FILE, FINAL_FILE, export, exported_step
 from elastic_trainer.training.files import make_writable, write_atomically
-from elastic_trainer.training.history import History
+from elastic_trainer.training.history import FILE_NAME, History
 from elastic_trainer.training.identity import Identity
 from elastic_trainer.training.loading import as_yaml
 from elastic_trainer.training.precision import arithmetic
@@ -72,7 +75,7 @@ class Trainer:
             self.model.compile()  # in place: parameters keep their names, so checkpoints fit with and without
         if config.logging.tensorboard:
             check_installed()
-        if environment.rank == 0:
+        if environment.rank == 0 and not environment.midway:
             make_writable(self.directory)
 
     def run(self) -> dict[str, Any]:
@@ -103,6 +106,7 @@ class Trainer:
             ),
             allow_changed=checkpoint.allow_changed,
             nonfinite=self.config.nonfinite,
+            require_last_save=checkpoint.require_last_save,
         )
 
 
@@ -213,7 +217,8 @@ class Run:
     def _name_config(self) -> None:
         """Write what is trained, once it is known to fit what is resumed: a job that is refused leaves no trace."""
         if self.session.is_rank0 and not self._named:
-            write_atomically(self.job.directory / CONFIG_FILE, as_yaml(self.config))
+            with _logged(CONFIG_FILE):
+                write_atomically(self.job.directory / CONFIG_FILE, as_yaml(self.config))
         self._named = True
 
     def _finished(self) -> bool:
@@ -322,14 +327,16 @@ class Run:
 
     def _is_best(self) -> bool:
         checkpoint = self.config.checkpoint
-        best = self.history.best(checkpoint.metric, checkpoint.mode) if checkpoint.metric is not None else None
+        if checkpoint.metric is None:
+            return False
+        best = self.history.best(checkpoint.metric, checkpoint.mode, kept=True)
         return best is not None and best.step == self.session.step_number
 
     def _save(self) -> None:
         last = self.history.at(self.session.step_number)
         metrics = dict(last.metrics) if last is not None else {}
-        self.session.save(metrics=metrics, best=self._is_best())
-        self.history.saved_step = self.session.step_number  # afterwards, so that whoever joins meanwhile saves too
+        name = self.session.save(metrics=metrics, best=self._is_best())
+        self.history.settled(self.session.step_number, saved=name is not None)  # afterwards: who joins meanwhile saves
         if self._exports:
             self._export(self._exported, metrics)
 
@@ -351,4 +358,14 @@ class Run:
 
     def _write_history(self) -> None:
         notes = {"world_size": self.session.world_size, "round": self.session.round, "wall": SYSTEM.wall()}
-        self.history.write(self.job.directory, notes)
+        with _logged(FILE_NAME):
+            self.history.write(self.job.directory, notes)
+
+
+@contextmanager
+def _logged(name: str) -> Iterator[None]:
+    """A file beside the checkpoints is never worth the training: that it cannot be written is logged."""
+    try:
+        yield
+    except StorageError as error:
+        logs.logger().warning("file.unwritten", name=name, error=str(error))

@@ -1,7 +1,9 @@
 """One JSON line for each thing that a worker did, for whoever audits a run afterwards.
 
 *Runs in* the worker's main thread. *Owns* one file per process.
-*Invariant*: a line is written after what it tells has happened, and flushed, so a killed process leaves only truths.
+*Fails by* StorageError where the file cannot be made at the start of a training. Later nothing: lines wait in memory
+until the disk takes them, since a record is never worth the training.
+*Invariant*: a line is written after what it tells has happened, and at once, so a killed process leaves only truths.
 """
 
 from __future__ import annotations
@@ -9,11 +11,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import StorageError
 from elastic_trainer.settings import WorkerEnvironment
+from elastic_trainer.telemetry.logs import logger
+
+MOST_WAITING: Final = 16 << 20
+"""Bytes of lines that wait for the disk; more are dropped."""
 
 
 class Ledger:
@@ -21,17 +27,24 @@ class Ledger:
 
     def __init__(self, environment: WorkerEnvironment, clock: Clock = SYSTEM) -> None:
         self._clock = clock
-        self._file: TextIO | None = None
         self._identity: dict[str, Any] = {"run": environment.run_id, "node": environment.node}
-        if environment.ledger_dir is not None:
-            self._file = _create(
-                environment.ledger_dir, f"{environment.node}-{environment.local_rank}-{os.getpid()}.jsonl"
-            )
+        self._path: Path | None = None
+        self._descriptor: int | None = None
+        self._waiting = bytearray()
+        self._refused = ""
+        """Why the disk does not take what waits, if so."""
+        if environment.ledger_dir is None:
+            return
+        self._path = environment.ledger_dir / f"{environment.node}-{environment.local_rank}-{os.getpid()}.jsonl"
+        self._write_out()
+        if self._refused and not environment.midway:
+            where = environment.ledger_dir
+            raise StorageError(f"the ledger cannot be written in {where}: {self._refused}", hint="check the path")
 
     @property
     def enabled(self) -> bool:
         """Whether lines are written; what costs something to find out need not be found out otherwise."""
-        return self._file is not None
+        return self._path is not None
 
     def identify(self, *, rank: int, local_rank: int, world: int, round: int) -> None:
         """What every following line says about its writer."""
@@ -40,24 +53,38 @@ class Ledger:
 
     def write(self, event: str, **values: Any) -> None:
         """Add one line."""
-        if self._file is None:
+        if self._path is None:
             return
         moment = {"event": event, "t": self._clock.monotonic(), "wall": self._clock.wall()}
-        self._file.write(json.dumps({**moment, **self._identity, **values}) + "\n")
-        self._file.flush()
+        line = json.dumps({**moment, **self._identity, **values}) + "\n"
+        if len(self._waiting) + len(line) <= MOST_WAITING:
+            self._waiting += line.encode()
+        self._write_out()
 
     def close(self) -> None:
         """End the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._path = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
+    def _write_out(self) -> None:
+        """Give the disk what waits, from the very byte on that it has not taken."""
+        try:
+            descriptor = self._opened()
+            while self._waiting:
+                del self._waiting[: os.write(descriptor, self._waiting)]
+        except OSError as error:
+            before, self._refused = self._refused, error.strerror or str(error)
+            if not before:
+                logger().warning("ledger.unwritten", path=str(self._path), error=self._refused)
+            return
+        self._refused = ""
 
-def _create(directory: Path, name: str) -> TextIO:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return (directory / name).open("a", encoding="utf-8")
-    except OSError as error:
-        raise StorageError(
-            f"the ledger cannot be written in {directory}: {error.strerror}", hint="check the path"
-        ) from error
+    def _opened(self) -> int:
+        if self._descriptor is None:
+            if self._path is None:
+                raise ValueError("the ledger is closed")
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        return self._descriptor

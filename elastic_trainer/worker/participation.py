@@ -4,8 +4,8 @@ A rank looks for checkpoints, saves them, passes boundaries, records what it com
 depend on the rank, so they are taken up anew in each round.
 
 *Runs in* the worker's main thread. *Owns* the ledger and the process group at hand.
-*Fails by* ConfigError when a rank is asked for where there is none; StorageError and CheckpointError for what cannot be
-saved or resumed, RoundBrokenError when a peer is lost.
+*Fails by* ConfigError when a rank is asked for where there is none; CheckpointError for what cannot be resumed,
+RoundBrokenError when a peer is lost, SystemExit 73 from :meth:`Participation.save_last`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Committed, EventSink, Retention
-from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError
+from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
@@ -38,6 +38,8 @@ from elastic_trainer.worker.state import Position, TrainingState, reseed
 from elastic_trainer.worker.step import Step
 from elastic_trainer.worker.steps import Steps
 
+_UNSAVED = "the last checkpoint could not be saved: what was trained since the newest one is lost"
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -49,6 +51,7 @@ class Plan:
     seed: int
     allow_changed: Collection[str]
     fatal: bool
+    require_last_save: bool
     on_checkpoint_event: EventSink | None
 
 
@@ -177,7 +180,7 @@ class Participation:
 
     def check_storage(self) -> None:
         """Rank 0 must be able to write checkpoints. Raises on all ranks if it cannot."""
-        check_storage(self._manager, self.control)
+        check_storage(self._manager, self.control, self.environment)
 
     def train(self, trained: Trained) -> None:
         """From now on this is what is trained."""
@@ -262,11 +265,19 @@ class Participation:
     # ---- the last checkpoints
 
     def save_last(self, status: str) -> None:
-        """Save what is not saved, all ranks together, before they leave. SystemExit 73 on all if rank 0 cannot."""
+        """Save what is not saved, all ranks together, before they leave.
+
+        SystemExit 73 on all if rank 0 cannot: where that was asked for, or where the fault is not the storage's.
+        """
         problem = self.saver.attempt() if self.saver.unsaved else None
-        if self.control.sum(Purpose.STOP, [float(problem is not None)])[0]:
-            logs.logger().error("session.failed", reason="the last checkpoint could not be saved")
-            raise SystemExit(EXIT_CANNOT_WRITE) from problem
+        refused = isinstance(problem, StorageError)
+        flags = [float(problem is not None), float(problem is not None and not refused)]
+        unsaved, unsound = map(bool, self.control.sum(Purpose.STOP, flags)[:2])
+        if unsaved:
+            fails = unsound or self.plan.require_last_save
+            logs.logger().error("session.unsaved", step=self.position.step, reason=_UNSAVED, fails=fails)
+            if fails:
+                raise SystemExit(EXIT_CANNOT_WRITE) from problem
         self.write_closed(status)
 
     def write_closed(self, status: str) -> None:

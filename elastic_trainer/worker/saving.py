@@ -1,7 +1,8 @@
 """When the state is saved, and saving it.
 
 *Runs in* the worker's main thread; only rank 0 writes. *Owns* the checkpoint directory's manager.
-*Fails by* StorageError or CheckpointError from :meth:`Saver.save`; :meth:`Saver.attempt` only logs them.
+*Fails by* CheckpointError (StorageError: the directory refuses) or NonFiniteError from :meth:`Saver.save`;
+:meth:`Saver.attempt` returns them.
 *Invariant*: a state with non-finite parameters is never saved.
 """
 
@@ -17,6 +18,7 @@ from elastic_trainer.checkpoint import CheckpointManager, Committed, SaveInfo
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
 from elastic_trainer.model import Phase
+from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.pulse import Tracker
@@ -100,8 +102,10 @@ class Saver:
         try:
             with self._tracker.during(Phase.CHECKPOINT):
                 committed = self._commit(self._manager, metrics, best=best)
-        except (CheckpointError, NonFiniteError):
+        except (CheckpointError, NonFiniteError) as error:
             self._tracker.operated("save", self._clock.monotonic() - began, ok=False)
+            if isinstance(error, NonFiniteError):  # the manager has told of all else
+                logger().error("checkpoint.failed", step=self._bound.position.step, reason=str(error))
             raise
         self._last_s, self._last_step = self._clock.monotonic(), self._bound.position.step
         self._tracker.saved(self._last_step, committed.size, committed.duration_s)
@@ -124,26 +128,39 @@ class Saver:
         )
         return manager.save(state.collect(), info)
 
-    def attempt(self) -> Exception | None:
-        """Save on schedule. What goes wrong is logged and returned: a full disk must not end the training."""
+    def attempt(self) -> CheckpointError | NonFiniteError | None:
+        """Save on schedule. What goes wrong has been logged, and is returned: it must not end the training."""
         try:
             self.save({})
         except (CheckpointError, NonFiniteError) as error:
-            logger().error("checkpoint.failed", step=self._bound.position.step, error=str(error))
             return error
         return None
 
 
-def check_storage(manager: CheckpointManager | None, control: Control) -> None:
-    """Rank 0 must be able to write checkpoints. Raises on all ranks if it cannot."""
+def check_storage(manager: CheckpointManager | None, control: Control, environment: WorkerEnvironment) -> None:
+    """Rank 0 must be able to write checkpoints. Raises on all ranks if it cannot.
+
+    Not where a process takes up a training that was under way: the directory could be written when that began.
+    """
     problem: ElasticTrainerError | None = None
     if manager is not None and control.rank == 0:
         try:
             manager.check_writable()
             manager.sweep()
         except CheckpointError as error:
-            problem = error
+            if _goes_on(manager, environment):
+                logger().error("storage.refused", step=environment.reached, error=str(error))
+            else:
+                problem = error
     control.agree(problem)
+
+
+def _goes_on(manager: CheckpointManager, environment: WorkerEnvironment) -> bool:
+    """Whether the training has been under way: steps are known, or it left a checkpoint."""
+    try:
+        return environment.reached > 0 or (environment.midway and manager.newest() is not None)
+    except CheckpointError:
+        return False
 
 
 def check_finite(module: torch.nn.Module) -> None:

@@ -13,8 +13,9 @@ The same script runs alone (``python script.py``) and under any torchrun rendezv
 
 *Runs in* the main thread of a worker process. *Owns* the process groups, the signal handlers and the ledger, from
 ``__enter__`` to ``__exit__``.
-*Fails by* ConfigError and DataError for what the script asks wrongly, StorageError and CheckpointError for what cannot
-be saved or resumed, RoundBrokenError when a peer is lost; SystemExit 143 when stopped, 73 when the last save failed.
+*Fails by* ConfigError and DataError for what the script asks wrongly, StorageError for a directory that cannot be
+written at the start, CheckpointError for what cannot be resumed, RoundBrokenError when a peer is lost; SystemExit 143
+when stopped, 73 when the last save failed and ``require_last_save`` was asked for.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class Session:
     ``allow_changed`` names fields (length, global_batch, micro_batch, seed, shuffle, ...) that a resumed job may have
     changed. ``backend`` is "auto" (NCCL where all ranks are on CUDA devices), "gloo" (also for several processes that
     share a CUDA device) or "nccl". ``stop_timeout_s`` bounds how long the ranks may take to agree to stop.
+    ``require_last_save``: end with exit code 73, on all ranks, where the state at the end cannot be saved.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Session:
         retention: Retention | None = None,
         allow_changed: Collection[str] = (),
         nonfinite: str = "raise",
+        require_last_save: bool = False,
         backend: str = device.AUTO,
         stop_timeout_s: float = STOP_TIMEOUT_S,
         group_timeout_s: float = GROUP_TIMEOUT_S,
@@ -109,6 +112,7 @@ class Session:
             seed=seed,
             allow_changed=frozenset(allow_changed),
             fatal=nonfinite == "raise",
+            require_last_save=require_last_save,
             on_checkpoint_event=on_checkpoint_event,
         )
         self._asked_device, self._backend = device, backend
@@ -525,7 +529,9 @@ class Session:
     # ---- between steps; all ranks must call these alike
 
     def save(self, metrics: Mapping[str, float] | None = None, best: bool = False) -> str | None:
-        """Save now; the checkpoint's name on rank 0. Raises on all ranks if it cannot be saved."""
+        """Save now; the checkpoint's name, on all ranks alike. None where there is no ``checkpoint_dir``, or where it
+        refuses (full, read-only, ...): that is logged and counted, and the training goes on.
+        """
         return self._all.save(metrics, best=best)
 
     def evaluate(

@@ -4,11 +4,13 @@ In place each of them is repeated when a round ends in the middle of it, or its 
 completed it.
 
 *Runs in* the worker's main thread of all ranks at once.
-*Fails by* ConfigError for calls in the wrong place; CheckpointError and NonFiniteError on all ranks when a save fails.
+*Fails by* ConfigError for calls in the wrong place; CheckpointError and NonFiniteError on all ranks for a state that
+cannot be saved. That the storage refuses it is no error: it may take a later one.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -17,7 +19,7 @@ from torch import nn
 
 from elastic_trainer.checkpoint import Committed
 from elastic_trainer.data.sampler import Collate, Fetcher
-from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
+from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError, StorageError
 from elastic_trainer.model import Phase
 from elastic_trainer.worker import averaging
 from elastic_trainer.worker import group as groups
@@ -43,11 +45,17 @@ class Together:
     # ---- saving
 
     def save(self, metrics: Mapping[str, float] | None, *, best: bool) -> str | None:
-        """Save now; the checkpoint's name on rank 0."""
+        """Save now; the checkpoint's name on all ranks. None where nothing is saved, or the storage refuses."""
+        position = self._part.position
+        best_before = position.best
         with self._part.tracker.during(Phase.CHECKPOINT):
-            return self.repeated(lambda: self._save(metrics, best=best))
+            refused, name = self.repeated(lambda: self._save(metrics, best=best))
+        if refused:
+            position.best = best_before
+        return name or None
 
-    def _save(self, metrics: Mapping[str, float] | None, *, best: bool) -> str | None:
+    def _save(self, metrics: Mapping[str, float] | None, *, best: bool) -> tuple[bool, str]:
+        """Whether the storage refuses, and the checkpoint's name."""
         part = self._part
         if part.trained is None:
             raise ConfigError("there is no model yet", hint="call session.wrap(model, optimizer=...) first")
@@ -59,8 +67,11 @@ class Together:
         if best:
             part.position.best = values
         committed, problem = self._saved(values, best=best) if part.is_rank0 else (None, None)
-        part.control.agree(problem)
-        return committed.name if committed is not None else None
+        refused = isinstance(problem, StorageError)
+        part.control.agree(None if refused else problem)
+        outcome = [refused, committed.name if committed is not None else ""]
+        refused, name = json.loads(part.control.broadcast_bytes(json.dumps(outcome).encode(), 0))
+        return refused, name
 
     def _saved(self, values: Mapping[str, float], *, best: bool) -> tuple[Committed | None, ElasticTrainerError | None]:
         part = self._part

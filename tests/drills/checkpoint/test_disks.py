@@ -113,8 +113,8 @@ def test_a_read_only_file_system_can_be_loaded_from(small_disk: Path) -> None:
     loaded = reading.load_newest()
     assert loaded is not None
     assert loaded.manifest.step == 1
-    assert heard.kinds() == ["checkpoint.skipped", "checkpoint.loaded"]
-    assert "cannot be renamed" in heard[0].reason
+    assert heard.kinds() == ["checkpoint.failed", "checkpoint.skipped", "checkpoint.loaded"]
+    assert "cannot be renamed" in heard[1].reason
     assert [each.status for each in describe(small_disk)] == [Status.DAMAGED, Status.VERIFIED]
 
 

@@ -72,6 +72,19 @@ def test_state_survives_json_exactly() -> None:
     assert copy.add(30, 3, 0, 0.1, {}) == history.add(30, 3, 0, 0.1, {})
 
 
+def test_the_best_that_is_kept_is_none_that_the_storage_refused() -> None:
+    """What comes later is measured by what there is, also after the state has travelled."""
+    history = _history(0.1, 0.9, 0.5)
+    steps = [record.step for record in history.records]
+    history.settled(steps[0], saved=True)
+    history.settled(steps[1], saved=False)
+    assert history.saved_step == steps[1]
+    copy = History()
+    copy.load_state_dict(json.loads(json.dumps(history.state_dict())))
+    kept, best = copy.best("accuracy", Mode.MAX, kept=True), copy.best("accuracy", Mode.MAX)
+    assert (kept and kept.step, best and best.step) == (steps[2], steps[1])
+
+
 def test_the_best_is_the_earliest_of_equals_and_never_nan() -> None:
     """Both modes; a metric that is missing or not a number is never best."""
     history = _history(0.5, 0.9, 0.9, float("nan"), 0.1)

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.data.sampler import Fetcher
+from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.evaluation import evaluate, predict
 from elastic_trainer.worker.saving import check_storage
@@ -48,7 +49,7 @@ def test_a_directory_that_rank_0_cannot_write_ends_all_ranks(tmp_path: Path) -> 
 
     def body(control: Control) -> str:
         directory = tmp_path / ("file" if control.rank == 0 else "fine") / "runs"
-        return outcome(lambda: check_storage(CheckpointManager(directory), control))
+        return outcome(lambda: check_storage(CheckpointManager(directory), control, WorkerEnvironment()))
 
     first, second = run_ranks(2, body)
     assert first.startswith("StorageError: ")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,9 @@ from torch import nn
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.errors import CheckpointError, ConfigError, DataError, NonFiniteError, StorageError
 from elastic_trainer.model import Cursor
+from elastic_trainer.settings import WorkerEnvironment
+from elastic_trainer.telemetry import logs
+from elastic_trainer.worker.ledger import Ledger
 from elastic_trainer.worker.session import Session
 from tests.unit.worker.toys import Counter, Job, data, loss_of, model
 
@@ -165,28 +173,89 @@ def test_a_directory_that_cannot_be_written_is_found_before_training(tmp_path: P
         pass
 
 
+@pytest.fixture
+def said() -> Iterator[io.StringIO]:
+    stream = io.StringIO()
+    logs.configure(stream, json=True)
+    yield stream
+    logs.configure()
+
+
 def full_disk(manager: CheckpointManager, state: Any, info: Any) -> Any:
     raise StorageError("no space left")
 
 
-def test_a_save_that_fails_on_schedule_does_not_end_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("required", [False, True])
+def test_a_save_that_the_storage_refuses_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, required: bool
 ) -> None:
-    """It is the user's own save that raises, and the last one that decides the exit code."""
+    """On schedule or asked for, it costs nothing but itself; the last one ends the job where the job wants that."""
     steps: list[int] = []
 
     def run() -> None:
-        with Session(tmp_path, device="cpu", checkpoint_every_steps=2) as session:
+        with Session(tmp_path, device="cpu", checkpoint_every_steps=2, require_last_save=required) as session:
             job = Job(session)
+            assert session.save({"accuracy": 0.5}, best=True) is not None
+            with monkeypatch.context() as patch:
+                patch.setattr(CheckpointManager, "save", full_disk)
+                job.train(1)
+                assert session.save({"accuracy": 0.75}, best=True) is None
+                assert session.best_metrics == {"accuracy": 0.5}
+            assert session.save() == CheckpointManager(tmp_path).entries()[0].name
             monkeypatch.setattr(CheckpointManager, "save", full_disk)
             job.train(2)
             steps.append(session.step_number)
-            with pytest.raises(StorageError, match="no space"):
-                session.save()
 
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit, match="73") if required else nullcontext():
         run()
-    assert (steps, left.value.code) == ([8], 73)
+    assert steps == [8]
+
+
+def test_a_training_that_was_under_way_goes_on_where_nothing_can_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that takes its place again begins from the newest checkpoint; where there is none to begin from, and no
+    step is known to have been made, the directory is a mistake."""
+
+    def unwritable(manager: CheckpointManager) -> None:
+        raise StorageError("read-only")
+
+    monkeypatch.setattr(CheckpointManager, "check_writable", unwritable)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(StorageError), Session(tmp_path, device="cpu"):
+        pass
+    monkeypatch.setenv("ELASTIC_TRAINER_REACHED", "3")
+    with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
+        Job(session).train(1)
+    monkeypatch.delenv("ELASTIC_TRAINER_REACHED")
+    with Session(tmp_path, device="cpu") as session:
+        Job(session)
+        assert session.step_number == 4
+
+
+def test_the_ledger_waits_for_the_disk_and_loses_no_line(tmp_path: Path, said: io.StringIO) -> None:
+    """It refuses at any byte of a line, or to be opened at all; whatever waits is written when there is room."""
+    ledger = Ledger(WorkerEnvironment(ledger_dir=tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    was = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for size in (100, 1000, 1001):  # what a full disk does, to this process alone
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+            for number in range(20):
+                ledger.write("step", number=[size, number])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, was)
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_size == 1001
+    assert said.getvalue().count("ledger.unwritten") == 1
+    ledger.write("closed", number=None)
+    numbers = [json.loads(line)["number"] for line in path.read_text().splitlines()]
+    assert numbers == [*([size, number] for size in (100, 1000, 1001) for number in range(20)), None]
+    ledger.close()
+    with pytest.raises(StorageError, match="the ledger cannot be written"):
+        Ledger(WorkerEnvironment(ledger_dir=path / "below-a-file"))
+    assert Ledger(WorkerEnvironment(ledger_dir=path / "below-a-file", reached=1)).enabled
 
 
 def test_a_diverged_state_is_never_saved(tmp_path: Path) -> None:
