@@ -1,7 +1,8 @@
 """What happens between steps on all ranks alike: saves that are due, a stop, the end of a diverged training.
 
 *Runs in* the worker's main thread.
-*Fails by* NonFiniteError on all ranks at the same boundary, or where its agreement was cut short by a round's end.
+*Fails by* NonFiniteError on all ranks at the same boundary, or where its agreement was cut short by a round's end;
+ConfigError on ranks that have begun to cut the data differently.
 *Invariant*: a save that fails on schedule does not end the training.
 """
 
@@ -84,6 +85,8 @@ class Boundaries:
         agreed = self._consensus.boundary(self._wishes, urgent=self._signals.requested is not None)
         if agreed is None:
             return Turn.GO_ON
+        if agreed.differ and self._steps is not None:
+            self._steps.accord.compare()
         if agreed.nonfinite:
             self._meet_nonfinite()
         if agreed.stop:
@@ -117,6 +120,7 @@ class Boundaries:
             save=self._saver.due_by_time(),
             nonfinite=self._own_nonfinite(),
             switch=self._in_place is not None and self._in_place(),
+            mark=self._steps.accord.mark() if self._steps is not None else 0,
         )
 
     def _save(self) -> None:

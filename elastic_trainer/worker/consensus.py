@@ -32,11 +32,15 @@ class Flags:
     nonfinite: bool = False
     switch: bool = False
     """A planned change is known here; together: known to all ranks."""
+    mark: int = 0
+    """What all ranks must have in common."""
+    differ: bool = False
+    """Together: whether the marks are not equal."""
 
     @property
     def any(self) -> bool:
         """Whether there is something to do."""
-        return self.stop or self.save or self.nonfinite or self.switch
+        return self.stop or self.save or self.nonfinite or self.switch or self.differ
 
 
 def interval(boundary_s: float) -> int:
@@ -54,6 +58,7 @@ class Consensus:
         self._count = 0
         self._next_start = 1
         self._pending: Pending | None = None
+        self._mark = 0
         self._outdated = False
         self._last: float | None = None
         self.boundary_s = 0.0
@@ -73,7 +78,8 @@ class Consensus:
         leaving = agreed is not None and (agreed.stop or agreed.switch)
         if self._count >= self._next_start and not leaving:
             wishes = observe()
-            values = [wishes.stop, wishes.save, wishes.nonfinite, self.boundary_s, wishes.switch]
+            self._mark = wishes.mark
+            values = [wishes.stop, wishes.save, wishes.nonfinite, self.boundary_s, wishes.switch, wishes.mark]
             self._pending = self._control.start(Purpose.BOUNDARY, values)
         return agreed
 
@@ -97,11 +103,12 @@ class Consensus:
         pending, self._pending = self._pending, None
         if pending is None:
             raise RuntimeError("no sum is under way")
-        stop, save, nonfinite, seconds, switch, *_ = pending.wait()
+        stop, save, nonfinite, seconds, switch, marks = pending.wait()
+        world = self._control.world_size
         if not self._outdated:
-            self._next_start = self._count - 1 + interval(seconds / self._control.world_size)
+            self._next_start = self._count - 1 + interval(seconds / world)
         self._outdated = False
-        return Flags(stop > 0, save > 0, nonfinite > 0, switch == self._control.world_size)
+        return Flags(stop > 0, save > 0, nonfinite > 0, switch == world, differ=marks != world * self._mark)
 
     def _measure(self) -> None:
         now = self._clock.monotonic()

@@ -47,6 +47,7 @@ class Purpose(IntEnum):
     STOP = 7
     FINISH = 8
     COUNT = 9
+    PLAN = 10
 
 
 class Pending:

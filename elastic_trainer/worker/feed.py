@@ -3,12 +3,14 @@
 The position moves when a step commits, not when a batch is drawn; so a batch comes again until it has been committed.
 
 *Runs in* the worker's main thread. *Owns* what draws the samples, with its data worker processes.
-*Fails by* DataError for a data set that cannot be used, ConfigError for one that is not the resumed one.
+*Fails by* DataError for a data set that cannot be used, ConfigError for one that is not the resumed one or not that of
+the other ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from elastic_trainer.data.sources import checked_length, is_stream
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker.accord import UNNAMED, Accord
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.fields import check_fields
 from elastic_trainer.worker.pulse import Tracker
@@ -55,6 +58,7 @@ class Feed:
         device: torch.device,
         allow_changed: Collection[str],
         tracker: Tracker | None = None,
+        node: str = UNNAMED,
     ) -> None:
         self._tracker = tracker if tracker is not None else Tracker()
         self._position, self._seed, self._device, self._allow_changed = position, seed, device, allow_changed
@@ -69,17 +73,23 @@ class Feed:
         self._source: Fetcher | None = None
         self._source_for: tuple[Any, ...] = ()
         self.tally = Tally()
+        self.accord = Accord(node, self._cut)
         self._idle = (0, 0)
         """Ranks and micro-batches when it was last said that there are too few of the latter."""
         self.change: Callable[[], bool] = lambda: False
         """Called before a batch is drawn: lets the ranks change there; whether they did."""
 
-    def bind(self, control: Control, resumed: Mapping[str, Any], *, even: bool, fixed: bool) -> None:
+    def bind(
+        self, control: Control, resumed: Mapping[str, Any], given: Mapping[str, Any], *, even: bool, fixed: bool
+    ) -> None:
         """Draw for the rank of the present round. ``resumed``: the fields of the checkpoint that it began from.
+
+        ``given``: those of the plan that the rank trains by whose state was taken over, if any.
 
         ``fixed``: nothing that is drawn may depend on the number of ranks.
         """
         self._control, self._resumed, self._even, self._fixed = control, resumed, even, fixed
+        self.accord.bind(control, given)
 
     def redraw(self) -> None:
         """The ranks changed between a batch and its step: make it this rank's part of what comes next now."""
@@ -100,6 +110,9 @@ class Feed:
         if self._sampler is not None:
             size = self._sampler.plan.at(self._control.world_size).global_batch
         return max(0, min(size, left))
+
+    def _cut(self) -> Mapping[str, Any]:
+        return asdict(self._sampler.plan) if self._sampler is not None else {}
 
     def lr_factor(self) -> float:
         """What the learning rate is multiplied by at the present number of ranks."""
@@ -143,6 +156,7 @@ class Feed:
                 hint="leave one of them out",
             )
         plan = EpochPlan(checked_length(dataset), size, micro, self._seed, shuffle, scale_from, lr_rule)
+        self.accord.check(asdict(plan))
         self.fields = check_fields(plan, self._resumed, self.fields, self._allow_changed)
         source = self._source_of(dataset, collate, loading, plan)
         until = epochs if epochs is not None else self._last_epoch or 0

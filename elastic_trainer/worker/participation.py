@@ -84,7 +84,7 @@ class Participation:
         self.knows_change: Callable[[], bool] | None = None
         """In place: whether a planned change of the ranks is known here."""
         self.ledger = Ledger(environment)
-        self.feed = Feed(position, plan.seed, placement.device, plan.allow_changed, tracker)
+        self.feed = Feed(position, plan.seed, placement.device, plan.allow_changed, tracker, environment.node)
         self._link = link
         self._group: groups.Group | None = None
         self._trained: Trained | None = None
@@ -187,6 +187,7 @@ class Participation:
         self._trained = trained
         trained.steps.tracker = trained.replica.tracker = self.tracker
         trained.steps.lr_factor = self.feed.lr_factor
+        trained.steps.accord = self.feed.accord
 
     def resume(self, unfit: CheckpointError | None = None) -> None:
         """Bring all ranks of the present round to one state, out of storage, and let them train together.
@@ -206,8 +207,11 @@ class Participation:
         if self.origin.name is not None:
             self.saver.resumed()
 
-    def take_part(self, generation: int, fields: Mapping[str, Any]) -> None:
-        """All ranks hold one state: bind everything to the round, and begin."""
+    def take_part(self, generation: int, fields: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> None:
+        """All ranks hold one state: bind everything to the round, and begin.
+
+        ``given``: how the rank cuts the data whose state was taken over, if it has begun to.
+        """
         trained, control, world = self._training, self.control, self.formed.formation.world_size
         claims: dict[str, Any] = {}
         if trained.replica.tree is not None:
@@ -220,7 +224,7 @@ class Participation:
             reseed(self.plan.seed, self.position, self.rank, self.placement.device)
         trained.replica.bind(control)
         trained.steps.bind(control)
-        self.feed.bind(control, fields, even=trained.replica.even, fixed=trained.replica.tree is not None)
+        self.feed.bind(control, fields, given or {}, even=trained.replica.even, fixed=trained.replica.tree is not None)
         self.saver.bind(trained.state, world, lambda: {**self.feed.fields, **claims})
         self.boundaries.watch(trained.steps)
         self.ledger.identify(rank=self.rank, local_rank=self.local_rank, world=world, round=generation)

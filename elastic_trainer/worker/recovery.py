@@ -96,7 +96,8 @@ class Recovery:
             mine = identity(self.collect(), position.lineage, position.step, self.buffers)
         least = max(group.formation.round, position.generation + 1)
         attempted = self._given_up.number if self._given_up is not None else 0
-        notes = {"fields": part.feed.fields or dict(part.origin.fields), "attempted": attempted}
+        cut = part.feed.fields
+        notes = {"fields": cut or dict(part.origin.fields), "cut": cut, "attempted": attempted}
         healed = heal(part.control, mine, least, self, notes, self._calls.count)
         self._calls.meet(part.control, healed.done)
         if healed.source is None:
@@ -108,7 +109,7 @@ class Recovery:
         behind = part.rank in healed.behind
         if behind:
             part.origin = Origin(None, healed.notes["fields"])
-        part.take_part(healed.generation, part.origin.fields)
+        part.take_part(healed.generation, part.origin.fields, healed.notes.get("cut") if behind else None)
         given_up, self._given_up = self._given_up, None
         if behind and given_up is not None:
             self._count(given_up, attempted_since=healed.notes["attempted"] > given_up.number)

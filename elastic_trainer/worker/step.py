@@ -144,6 +144,7 @@ class Step:
         begin lower than usual. Where nothing counts in the whole global batch the gradient is zero, and the update is
         made all the same.
         """
+        self._steps.check_round()
         if self._done and (count is None) != (self._count_here is None):
             raise ConfigError("backward(loss, count) for some micro-batches only", hint="say the count for all or none")
         part, replica = self._part, self._steps.replica

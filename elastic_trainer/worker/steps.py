@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.worker import seeds
+from elastic_trainer.worker.accord import UNNAMED, Accord
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.pulse import Tracker
 from elastic_trainer.worker.replica import Replica
@@ -53,6 +54,10 @@ class Steps:
         """Raises if the gradients at hand are not those of all ranks (asked right before the update)."""
         self.lr_factor: Callable[[], float] = lambda: 1.0
         """What the learning rate is multiplied by during an update."""
+        self.accord = Accord(UNNAMED, dict)
+        """Whether all ranks cut the data alike."""
+        self._lost: RoundBrokenError | None = None
+        """The round ended before the body of the present step began."""
         self._own_lrs: list[Any] = []
         self.dirty = False
         """Between the optimizer's first change and the commit: this state is neither the old nor the new one."""
@@ -93,6 +98,7 @@ class Steps:
         """The body begins."""
         if self._current is not None:
             raise ConfigError("session.step() inside another one", hint="end the first step before the next")
+        self._lost = self._meet()
         self._current = step
         self.tracker.step_begins(step.number)
         self.scaling.begin()
@@ -103,6 +109,19 @@ class Steps:
             self._seed_all(seeds.key(self.position.step, self.control.rank, start=self._stream))
         else:
             self._seed(batch)
+
+    def _meet(self) -> RoundBrokenError | None:
+        """Compare with the other ranks. The end of the round is kept for the body: only there it can be absorbed."""
+        try:
+            self.accord.at_step(self.position.cursor.epoch)
+        except RoundBrokenError as error:
+            return error
+        return None
+
+    def check_round(self) -> None:
+        """RoundBrokenError if the round had ended when the body began."""
+        if self._lost is not None:
+            raise self._lost
 
     def begin_micro_batch(self, part: Batch) -> None:
         """``part`` is computed now: it draws the random numbers that are its own at any number of ranks."""
@@ -173,6 +192,7 @@ class Steps:
         step = self._current
         if step is None:
             raise ConfigError("optimizer.step() outside session.step()", hint="wrap the step in `with session.step()`")
+        self.check_round()
         step.ready()
         self.check_gradients()
         self.scaling.before_update()

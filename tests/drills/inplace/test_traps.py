@@ -16,7 +16,7 @@ import pytest
 
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.ipc.messages import Evicted, Progress
-from elastic_trainer.sim.ledger import audit, parse
+from elastic_trainer.sim.ledger import LineKind, audit, parse
 from tests.drills.inplace.leading import LIMIT_S, Lead, Worker, leading
 from tests.integration.worker.launch import free_port
 
@@ -182,6 +182,38 @@ def test_a_newcomer_gets_everything_out_of_memory_and_joins_between_two_steps(le
     assert [len(result["losses"]) for result in ended[:2]] == [STEPS, STEPS]
     assert lead.number == 2
     untouched(lead, [*members, c], ended)
+
+
+def test_ranks_that_cut_the_data_differently_do_not_begin(lead: Lead) -> None:
+    """Another global batch on one node, as in a configuration that is half rolled out: a sentence, and no step."""
+    workers = begun(lead, "a") + begun(lead, "b", size=20)
+    lead.tolerate(workers)
+    lead.form(workers)
+    for worker in workers:
+        assert worker.process.wait(LIMIT_S) == 1
+        assert "'global_batch' is 20 on rank 1 (node b) and 16 on rank 0 (node a)" in worker.log.read_text()
+    lines = [line for path in lead.ledger.glob("*.jsonl") for line in map(parse, path.read_text().splitlines()) if line]
+    assert {line.event for line in lines} == {LineKind.OPENED}
+
+
+def test_a_newcomer_that_cuts_the_data_differently_is_refused_alone(lead: Lead) -> None:
+    """Before it has drawn a batch, though it says that its plan may be another than a checkpoint's; the others train
+    on without it, on all samples."""
+    faults = [fault("all", 3, "after_step", "gate:joining")]
+    members = begun(lead, "ab", faults, pace_s=PACE_S)
+    lead.form(members)
+    (c,) = begun(lead, "c", size=20, allow_changed=["global_batch"])
+    lead.tolerate([c])
+    lead.await_ready([c])
+    lead.await_file("joining.a")
+    lead.change([*members, c])
+    lead.open("joining")
+    assert c.process.wait(LIMIT_S) == 1
+    assert "'global_batch' is 20 on rank 2 (node c) and 16 on the ranks that train already" in c.log.read_text()
+    regrouped(lead, members, members)
+    ended = results(lead, members)
+    assert ended[0]["digest"] == ended[1]["digest"]
+    untouched(lead, members, ended)
 
 
 def test_a_member_that_is_asked_to_go_leaves_between_two_steps(lead: Lead) -> None:

@@ -90,6 +90,7 @@ def main(scenario: Scenario) -> None:
     values = scenario.values
     counter, seen, losses = Counter(), [], []
     options: dict[str, Any] = {"checkpoint_every_steps": values.get("save_every"), "checkpoint_every_s": None}
+    options["allow_changed"] = values.get("allow_changed", ())
     with Session(values.get("checkpoints"), seed=3, device="cpu", **options) as session:
         module, optimizer, scheduler, scaler = build(scenario)
         session.register("counter", counter)
