@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -281,10 +282,21 @@ class WorkerEnvironment(Frozen):
         return self.reached > 0 or self.restart_count > 0 or self.round > 1
 
     @property
+    def run_name(self) -> str | None:
+        """What the user calls the run; None for a process alone, and where torchrun makes a name up."""
+        named = self.launched and self.run_id not in _NO_NAMES and not _MADE_UP.fullmatch(self.run_id)
+        return self.run_id if named else None
+
+    @property
     def in_place(self) -> bool:
         """Whether this process is led through rounds by its node's agent."""
         return self.recovery is RecoveryMode.IN_PLACE and self.channel is not None
 
+
+_NO_NAMES = ("local", "none")
+"""The run of a script alone, and torchrun's own default."""
+_MADE_UP = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")
+"""A random UUID: what ``torchrun --standalone`` names its runs, anew at each start."""
 
 ENV_CHANNEL = "ELASTIC_TRAINER_CHANNEL"
 ENV_NODE = "ELASTIC_TRAINER_NODE"

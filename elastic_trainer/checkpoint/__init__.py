@@ -1,9 +1,11 @@
 """Checkpoints that exist completely or not at all, and are verified whenever they are read. Imports no torch.
 
 Names and their order: layout. State to bytes and back: codec (structure), tensors and tensorfile (data). Bytes to disk:
-image, writer, commit, storage. Back: reading, inventory. What stays: retention, janitor. All together: manager.
+image, writer, commit, storage. Back: reading, inventory. What stays: retention, janitor. Who saves: claim. All
+together: manager.
 """
 
+from elastic_trainer.checkpoint.claim import Owner
 from elastic_trainer.checkpoint.events import Event, EventKind, EventSink
 from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
 from elastic_trainer.checkpoint.inventory import Entry
@@ -25,6 +27,7 @@ __all__ = [
     "Loaded",
     "Manifest",
     "Mode",
+    "Owner",
     "Retention",
     "SaveInfo",
     "Status",

@@ -5,6 +5,7 @@
 ``tmp-<nonce>-<pid>-<start>-...``     being written; the name carries the identity of the writing process
 ``trash-<checkpoint>-<nonce>``        being removed
 ``corrupt-<checkpoint>-<n>``          found damaged, kept for people to look at
+``owner.json``                        locked by the process that saves here, and says who that is
 ====================================  =========================================================================
 
 A name that fits none of these exactly is foreign: it is never read, moved or removed.
@@ -23,6 +24,7 @@ from elastic_trainer.errors import CheckpointError
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 TENSORS_FILE = "tensors.safetensors"
+OWNER_FILE = "owner.json"
 
 STEP_DIGITS = 9
 _NONCE_BYTES = 6

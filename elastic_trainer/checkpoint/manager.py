@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.checkpoint import codec, janitor
+from elastic_trainer.checkpoint.claim import Claim, Owner
 from elastic_trainer.checkpoint.commit import check_writable, require_space
 from elastic_trainer.checkpoint.events import Event, EventKind, EventSink, announce
 from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
@@ -29,6 +30,8 @@ from elastic_trainer.checkpoint.writer import DirectWriter, Writer
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, StorageError
 
+CLAIM_S = 5.0
+"""How long a process that was just killed may take to die, and its lock with it."""
 _MOST_QUARANTINES = 1000
 """Times that one name can be quarantined (it would have to be put back by hand each time)."""
 
@@ -75,7 +78,10 @@ class Loaded:
 
 
 class CheckpointManager:
-    """The checkpoints in ``directory``; ``on_event`` hears of each transition, which is also logged."""
+    """The checkpoints in ``directory``; ``on_event`` hears of each transition, which is also logged.
+
+    With an ``owner`` no other job can save there meanwhile, from :meth:`check_writable` or the first save on.
+    """
 
     def __init__(
         self,
@@ -83,6 +89,7 @@ class CheckpointManager:
         retention: Retention | None = None,
         on_event: EventSink | None = None,
         *,
+        owner: Owner | None = None,
         storage: Storage | None = None,
         writer: Writer | None = None,
         clock: Clock = SYSTEM,
@@ -90,6 +97,8 @@ class CheckpointManager:
         self._storage = storage if storage is not None else PosixStorage(Path(directory))
         self._writer = writer if writer is not None else DirectWriter(self._storage)
         self._retention = retention if retention is not None else Retention()
+        self._owner = owner if owner is not None else Owner()
+        self._claim = Claim(self._storage, owner, clock) if owner is not None else None
         self._on_event = on_event
         self._clock = clock
         self._known: dict[str, Entry] = {}
@@ -100,6 +109,13 @@ class CheckpointManager:
     def check_writable(self) -> None:
         """StorageError unless a checkpoint could be saved here; makes the directory if it is missing."""
         check_writable(self._storage)
+        if self._claim is not None:
+            self._claim.take(CLAIM_S)
+
+    def close(self) -> None:
+        """Let other jobs save here."""
+        if self._claim is not None:
+            self._claim.release()
 
     def sweep(self) -> int:
         """Remove what dead writers left behind; returns how many entries went."""
@@ -130,6 +146,8 @@ class CheckpointManager:
     def _write(self, state: Mapping[str, Any], manifest: Manifest) -> Manifest:
         image = codec.encode(state)
         self._storage.prepare()
+        if self._claim is not None:
+            self._claim.take()
         self._make_room(image.size)
         return self._writer.write(image, manifest).result()
 
@@ -137,6 +155,7 @@ class CheckpointManager:
         name = CheckpointName(round=info.round, step=info.step)
         return Manifest(
             name=str(name),
+            run=self._owner.run,
             step=info.step,
             round=info.round,
             epoch=info.epoch,

@@ -60,10 +60,14 @@ class FileRecord(_Frozen):
 
 
 class Manifest(_Frozen):
-    """What a checkpoint holds, and of which state. ``created`` (Unix seconds) is for people, never for ordering."""
+    """What a checkpoint holds, and of which state. ``created`` (Unix seconds) is for people, never for ordering.
+
+    ``run`` names the run that saved it; None for one without a name, and in checkpoints of earlier versions.
+    """
 
     format: int = FORMAT
     name: str
+    run: str | None = None
     step: int = Field(ge=0)
     round: int = Field(ge=0)
     epoch: int = Field(ge=0)

@@ -12,6 +12,7 @@ An object store behind the same port publishes by its manifest, written last; no
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,9 +20,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+from elastic_trainer.checkpoint.layout import OWNER_FILE
 from elastic_trainer.errors import StorageError
 
 _RETRIED_REMOVALS = 3
+_LONGEST_WORDS = 4096
 
 
 class Sink(Protocol):
@@ -109,6 +112,14 @@ class Storage(Protocol):
         """
         ...
 
+    def hold(self, words: str) -> str | None:
+        """Lock it for this process, which leaves ``words`` there; the holder's words if another process has it."""
+        ...
+
+    def let_go(self) -> None:
+        """Give the lock back."""
+        ...
+
 
 _EXPLANATIONS = {
     errno.ENOSPC: ("is full", "free some space, or keep fewer checkpoints"),
@@ -135,6 +146,7 @@ class PosixStorage:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._lock: int | None = None
 
     @property
     def location(self) -> str:
@@ -204,6 +216,26 @@ class PosixStorage:
         touched = [top.stat().st_mtime, *(path.stat().st_mtime for path in top.iterdir())]
         return (self._root / reference).stat().st_mtime - max(touched)
 
+    def hold(self, words: str) -> str | None:
+        """A record lock goes with any descriptor of the file, so this one is the only one that is ever opened."""
+        with self._writing():
+            descriptor = os.open(self._root / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                if not _locked(descriptor):
+                    return os.pread(descriptor, _LONGEST_WORDS, 0).decode(errors="replace")
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, words.encode(), 0)
+                self._lock, descriptor = descriptor, -1
+            finally:
+                if descriptor >= 0:
+                    os.close(descriptor)
+        return None
+
+    def let_go(self) -> None:
+        descriptor, self._lock = self._lock, None
+        if descriptor is not None:
+            os.close(descriptor)
+
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
@@ -264,6 +296,15 @@ class _PosixSource:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether the file is this process's now; also where the file system knows no locks."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
 
 
 def _sync_directory(path: Path) -> None:

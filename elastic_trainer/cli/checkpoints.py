@@ -52,7 +52,7 @@ def as_json(each: Description) -> dict[str, Any]:
     if each.problem:
         values["problem"] = each.problem
     if each.manifest is not None:
-        keys = ("step", "round", "epoch", "samples", "world_size", "created", "metrics", "best", "size")
+        keys = ("run", "step", "round", "epoch", "samples", "world_size", "created", "metrics", "best", "size")
         values |= {key: getattr(each.manifest, key) for key in keys}
     return values
 

@@ -64,6 +64,11 @@ class EvaluationConfig(Section):
     batch_size: int = Field(default=256, ge=1, description="samples per rank and forward pass")
 
 
+Changeable = Literal[
+    "length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "arithmetic", "run"
+]
+
+
 class CheckpointConfig(Section):
     """Where and how often the state is saved, and what is kept."""
 
@@ -76,9 +81,9 @@ class CheckpointConfig(Section):
     mode: Mode = Mode.MAX
     export: bool = Field(default=True, description="write the final and the best model as safetensors beside it")
     require_last_save: bool = Field(default=False, description="fail (73) where the state at the end cannot be saved")
-    allow_changed: tuple[
-        Literal["length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "arithmetic"], ...
-    ] = Field(default=(), description="what may differ from the run that is resumed; samples may then repeat or miss")
+    allow_changed: tuple[Changeable, ...] = Field(
+        default=(), description="what may differ from the run that is resumed; samples may then repeat or miss"
+    )
 
 
 class LoggingConfig(Section):

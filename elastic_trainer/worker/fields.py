@@ -1,4 +1,4 @@
-"""Whether a resumed job cuts the same data in the same way as the one that saved. Pure."""
+"""Whether a resumed job is the one that saved, and cuts the same data in the same way. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.errors import ConfigError
 
-NAMES = ("length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "arithmetic")
+NAMES = ("length", "global_batch", "micro_batch", "seed", "shuffle", "scale_from", "lr_rule", "arithmetic", "run")
 
 
 def check_fields(
@@ -31,3 +31,18 @@ def check_fields(
                 hint=f"set it back, or say allow_changed=[{name!r}]: samples may then repeat or be missed",
             )
     return fields
+
+
+def check_run(checkpoint: str, saved_by: str | None, mine: str | None, allow_changed: Collection[str]) -> None:
+    """ConfigError if another run has saved ``checkpoint``, unless that is allowed.
+
+    What a run without a name has saved (a script alone, an earlier version) anybody may go on with.
+    """
+    if saved_by is None or saved_by == mine or "run" in allow_changed:
+        return
+    here = f"is run {mine!r}" if mine is not None else "is a run without a name"
+    raise ConfigError(
+        f"the newest checkpoint, {checkpoint}, was saved by run {saved_by!r}, and this {here}",
+        hint="give each run a checkpoint directory of its own; to go on with that one's state under another name, say"
+        " allow_changed=['run'] (--allow-changed run for a ready-made job)",
+    )

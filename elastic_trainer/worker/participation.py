@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.checkpoint import CheckpointManager, Committed, EventSink, Retention
+from elastic_trainer.checkpoint import CheckpointManager, Committed, EventSink, Owner, Retention
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
@@ -27,6 +27,7 @@ from elastic_trainer.worker.boundaries import Boundaries
 from elastic_trainer.worker.control import Control, Purpose
 from elastic_trainer.worker.device import Placement
 from elastic_trainer.worker.feed import Feed
+from elastic_trainer.worker.fields import check_run
 from elastic_trainer.worker.ledger import Ledger
 from elastic_trainer.worker.link import Link, Progress
 from elastic_trainer.worker.pulse import Tracker
@@ -83,6 +84,9 @@ class Participation:
         """Whether this process leaves because it was asked to."""
         self.knows_change: Callable[[], bool] | None = None
         """In place: whether a planned change of the ranks is known here."""
+        # Only this package's agents see to it that one name is one job.
+        job = environment.run_id if environment.channel is not None else None
+        self._owner = Owner(environment.run_name, job)
         self.ledger = Ledger(environment)
         self.feed = Feed(position, plan.seed, placement.device, plan.allow_changed, tracker, environment.node)
         self._link = link
@@ -171,7 +175,9 @@ class Participation:
         if self._saver is None:
             # One rank of each node looks for checkpoints.
             if plan.directory is not None and (self.is_rank0 or self.local_rank == 0):
-                self._manager = CheckpointManager(plan.directory, plan.retention, plan.on_checkpoint_event)
+                self._manager = CheckpointManager(
+                    plan.directory, plan.retention, plan.on_checkpoint_event, owner=self._owner
+                )
             self._saver = Saver(None, plan.cadence, self._on_saved, self.tracker)
         self._saver.serve(self._manager if self.is_rank0 else None)
         self._boundaries = Boundaries(
@@ -200,7 +206,10 @@ class Participation:
         def take_over(tree: Mapping[str, Any]) -> None:
             state.apply(tree, first_rank=self.is_rank0)
 
-        self.origin = restore(self.control, self._manager, state.collect, take_over, unfit, self.tracker)
+        def check(origin: Origin) -> None:
+            check_run(str(origin.name), origin.run, self._owner.run, self.plan.allow_changed)
+
+        self.origin = restore(self.control, self._manager, state.collect, take_over, unfit, self.tracker, check)
         first = self.position.generation + 1 if self.origin.name is not None else 0
         newest = max(row[0] for row in self.control.gather([max(formation.round, first)]))
         self.take_part(newest, self.origin.fields)
@@ -299,6 +308,8 @@ class Participation:
         """The session ends."""
         self.feed.close()
         self.ledger.close()
+        if self._manager is not None:
+            self._manager.close()
         if self._group is not None:
             groups.leave(self._group)
 

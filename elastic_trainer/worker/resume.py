@@ -36,10 +36,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the state came from: a checkpoint with the ``fields`` it was saved with, or nowhere (a fresh start)."""
+    """Where the state came from: a checkpoint, with the ``fields`` and the ``run`` it was saved with, or nowhere."""
 
     name: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+    run: str | None = None
 
 
 def choose(candidates: Sequence[Candidate | None]) -> int | None:
@@ -98,10 +99,12 @@ def restore(
     apply: Callable[[Tree], None],
     unfit: CheckpointError | None = None,
     tracker: Tracker | None = None,
+    check: Callable[[Origin], None] = lambda origin: None,
 ) -> Origin:
     """Bring all ranks to one state. ``collect`` gives this rank's present state, ``apply`` takes a new one over.
 
-    ``unfit`` says why nobody may begin with the present state of this rank, if so.
+    ``unfit`` says why nobody may begin with the present state of this rank, if so; ``check`` raises, on all ranks
+    alike, where a checkpoint is none to begin with.
     """
     inventory = Inventory(manager, tracker)
     source, loaded = _elect(control, inventory)
@@ -112,6 +115,7 @@ def restore(
     if mine:
         tree = loaded.state if loaded is not None else collect()
     header = _origin_of(control, source, loaded)
+    check(header)
     shared = share_state(control, source or 0, tree)
     if source is not None or not mine:
         _apply_everywhere(control, apply, shared)
@@ -139,9 +143,10 @@ def _elect(control: Control, inventory: Inventory) -> tuple[int | None, Loaded |
 def _origin_of(control: Control, source: int | None, loaded: Loaded | None) -> Origin:
     if source is None:
         return Origin()
-    text = json.dumps([loaded.name, dict(loaded.manifest.fields)]).encode() if loaded is not None else b""
-    name, fields = json.loads(control.broadcast_bytes(text, source))
-    return Origin(name, fields)
+    text = b""
+    if loaded is not None:
+        text = json.dumps([loaded.name, dict(loaded.manifest.fields), loaded.manifest.run]).encode()
+    return Origin(*json.loads(control.broadcast_bytes(text, source)))
 
 
 def _apply_everywhere(control: Control, apply: Callable[[Tree], None], state: Tree) -> None:

@@ -237,3 +237,18 @@ def test_a_worker_learns_where_its_page_belongs_and_how_far_the_job_was() -> Non
     assert (told.pages, told.reached) == (Path("/dev/shm/x"), 41)
     with pytest.raises(ConfigError, match="'reached' is '-1'"):
         worker_environment({"ELASTIC_TRAINER_REACHED": "-1"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({}, None),
+        ({"TORCHELASTIC_RUN_ID": "a"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"}, "a"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "0f8fad5b-d9cb-469f-a165-70867728950e"}, None),
+    ],
+)
+def test_a_run_has_a_name_only_if_somebody_gave_it_one(variables: dict[str, str], name: str | None) -> None:
+    """A script alone has none, nor has ``torchrun --standalone``, which makes one up at each start."""
+    assert worker_environment(variables).run_name == name

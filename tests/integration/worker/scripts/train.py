@@ -44,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mark", type=Path)
     parser.add_argument("--stop-timeout-s", type=float, default=10.0)
     parser.add_argument("--freeze-at", type=int, help="rank --die-rank stops itself with SIGSTOP after this step")
+    parser.add_argument("--allow-changed", nargs="*", default=())
     return parser.parse_args()
 
 
@@ -67,6 +68,7 @@ def main() -> None:
         checkpoint_every_steps=args.save_every,
         checkpoint_every_s=None,
         stop_timeout_s=args.stop_timeout_s,
+        allow_changed=args.allow_changed,
     ) as session:
         model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
