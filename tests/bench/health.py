@@ -36,7 +36,7 @@ from elastic_trainer.web.node import NodeEndpoint
 from elastic_trainer.web.node_metrics import NodeCollector
 from elastic_trainer.worker.pulse import Tracker
 from tests.bench.health_store import LIMIT_S, RANKS, SimulatedRun
-from tests.bench.report import Must, Options, Report, at_most, emit, median, note, parse
+from tests.bench.report import Must, Options, Report, at_most, at_most_time, emit, median, note, parse
 
 NODES, QUICK_NODES = 1250, 40
 SNAPSHOT_NODES, QUICK_SNAPSHOT_NODES = 512, 20
@@ -74,7 +74,7 @@ def _monitor_side(options: Options) -> tuple[dict[str, Any], list[Must]]:
     figures |= {"nodes": nodes, "ranks": nodes * RANKS, "series_per_node": per_node, "series": total}
     ranks = nodes * RANKS
     return figures, [
-        at_most(f"scrape of the monitor, {ranks} ranks, s", figures["scrape_median_s"], SCRAPE_LIMIT_S),
+        at_most_time(f"scrape of the monitor, {ranks} ranks, s", figures["scrape_median_s"], SCRAPE_LIMIT_S),
         at_most(f"memory of the monitor, {ranks} ranks, MB", figures["memory_peak_mb"], MEMORY_LIMIT_MB),
         at_most(f"series of all endpoints, {ranks} ranks", total, SERIES_LIMIT),
     ]
@@ -233,8 +233,8 @@ def _node_side(options: Options) -> tuple[dict[str, Any], list[Must]]:
         "node_series": sum(not line.startswith("#") for line in lines),
     }
     return figures, [
-        at_most("page: write at each step, us", write_us, PAGE_LIMIT_US),
-        at_most(f"scrape of a node with {RANKS} ranks, ms", scrape_ms, NODE_SCRAPE_LIMIT_MS),
+        at_most_time("page: write at each step, us", write_us, PAGE_LIMIT_US),
+        at_most_time(f"scrape of a node with {RANKS} ranks, ms", scrape_ms, NODE_SCRAPE_LIMIT_MS),
     ]
 
 

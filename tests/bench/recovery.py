@@ -23,7 +23,19 @@ from elastic_trainer.clock import SYSTEM
 from elastic_trainer.sim.etcd import EtcdServer
 from tests.bench.recovery_jobs import Column, Cost, Job, join, kill_node, kill_worker, start
 from tests.bench.recovery_torchft import look, peers
-from tests.bench.report import Must, Options, Report, alternate, at_least, at_most, emit, median, note, parse
+from tests.bench.report import (
+    Must,
+    Options,
+    Report,
+    alternate,
+    at_least,
+    at_most,
+    at_most_time,
+    emit,
+    median,
+    note,
+    parse,
+)
 
 TTL_S = 3.0
 LAST_CALL_S = 1.0
@@ -201,8 +213,10 @@ def musts(rows: Rows, process_s: Sequence[float], kills: Sequence[Cost]) -> list
             middle("start_below_max", "etcd3_restart") / (median(process_s) + LAST_CALL_S),
             1.3,
         ),
-        at_most("worker_kill, rendezvous part, s", middle("worker_kill", "etcd3_restart", "rendezvous_s"), 1.0),
-        at_most("node_kill, rendezvous part, s", middle("node_kill", "etcd3_restart", "rendezvous_s"), 1.0 + TTL_S),
+        at_most_time("worker_kill, rendezvous part, s", middle("worker_kill", "etcd3_restart", "rendezvous_s"), 1.0),
+        at_most_time(
+            "node_kill, rendezvous part, s", middle("node_kill", "etcd3_restart", "rendezvous_s"), 1.0, timers=TTL_S
+        ),
         at_least("worker kills in a row that recovered", sum(cost.recovered for cost in kills), len(kills)),
     ]
 
@@ -213,13 +227,15 @@ def in_place(rows: Rows, series: Mapping[str, Sequence[Cost]]) -> list[Must]:
     found = {row: [cost.seconds for cost in rows[row]["etcd3_in_place"]] for row in limits}
     kills = series["etcd3_in_place"]
     return [
-        *(at_most(f"in place: {row}, s", float(median(found[row])), limit) for row, limit in limits.items()),
-        at_most(
+        *(at_most_time(f"in place: {row}, s", float(median(found[row])), limit) for row, limit in limits.items()),
+        at_most_time(
             "in place: node_join, members standing still, s",
             float(median(cost.pause_s for cost in rows["node_join"]["etcd3_in_place"])),
             0.3,
         ),
-        at_most("in place: median of worker kills in a row, s", float(median(cost.seconds for cost in kills)), 0.2),
+        at_most_time(
+            "in place: median of worker kills in a row, s", float(median(cost.seconds for cost in kills)), 0.2
+        ),
         at_least("in place: worker kills in a row that recovered", sum(c.recovered for c in kills), len(kills)),
     ]
 

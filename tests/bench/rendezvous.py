@@ -28,7 +28,7 @@ from typing import Any
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.sim.etcd import EtcdServer
 from tests.bench.rendezvous_nodes import LOCAL_WORLD_SIZE
-from tests.bench.report import Options, Report, at_most, emit, median, note, parse
+from tests.bench.report import Options, Report, at_most, at_most_time, emit, median, note, parse
 
 ROOT = Path(__file__).parents[2]
 SIZES, QUICK_SIZES = (64, 256, 1024), (32,)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "lease_ttl_s": ttl_s,
     }
     musts = [
-        at_most(f"{max(sizes)} nodes join: last join to agreement, s", agreement, 2.0),
+        at_most_time(f"{max(sizes)} nodes join: last join to agreement, s", agreement, 2.0),
         at_most(f"{max(sizes)} nodes join: requests of a node beside keep-alives (median)", requests, 6.0),
     ]
     return emit(Report(options, figures, musts))

@@ -6,8 +6,11 @@ A benchmark is a module ``tests/bench/<theme>.py`` with ``main(argv) -> int``::
         options = parse("recovery", __doc__, argv)
         seconds = alternate({"in_place": in_place, "torchrun": torchrun}, options.repeats)
         typical = {name: median(values) for name, values in seconds.items()}
-        musts = [at_most("worker killed to next step, s", typical["in_place"], 0.2)]
+        musts = [at_most_time("worker killed to next step, s", typical["in_place"], 0.2)]
         return emit(Report(options, figures={"seconds": seconds, "median_s": typical}, musts=musts))
+
+A promise of a time is made for a machine on which ``sum(range(10_000))`` takes 100 us. Each report says what that takes
+here and now, and scales those promises by it; counts, sizes and ratios stay as they are.
 """
 
 from __future__ import annotations
@@ -18,20 +21,34 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, TextIO, TypeVar
 
+from tests.bench.calibration import Calibration, calibrate, typical
 from tests.bench.machine import machine, versions
 
-__all__ = ["Must", "Options", "Report", "alternate", "at_least", "at_most", "emit", "median", "note", "parse", "ratio"]
+__all__ = [
+    "Must",
+    "Options",
+    "Report",
+    "alternate",
+    "at_least",
+    "at_most",
+    "at_most_time",
+    "emit",
+    "median",
+    "note",
+    "parse",
+    "ratio",
+]
 
 Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a benchmark was called. ``extra`` holds the values of its own options."""
+    """How a benchmark was called. ``extra`` holds its own options, ``calibration`` the machine's speed before it."""
 
     theme: str
     command: str
@@ -39,6 +56,7 @@ class Options:
     json: bool
     repeats: int
     extra: argparse.Namespace
+    calibration: Calibration
 
 
 def parse(
@@ -67,7 +85,8 @@ def parse(
         extend(parser)
     given = parser.parse_args(arguments)
     count = given.repeats or (quick_repeats if given.quick else repeats)
-    return Options(theme, shlex.join([*parser.prog.split(), *arguments]), given.quick, given.json, count, given)
+    command = shlex.join([*parser.prog.split(), *arguments])
+    return Options(theme, command, given.quick, given.json, count, given, calibrate())
 
 
 def _positive(text: str) -> int:
@@ -97,12 +116,20 @@ def ratio(mine: Sequence[float], peer: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """A number that the project promises, and the one measured (inf or nan: it never came about)."""
+    """A number that the project promises, and the one measured (inf or nan: it never came about).
+
+    ``scaled`` is how much of the limit is time that a slower machine takes longer for.
+    """
 
     name: str
     value: float
     limit: float
     upper: bool = True
+    scaled: float = 0.0
+
+    def at(self, scale: float) -> Must:
+        """The must on a machine that takes ``scale`` times as long."""
+        return replace(self, limit=self.limit + self.scaled * (scale - 1.0), scaled=self.scaled * scale)
 
     @property
     def ok(self) -> bool:
@@ -118,6 +145,14 @@ def at_most(name: str, value: float, limit: float) -> Must:
     return Must(name, float(value), float(limit))
 
 
+def at_most_time(name: str, value: float, limit: float, *, timers: float = 0.0) -> Must:
+    """A must about a time in any unit: ``limit`` is scaled with the machine's speed.
+
+    ``timers`` comes on top and is not scaled: a lease runs out no later on a slow machine.
+    """
+    return Must(name, float(value), limit + timers, scaled=float(limit))
+
+
 def at_least(name: str, value: float, limit: float) -> Must:
     """A must that ``value`` keeps by reaching ``limit``."""
     return Must(name, float(value), float(limit), upper=False)
@@ -125,20 +160,33 @@ def at_least(name: str, value: float, limit: float) -> Must:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of one benchmark. ``figures`` is any nesting of JSON values, with units in the names."""
+    """The outcome of one benchmark. ``figures`` is any nesting of JSON values, with units in the names.
+
+    ``calibrations`` are those taken since the beginning; without any, one is taken now.
+    """
 
     options: Options
     figures: Mapping[str, Any]
     musts: Sequence[Must] = ()
     machine: Mapping[str, object] = field(default_factory=machine)
     versions: Mapping[str, str] = field(default_factory=versions)
+    calibrations: Sequence[Calibration] = field(default_factory=lambda: [calibrate()])
+
+    @property
+    def calibration(self) -> Calibration:
+        """How fast the machine was while the benchmark ran."""
+        return typical([self.options.calibration, *self.calibrations])
+
+    def kept(self) -> list[Must]:
+        """The musts as they are on this machine."""
+        return [must.at(self.calibration.scale) for must in self.musts]
 
     def as_json(self) -> dict[str, Any]:
         """The report in its published shape; numbers that are not finite become null."""
-        musts = [{"name": m.name, "value": m.value, "limit": m.limit, "ok": m.ok} for m in self.musts]
+        musts = [{"name": m.name, "value": m.value, "limit": m.limit, "ok": m.ok} for m in self.kept()]
         shape = {
             "benchmark": self.options.theme,
-            "machine": self.machine,
+            "machine": {**self.machine, "calibration": self.calibration.as_json()},
             "versions": self.versions,
             "command": self.options.command,
             "figures": self.figures,
@@ -168,7 +216,7 @@ def emit(report: Report, out: TextIO | None = None) -> int:
     print(f"{shape['benchmark']}: {shape['command']}", file=target)
     for name in ("machine", "versions", "figures"):
         print(f"{name}: {json.dumps(shape[name], indent=2)}", file=target)
-    for must in report.musts:
+    for must in report.kept():
         print(f"{'ok    ' if must.ok else 'MISSED'} {must}", file=target)
     target.flush()
     return 0

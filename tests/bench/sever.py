@@ -23,7 +23,7 @@ import numpy as np
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.ipc.messages import Over
-from tests.bench.report import Options, Report, at_most, emit, note, parse
+from tests.bench.report import Options, Report, at_most, at_most_time, emit, note, parse
 from tests.drills.inplace.leading import Lead, Worker, leading
 
 CYCLES, QUICK_CYCLES = 1000, 12
@@ -64,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = sum(2 * each.cycles for each in found.values())
     musts = [
         at_most(f"ranks of {ranks} never freed", sum(each.stuck for each in found.values()), 0),
-        at_most("free after the agent's word, 99 % within, ms", max(e.quantile_ms(0.99) for e in found.values()), 50.0),
+        at_most_time(
+            "free after the agent's word, 99 % within, ms", max(e.quantile_ms(0.99) for e in found.values()), 50.0
+        ),
     ]
     return emit(Report(options, figures, musts))
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.sim.cluster import ClusterSpec, LocalCluster
 from elastic_trainer.sim.drill_stage import IN_PLACE
 from elastic_trainer.sim.etcd import EtcdServer
+from tests.bench.calibration import Calibration, calibrate
 from tests.bench.machine import STEADY
-from tests.bench.report import Options, Report, at_most, emit, median, note, parse
+from tests.bench.report import Options, Report, at_most, at_most_time, emit, median, note, parse
 
 JOB = Path(__file__).with_name("step_overhead_job.py")
 LIMIT_S = 300.0
@@ -46,17 +48,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
     options = parse("step_overhead", __doc__, argv, repeats=3)
     shapes = QUICK if options.quick else {"20 ms": AT_20_MS, "tiny": TINY}
-    figures: dict[str, Any] = {}
+    figures: dict[str, dict[str, Any]] = {mode: {} for mode in MODES}
+    calibrations: list[Calibration] = []
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, EtcdServer(Path(place, "etcd")) as etcd:
-        for mode in MODES:
-            figures[mode] = {name: measured(options, Path(place), etcd, mode, name, shapes[name]) for name in shapes}
+        for mode, name in product(MODES, shapes):
+            figures[mode][name] = measured(options, Path(place), etcd, mode, name, shapes[name])
+            calibrations.append(calibrate())
     musts = []
     for mode in MODES:
         musts += [
             at_most(f"{mode}: longer by, % of a 20 ms step", figures[mode]["20 ms"]["longer_by_percent"], 1.0),
-            at_most(f"{mode}: main thread's time for a step alone, us", figures[mode]["tiny"]["thread_us_more"], 60.0),
+            at_most_time(
+                f"{mode}: main thread's time for a step alone, us", figures[mode]["tiny"]["thread_us_more"], 60
+            ),
         ]
-    return emit(Report(options, figures, musts))
+    return emit(Report(options, figures, musts, calibrations=calibrations))
 
 
 def measured(options: Options, place: Path, etcd: EtcdServer, mode: str, name: str, shape: Shape) -> dict[str, Any]:

@@ -26,6 +26,7 @@ def test_a_benchmark_runs_at_toy_size_and_reports(theme: Theme) -> None:
     assert set(shape) == {"benchmark", "machine", "versions", "command", "figures", "musts"}
     assert shape["benchmark"] == theme.name
     assert shape["figures"]
+    assert set(shape["machine"]["calibration"]) == {"sum_us", "memcpy_us", "product_us", "scale"}
     assert all(set(must) == {"name", "value", "limit", "ok"} for must in shape["musts"])
 
 

@@ -10,22 +10,33 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.bench.__main__ import main
+from tests.bench.calibration import Calibration, calibrate, typical
 from tests.bench.machine import machine, versions
-from tests.bench.report import Must, Options, Report, alternate, at_least, at_most, emit, parse, ratio
+from tests.bench.report import Must, Options, Report, alternate, at_least, at_most, at_most_time, emit, parse, ratio
 from tests.bench.themes import Theme, themes
 
 ROOT = Path(__file__).parents[2]
 
 
-def written(options: Options, figures: dict[str, Any], musts: Sequence[Must] = ()) -> str:
+REFERENCE = Calibration(sum_us=100.0, memcpy_us=90.0, product_us=10.0)
+SLOW = Calibration(sum_us=380.0, memcpy_us=200.0, product_us=40.0)
+
+
+def written(
+    options: Options, figures: dict[str, Any], musts: Sequence[Must] = (), machine: Calibration = REFERENCE
+) -> str:
     out = io.StringIO()
-    assert emit(Report(options, figures=figures, musts=musts), out) == 0
+    report = Report(
+        replace(options, calibration=machine), figures=figures, musts=musts, calibrations=[machine, machine]
+    )
+    assert emit(report, out) == 0
     return out.getvalue()
 
 
@@ -126,6 +137,50 @@ def test_people_see_which_must_was_missed_and_the_benchmark_still_ran() -> None:
     assert "ok     kept: 1 (must: at least 1)" in text
 
 
+@pytest.mark.parametrize(
+    ("machine", "limit"), [(REFERENCE, 60.0), (SLOW, 228.0), (replace(REFERENCE, sum_us=50.0), 30.0)]
+)
+def test_a_promised_time_is_scaled_by_the_speed_of_the_machine(machine: Calibration, limit: float) -> None:
+    """60 us are promised where the sum takes 100 us; where it takes 380 us they are 228 us, in JSON and in text."""
+    must = at_most_time("main thread, us", limit, 60.0)
+    shape = json.loads(written(parse("recovery", "Doc.", ["--json"]), {}, [must], machine))
+    assert shape["musts"] == [{"name": "main thread, us", "value": limit, "limit": limit, "ok": True}]
+    above = replace(must, value=limit * 1.001)
+    assert f"(must: at most {limit:g})" in (text := written(parse("recovery", "Doc.", []), {}, [above], machine))
+    assert "MISSED main thread, us" in text
+
+
+def test_only_times_are_scaled_and_of_those_no_timers() -> None:
+    """A ratio, a count and the part of a time that a lease takes are promised alike on every machine."""
+    musts = [
+        at_most("longer by, %", 1.0, 1.0),
+        at_least("kept", 10, 10),
+        at_most_time("node killed, s", 3.0, 1.0, timers=2.0),
+    ]
+    shape = json.loads(written(parse("recovery", "Doc.", ["--json"]), {}, musts, SLOW))
+    assert [must["limit"] for must in shape["musts"]] == pytest.approx([1.0, 10.0, 2.0 + 3.8])
+
+
+def test_a_report_says_how_fast_the_machine_was() -> None:
+    """The median of the calibrations taken from the beginning to the end, and the scale that follows from it."""
+    report = Report(replace(parse("recovery", "Doc.", []), calibration=SLOW), {}, calibrations=[REFERENCE, SLOW])
+    assert report.as_json()["machine"]["calibration"] == {
+        "sum_us": 380.0,
+        "memcpy_us": 200.0,
+        "product_us": 40.0,
+        "scale": pytest.approx(3.8),
+    }
+    assert typical([REFERENCE, SLOW]).sum_us == 240.0
+
+
+def test_a_benchmark_calibrates_itself() -> None:
+    """Each of the three pieces of work takes its time, before and after, without the benchmark asking for it."""
+    report = Report(parse("recovery", "Doc.", []), {})
+    assert all(each > 0.0 for each in report.calibration.as_json().values())
+    assert len(report.calibrations) == 1
+    assert calibrate(rounds=1).sum_us > 0.0
+
+
 def test_the_machine_and_the_versions_are_those_of_this_process() -> None:
     """What the numbers were measured on is read from the system, not typed in."""
     here = machine()
@@ -146,7 +201,7 @@ def test_benchmarks_are_found_by_their_main_without_being_run(tmp_path: Path) ->
 def test_what_the_benchmarks_share_is_not_taken_for_one() -> None:
     """The real package lists themes only, and each says in a sentence what it measures."""
     found = {theme.name: theme.summary for theme in themes()}
-    assert not {"report", "themes", "machine", "__main__"} & set(found)
+    assert not {"report", "calibration", "themes", "machine", "__main__"} & set(found)
     assert all(found.values()), found
 
 
