@@ -107,4 +107,5 @@ class Life:
             "identity": Identity.model_validate(newest.model_dump()) if newest else None,
             "step_time_s": max((report.step_time_s for report in reports), default=0.0),
             "joinable": all(report.joinable for report in reports),
+            "newcomer": any(report.newcomer for report in reports),
         }

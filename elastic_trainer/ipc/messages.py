@@ -68,6 +68,8 @@ class Ready(Message):
     step_time_s: float = 0.0
     joinable: bool = True
     """Whether newcomers may be in the next round: not in the middle of an evaluation, where they could not follow."""
+    newcomer: bool = False
+    """Whether this process has never been where the others are, in no round."""
 
 
 class Failed(Message):

@@ -158,6 +158,8 @@ class NodeRecord(Document):
     """How far its last life came, by its workers' heartbeat pages, or by their last report where there are none."""
     joinable: bool = True
     """In place: whether its workers could go on beside a newcomer now (not in the middle of an evaluation)."""
+    newcomer: bool = False
+    """In place: whether one of its workers has never been where the others are, though a round may have named it."""
     unreachable: tuple[str, ...] = ()
     """Members of the last round that it could not reach, where that round could not be formed (in place)."""
     cause: str = ""

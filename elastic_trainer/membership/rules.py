@@ -119,7 +119,7 @@ def _planned(view: View, current: RoundDocument, now: float) -> Decision:
             view.sightings.newcomers_since + view.limits.join_batch_s - now,
             view.sightings.round_since + view.limits.join_interval_s - now,
         )
-        if left > 0.0:
+        if left > 0.0 and len(current.members) >= view.limits.min_nodes:
             return Decision(Action.WAIT, "collecting newcomers", again_in_s=left)
     joining = [node.id for node in fresh[: max(0, room)]]
     reason = "; ".join(part for part in (_verb(leaving, "leave"), _verb(joining, "join")) if part)
@@ -180,9 +180,14 @@ def _regroup(view: View, current: RoundDocument, now: float) -> Decision:
 
 
 def _without_haste(view: View, current: RoundDocument, ready: list[NodeView]) -> list[NodeView]:
-    """In place after a failure: newcomers only in the place of lost nodes, or where too few are left."""
-    survivors = [node for node in ready if same_life(view, node)]
-    if len(survivors) >= view.limits.min_nodes and not all(node.record.joinable for node in survivors):
+    """In place after a failure: newcomers only in the place of lost nodes, or where too few are left.
+
+    Survivors in the middle of a call of the script's complete it by themselves, however few they are: nobody who comes
+    new could follow them there, and all would wait for each other. A planned change takes the others in behind it. A
+    newcomer that a planned change has named, but that never got so far, is no survivor.
+    """
+    survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
+    if not all(node.record.joinable for node in survivors):
         return survivors
     return ready[: max(view.limits.min_nodes, len(survivors), len(current.members))]
 
@@ -226,7 +231,7 @@ def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decisi
 
 def _what_was_lost(view: View, current: RoundDocument, ready: list[NodeView]) -> tuple[str, Cause | None]:
     """Why there is a next round: the nodes that are gone, rather than whoever noticed first."""
-    here = {node.id for node in ready}
+    here = {node.id for node in candidates(view)}
     members = live_members(view)
     starting = {node.id for _, node in members if node.record.state is NodeState.WARMING}
     gone = [member.node for member in current.members if member.node not in here | starting]

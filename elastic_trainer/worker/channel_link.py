@@ -117,11 +117,19 @@ class ChannelLink:
         *,
         planned: bool = False,
         joinable: bool = True,
+        newcomer: bool = False,
         step_time_s: float = 0.0,
     ) -> None:
         """This worker is free for round ``number`` or a later one, and holds ``state``."""
         self._send(
-            messages.Ready(number=number, state=state, planned=planned, joinable=joinable, step_time_s=step_time_s)
+            messages.Ready(
+                number=number,
+                state=state,
+                planned=planned,
+                joinable=joinable,
+                newcomer=newcomer,
+                step_time_s=step_time_s,
+            )
         )
 
     @property

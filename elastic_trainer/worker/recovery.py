@@ -18,7 +18,7 @@ from elastic_trainer.errors import CheckpointError, RejoinError
 from elastic_trainer.ipc.messages import StateReport
 from elastic_trainer.model import Phase
 from elastic_trainer.worker import group as groups
-from elastic_trainer.worker.calls import JSON, Calls, Codec
+from elastic_trainer.worker.calls import JSON, NEWCOMER, Calls, Codec
 from elastic_trainer.worker.healing import heal, identity
 from elastic_trainer.worker.link import Formation
 from elastic_trainer.worker.participation import Participation, Trained
@@ -64,6 +64,7 @@ class Recovery:
             self._settle,
             planned=planned,
             joinable=joinable,
+            newcomer=self._calls.count == NEWCOMER,
             following=following,
             idle=self._while_waiting,
             step_time_s=self._part.span_s,

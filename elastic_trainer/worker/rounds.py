@@ -62,6 +62,7 @@ class Rounds:
         *,
         planned: bool = False,
         joinable: bool = True,
+        newcomer: bool = False,
         following: Formation | None = None,
         idle: Callable[[], None] = lambda: None,
         step_time_s: float = 0.0,
@@ -79,7 +80,14 @@ class Rounds:
             following = None
             if formation is None:
                 first = max(self._number, self.link.over) + 1
-                self.link.ready(first, report(), planned=planned, joinable=joinable, step_time_s=step_time_s)
+                self.link.ready(
+                    first,
+                    report(),
+                    planned=planned,
+                    joinable=joinable,
+                    newcomer=newcomer,
+                    step_time_s=step_time_s,
+                )
                 formation = self.link.await_formation(first, idle)
             planned = False
             if formation is None:

@@ -276,13 +276,42 @@ def test_a_warm_spare_replaces_a_lost_node_at_once() -> None:
 
 
 def test_newcomers_complete_survivors_who_are_too_few() -> None:
-    """Also those that were still at the step where nobody can join: otherwise nothing would ever go on."""
-    pair = [node("a", 1), node("b", 2)]
-    scene = Scene(limits=replace(IN_PLACE, min_nodes=3)).show(free("a", 1, 1, joinable=False))
-    scene.adopt(round_of(1, [*pair, node("c", 3)], RoundState.BROKEN))
+    """The round comes when all together are enough."""
+    scene = bereft(joinable=True)
     assert scene.decide(after_s=3600.0).reason == "1 of at least 3 nodes are ready"
     scene.show(node("x", 50), node("y", 51))
     assert names(made(scene.decide(), Action.FORM)) == ["a", "x", "y"]
+
+
+def bereft(*, joinable: bool) -> Scene:
+    """a is left of a round of three, which is the least there may be."""
+    scene = Scene(limits=replace(IN_PLACE, min_nodes=3)).show(free("a", 1, 1, joinable=joinable))
+    return scene.adopt(round_of(1, [node("a", 1), node("b", 2), node("c", 3)], RoundState.BROKEN))
+
+
+def test_survivors_who_are_too_few_complete_an_evaluation_before_newcomers_join_them() -> None:
+    """Once enough are there, those who are in it go on by themselves, and the others come by a planned change at once:
+    in the evaluation all would wait for each other."""
+    scene = bereft(joinable=False)
+    assert scene.decide(after_s=3600.0).reason == "1 of at least 3 nodes are ready"
+    scene.show(node("x", 50), node("y", 51))
+    alone = made(scene.decide(), Action.FORM)
+    assert names(alone) == ["a"]
+    scene.show(free("a", 1, 1, joinable=False)).adopt(alone)
+    scene.decide()
+    assert names(made(scene.decide(), Action.DRAIN).next) == ["a", "x", "y"]
+
+
+def test_a_newcomer_of_a_change_that_failed_is_no_survivor() -> None:
+    """A planned change named x, and b died amid an evaluation before anybody had made it: x cannot follow a and c
+    there, and is not lost either."""
+    scene = drained()
+    scene.show(ended("b", 2, 1), free("a", 1, 2, joinable=False), free("c", 3, 2, joinable=False))
+    scene.adopt(made(scene.decide(), Action.BREAK))
+    scene.show(node("x", 50, acknowledged=3, reported=3, newcomer=True))
+    following = made(scene.decide(), Action.FORM)
+    assert names(following) == ["a", "c"]
+    assert "x" not in following.reason
 
 
 def test_survivors_in_the_middle_of_an_evaluation_go_on_alone() -> None:
