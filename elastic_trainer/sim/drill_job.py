@@ -24,6 +24,7 @@ from torch import nn
 
 from elastic_trainer.clock import pause
 from elastic_trainer.settings import worker_environment
+from elastic_trainer.sim.drill_interludes import Interludes, Program
 from elastic_trainer.sim.drill_wedge import Obstacles, Rows
 from elastic_trainer.worker.replica import Reduction
 from elastic_trainer.worker.session import Session
@@ -101,12 +102,17 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(0)
     model = _model(options.width, options.reduction)
     data: torch.utils.data.TensorDataset = _data(options.samples)
+    interludes = Interludes(options.interludes, options.directory, data)
     obstacles = Obstacles(options.directory, worker_environment().node)
     if options.wedges:
         data = Rows(data, obstacles)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     ending = Ending()
-    with Session(checkpoint_dir=options.directory / CHECKPOINTS, checkpoint_every_s=options.save_every) as session:
+    with Session(
+        checkpoint_dir=options.directory / CHECKPOINTS,
+        checkpoint_every_s=options.save_every,
+        on_checkpoint_event=interludes.hear,
+    ) as session:
         session.register("ending", ending)
         wrapped = session.wrap(model, optimizer=optimizer, reduction=options.reduction)
         digests = Digests(session, model, optimizer, options.directory / DIGESTS)
@@ -125,6 +131,8 @@ def main(argv: list[str] | None = None) -> None:
                 optimizer.step()
             if step.committed and session.step_number % DIGEST_EVERY == 0:
                 digests.write("step")
+            if step.committed:
+                interludes.behind(session.step_number, session, wrapped)
             ending.agreed |= session.step_number == options.steps
             if ending.agreed:
                 break
@@ -162,6 +170,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--reduction", choices=list(map(str, Reduction)), default=str(Reduction.DDP))
     parser.add_argument("--wedges", action="store_true", help="get stuck when a file asks for it (see drill_wedge)")
+    parser.add_argument("--interludes", type=Program.parse, help="what takes long between steps (see drill_interludes)")
     parser.add_argument("--steps", type=int, help="end behind this step, without being asked")
     parser.add_argument("--save-every", type=float, help="seconds from one checkpoint to the next")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps")

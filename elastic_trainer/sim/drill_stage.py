@@ -22,6 +22,7 @@ from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.sim import processes
 from elastic_trainer.sim.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.sim.drill_checks import Digest, read_digest
+from elastic_trainer.sim.drill_interludes import Program
 from elastic_trainer.sim.drill_job import DIGESTS, STACKS_SIGNAL, STOP_FILE
 from elastic_trainer.sim.drill_measure import Book, Standing
 from elastic_trainer.sim.etcd import EtcdCluster, EtcdServer
@@ -64,6 +65,7 @@ class Setting:
     reduction: str = "ddp"
     wedges: bool = False
     """Whether workers get stuck when they are asked to (see drill_wedge)."""
+    interludes: Program | None = None
     save_every_s: float | None = None
     limit_s: float = 90.0
     options: Mapping[str, str] = field(default_factory=dict)
@@ -74,6 +76,7 @@ class Setting:
         words += ["--samples", str(self.samples), "--width", str(self.width), "--pause", str(self.pause_s)]
         words += ["--reduction", self.reduction]
         words += ["--wedges"] * self.wedges
+        words += ["--interludes", str(self.interludes)] if self.interludes is not None else []
         words += ["--save-every", str(self.save_every_s)] if self.save_every_s is not None else []
         return tuple(words)
 

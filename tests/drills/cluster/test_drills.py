@@ -16,6 +16,7 @@ from elastic_trainer.sim.drill_run import conclusions
 from elastic_trainer.sim.drill_stage import Loopback, Setting, Stage
 from elastic_trainer.sim.drills import DRILLS, Circumstances
 from elastic_trainer.sim.namespaces import PROGRAMS
+from tests.drills.cluster.undisturbed import undisturbed
 from tests.support.requirements import needs, needs_root
 
 OUTAGE_S = 8.0
@@ -81,19 +82,9 @@ def test_with_the_tree_faults_leave_no_trace_in_any_bit(tmp_path: Path, monkeypa
         worlds = {len(document.members) for document in stage.history}
     assert len(worlds) > 1
     steps = max(step for step, _ in found)
-    expected = undisturbed(tmp_path / "alone", steps)
+    expected = undisturbed(setting, tmp_path / "alone", steps)
     assert len(found) > 10
     assert found == {(step, digest) for step, digest in expected.items() if step in dict(found)}
-
-
-def undisturbed(directory: Path, steps: int) -> dict[int, str]:
-    """Digests of the same job on one process, by step."""
-    words = ["--directory", str(directory), "--samples", "500", "--width", "64", "--pause", "0"]
-    command = [sys.executable, "-m", "elastic_trainer.sim.drill_job", *words, "--reduction", "tree"]
-    subprocess.run([*command, "--steps", str(steps)], check=True, timeout=300, capture_output=True)
-    (file,) = (directory / "digests").iterdir()
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    return {line["step"]: line["digest"] for line in lines}
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:

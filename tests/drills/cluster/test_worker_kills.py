@@ -1,0 +1,99 @@
+"""Workers killed in a row, amid long saves and evaluations: the others go on in place, and nothing is lost.
+
+``ELASTIC_TRAINER_WORKER_KILLS=N`` kills N workers, with saves and evaluations of up to 90 s.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.sim import processes
+from elastic_trainer.sim.drill_checks import compared
+from elastic_trainer.sim.drill_interludes import Program
+from elastic_trainer.sim.drill_run import conclusions
+from elastic_trainer.sim.drill_stage import Loopback, Setting, Stage
+from elastic_trainer.sim.ledger import LineKind, audit
+from tests.drills.cluster.kills import Kills
+from tests.drills.cluster.undisturbed import undisturbed
+
+# A busy machine may keep a living agent from answering in half a second; many failures are no poisoned batch here.
+FREELY = {"regroup_grace": "10", "failure_limit": "100000", "stalled_rounds": "100000"}
+COUNT, SEED = "ELASTIC_TRAINER_WORKER_KILLS", "ELASTIC_TRAINER_SEED"
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How many kills, one of ``interlude_every`` amid work that lasts; ``sever_timeout`` is shorter than much of it."""
+
+    kills: int
+    shortest_s: float
+    longest_s: float
+    steps_between: int
+    pause_s: float
+    interlude_every: int
+    sever_timeout: str
+    limit_s: float
+
+
+def _pace() -> Pace:
+    asked = int(os.environ.get(COUNT, "0"))
+    if asked <= 0:
+        return Pace(50, 0.5, 4.0, 100, 0.02, 5, "2", 120.0)
+    return Pace(asked, 1.0, 90.0, 600, 0.05, 10, "30", 900.0)
+
+
+PACE = _pace()
+
+
+@pytest.mark.timeout(600 + 60 * PACE.kills)
+@pytest.mark.usefixtures("etcd_binary")
+def test_workers_killed_in_a_row_cost_the_others_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kill is recovered from in place, also amid evaluations, saves and phases that outlast ``sever_timeout``: no
+    worker ends that was not killed, no step is committed twice by one process, every sample counts once,
+    and the parameters equal, bit by bit, those of the same job on one process without any fault."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    seed = int(os.environ.get(SEED, "0")) or (1 if COUNT not in os.environ else random.SystemRandom().getrandbits(31))
+    print(f"{SEED}={seed}")
+    setting = Setting(
+        nodes=4,
+        min_nodes=1,
+        max_nodes=4,
+        samples=500,
+        width=64,
+        pause_s=PACE.pause_s,
+        reduction="tree",
+        interludes=Program(PACE.shortest_s, PACE.longest_s, PACE.steps_between, seed),
+        limit_s=PACE.limit_s,
+        options={**FREELY, "sever_timeout": PACE.sever_timeout},
+    )
+    with Stage(setting, tmp_path / "job", Loopback()) as stage:
+        kills = Kills(stage, seed, interlude_every=PACE.interlude_every)
+        kills.rage(PACE.kills)
+        final = stage.settled()
+        workers = {name: stage.node(name).worker() for name in final.nodes}
+        restarts = {
+            name: int(processes.environment(worker).get("TORCHELASTIC_RESTART_COUNT", "-1"))
+            for name, worker in workers.items()
+            if worker is not None
+        }
+        assert conclusions(stage) == []
+        digests = stage.digests()
+        lines = stage.book.lines
+        logs = "".join(node.log.read_text(errors="replace") for node in stage.cluster.nodes)
+    assert len(kills.done) == PACE.kills
+    assert restarts == {name: kills.by_node()[name] for name in final.nodes}, "a worker ended that was not killed"
+    opened = {line.pid for line in lines if line.event is LineKind.OPENED}
+    assert opened - {kill.pid for kill in kills.done} == set(final.pids.values())
+    assert '"worker.killed"' not in logs
+    assert sum(kill.amid > 0 for kill in kills.done) >= PACE.kills // PACE.interlude_every // 2
+    assert stage.book.committed_again(opened) == 0
+    assert audit(lines, setting.samples).steps_rolled_back <= PACE.kills
+    assert compared(digests) > 0
+    found = {each.step: each.digest for each in digests}
+    expected = undisturbed(setting, tmp_path / "alone", max(found), 300.0 + PACE.kills)
+    assert found == {step: expected[step] for step in found}
