@@ -170,7 +170,7 @@ class Conductor:
         mine = current.member(self._node) if current is not None else None
         taking_part = mine is not None and mine.life == life.number and mine.create_revision == self._create_revision()
         self._life = Life(life.number + 1, life.size, ended=True)
-        if current is not None:
+        if current is not None and taking_part:  # else it would seem to have left a round that takes it in
             self._acknowledged = max(self._acknowledged, _last_number(current) + 1)
         record = self._record(NodeState.WARMING, planned=planned, cause=cause)
         if current is not None and taking_part and not planned:

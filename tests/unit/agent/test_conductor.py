@@ -25,9 +25,11 @@ from elastic_trainer.ipc.messages import (
     Welcome,
 )
 from elastic_trainer.membership.documents import Ghost, Identity, NodeState, RoundState, RunResult
+from elastic_trainer.membership.standing import NodeView, losses
 from elastic_trainer.model import Cause
 from tests.support.crew import LIMIT_S, eventually
 from tests.unit.agent.channel import KEY, OTHER, Stage, Worker, staged
+from tests.unit.membership.scenes import Scene, node
 
 
 @pytest.fixture
@@ -355,6 +357,24 @@ def test_a_crash_outside_the_round_breaks_nothing(stage: Stage) -> None:
     spare.connection.close()
     stage.await_record(state=NodeState.WARMING, life=1)
     assert stage.notebook.breaks == []
+
+
+def test_a_spare_whose_worker_died_can_be_taken_in_without_a_break(stage: Stage) -> None:
+    """It has left no round: what it shows must not look as if it had, or the planned change with it would be broken."""
+    stage.begin()
+    spare = Worker(stage.conductor)
+    spare.ready(1)
+    stage.await_record(state=NodeState.READY)
+    document = stage.see(4, members=(OTHER,))
+    spare.connection.close()
+    stage.await_record(state=NodeState.WARMING, life=1)
+    stage.begin()
+    Worker(stage.conductor).ready(1)
+    record = stage.await_record(state=NodeState.READY, life=1)
+    following = stage.document(5, members=(OTHER, stage.member(first_rank=1)))
+    scene = Scene(me="other").show(node("other", OTHER.create_revision), NodeView("me", KEY, KEY + 1, record))
+    scene.adopt(document.model_copy(update={"state": RoundState.DRAINING, "next": following}))
+    assert losses(scene.view()) == []
 
 
 def test_the_end_of_a_life_leaves_word_of_how_far_it_came(stage: Stage) -> None:
