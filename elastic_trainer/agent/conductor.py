@@ -65,11 +65,12 @@ class Conductor:
         contact: Contact | None = None,
         verdicts: Verdicts | None = None,
         committed: Callable[[int], tuple[int, int] | None] = lambda pid: None,
+        busy: Callable[[int], str] = lambda pid: "",
     ) -> None:
         self._run, self._node, self._base, self._announcer = run, node, base, announcer
         self._on_progress, self._clock, self._committed = on_progress, clock, committed
         self._lock = threading.RLock()
-        self._release = Release(sever_timeout_s, self._lock)
+        self._release = Release(sever_timeout_s, self._lock, busy, self._late, clock)
         self._life = Life(0, 0, ended=True)
         self._document: RoundDocument | None = None
         self._acknowledged = 0
@@ -241,6 +242,11 @@ class Conductor:
                 worker.told_over = number
                 self._tell(worker, Over(number=number, reason=reason))
                 self._release.expect(self._life, worker, number)
+
+    def _late(self, worker: Worker) -> None:
+        """It is not free yet: the others must know why, and how far it has come."""
+        self._look_how_far(self._life)
+        self._publish()
 
     def _form(self, document: RoundDocument, mine: RoundMember) -> None:
         """Where all leases were lost at once a round follows on one that nobody has seen the end of."""

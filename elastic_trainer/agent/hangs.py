@@ -25,6 +25,7 @@ come to a collective waits as well, for as long as that takes: nobody may take i
 FRESH_STEPS: Final = 2
 """Steps of a round that may compile something."""
 _LONG: Final = (Phase.CHECKPOINT, Phase.EVALUATION, Phase.HEALING)
+_DOING: Final = {Phase.DATA: "waiting for samples", Phase.HEALING: "getting its state"}
 _NEVER: Final[Mapping[int, float]] = {}
 
 
@@ -58,17 +59,24 @@ class Hung:
     @property
     def reason(self) -> str:
         """In words."""
-        doing = {Phase.DATA: "waiting for samples", Phase.HEALING: "getting its state"}
-        what = doing.get(self.reading.phase, f"in {self.reading.phase}")
         return (
-            f"it has not got on for {self.still_s:.1f} s ({what}, behind step {self.reading.pulse.step};"
-            f" it may take {self.limit_s:.1f} s)"
+            f"it has not got on for {self.still_s:.1f} s ({_doing(self.reading.phase)}, behind step"
+            f" {self.reading.pulse.step}; it may take {self.limit_s:.1f} s)"
         )
+
+
+def _doing(phase: Phase) -> str:
+    return _DOING.get(phase, f"in {phase}")
+
+
+def _phase(reading: Reading) -> Phase:
+    """What it does, told finely where it makes steps."""
+    return reading.phase if reading.pulse.phase in WORK else reading.pulse.phase
 
 
 def limit_of(reading: Reading, limits: Limits) -> float:
     """How long this worker may take to get on in what it is doing; 0: as long as it wants."""
-    phase = reading.phase if reading.pulse.phase in WORK else reading.pulse.phase
+    phase = _phase(reading)
     if phase in _LONG:
         return limits.phase_s
     if phase not in WORK or not limits.step_s:
@@ -76,6 +84,24 @@ def limit_of(reading: Reading, limits: Limits) -> float:
     if reading.pulse.fresh < FRESH_STEPS:
         return limits.first_step_s and max(limits.first_step_s, limits.step_s)
     return limits.step_s + STEPS_PER_LIMIT * reading.pulse.step_s
+
+
+def busy(reading: Reading) -> str:
+    """What keeps this worker, though its round is over, in words; empty for one that ought to leave at once.
+
+    No end of a round can interrupt a save, an evaluation, a compilation or what the script does between two steps, nor
+    need it: none of them waits for the others. How long they may take :func:`limit_of` says.
+    """
+    phase = _phase(reading)
+    if reading.waits:
+        return ""
+    if phase in _LONG or phase is Phase.DATA:
+        return _doing(phase)
+    if phase not in WORK:
+        return ""
+    if not reading.inside:
+        return "between two steps"
+    return "in the first steps of its round, which may compile" if reading.pulse.fresh < FRESH_STEPS else ""
 
 
 def hung(

@@ -89,7 +89,7 @@ class Health:
         self._asked_at = -math.inf
         self._publishing = threading.Lock()
         verdicts.count = lambda: pages.count("workers_killed")
-        verdicts.page_of = lambda pid: next((each.path for each in pages.look() if each.pid == pid), None)
+        verdicts.page_of = lambda pid: reading.path if (reading := pages.reading(pid)) is not None else None
         self._threads = [
             threading.Thread(target=self._run, args=(self.look, self._rest), name="health", daemon=True),
             threading.Thread(target=self._run, args=(self._turn, self._await_turn), name="health-writer", daemon=True),

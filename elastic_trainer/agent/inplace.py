@@ -150,6 +150,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             Contact(partial(records_of, self._store, self._keys)),
             self._vitals.verdicts if self._vitals is not None else None,
             self._vitals.pages.committed if self._vitals is not None else lambda pid: None,
+            self._vitals.busy if self._vitals is not None else lambda pid: "",
         )
         self._conductor.know_incarnation(member.create_revision)
         member.on_round(self._conductor.see)

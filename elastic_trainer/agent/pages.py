@@ -74,6 +74,10 @@ class Pages:
                     return reading.pulse.round, reading.pulse.step
         return None
 
+    def reading(self, pid: int) -> Reading | None:
+        """The page of the worker ``pid``, if that lives and has one."""
+        return next((each for each in self.look() if each.pid == pid), None)
+
     def nonfinite(self, reading: Reading) -> int:
         """Non-finite losses that the local rank of ``reading`` has found in all its lives."""
         with self._lock:

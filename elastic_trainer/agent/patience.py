@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import JoinTimeoutError
-from elastic_trainer.membership.documents import NodeState, RoundState
+from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState
 from elastic_trainer.membership.member import Member
+from elastic_trainer.membership.standing import NodeView
 from elastic_trainer.membership.view import Observation
 
 LOOK_EVERY_S = 0.5
@@ -56,13 +57,20 @@ class Patience:
 def _under_way(seen: Observation) -> bool:
     """Whether the run has ended, or a round is on, with members that live, or about to be on."""
     current = seen.round
-    if current is None or current.state is RoundState.BROKEN:
+    if current is None:
         return False
+    if current.state is RoundState.BROKEN:  # whoever follows no nodes will, if this lasts
+        return any(node.record.busy for node in _members(seen, current))
     if current.state is RoundState.CLOSED:
         return True
     if current.state is RoundState.DRAINING and current.next is None:
         return False  # too few will be left
     if not seen.follows_nodes:
         return True  # those who decide see to it
-    names = {(node.id, node.create_revision) for node in seen.nodes.values()}
-    return any((member.node, member.create_revision) in names for member in current.members)
+    return bool(_members(seen, current))
+
+
+def _members(seen: Observation, current: RoundDocument) -> list[NodeView]:
+    """The members of the round that are there."""
+    keys = {(member.node, member.create_revision) for member in current.members}
+    return [node for node in seen.nodes.values() if (node.id, node.create_revision) in keys]

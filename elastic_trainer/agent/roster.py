@@ -29,6 +29,8 @@ class Worker:
     """The round in which a planned change would give it a place."""
     heard_at: float = 0.0
     """Monotonic time of the last word from it; 0 before the watchdog has seen it."""
+    busy: str = ""
+    """What keeps it in a round that is over, where that is known."""
     inside: int = 0
     """The newest round that it may have entered: one whose place it was given and had no reason to refuse."""
 
@@ -108,4 +110,6 @@ class Life:
             "step_time_s": max((report.step_time_s for report in reports), default=0.0),
             "joinable": all(report.joinable for report in reports),
             "newcomer": any(report.newcomer for report in reports),
+            "busy": next((worker.busy for worker in self.workers.values() if worker.busy), ""),
+            "committed": self.reached.step if self.reached is not None and not self.ended else 0,
         }

@@ -20,6 +20,7 @@ from elastic_trainer.agent.health_store import HealthStore
 from elastic_trainer.agent.incidents import Incidents
 from elastic_trainer.agent.pages import Pages
 from elastic_trainer.agent.straggling import Straggling
+from elastic_trainer.agent.watchdog import process_state
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 from elastic_trainer.ipc.messages import Progress
@@ -93,6 +94,12 @@ class Vitals:
     def made_steps(self) -> bool:
         """Whether workers of this node have made steps, dead ones too."""
         return self.pages.counters().get("steps", 0.0) > 0.0
+
+    def busy(self, pid: int) -> str:
+        """What keeps the worker ``pid`` in a round that is over, for good reason; empty where nothing is known to."""
+        reading = self.pages.reading(pid)
+        stopped = process_state(pid) == "stopped"  # whatever it was busy with
+        return hangs.busy(reading) if reading is not None and not stopped else ""
 
     def employ(self, workers: int) -> None:
         """This node has so many workers; they are started when a round is there, in restart mode."""

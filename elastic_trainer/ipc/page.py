@@ -3,8 +3,8 @@
 Two records in one page of memory, each with a sequence number and a checksum: a *pulse* of fixed layout, written at
 every step and change of phase, and *notes* (JSON), written when something rare happens (a save, a new place). Each is
 written by one slice assignment; a reader that meets a half-written record sees it by the checksum and reads again.
-(``struct.pack_into`` shows a reader zeroes, and locks would let a dead worker stop its agent.) Two bytes outside of the
-records tell what the worker is doing in this very moment: a single byte is always whole, and costs next to nothing.
+(``struct.pack_into`` shows a reader zeroes, and locks would let a dead worker stop its agent.) Three bytes outside of
+the records tell what the worker is doing in this very moment: a single byte is always whole, and costs next to nothing.
 
 *Runs in* a worker's main thread (writes), and in the agent (reads).
 *Owns* one file of 8 KiB, made by the worker and removed by the agent; the page outlives its worker, so that nothing
@@ -35,7 +35,7 @@ WORK: Final = (Phase.TRAINING, Phase.REPEATED, Phase.DATA)
 _ATTEMPTS = 20
 
 _MOMENT: Final = 0
-"""Where the phase of this moment is, and behind it whether the worker waits for other ranks."""
+"""Where the phase of this moment is, behind it whether the worker waits for other ranks, and whether a step is open."""
 _PULSE_AT: Final = 64
 _PULSE: Final = struct.Struct(f"<2Qq9Q8d{len(PHASES)}d")
 _SUM: Final = struct.Struct("<Q")
@@ -93,6 +93,8 @@ class Reading:
     waits: bool
     """Whether it waits for other ranks."""
     notes: Mapping[str, Any]
+    inside: bool = False
+    """Whether it is in a step that it has not committed yet."""
 
     @property
     def pid(self) -> int:
@@ -187,6 +189,10 @@ class PageWriter:
         """Whether it waits for other ranks now."""
         self.memory[_MOMENT + 1] = waits
 
+    def inside(self, inside: bool) -> None:
+        """Whether it is in a step now that it has not committed yet."""
+        self.memory[_MOMENT + 2] = inside
+
     def beat(self, pulse: Pulse, phase: int | None = None) -> None:
         """Write ``pulse``; ``phase`` is the number of its phase, where that is known (looking it up takes a moment)."""
         self._sequence += 1
@@ -254,9 +260,9 @@ class PageReader:
             record = self._memory[_PULSE_AT:_PULSE_END]
             if _SUM.unpack_from(record, _PULSE.size)[0] == xxhash.xxh3_64_intdigest(record[: _PULSE.size]):
                 pulse = _pulse(_PULSE.unpack_from(record))
-                phase, waits = self._memory[_MOMENT : _MOMENT + 2]
+                phase, waits, inside = self._memory[_MOMENT : _MOMENT + 3]
                 now = PHASES[phase] if phase < len(PHASES) else pulse.phase
-                return Reading(self.path, pulse, now, bool(waits), notes)
+                return Reading(self.path, pulse, now, bool(waits), notes, bool(inside))
         return None
 
     def close(self) -> None:

@@ -160,6 +160,10 @@ class NodeRecord(Document):
     """In place: whether its workers could go on beside a newcomer now (not in the middle of an evaluation)."""
     newcomer: bool = False
     """In place: whether one of its workers has never been where the others are, though a round may have named it."""
+    busy: str = ""
+    """In place: what keeps its workers in a round that is over, for people. Its agent sees to it that they leave."""
+    committed: int = Field(default=0, ge=0)
+    """In place: the newest step that a worker of this life is known to hold."""
     unreachable: tuple[str, ...] = ()
     """Members of the last round that it could not reach, where that round could not be formed (in place)."""
     cause: str = ""

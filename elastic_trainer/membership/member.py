@@ -26,6 +26,7 @@ from elastic_trainer.errors import (
     TransientError,
 )
 from elastic_trainer.membership.composition import broken
+from elastic_trainer.membership.delays import Delays
 from elastic_trainer.membership.documents import (
     JournalEntry,
     NodeRecord,
@@ -79,6 +80,7 @@ class Member:
         self._outlook = Outlook(store, keys, presence, self._view, clock)
         self._tracker = Tracker()
         self._memory = Recollection()
+        self._delays = Delays()
         self._reloads = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -262,6 +264,7 @@ class Member:
             return min(LOOK_AGAIN_S, outlook_s)
         view = self._as_view(seen)
         decision = decide(view, now)
+        self._delays.note(seen.round, decision, now)
         if decision.action is not Action.WAIT:
             done = self._commit(decision, seen, Deadline.after(WRITE_ATTEMPT_S, self._clock))
             return 0.0 if done else 0.1

@@ -167,7 +167,7 @@ def _regroup(view: View, current: RoundDocument, now: float) -> Decision:
             continue
         bound_s = _bound_s(view, current, node)
         if waited_s < bound_s:
-            silent.append(node.id)
+            silent.append(f"{node.id} ({node.record.busy})" if node.record.busy else node.id)
             left.append(bound_s - waited_s)
     if silent:
         return Decision(Action.WAIT, f"waiting for {', '.join(silent)} to be free", again_in_s=min(left))
@@ -196,9 +196,18 @@ def _bound_s(view: View, current: RoundDocument, node: NodeView) -> float:
     """How long ``node`` may take to leave the round, since that is over."""
     if current.state is RoundState.DRAINING and view.limits.recovery is RecoveryMode.IN_PLACE:
         return math.inf  # by agreement: the step goes on to its end, and a checkpoint is saved
+    if view.limits.recovery is RecoveryMode.IN_PLACE and (node.record.busy or _is_ahead(view, node)):
+        return math.inf  # its agent ends workers that stay for no reason; if that is gone, so is its lease
     if node.record.acknowledged <= current.number:
         return view.limits.regroup_grace_s
     return max(2.0 * node.record.step_time_s, view.limits.report_floor_s)
+
+
+def _is_ahead(view: View, node: NodeView) -> bool:
+    """Whether steps would be lost without ``node``: no survivor that is free holds as much as it may."""
+    free = [each.record.identity for each in candidates(view) if same_life(view, each)]
+    newest = max((identity.step for identity in free if identity is not None), default=None)
+    return newest is None or node.record.committed > newest
 
 
 def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decision:

@@ -203,6 +203,7 @@ class Tracker:
 
     def gave_up(self) -> None:
         """The step at hand is lost, and comes again."""
+        self.page.inside(False)
         self.goes_on()
         self.enter(self._phase)
         seconds = self.pulse.seconds
@@ -217,6 +218,7 @@ class Tracker:
     def step_begins(self, number: int) -> None:
         """Step ``number`` is computed now."""
         phase = _REPEATED if number <= self.reached else _TRAINING
+        self.page.inside(True)
         if self._phase not in _WORK:
             self.change(PHASES[phase])
         elif phase != self._phase:
@@ -225,6 +227,7 @@ class Tracker:
     def committed(self, step: int, samples: int) -> None:
         """``step`` was committed, on ``samples`` samples of this rank."""
         pulse, now = self.pulse, self._monotonic()
+        self.page.inside(False)
         pulse.seconds[self._phase] += now - pulse.phase_at
         pulse.phase_at = pulse.moved_at = now
         seconds = pulse.seconds

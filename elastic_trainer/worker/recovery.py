@@ -27,6 +27,8 @@ from elastic_trainer.worker.rounds import Rounds
 from elastic_trainer.worker.signals import Signals
 from elastic_trainer.worker.step import Step
 
+_LASTING = (Phase.CHECKPOINT, Phase.EVALUATION)
+"""Phases of the script's that go on behind the end of a round in the middle of them."""
 Result = TypeVar("Result")
 
 
@@ -57,7 +59,7 @@ class Recovery:
     def enter(self, *, planned: bool = False, joinable: bool = True, following: Formation | None = None) -> None:
         """Come into the next round with the state that is held here, or get it from those who hold it."""
         tracker = self._part.tracker
-        tracker.change(Phase.RENDEZVOUS)
+        before = tracker.change(Phase.RENDEZVOUS)
         self._rounds.enter(
             self._part.placement,
             self._report,
@@ -70,7 +72,7 @@ class Recovery:
             step_time_s=self._part.span_s,
             forming=lambda: tracker.change(Phase.RENDEZVOUS),
         )
-        tracker.change(Phase.TRAINING)
+        tracker.change(before if before in _LASTING else Phase.TRAINING)
 
     def _report(self) -> StateReport | None:
         if not self._valid:

@@ -28,6 +28,7 @@ from elastic_trainer.worker.sockets import Sockets
 from elastic_trainer.worker.works import Works
 
 SEVER_AGAIN_S = 0.005
+SEVER_AGAIN_LONGEST_S = 0.5
 
 
 class Rounds:
@@ -182,7 +183,9 @@ class Rounds:
 
     def _sever_until_free(self, number: int) -> None:
         """Again until the main thread has left the group: a socket may have been busy the first time."""
+        pause_s = SEVER_AGAIN_S
         while self._inside.is_set() and self._number == number:
-            self._clock.wait(threading.Event(), SEVER_AGAIN_S)
+            self._clock.wait(threading.Event(), pause_s)
+            pause_s = min(2.0 * pause_s, SEVER_AGAIN_LONGEST_S)  # an evaluation of its own may keep it for an hour
             if self._inside.is_set() and self._number == number:
                 self._sockets.sever()

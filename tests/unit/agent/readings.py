@@ -19,6 +19,7 @@ def reading(
     slot: int = 0,
     born_at: float = 0.0,
     waits: bool = False,
+    inside: bool = True,
     moment: Phase | None = None,
     seconds: Mapping[Phase, float] | None = None,
     notes: Mapping[str, Any] | None = None,
@@ -28,7 +29,8 @@ def reading(
     spent = [(seconds or {}).get(each, 0.0) for each in PHASES]
     told = {"pid": pid, "local_rank": slot, "born_at": born_at, **(notes or {})}
     values: dict[str, Any] = {"rank": slot, "round": 1, "fresh": 5} | pulse
-    return Reading(Path(f"{slot}-{pid}"), Pulse(phase=phase, seconds=spent, **values), moment or phase, waits, told)
+    pulse_ = Pulse(phase=phase, seconds=spent, **values)
+    return Reading(Path(f"{slot}-{pid}"), pulse_, moment or phase, waits, told, inside)
 
 
 def round_of(

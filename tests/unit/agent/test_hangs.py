@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.agent.hangs import Limits, Waiting, all_wait, hung, limit_of
+from elastic_trainer.agent.hangs import Limits, Waiting, all_wait, busy, hung, limit_of
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import rendezvous_options
 from tests.unit.agent.readings import rank, reading, round_of, told_by
@@ -49,6 +49,32 @@ def test_each_phase_has_its_limit(phase: Phase, fresh: int, limit_s: float) -> N
 def test_limits_of_zero_are_none(limits: Limits, phase: Phase, fresh: int, limit_s: float) -> None:
     """And a first step gets no less than any other."""
     assert limit_of(reading(phase, fresh=fresh), limits) == limit_s
+
+
+@pytest.mark.parametrize(
+    ("phase", "fresh", "inside", "found"),
+    [
+        (Phase.CHECKPOINT, 5, False, "in checkpoint"),
+        (Phase.EVALUATION, 5, True, "in evaluation"),
+        (Phase.HEALING, 0, False, "getting its state"),
+        (Phase.DATA, 5, False, "waiting for samples"),
+        (Phase.TRAINING, 5, False, "between two steps"),
+        (Phase.TRAINING, 1, True, "in the first steps of its round, which may compile"),
+        (Phase.TRAINING, 2, True, ""),
+        (Phase.REPEATED, 2, True, ""),
+        (Phase.RENDEZVOUS, 0, False, ""),
+        (Phase.ENDING, 5, False, ""),
+    ],
+)
+def test_what_keeps_a_worker_in_a_round_that_is_over(phase: Phase, fresh: int, inside: bool, found: str) -> None:
+    """What waits for nobody: it ends by itself. Who waits for others, in whatever phase, is interrupted."""
+    assert busy(reading(phase, fresh=fresh, inside=inside)) == found
+    assert busy(reading(phase, fresh=fresh, inside=inside, waits=True)) == ""
+
+
+def test_a_save_inside_of_steps_is_seen_in_the_moment() -> None:
+    """The pulse tells of it with the next beat only."""
+    assert busy(reading(Phase.TRAINING, moment=Phase.DATA)) == "waiting for samples"
 
 
 def test_the_shortest_limit_is_that_of_those_there_are() -> None:

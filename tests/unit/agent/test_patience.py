@@ -26,10 +26,10 @@ MEMBER = RoundMember(node="a", create_revision=3, life=1, first_rank=0, local_wo
 NOTHING = Observation(nodes={}, round=None, round_revision=0, connected=True, serial=1)
 
 
-def seen(state: RoundState, *, lives: bool = True, **more: object) -> Observation:
+def seen(state: RoundState, *, lives: bool = True, record: NodeRecord = READY, **more: object) -> Observation:
     """The run with one round of node ``a``."""
     document = RoundDocument(number=4, nonce="x", state=state, members=(MEMBER,)).model_copy(update=more)
-    nodes = {"a": NodeView("a", 3, 9, READY)} if lives else {}
+    nodes = {"a": NodeView("a", 3, 9, record)} if lives else {}
     return replace(NOTHING, nodes=nodes, round=document, round_revision=9)
 
 
@@ -88,10 +88,19 @@ def test_a_ready_node_without_a_round_gives_up_in_time(observation: Observation)
         (seen(RoundState.DRAINING, next=FOLLOWING), READY),
         (seen(RoundState.CLOSED), READY),
         (replace(seen(RoundState.BROKEN), connected=False), READY),
+        (seen(RoundState.BROKEN, record=READY.model_copy(update={"busy": "in checkpoint"})), READY),
         (NOTHING, BASE),
         (NOTHING, None),
     ],
-    ids=["others train", "a planned change", "closed", "no store", "own workers warm up", "not shown yet"],
+    ids=[
+        "others train",
+        "a planned change",
+        "closed",
+        "no store",
+        "a member saves",
+        "own workers warm up",
+        "not shown",
+    ],
 )
 def test_other_waits_do_not_count(observation: Observation, shown: NodeRecord | None) -> None:
     """Spares wait as long as others train; an outage of the store, and slow workers of its own, end no node."""

@@ -6,16 +6,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import pytest
 
-from elastic_trainer.agent.release import FIRST_STEP_S, Release
+from elastic_trainer.agent.release import Release
 from elastic_trainer.agent.roster import Life, Worker
+from elastic_trainer.clock import SYSTEM
 from elastic_trainer.ipc.channel import Connection
 from elastic_trainer.ipc.messages import Ready
-from elastic_trainer.membership.documents import Identity
 from tests.support.crew import LIMIT_S, eventually
 
 
@@ -36,51 +36,75 @@ def timers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
 
 
+def release_of(lock: threading.RLock, limit_s: float = 0.05, busy: Iterable[str] = ()) -> Release:
+    """One that finds workers busy with these things, look by look, and then with nothing."""
+    found = iter(busy)
+    return Release(limit_s, lock, lambda pid: next(found, ""))
+
+
 def worker_of(pid: int, number: int = 3, step_time_s: float = 0.0) -> Worker:
     """A worker that is in round ``number``."""
     ready = Ready(number=number, state=None, planned=False, step_time_s=step_time_s)
     return Worker(cast("Connection", None), pid, 0, life=1, ready=ready, inside=number, told_over=number)
 
 
-def life_of(worker: Worker, steps: int = 5) -> Life:
-    life = Life(1, 1, {0: worker})
-    life.note(Identity(round=1, step=0, epoch=0, samples=0))
-    life.note(Identity(round=1, step=steps, epoch=0, samples=0))
-    return life
+def life_of(worker: Worker) -> Life:
+    return Life(1, 1, {0: worker})
 
 
 def test_a_worker_that_stays_in_a_round_is_killed(process: Any, lock: threading.RLock) -> None:
     """It was told that the round is over, and never said that it is free."""
     worker = worker_of(process.pid)
-    Release(0.05, lock).expect(life_of(worker), worker, 3)
+    release_of(lock).expect(life_of(worker), worker, 3)
     assert process.wait(LIMIT_S) == -signal.SIGKILL
 
 
 def test_a_worker_that_is_free_is_left_alone(process: Any, lock: threading.RLock) -> None:
     """Whether the timer was stopped, or ran out just as the worker said so."""
-    release, worker = Release(0.05, lock), worker_of(process.pid)
+    release, worker = release_of(lock), worker_of(process.pid)
     release.expect(life_of(worker), worker, 3)
     release.freed(worker)
     late = worker_of(process.pid)
     late.ready = Ready(number=4, state=None, planned=False)
-    other = Release(0.05, lock)
-    other.expect(life_of(late), late, 3)
+    release_of(lock).expect(life_of(late), late, 3)
     eventually(lambda: not timers(), "the timers to end")
     assert process.poll() is None
 
 
 def test_nobody_is_killed_by_an_agent_that_has_closed(process: Any, lock: threading.RLock) -> None:
     """Its timers are gone."""
-    release, worker = Release(0.05, lock), worker_of(process.pid)
+    release, worker = release_of(lock), worker_of(process.pid)
     release.expect(life_of(worker), worker, 3)
     release.close()
     eventually(lambda: not timers(), "the timers to end")
     assert process.poll() is None
 
 
-def test_slow_steps_and_the_first_one_get_more_time(lock: threading.RLock) -> None:
-    """Two steps, and a compilation before the first."""
-    release = Release(30.0, lock)
-    assert release.limit_s(life_of(worker_of(1)), worker_of(1)) == 30.0
-    assert release.limit_s(life_of(worker_of(1)), worker_of(1, step_time_s=40.0)) == 80.0
-    assert release.limit_s(life_of(worker_of(1), steps=0), worker_of(1)) == FIRST_STEP_S
+def test_a_busy_worker_is_waited_for_and_the_time_counts_from_its_end(process: Any, lock: threading.RLock) -> None:
+    """Also one that gets busy after its round has ended; what it was busy with explains its delay until it is free."""
+    worker, seen = worker_of(process.pid), list[tuple[str, float]]()
+    doing = iter(["", *["in checkpoint"] * 40])
+    ended = list[float]()
+
+    def busy(pid: int) -> str:
+        found = next(doing, "")
+        if not found and seen[-1:] and seen[-1][0]:
+            ended.append(SYSTEM.monotonic())
+        return found
+
+    def late(worker: Worker) -> None:
+        seen.append((worker.busy, SYSTEM.monotonic()))
+
+    Release(0.08, lock, busy, late).expect(life_of(worker), worker, 3)
+    assert process.wait(LIMIT_S) == -signal.SIGKILL
+    told = [busy for busy, _ in seen]
+    assert told == ["", *["in checkpoint"] * (len(told) - 1)]
+    assert len(told) > 40
+    assert seen[-1][1] > ended[0]  # it was still waited for when it was not busy any more
+
+
+def test_slow_steps_get_more_time(lock: threading.RLock) -> None:
+    """Two of them."""
+    release = release_of(lock, 30.0)
+    assert release.limit_s(worker_of(1)) == 30.0
+    assert release.limit_s(worker_of(1, step_time_s=40.0)) == 80.0

@@ -251,6 +251,38 @@ def test_a_node_that_has_acknowledged_gets_time_for_its_step() -> None:
         assert names(made(scene.decide(after_s=0.2), Action.FORM)) == ["a", "c"]
 
 
+def test_a_node_whose_workers_are_busy_is_waited_for_and_named_with_the_reason() -> None:
+    """They save, say: that is no reason to go on without them, and their own agent sees that it does not last."""
+    scene = trio(RoundState.BROKEN).show(
+        free("a", 1, 1), free("c", 3, 1), acknowledged("b", 2, 1, busy="in checkpoint")
+    )
+    waiting = scene.decide(after_s=3600.0)
+    assert waiting.action is Action.WAIT
+    assert waiting.reason == "waiting for b (in checkpoint) to be free"
+    scene.show(free("b", 2, 1))
+    assert names(made(scene.decide(), Action.FORM)) == list("abc")
+
+
+def test_nobody_goes_on_without_the_only_ones_that_hold_the_state() -> None:
+    """A worker that was started again is ready before any survivor is: it would begin at the last checkpoint. Nor
+    without the one that has committed a step more than those that are free."""
+    scene = trio(RoundState.BROKEN).show(free("a", 1, 1, life=2, identity=None), acknowledged("b", 2, 1))
+    scene.show(free("c", 3, 1, life=2, identity=None))
+    assert scene.decide(after_s=60.0).reason == "waiting for b to be free"
+    scene = trio(RoundState.BROKEN).show(free("a", 1, 1), free("c", 3, 1), acknowledged("b", 2, 1, committed=8))
+    assert scene.decide(after_s=60.0).reason == "waiting for b to be free"
+    scene.show(acknowledged("b", 2, 1, committed=7))
+    assert names(made(scene.decide(), Action.FORM)) == ["a", "c"]
+
+
+def test_a_silent_node_that_alone_holds_the_state_is_waited_for_while_its_key_stands() -> None:
+    """Its agent may be slow to hear of the end; if it is dead its port or its lease tells."""
+    scene = trio(RoundState.BROKEN).show(free("a", 1, 1, life=2, identity=None), free("c", 3, 1, life=2, identity=None))
+    assert scene.decide(after_s=60.0).reason == "waiting for b to be free"
+    scene.lose("b")
+    assert names(made(scene.decide(), Action.FORM)) == ["a", "c"]
+
+
 def test_a_ghost_counts_again_when_its_key_changes() -> None:
     """It was alive after all: a newcomer like any other, with its state."""
     pair = [node("a", 1, acknowledged=2, reported=2), node("c", 3, acknowledged=2, reported=2)]

@@ -279,6 +279,16 @@ def test_waits_outside_of_steps_do_not_make_a_rank_look_fast(bench: Bench) -> No
     assert (bench.read().pulse.step_s, bench.read().pulse.compute_s) == (1.0, 1.0)
 
 
+def test_a_step_is_open_until_it_is_committed_or_given_up(bench: Bench) -> None:
+    """Seen in the moment: what the script does between two steps waits for nobody."""
+    for end in (lambda: bench.tracker.committed(1, 4), bench.tracker.gave_up):
+        assert not bench.read().inside
+        bench.tracker.step_begins(1)
+        assert bench.read().inside
+        end()
+    assert not bench.read().inside
+
+
 def test_a_commit_tells_what_was_done(bench: Bench) -> None:
     """Steps and samples of this process, steps of this round, and when the first of them was."""
     placed(bench, 7)

@@ -1,0 +1,90 @@
+"""A small in-place training that is busy for long when a file asks it to; the test decides its end as in ``train``.
+
+``evaluate``: behind the next step all ranks do something of their own for a while, and then evaluate for longer.
+``slow``: the next checkpoints take long. ``stick-NODE``: that node's worker never comes back from an evaluation.
+Whoever is busy has written ``busy-NODE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from elastic_trainer import Session
+from elastic_trainer.checkpoint.events import Event, EventKind
+from elastic_trainer.clock import pause
+from tests.drills.endings.train import BATCH, SAMPLES
+
+UNMARKED_S, EVALUATION_S, SAVE_S, FOREVER_S = 3.0, 9.0, 12.0, 600.0
+"""More than the ``sever_timeout`` of these drills; with it more than a node gets that is not busy; more than a test."""
+
+
+class Work:
+    """What the script does beside its steps."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.session: Session | None = None
+
+    def asked(self, name: str) -> bool:
+        """Whether the test asks for it."""
+        return (self._directory / name).exists()
+
+    def save_slowly(self, event: Event) -> None:
+        """On rank 0, in the middle of a save."""
+        if event.kind is EventKind.COMMITTED and self.asked("slow"):
+            self._begin()
+            pause(SAVE_S)
+
+    def evaluate(self, session: Session) -> None:
+        """On all ranks."""
+        self._begin()
+        stick = self.asked(f"stick-{session.environment.node}")
+        pause(0.0 if stick else UNMARKED_S)
+        with session.phase("evaluation"):
+            pause(FOREVER_S if stick else EVALUATION_S)
+
+    def _begin(self) -> None:
+        if self.session is not None:
+            (self._directory / f"busy-{self.session.environment.node}").touch()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args().directory
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 16), torch.arange(SAMPLES) % 4)
+    work = Work(directory)
+    with Session(
+        checkpoint_dir=directory / "checkpoints",
+        checkpoint_every_s=None,
+        checkpoint_every_steps=50,
+        on_checkpoint_event=work.save_slowly,
+    ) as session:
+        work.session = session
+        model: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        model = session.wrap(model, optimizer=optimizer)
+        for batch in session.batches(data, global_batch_size=BATCH, epochs=10_000):
+            with session.step() as step:
+                step.backward(nn.functional.cross_entropy(model(batch.x), batch.y))
+                wishes = torch.tensor([float(work.asked("stop")), float(work.asked("evaluate"))])
+                end, evaluate = session.all_reduce(wishes).tolist()
+                optimizer.step()
+            if not step.committed:
+                continue
+            step.loss  # noqa: B018 - a collective of its own
+            if end:
+                break
+            if evaluate:
+                work.evaluate(session)
+            pause(0.02)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""A worker is lost while the others save, evaluate, or are between two steps: the others wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.membership.documents import RoundState
+from tests.drills.endings.job import LASTING, Job
+
+SCRIPT = Path(__file__).with_name("busy.py")
+QUICK = LASTING | {"sever_timeout": "2"}
+ALL = ("n0", "n1", "n2")
+
+
+def busy_job(directory: Path, endpoint: str, run: str, **options: str) -> Job:
+    """Its nodes run the script beside this file."""
+    entry = ["-m", "tests.drills.endings.busy", str(directory)]
+    return Job(directory, endpoint, run, least=1, options=QUICK | options, entry=entry)
+
+
+def pids(job: Job, names: Sequence[str]) -> dict[str, int]:
+    """The processes of their workers."""
+    workers = {name: job.node(name).worker() for name in names}
+    return {name: worker.pid for name, worker in workers.items() if worker is not None}
+
+
+def ask(job: Job, what: str, *busy: str) -> None:
+    """Ask for ``what``, once, and wait until these nodes are at it."""
+    directory = job.spec.directory
+    job.tell(what)
+    job.wait_for(lambda: all((directory / f"busy-{name}").exists() for name in busy), f"{busy} do not get busy")
+    (directory / what).unlink()
+    for name in busy:
+        (directory / f"busy-{name}").unlink()
+
+
+def broken(job: Job) -> list[str]:
+    """Why rounds were broken."""
+    return [entry.reason for entry in job.journal() if entry.state is RoundState.BROKEN]
+
+
+@pytest.mark.timeout(600)
+def test_survivors_that_are_busy_are_neither_killed_nor_left_behind(
+    tmp_path: Path, etcd_endpoint: str, run_id: str
+) -> None:
+    """One of three workers is lost while all are between two steps and then in an evaluation, longer than
+    ``sever_timeout`` and the time of a node that is not busy; then one while rank 0 saves. The same processes go on,
+    no committed step is lost, and the logs say what was waited for. One that never comes back from an evaluation is
+    waited for until ``phase_timeout`` is over."""
+    with busy_job(tmp_path, etcd_endpoint, run_id, phase_timeout="16") as job:
+        job.start(3)
+        before = job.await_world(*ALL, count=20)
+        for turn, (what, reason) in enumerate((("evaluate", "in evaluation"), ("slow", "in checkpoint")), 1):
+            *stay, victim = job.order()
+            there = pids(job, stay)
+            ask(job, what, *(ALL if what == "evaluate" else stay[:1]))
+            stood = job.newest()
+            assert job.node(victim).kill_worker() is not None
+            before = job.await_world(*ALL, after=before)
+            assert pids(job, stay) == there
+            assert len(broken(job)) == turn, broken(job)
+            assert job.newest() > stood
+            said = "".join(job.log(name) for name in stay)
+            assert f'"busy": "{reason}"' in said
+            assert f"({reason}) to be free" in said
+        assert '"busy": "between two steps"' in said
+        assert all("worker.killed" not in job.log(name) for name in ALL)
+        head, stuck, victim = job.order()
+        there = pids(job, [head])
+        job.tell(f"stick-{stuck}")
+        ask(job, "evaluate", *ALL)
+        (tmp_path / f"stick-{stuck}").unlink()
+        assert job.node(victim).kill_worker() is not None
+        job.await_world(*ALL, after=before)
+        assert pids(job, [head]) == there
+        assert "it has not got on for" in job.log(stuck)
+        assert "(in evaluation, behind step" in job.log(stuck)
+        assert job.finish() == dict.fromkeys(ALL, 0)
+        job.check_lossless()
+        assert job.saved_step() == job.newest()
