@@ -19,6 +19,9 @@ from elastic_trainer.model import PreflightMode, RecoveryMode
 
 DEFAULT_ETCD_PORT = 2379
 DEFAULT_ENDPOINT = f"127.0.0.1:{DEFAULT_ETCD_PORT}"
+GROUP_TIMEOUT_S = 600.0
+"""How long a collective may take where no agent of this package watches the ranks."""
+UNLIMITED_S = 30 * 86_400.0
 _SECRETS = frozenset({"password"})
 """Keys whose values are never shown."""
 
@@ -212,6 +215,12 @@ class RendezvousOptions(Frozen):
     cert: Path | None = None
     key: Path | None = None
 
+    @property
+    def group_timeout_s(self) -> float:
+        """How long ranks wait for one that does something else: as long as the watchdog lets it, in turn."""
+        limits = (self.step_timeout, self.first_step_timeout, self.phase_timeout)
+        return GROUP_TIMEOUT_S + sum(limits) if all(limits) else UNLIMITED_S
+
     def store(self, endpoint: str, environ: Mapping[str, str] | None = None) -> StoreSettings:
         """The store settings for ``--rdzv-endpoint`` ``endpoint``; the environment says what is left open."""
         names = ("prefix", "user", "password", "password_file", "ca_cert", "cert", "key")
@@ -261,6 +270,8 @@ class WorkerEnvironment(Frozen):
     recovery: RecoveryMode = RecoveryMode.RESTART
     form_timeout: float = Field(default=10.0, gt=0.0)
     """In place: how many seconds the forming of a process group may take."""
+    group_timeout: float = Field(default=GROUP_TIMEOUT_S, gt=0.0)
+    """How many seconds a collective may take."""
     pages: Path | None = None
     """Where this process's heartbeat page belongs, where this package's agent started it."""
     reached: int = Field(default=0, ge=0)
@@ -304,6 +315,7 @@ ENV_ROUND = "ELASTIC_TRAINER_ROUND"
 ENV_ROUND_REASON = "ELASTIC_TRAINER_ROUND_REASON"
 ENV_RECOVERY = "ELASTIC_TRAINER_RECOVERY"
 ENV_FORM_TIMEOUT = "ELASTIC_TRAINER_FORM_TIMEOUT"
+ENV_GROUP_TIMEOUT = "ELASTIC_TRAINER_GROUP_TIMEOUT"
 ENV_PAGES = "ELASTIC_TRAINER_PAGES"
 ENV_REACHED = "ELASTIC_TRAINER_REACHED"
 ENV_METRICS_ADDRESS = "ELASTIC_TRAINER_METRICS_ADDRESS"
@@ -340,6 +352,7 @@ _WORKER_VARIABLES = {
     "channel": ENV_CHANNEL,
     "recovery": ENV_RECOVERY,
     "form_timeout": ENV_FORM_TIMEOUT,
+    "group_timeout": ENV_GROUP_TIMEOUT,
     "pages": ENV_PAGES,
     "reached": ENV_REACHED,
     "metrics_address": ENV_METRICS_ADDRESS,

@@ -79,7 +79,8 @@ def limit_of(reading: Reading, limits: Limits) -> float:
     phase = _phase(reading)
     if phase in _LONG:
         return limits.phase_s
-    if phase not in WORK or not limits.step_s:
+    ends = phase is Phase.ENDING and reading.waits  # some rank may be in one more step, for ever
+    if not (phase in WORK or ends) or not limits.step_s:
         return 0.0
     if reading.pulse.fresh < FRESH_STEPS:
         return limits.first_step_s and max(limits.first_step_s, limits.step_s)

@@ -28,7 +28,7 @@ from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.health import added_up, goodput
 from elastic_trainer.membership.member import Member
 from elastic_trainer.model import Cause, Phase
-from elastic_trainer.settings import ENV_PAGES, ENV_REACHED, RendezvousOptions
+from elastic_trainer.settings import ENV_GROUP_TIMEOUT, ENV_PAGES, ENV_REACHED, RendezvousOptions
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.metered import MeteredStore
 from elastic_trainer.store.untrusted import cleaned
@@ -60,7 +60,7 @@ class Vitals:
         self.verdicts = Verdicts()
         self._incidents = Incidents(node)
         self._told = HealthStore(store, keys, node)
-        self._reached = _reached_before(store, keys)
+        self._reached, self._group_timeout_s = _reached_before(store, keys), options.group_timeout_s
         self._told.fold(member.look().nodes)
         records = partial(records_of, store, keys)
         straggling = Straggling(node, store, keys, records, evicts=options.evict_stragglers, clock=clock)
@@ -110,11 +110,12 @@ class Vitals:
         self.pages.mode(phase)
 
     def starting(self) -> None:
-        """torchrun starts the workers now: tell them where their pages belong."""
+        """torchrun starts the workers now: where their pages belong, and how long to wait for those watched here."""
         os.environ.pop(ENV_PAGES, None)
         if self.pages.directory is not None:
             os.environ[ENV_PAGES] = str(self.pages.directory)
         self.pages.look()
+        os.environ[ENV_GROUP_TIMEOUT] = str(self._group_timeout_s)
         os.environ[ENV_REACHED] = str(max(self._reached, self.pages.reached))
         self.pages.mode(Phase.STARTING)
 

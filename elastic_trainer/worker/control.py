@@ -58,10 +58,10 @@ class Pending:
     def __init__(self, control: Control, work: Any, vector: torch.Tensor, purpose: Purpose) -> None:
         self._control, self._work, self._vector, self._purpose = control, work, vector, purpose
 
-    def wait(self, timeout_s: float | None = None) -> list[float]:
+    def wait(self) -> list[float]:
         """The sums over all ranks."""
         if self._work is not None:
-            self._control.finish(self._work, self._purpose.name.lower(), timeout_s)
+            self._control.finish(self._work, self._purpose.name.lower())
         return self._control.checked(self._vector.tolist(), self._purpose)
 
 
@@ -194,10 +194,10 @@ class Control:
         except RuntimeError as error:
             raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({name}: {_first_line(error)})") from error
 
-    def finish(self, work: Any, what: str, timeout_s: float | None = None) -> None:
+    def finish(self, work: Any, what: str) -> None:
         """Wait for ``work``."""
         try:
-            self.works.wait(work, timeout_s)
+            self.works.wait(work)
         except RuntimeError as error:
             raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({what}: {_first_line(error)})") from error
 

@@ -61,18 +61,19 @@ class Patience:
     working_s: float
 
 
-def form(formation: Formation, placement: Placement, timeout_s: float) -> Group:
+def form(formation: Formation, placement: Placement, patience: Patience) -> Group:
     """The groups of ``formation``; a process that is alone by nature needs none and opens no port."""
     if formation.store is None:
         return Group(formation, Control())
     if formation.one_host:
         settings.prefer_loopback()
-    timeout = timedelta(seconds=timeout_s)
+    forming, working = timedelta(seconds=patience.forming_s), timedelta(seconds=patience.working_s)
     try:
-        store = _connect(formation, formation.store, timeout)
-        prefix = formation.store.prefix or _agreed_prefix(store, formation, timeout_s)
+        store = _connect(formation, formation.store, forming)
+        prefix = formation.store.prefix or _agreed_prefix(store, formation, patience.forming_s)
         fresh = PrefixStore(f"round/{prefix}", store)
-        control = _init(formation, placement, fresh, timeout, timeout)
+        control = _init(formation, placement, fresh, forming, working)
+        control.set_timeout(working)
     except (RuntimeError, ValueError) as error:
         leave_torch()
         address = f"{formation.store.host}:{formation.store.port}"

@@ -65,7 +65,6 @@ from elastic_trainer.worker.step import Step
 from elastic_trainer.worker.steps import Steps
 from elastic_trainer.worker.together import Together
 
-GROUP_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 10.0
 
 Kind = TypeVar("Kind", bound=StrEnum)
@@ -79,6 +78,8 @@ class Session:
     changed. ``backend`` is "auto" (NCCL where all ranks are on CUDA devices), "gloo" (also for several processes that
     share a CUDA device) or "nccl". ``stop_timeout_s`` bounds how long the ranks may take to agree to stop.
     ``require_last_save``: end with exit code 73, on all ranks, where the state at the end cannot be saved.
+    ``group_timeout_s`` None: a collective may take as long as the agent lets a rank do something else, and 600 s where
+    there is none.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Session:
         require_last_save: bool = False,
         backend: str = device.AUTO,
         stop_timeout_s: float = STOP_TIMEOUT_S,
-        group_timeout_s: float = GROUP_TIMEOUT_S,
+        group_timeout_s: float | None = None,
         on_checkpoint_event: EventSink | None = None,
         link: Link | None = None,
     ) -> None:
@@ -116,8 +117,9 @@ class Session:
             on_checkpoint_event=on_checkpoint_event,
         )
         self._asked_device, self._backend = device, backend
-        self._stop_timeout_s, self._group_timeout_s = stop_timeout_s, group_timeout_s
         self.environment = settings.worker_environment()
+        self._stop_timeout_s = stop_timeout_s
+        self._group_timeout_s = group_timeout_s if group_timeout_s is not None else self.environment.group_timeout
         self._given_link = link
         self._position = Position()
         self._user: dict[str, Stateful] = {}
@@ -164,7 +166,8 @@ class Session:
         self._held.append(sockets.descriptors)
         with self._tracker.during(Phase.RENDEZVOUS):
             sockets.forming()
-            group = groups.form(formation, part.placement, self._group_timeout_s)
+            forming_s = min(settings.GROUP_TIMEOUT_S, self._group_timeout_s)
+            group = groups.form(formation, part.placement, groups.Patience(forming_s, self._group_timeout_s))
             sockets.formed()
         part.enter(group, self._signals)
         part.check_storage()

@@ -22,12 +22,10 @@ from elastic_trainer.worker.tree import TreeReduction
 if TYPE_CHECKING:
     from elastic_trainer.worker.steps import Steps
 
-LOSS_TIMEOUT_S = 120.0
-
 
 def _mean_of(losses: Pending, control: Control) -> float:
     """The mean over the global batch, from the sum of all ranks' weighted losses."""
-    return losses.wait(LOSS_TIMEOUT_S)[0] / control.world_size
+    return losses.wait()[0] / control.world_size
 
 
 class LaterLoss:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
-from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker.pulse import Tracker
 
@@ -87,25 +86,22 @@ class Works:
         self._open[id(work)] = work
         return work
 
-    def wait(self, work: Work, timeout_s: float | None = None) -> None:
-        """Wait until ``work`` has ended."""
+    def wait(self, work: Work) -> None:
+        """Wait until ``work`` has ended: as long as its group allows, and in place no longer than the round lasts."""
         if self.tracker is not None:
             self.tracker.waits()
         try:
             if self._interruptible:
-                self._wait_by_moments(work, timeout_s)
-            elif timeout_s is None:
-                work.wait()
+                self._wait_by_moments(work)
             else:
-                work.wait(timedelta(seconds=timeout_s))
+                work.wait()
         finally:
             if self.tracker is not None:
                 self.tracker.goes_on()
             if work.is_completed():
                 self._open.pop(id(work), None)
 
-    def _wait_by_moments(self, work: Work, timeout_s: float | None) -> None:
-        deadline = Deadline.after(timeout_s) if timeout_s is not None else None
+    def _wait_by_moments(self, work: Work) -> None:
         while True:
             try:
                 work.wait(_MOMENT)
@@ -114,8 +110,6 @@ class Works:
                 if work.is_completed():
                     self._outcome(work)  # the moment may have ended first
                     return
-                if deadline is not None and deadline.expired:
-                    raise
             if self._over.is_set():
                 raise RoundBrokenError(self._why)
 

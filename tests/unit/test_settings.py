@@ -229,6 +229,16 @@ def test_limits_of_hangs_and_the_endpoint_are_options(tmp_path: Path) -> None:
     assert chosen.metrics_token_file == token
 
 
+def test_a_collective_may_take_as_long_as_the_watchdog_lets_a_rank_do_something_else() -> None:
+    """A compilation, a step and a save, one after the other; 600 s where nobody watches the ranks."""
+    assert rendezvous_options({}).group_timeout_s > 1800.0 + 300.0 + 3600.0
+    assert rendezvous_options({"phase_timeout": "86400"}).group_timeout_s > 86400.0
+    for name in ("phase_timeout", "step_timeout", "first_step_timeout"):
+        assert rendezvous_options({name: "0"}).group_timeout_s > 7 * 86400.0
+    assert worker_environment({}).group_timeout == 600.0
+    assert worker_environment({"ELASTIC_TRAINER_GROUP_TIMEOUT": "6300.0"}).group_timeout == 6300.0
+
+
 def test_a_worker_learns_where_its_page_belongs_and_how_far_the_job_was() -> None:
     """Without an agent of this package neither is known."""
     plain = worker_environment({})

@@ -22,7 +22,14 @@ from elastic_trainer.agent.launcher import local_workers
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, ConfigError
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.model import Cause, checked_name
-from elastic_trainer.settings import ENV_NODE, ENV_PAGES, ENV_REACHED, ENV_ROUND, RendezvousOptions
+from elastic_trainer.settings import (
+    ENV_GROUP_TIMEOUT,
+    ENV_NODE,
+    ENV_PAGES,
+    ENV_REACHED,
+    ENV_ROUND,
+    RendezvousOptions,
+)
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.memory import MemoryBackend
 from tests.support.crew import LIMIT_S, Gate, GatedStore, eventually, soon
@@ -89,7 +96,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     """No node yet; all are ended after the test, and the environment is as it was."""
     for name in (ENV_NODE, ENV_ROUND, "ELASTIC_TRAINER_RECOVERY"):
         monkeypatch.setenv(name, "")
-    for name in (ENV_PAGES, ENV_REACHED):
+    for name in (ENV_GROUP_TIMEOUT, ENV_PAGES, ENV_REACHED):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     running = Nodes()

@@ -35,6 +35,11 @@ def test_each_phase_has_its_limit(phase: Phase, fresh: int, limit_s: float) -> N
     assert limit_of(reading(phase, fresh=fresh, step_s=2.0), LIMITS) == limit_s
 
 
+def test_the_wait_at_the_end_is_that_of_a_step() -> None:
+    """Loops of unequal length: one rank is through, another waits for it in one more step. Else nobody would say so."""
+    assert limit_of(reading(Phase.ENDING, step_s=2.0, waits=True), LIMITS) == 30.0
+
+
 @pytest.mark.parametrize(
     ("limits", "phase", "fresh", "limit_s"),
     [

@@ -18,6 +18,7 @@ from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDoc
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import (
     ENV_CHANNEL,
+    ENV_GROUP_TIMEOUT,
     ENV_NODE,
     ENV_PAGES,
     ENV_REACHED,
@@ -114,7 +115,7 @@ class Nodes:
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     for name in (ENV_NODE, ENV_ROUND, ENV_RECOVERY, ENV_CHANNEL, *EXPORTED):
         monkeypatch.setenv(name, "")
-    for name in (ENV_PAGES, ENV_REACHED):
+    for name in (ENV_GROUP_TIMEOUT, ENV_PAGES, ENV_REACHED):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     running = Nodes()
@@ -131,6 +132,7 @@ def test_workers_start_at_once_in_a_world_of_their_own(nodes: Nodes) -> None:
     assert (os.environ[ENV_NODE], os.environ[ENV_ROUND], os.environ[ENV_RECOVERY]) == ("a", "0", "in_place")
     assert handler._conductor is not None
     assert os.environ[ENV_CHANNEL] == str(handler._conductor.path)
+    assert float(os.environ[ENV_GROUP_TIMEOUT]) == handler._options.group_timeout_s > handler._options.phase_timeout
     assert [os.environ[name] for name in EXPORTED] == ["0", "0"]
     assert handler.use_agent_store
     assert handler.num_nodes_waiting() == 0

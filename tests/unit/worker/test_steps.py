@@ -308,7 +308,7 @@ def test_the_loss_is_that_of_all_backward_passes(wanted: bool) -> None:
 class Lost:
     """A sum that never comes."""
 
-    def wait(self, timeout_s: float) -> list[float]:
+    def wait(self) -> list[float]:
         raise RoundBrokenError("a peer was lost")
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from elastic_trainer.clock import SystemClock
 from elastic_trainer.errors import RoundBrokenError
+from elastic_trainer.worker.control import Control, Purpose
+from elastic_trainer.worker.pulse import Tracker
+from elastic_trainer.worker.step import LaterLoss
 from elastic_trainer.worker.works import Works
 
 
@@ -87,9 +93,29 @@ def test_an_operation_that_fails_after_the_end_of_its_round_fails_because_of_tha
     assert "500ms" in str(caught.value.__cause__)
 
 
-def test_an_operation_may_have_a_limit_of_its_own() -> None:
-    """In a round that has not ended."""
-    works, operation = Works(interruptible=True), Operation()
-    works.begun(operation)
-    with pytest.raises(RuntimeError, match="timed out"):
-        works.wait(operation, timeout_s=0.05)
+class Slow(Operation):
+    """One that takes ten minutes of a clock that it moves itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.now += 60.0
+        if self.now < 600.0:
+            raise RuntimeError("Operation timed out!")
+        self.end()
+        return True
+
+
+def test_a_loss_is_waited_for_as_long_as_the_round_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may be saving: whether that takes too long is for the agents to say, not for who waits for it."""
+    slow = Slow()
+    monkeypatch.setattr(SystemClock, "monotonic", lambda _: slow.now)
+    group: Any = SimpleNamespace(allreduce=lambda _: slow)
+    control = Control(group, 0, 2, Works(interruptible=True))
+    pending = control.start(Purpose.LOSS, [3.0])
+    pending._vector *= 2.0  # as if the other rank had the same loss
+    steps: Any = SimpleNamespace(control=control, tracker=Tracker())
+    assert LaterLoss(steps, control, pending, None).read() == 3.0
+    assert slow.now == 600.0

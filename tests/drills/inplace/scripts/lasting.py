@@ -21,7 +21,6 @@ from torch import nn
 
 from elastic_trainer import Session
 from elastic_trainer.worker.rounds import Rounds
-from elastic_trainer.worker.session import GROUP_TIMEOUT_S
 
 WIDTH = 256
 FREED = [0.0]
@@ -49,7 +48,7 @@ def holdings() -> dict[str, Any]:
     }
 
 
-def main(megabytes: float, bucket_mb: float, group_timeout_s: float = GROUP_TIMEOUT_S) -> None:
+def main(megabytes: float, bucket_mb: float, group_timeout_s: float | None = None) -> None:
     torch.set_num_threads(1)
     watch_freedom()
     layers = max(1, round(megabytes * (1 << 20) / (4 * WIDTH * (WIDTH + 1))))
