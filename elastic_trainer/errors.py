@@ -113,6 +113,10 @@ class JoinTimeoutError(PermanentError):
     """Too few nodes came within ``join_timeout``."""
 
 
+class SessionTimeoutError(PermanentError):
+    """No worker opened a Session within ``session_timeout``: a script without one, or a download that hangs."""
+
+
 class CheckpointError(PermanentError):
     """A checkpoint cannot be read or does not fit this job."""
 

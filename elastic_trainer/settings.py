@@ -194,7 +194,7 @@ class RendezvousOptions(Frozen):
     metrics_cert: Path | None = Field(default=None, description="certificate of the endpoint (PEM)")
     metrics_key: Path | None = Field(default=None, description="and its key")
     form_timeout: float = Field(default=10.0, gt=0.0, description="in place: longest time to form a process group")
-    session_timeout: float = Field(default=60.0, gt=0.0, description="in place: time until a worker opens a Session")
+    session_timeout: float = Field(default=3600.0, gt=0.0, description="in place: time until a worker opens a Session")
     failure_limit: int = Field(default=3, ge=1, description="failures at one step that end the run")
     stalled_rounds: int = Field(default=10, ge=1, description="rounds without a committed step that end the run")
     preflight: PreflightMode = PreflightMode.OFF

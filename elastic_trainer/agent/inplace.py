@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from elastic_trainer.agent.announcer import Announcer
+from elastic_trainer.agent.arrival import Arrival
 from elastic_trainer.agent.conductor import Conductor
 from elastic_trainer.agent.contact import Contact, records_of
 from elastic_trainer.agent.handler import Etcd3RendezvousHandler
@@ -27,7 +28,7 @@ from elastic_trainer.agent.launcher import LocalWorkers, local_workers
 from elastic_trainer.agent.patience import Patience
 from elastic_trainer.agent.peers import descendants
 from elastic_trainer.agent.progress import ProgressWriter
-from elastic_trainer.agent.supervisor import kill_workers
+from elastic_trainer.agent.supervisor import kill_workers, worker_pids
 from elastic_trainer.agent.torchrun_store import RoundStore
 from elastic_trainer.agent.trap import Trap
 from elastic_trainer.clock import Deadline, pause
@@ -200,15 +201,14 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         """Workers are told by the conductor; none is killed for a round that is over."""
 
     def _watch_for_session(self, conductor: Conductor) -> None:
-        limit_s, life = self._options.session_timeout, conductor.life
+        life = conductor.life
 
-        def watch() -> None:
-            if conductor.met.wait(limit_s) or self._finished:
-                return
-            if self._conductor is conductor and conductor.life == life:  # those workers, and nobody has given up
-                self._fatal(ConfigError(f"{_NO_SESSION}: none was opened within {limit_s:g} s", hint=_NO_SESSION_HINT))
+        def awaited() -> bool:
+            """Those workers are still meant, and nobody has given up."""
+            return not self._finished and self._conductor is conductor and conductor.life == life
 
-        threading.Thread(target=watch, name="session-watch", daemon=True).start()
+        workers = partial(worker_pids, self._run_id)
+        Arrival(conductor.met, awaited, workers, self._options.session_timeout, self._fatal, self._clock)
 
     def _without_session(self) -> Iterator[int]:
         """The workers that have opened no Session, and their children; nothing else is below this process."""

@@ -1,4 +1,7 @@
-"""What a user may get wrong about in-place recovery: one sentence and status 78 within seconds, never a job of one."""
+"""What a user may get wrong about in-place recovery: one sentence and status 78 within seconds, never a job of one.
+
+A script that only takes too long to open its Session ends with 1: another try may help that.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE
 from tests.drills.endings.job import Job
 
 NO_SESSION = "--rdzv-conf recovery=in_place needs a training script that opens an elastic_trainer.Session"
@@ -21,6 +25,7 @@ class Mistake:
     sentence: str
     script: str | None = None
     changes: tuple[tuple[str, Any], ...] = ()
+    code: int = EXIT_CONFIG
 
 
 MISTAKES = (
@@ -28,7 +33,7 @@ MISTAKES = (
         "no restarts", "torchrun's --max-restarts is 0 (add --max-restarts 100, say)", None, (("max_restarts", 0),)
     ),
     Mistake("plain", NO_SESSION, GROUP),
-    Mistake("idle", f"{NO_SESSION}: none was opened within 4 s", FOREVER),
+    Mistake("idle", "no worker has opened an elastic_trainer.Session within 4 s, as", FOREVER, code=EXIT_FAILURE),
     Mistake("short", f"{NO_SESSION}: the script ended without one", "print('done')"),
 )
 
@@ -49,7 +54,7 @@ def test_mistakes_end_in_one_sentence(tmp_path: Path, etcd_endpoint: str, run_id
             job.add_with(**({"entry": [str(script)]} if mistake.script else {}))
         for mistake, job in jobs:
             with job:
-                assert job.exit_code(job.nodes[0]) == 78, job.describe()
+                assert job.exit_code(job.nodes[0]) == mistake.code, job.describe()
                 (said,) = job.sentences("n0")
                 assert mistake.sentence in said
                 assert "Traceback" not in job.log("n0")
