@@ -48,6 +48,8 @@ class Purpose(IntEnum):
     FINISH = 8
     COUNT = 9
     PLAN = 10
+    TRAINED = 11
+    COMPARE = 12
 
 
 class Pending:

@@ -26,9 +26,12 @@ class _Sums:
     def __init__(self, group: Any, works: Works) -> None:
         self._group, self._works = group, works
         self.begun: list[Work] = []
+        self.complete = False
+        """Whether the last bucket has been begun: buckets are, in order, once they are full."""
 
     def begin(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
+        self.complete = bucket.is_last()
         self.begun.append(self._works.begun(self._group.allreduce([buffer])))
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(buffer)
@@ -57,7 +60,12 @@ class Gradients:
 
     def begin_step(self) -> None:
         """There are no gradients yet."""
-        self._summed = False
+        self._summed = self._sums.complete = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients of the step are in the sums."""
+        return self._sums.complete
 
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass, and the sums over all ranks unless they are to be left for a later one."""

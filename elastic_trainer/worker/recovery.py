@@ -99,8 +99,9 @@ class Recovery:
             mine = identity(self.collect(), position.lineage, position.step, self.buffers)
         least = max(group.formation.round, position.generation + 1)
         attempted = self._given_up.number if self._given_up is not None else 0
-        cut = part.feed.fields
-        notes = {"fields": cut or dict(part.origin.fields), "cut": cut, "attempted": attempted}
+        trainable, cut = self._trained.steps.trainable, part.feed.fields
+        fields = cut or dict(part.origin.fields)
+        notes = {"fields": fields, "cut": cut, "attempted": attempted, "frozen": trainable.frozen}
         healed = heal(part.control, mine, least, self, notes, self._calls.count)
         self._calls.meet(part.control, healed.done)
         if healed.source is None:
@@ -112,6 +113,7 @@ class Recovery:
         behind = part.rank in healed.behind
         if behind:
             part.origin = Origin(None, healed.notes["fields"])
+            trainable.freeze(frozenset(healed.notes["frozen"]))
         part.take_part(healed.generation, part.origin.fields, healed.notes.get("cut") if behind else None)
         given_up, self._given_up = self._given_up, None
         if behind and given_up is not None:

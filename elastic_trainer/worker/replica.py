@@ -26,6 +26,7 @@ from elastic_trainer.worker.device import Placement
 from elastic_trainer.worker.gradients import Gradients
 from elastic_trainer.worker.group import all_reduce
 from elastic_trainer.worker.pulse import Tracker
+from elastic_trainer.worker.trainable import check_members
 from elastic_trainer.worker.tree import TreeReduction
 
 
@@ -149,7 +150,9 @@ class Replica:
     def bind(self, control: Control) -> None:
         """Average gradients over the ranks of the present round; all ranks must hold the same state."""
         self.release()
+        self._check_trainable()
         if self.tree is not None:
+            self.tree = TreeReduction(self.module, self._buffers, self._kept)
             self.tree.bind(control, None if control.alone else dist.group.WORLD)
             return
         if control.alone:
@@ -159,7 +162,6 @@ class Replica:
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
         if self.even and not cuda:
             self._company.bind(control.rank, control.world_size, partial(all_reduce, control))
-        self._check_trainable()
         ids = [self._placement.device.index] if cuda else None
         # Else gradients are copied back, and held twice. With DDP's own mixed precision they would leave their bucket.
         options = {"gradient_as_bucket_view": "mixed_precision" not in self._options, **self._options}
@@ -169,6 +171,25 @@ class Replica:
             self._gradients = Gradients(self._parallel, control.works)
         if self._lasting is not None:
             self._lasting.__dict__["through"] = self._parallel
+
+    @property
+    def fitted(self) -> bool:
+        """Whether what adds gradients up was made for the parameters that required one then."""
+        return self._parallel is not None or self.tree is not None
+
+    def fit(self, control: Control, change: str) -> None:
+        """Follow a ``change`` of the parameters that require a gradient, between two steps, on all ranks alike."""
+        if self._parallel is not None and self._lasting is None:
+            raise ConfigError(
+                f"{change} after session.wrap(), and DistributedDataParallel sums what was trained then",
+                hint="decide before wrap() (a group with lr=0 stands still), or use reduction='tree' or in-place recovery",
+            )
+        self.bind(control)
+
+    @property
+    def summed(self) -> bool:
+        """Whether the gradients are sums over all ranks, as far as that is known."""
+        return self._gradients is None or self._gradients.complete
 
     def _check_buffers(self) -> None:
         """The tree adds up what moves in the very buffers that the model had when it was wrapped."""
@@ -270,10 +291,4 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
                 f"{kind.__name__} communicates with other ranks and cannot survive a change of ranks",
                 hint="use the ordinary optimizer that it wraps",
             )
-    known = {id(parameter) for parameter in module.parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        if any(id(parameter) not in known for parameter in group["params"]):
-            raise ConfigError(
-                f"parameter group {number} of the optimizer holds a parameter that is not in the model",
-                hint="make the optimizer from this model's parameters, and put all trained modules in one model",
-            )
+    check_members(optimizer, module)

@@ -6,6 +6,8 @@ The user calls ``optimizer.step()`` (or ``scaler.step(optimizer)``, both work); 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,10 +31,23 @@ class Scaling:
         """What to call ``backward()`` on."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def unscale(self) -> None:
-        """Bring gradients to their true size, once per step."""
-        if self.scaler is not None and self._stage() is OptState.READY:
-            self.scaler.unscale_(self._optimizer)
+    def unscale(self, outside: Sequence[torch.Tensor] = ()) -> None:
+        """Bring gradients to their true size, once per step; of parameters ``outside`` the optimizer too."""
+        if self.scaler is None or self._stage() is not OptState.READY:
+            return
+        self.scaler.unscale_(self._optimizer)
+        if outside:
+            self._unscale(self.scaler, SimpleNamespace(param_groups=[{"params": outside}]))
+
+    def _unscale(self, scaler: torch.amp.GradScaler, group: Any) -> None:
+        scale = scaler._scale
+        if scale is None:
+            raise RuntimeError("the scaler has scaled no loss")
+        found = self._state()["found_inf_per_device"]
+        nothing = torch.zeros((), dtype=torch.float32, device=scale.device)
+        inverse = scale.double().reciprocal().float()
+        for device, overflow in scaler._unscale_grads_(group, inverse, nothing, False).items():
+            found[device] = torch.maximum(found[device], overflow) if device in found else overflow
 
     def before_update(self) -> None:
         """Called right before the optimizer changes parameters: drop gradients that overflowed.

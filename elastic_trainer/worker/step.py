@@ -145,6 +145,7 @@ class Step:
         self._steps.check_round()
         if self._done and (count is None) != (self._count_here is None):
             raise ConfigError("backward(loss, count) for some micro-batches only", hint="say the count for all or none")
+        self._steps.agree()
         part, replica = self._part, self._steps.replica
         fraction = self._fraction(part) if replica.tree is not None else 1.0
         weight = fraction if part is None or replica.tree is not None else part.weight
@@ -233,7 +234,7 @@ class Step:
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
-        self._steps.scaling.unscale()
+        self._steps.scaling.unscale(self._steps.trainable.outside)
         return torch.nn.utils.clip_grad_norm_(self._steps.replica.module.parameters(), max_norm)
 
     @property

@@ -25,6 +25,7 @@ from elastic_trainer.worker.replica import Replica
 from elastic_trainer.worker.scaling import Scaling
 from elastic_trainer.worker.state import Position
 from elastic_trainer.worker.step import Step
+from elastic_trainer.worker.trainable import Trainable
 
 _MOST_UNCHECKED = 64
 
@@ -69,6 +70,9 @@ class Steps:
         self._epoch, self._epoch_stream = -1, 0
         self._current: Step | None = None
         self._average = average
+        self.trainable = Trainable(replica.module, optimizer)
+        self._agreed = False
+        """Whether all ranks of the round are known to train the same parameters."""
         self._schedule_count = _count(scheduler)
         self._unchecked: list[torch.Tensor] = []
         self._nonfinite = False
@@ -80,6 +84,8 @@ class Steps:
     def bind(self, control: Control) -> None:
         """Work in the round of ``control``, from a state that was just resumed."""
         self.control = control
+        self.trainable.look()
+        self._agreed = False
         self._schedule_count = _count(self._scheduler)
         self._unchecked.clear()
 
@@ -102,6 +108,7 @@ class Steps:
         self._current = step
         self.tracker.step_begins(step.number)
         self.scaling.begin()
+        self._follow()
         self.replica.begin_step(counts=step.batch is None or step.batch.weight > 0.0)
         self._drop_gradients()
         batch = step.batch
@@ -122,6 +129,21 @@ class Steps:
         """RoundBrokenError if the round had ended when the body began."""
         if self._lost is not None:
             raise self._lost
+
+    def _follow(self) -> None:
+        """Train what the script has frozen, unfrozen and grouped by now."""
+        if self.replica.fitted and self.trainable.switched:
+            self.replica.fit(self.control, self.trainable.switch())
+            self._agreed = False
+            self.trainable.look()
+        elif self.trainable.regrouped:
+            self.trainable.look()
+
+    def agree(self) -> None:
+        """Before a backward pass: what is trained is the same on all ranks. They may come to see a change apart."""
+        if not self._agreed:
+            self.trainable.agree(self.control)
+            self._agreed = True
 
     def begin_micro_batch(self, part: Batch) -> None:
         """``part`` is computed now: it draws the random numbers that are its own at any number of ranks."""
@@ -157,13 +179,14 @@ class Steps:
         return False
 
     def _drop_gradients(self) -> None:
-        """As ``zero_grad()`` of torch's optimizers, in a fraction of its time: that tells the profiler about itself."""
+        """Of all parameters, whether the optimizer has them or not: what stays would be summed over the ranks again.
+
+        ``zero_grad()`` of torch's optimizers takes many times as long, since it tells the profiler about itself.
+        """
         if type(self._optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
             self._optimizer.zero_grad(set_to_none=True)
-            return
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        for parameter in self.trainable.parameters:
+            parameter.grad = None
 
     def disown(self) -> None:
         """In a forked child: the open step, if any, is the parent's."""
@@ -194,10 +217,24 @@ class Steps:
             raise ConfigError("optimizer.step() outside session.step()", hint="wrap the step in `with session.step()`")
         self.check_round()
         step.ready()
+        self._check_trained()
         self.check_gradients()
         self.scaling.before_update()
         self._scale_lr(optimizer)
         self.dirty = True
+
+    def _check_trained(self) -> None:
+        if self.replica.fitted and self.trainable.switched:
+            raise ConfigError(
+                f"{self.trainable.switch()} inside a step", hint="freeze and unfreeze parameters between two steps"
+            )
+        if not self.replica.summed:
+            self.trainable.look()
+            raise ConfigError(
+                "gradients were not summed over the ranks: a parameter had none, or the loss is not of what"
+                " session.wrap() returned",
+                hint="call the wrapped model; if parameters are unused, ddp_options={'find_unused_parameters': True}",
+            )
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._restore_lr()
