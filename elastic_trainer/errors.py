@@ -135,6 +135,10 @@ class NonFiniteError(PermanentError):
     """The loss or the parameters are no longer finite numbers."""
 
 
+class DifferError(PermanentError):
+    """Ranks that train together hold different parameters."""
+
+
 class SampleError(PermanentError):
     """One sample cannot be read. Unlike a DataError, only the process that needs the sample finds it, and tells it."""
 

@@ -255,6 +255,7 @@ class Health:
         for name, kind, text in (
             ("save.failed", "checkpoint_failed", "a checkpoint could not be saved; the log of rank 0 says why"),
             ("nonfinite_steps", "nonfinite_loss", "the loss was NaN or infinite"),
+            ("differences", "ranks_differ", "ranks held different parameters; the workers' logs name the first"),
         ):
             value, before = counters.get(name, 0.0), self._seen.get(name, 0.0)
             self._seen[name] = value

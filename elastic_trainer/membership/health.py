@@ -57,10 +57,10 @@ class Saved(BaseModel):
 class NodeHealth(Document):
     """See the module. ``counters``: sums over this node's workers since it came, of those that are gone too.
 
-    Their names: ``seconds.<phase>``; ``samples``, ``steps``, ``nonfinite_steps``; ``ended.<cause>`` (rounds that this
-    node has seen the end of first); ``save.ok``, ``save.failed``, ``load.ok``, ``load.failed``; and of the histograms
-    ``save_s``, ``load_s``, ``recovery_s.failure``, ``recovery_s.planned``, ``recovery_s.start``: ``<name>.le.<bound>``
-    (not cumulative), ``<name>.sum``, ``<name>.count``.
+    Their names: ``seconds.<phase>``; ``samples``, ``steps``, ``nonfinite_steps``, ``differences``; ``ended.<cause>``
+    (rounds that this node has seen the end of first); ``save.ok``, ``save.failed``, ``load.ok``, ``load.failed``; and
+    of the histograms ``save_s``, ``load_s``, ``recovery_s.failure``, ``recovery_s.planned``, ``recovery_s.start``:
+    ``<name>.le.<bound>`` (not cumulative), ``<name>.sum``, ``<name>.count``.
     """
 
     node: str
@@ -93,7 +93,8 @@ class Incident(Document):
     by: str
     cause: Cause | None = None
     kind: str = "round"
-    """``round`` (a round ended), ``straggler``, ``checkpoint_failed``, ``nonfinite_loss``, ``node_unfit``."""
+    """``round`` (a round ended), ``straggler``, ``checkpoint_failed``, ``nonfinite_loss``, ``ranks_differ``,
+    ``node_unfit``."""
     round: int = 0
     """The round that ended, or in which it happened."""
     next_round: int | None = None

@@ -31,6 +31,7 @@ COUNTED: Final = {
     families.TIME.name: "seconds.{}",
     families.SAMPLES.name: "samples",
     families.NONFINITE_LOSSES.name: "nonfinite_steps",
+    families.DIFFERENCES.name: "differences",
     families.CHECKPOINTS.name: "{}.{}",
     families.CHECKPOINT_DURATION.name: "{}_s",
     families.RECOVERY.name: "recovery_s.{}",

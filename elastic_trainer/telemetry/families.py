@@ -140,6 +140,7 @@ NONFINITE_LOSSES = _run(
     "Looks at the loss that found it NaN or infinite, of all ranks together, those that have died of it too.",
     Kind.COUNTER,
 )
+DIFFERENCES = _run("parameter_differences", "Comparisons that found ranks with different parameters.", Kind.COUNTER)
 SAMPLES = _run("samples", "Samples trained on, repeated ones too.", Kind.COUNTER)
 LOSS = _run("loss", "The newest loss that is known.")
 PROGRESS = _run("committed_step", "The newest step that rank 0's node has told the store of.")

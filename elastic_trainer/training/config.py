@@ -197,6 +197,12 @@ class JobConfig(Section):
     sync_batchnorm: bool = False
     compile: bool = Field(default=False, description="compile the model (torch.compile); the first steps take longer")
     nonfinite: Literal["raise", "warn"] = Field(default="raise", description="what a loss that is no number does")
+    compare_every_steps: int | None = Field(
+        default=100, ge=1, description="steps between two comparisons of all ranks' parameters"
+    )
+    on_difference: Literal["stop", "heal"] = Field(
+        default="stop", description="what ranks do whose parameters differ; heal: go on with those of most ranks"
+    )
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -107,6 +107,8 @@ class Trainer:
             allow_changed=checkpoint.allow_changed,
             nonfinite=self.config.nonfinite,
             require_last_save=checkpoint.require_last_save,
+            compare_every_steps=self.config.compare_every_steps,
+            on_difference=self.config.on_difference,
         )
 
 

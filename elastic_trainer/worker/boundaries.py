@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from elastic_trainer.errors import NonFiniteError
 from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker.comparison import Comparison
 from elastic_trainer.worker.consensus import Consensus, Flags
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.pulse import Tracker
@@ -53,6 +54,7 @@ class Boundaries:
         self._rank0 = control.rank == 0
         self._signals, self._saver, self._tracker, self._fatal = signals, saver, tracker, fatal
         self._steps: Steps | None = None
+        self._comparison: Comparison | None = None
         self._refused = False
 
     @property
@@ -64,12 +66,14 @@ class Boundaries:
         """How long the ranks may need to agree to stop."""
         return _STOP_BOUNDARIES * self._consensus.boundary_s
 
-    def watch(self, steps: Steps) -> None:
-        """From now on look at the losses of ``steps``."""
-        self._steps = steps
+    def watch(self, steps: Steps, comparison: Comparison | None = None) -> None:
+        """From now on look at the losses of ``steps``, and at the parameters of all ranks."""
+        self._steps, self._comparison = steps, comparison
 
     def after_step(self, step: int) -> Turn:
         """Pass the boundary behind ``step``; what all ranks do now."""
+        if self._comparison is not None:
+            self._comparison.after_step(step)
         saved = self._saver.due_by_step(step)
         if saved:
             self._save()
@@ -102,6 +106,8 @@ class Boundaries:
     def end(self) -> None:
         """The last boundary has been passed."""
         self._consensus.drain()
+        if self._comparison is not None and self._steps is not None:
+            self._comparison.end(self._steps.position.step)
 
     def refuse_nonfinite(self) -> None:
         """The round has ended: a state whose losses are not finite must not be carried into the next, and to others.

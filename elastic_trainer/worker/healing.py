@@ -17,16 +17,18 @@ that. Whoever is healed gets all of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.model import StateIdentity
+from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.control import Control
-from elastic_trainer.worker.transfer import digest, share_state
+from elastic_trainer.worker.transfer import share_state
 
 FEW = 3
 """Up to this many ranks get the state one by one; more of them get it by a broadcast to all."""
@@ -36,11 +38,6 @@ class Patient(Protocol):
     """The training state of this rank, as healing sees it."""
 
     def collect(self) -> dict[str, Any]: ...
-
-    @property
-    def buffers(self) -> Collection[str]:
-        """Names of the model's buffers."""
-        ...
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Make ``state`` the present one; it is not valid while this runs."""
@@ -65,21 +62,22 @@ def diagnose(states: Sequence[StateIdentity | None]) -> Diagnosis:
     return Diagnosis(source, tuple(rank for rank, state in enumerate(states) if state != wanted))
 
 
-def identity(state: Mapping[str, Any], lineage: int, step: int, buffers: Collection[str] = ()) -> StateIdentity:
-    """The name of ``state``, which was committed in generation ``lineage`` after ``step`` steps."""
-    return StateIdentity(lineage, step, f"{fingerprint(state, buffers):016x}")
+def disagreeing(states: Sequence[StateIdentity | None], source: int) -> list[int]:
+    """Ranks whose state should be that of ``source``, since it was committed in the same step, and is not. Pure."""
+    held = {rank: each for rank, each in enumerate(states) if each is not None}
+    wanted = held[source]
+    moment = (wanted.round, wanted.step)
+    return [rank for rank, each in held.items() if each != wanted and (each.round, each.step) == moment]
 
 
-def fingerprint(state: Mapping[str, Any], buffers: Collection[str] = ()) -> int:
-    """63 bits that depend on every byte of ``state`` that a commit changes, except tensors named in ``buffers``."""
-    named = {name: state[name] for name in ("optimizer", "scheduler", "scaler")}
-    named["model"] = {name: tensor for name, tensor in state["model"].items() if name not in buffers}
-    return digest(named)
+def identity(committed: Mapping[str, Any], lineage: int, step: int) -> StateIdentity:
+    """The name of the state with these parts, ``committed`` in generation ``lineage`` after ``step`` steps."""
+    return StateIdentity(lineage, step, f"{fingerprint(committed):016x}")
 
 
 def whole(state: Mapping[str, Any]) -> int:
     """63 bits that depend on every byte of ``state`` but its random generators, which differ on purpose."""
-    return digest({name: part for name, part in state.items() if name != "random"})
+    return fingerprint({name: part for name, part in state.items() if name != "random"})
 
 
 def heal(
@@ -103,11 +101,23 @@ def heal(
     found = diagnose(states)
     if found.source is None or not found.behind:
         return Healed(found.source, (), newest, {}, counts)
-    sent = whole(patient.collect()) if control.rank == found.source else 0
+    told = give(control, found.source, found.behind, patient, notes)
+    apart = disagreeing(states, found.source)
+    if apart and control.rank == 0:
+        logger().warning("ranks.differed", step=rows[found.source][2], ranks=apart, source=found.source)
+    return Healed(found.source, found.behind, newest, told, counts)
+
+
+def give(
+    control: Control, source: int, behind: tuple[int, ...], patient: Patient, notes: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The ranks that are ``behind`` take over the state of rank ``source``, whose ``notes`` all get."""
+    sent = whole(patient.collect()) if control.rank == source else 0
     text = json.dumps({"notes": dict(notes), "whole": sent}).encode()
-    told = json.loads(control.broadcast_bytes(text, found.source))
-    _give(control, found, patient, told["whole"])
-    return Healed(found.source, found.behind, newest, told["notes"], counts)
+    told = json.loads(control.broadcast_bytes(text, source))
+    _give(control, Diagnosis(source, behind), patient, told["whole"])
+    given: Mapping[str, Any] = told["notes"]
+    return given
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,12 @@ from elastic_trainer.worker import group as groups
 from elastic_trainer.worker import seeds
 from elastic_trainer.worker.arithmetic import FIELD, arithmetic, check_ranks, check_resumed
 from elastic_trainer.worker.boundaries import Boundaries
+from elastic_trainer.worker.comparison import Comparison, Difference
 from elastic_trainer.worker.control import Control, Purpose
 from elastic_trainer.worker.device import Placement
 from elastic_trainer.worker.feed import Feed
 from elastic_trainer.worker.fields import check_run
+from elastic_trainer.worker.healing import give
 from elastic_trainer.worker.ledger import Ledger
 from elastic_trainer.worker.link import Link, Progress
 from elastic_trainer.worker.pulse import Tracker
@@ -53,6 +55,8 @@ class Plan:
     allow_changed: Collection[str]
     fatal: bool
     require_last_save: bool
+    compare_every_steps: int | None
+    heals_differences: bool
     on_checkpoint_event: EventSink | None
 
 
@@ -63,6 +67,16 @@ class Trained:
     state: TrainingState
     replica: Replica
     steps: Steps
+
+    def collect(self) -> dict[str, Any]:
+        """The whole training state (its tensors are the live ones)."""
+        return self.state.collect()
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Make ``state`` of another rank this rank's own."""
+        self.steps.dirty = True
+        self.state.apply(state, first_rank=False)
+        self.steps.dirty = False
 
 
 class Participation:
@@ -235,11 +249,20 @@ class Participation:
         trained.steps.bind(control)
         self.feed.bind(control, fields, given or {}, even=trained.replica.even, fixed=trained.replica.tree is not None)
         self.saver.bind(trained.state, world, lambda: {**self.feed.fields, **claims})
-        self.boundaries.watch(trained.steps)
+        self.boundaries.watch(trained.steps, self._comparison(trained))
         self.ledger.identify(rank=self.rank, local_rank=self.local_rank, world=world, round=generation)
         where = {"epoch": self.position.cursor.epoch, "resumed_from": self.origin.name}
         self.ledger.write("opened", step=self.position.step, **where)
         logs.logger().info("session.opened", world=world, round=generation, step=self.position.step, **where)
+
+    def _comparison(self, trained: Trained) -> Comparison:
+        def heal(found: Difference) -> None:
+            give(self.control, found.source, found.others, trained, {})
+            logs.logger().info("ranks.healed", step=self.position.step, ranks=list(found.others), source=found.source)
+
+        plan = self.plan
+        mend = heal if plan.heals_differences else None
+        return Comparison(self.control, trained.steps.trainable, plan.compare_every_steps, self.tracker, mend)
 
     @property
     def _training(self) -> Trained:

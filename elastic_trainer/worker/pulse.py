@@ -271,6 +271,11 @@ class Tracker:
         self.pulse.nonfinite += 1
         self.beat()
 
+    def differed(self) -> None:
+        """Ranks were found to hold different parameters."""
+        self.count("differences")
+        self._note()
+
     # ---- checkpoints
 
     def operated(self, what: str, duration_s: float, *, ok: bool) -> None:

@@ -96,7 +96,7 @@ class Recovery:
             self._trained.steps.check_gradients = lambda: self._rounds.check_device(device)
         mine = None
         if self._valid:
-            mine = identity(self.collect(), position.lineage, position.step, self.buffers)
+            mine = identity(self._trained.state.committed(), position.lineage, position.step)
         least = max(group.formation.round, position.generation + 1)
         attempted = self._given_up.number if self._given_up is not None else 0
         trainable, cut = self._trained.steps.trainable, part.feed.fields
@@ -133,16 +133,10 @@ class Recovery:
         """The whole training state, for a rank that needs it (its tensors are the live ones)."""
         return self._trained.state.collect()
 
-    @property
-    def buffers(self) -> frozenset[str]:
-        """Names of the model's buffers."""
-        return self._trained.replica.buffer_names
-
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Make ``state`` of another rank this rank's own. It is no valid source while that goes on."""
         self._valid = False
-        self._trained.state.apply(state, first_rank=False)
-        self._trained.steps.dirty = False
+        self._trained.take_over(state)
         self._valid = True
 
     def _count(self, step: Step, *, attempted_since: bool) -> None:
@@ -170,8 +164,8 @@ class Recovery:
         """If ``error`` is the end of the round: come into the next one, and let the batch come again."""
         if not self._rounds.confirms(error):
             return False
+        self._valid = self._valid and not self._trained.steps.dirty
         if not step.committed:
-            self._valid = self._valid and not self._trained.steps.dirty
             self._trained.steps.undo()
             self._given_up = step
         elif self._part.ledger.enabled and not step.recorded:

@@ -110,11 +110,6 @@ class Replica:
         self._buffers = [buffer.detach() for buffer in self.module.buffers()]
         self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
 
-    @property
-    def buffer_names(self) -> frozenset[str]:
-        """Names of the bare module's buffers."""
-        return frozenset(name for name, _ in self.module.named_buffers())
-
     def begin_step(self, *, counts: bool = True) -> None:
         """A step begins: the forward pass moves buffers (BatchNorm) before anything is committed.
 
@@ -182,7 +177,7 @@ class Replica:
         if self._parallel is not None and self._lasting is None:
             raise ConfigError(
                 f"{change} after session.wrap(), and DistributedDataParallel sums what was trained then",
-                hint="decide before wrap() (a group with lr=0 stands still), or use reduction='tree' or in-place recovery",
+                hint="decide before wrap() (lr=0 holds a group still), or use reduction='tree' or in-place recovery",
             )
         self.bind(control)
 

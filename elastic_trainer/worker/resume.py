@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Loaded
+from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import CheckpointError, ElasticTrainerError
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.pulse import Tracker
-from elastic_trainer.worker.transfer import digest, share_state
+from elastic_trainer.worker.transfer import share_state
 
 Tree = Mapping[str, Any]
 
@@ -163,7 +164,7 @@ def _compare(control: Control, collect: Callable[[], Tree]) -> None:
     if control.alone:
         return
     state = {name: part for name, part in collect().items() if name != "random"}
-    digests = control.gather([digest(state)])
+    digests = control.gather([fingerprint(state)])
     different = [rank for rank, row in enumerate(digests) if row != digests[0]]
     if different:
         raise CheckpointError(

@@ -48,6 +48,7 @@ from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.boundaries import Turn
 from elastic_trainer.worker.calls import JSON, TENSOR
 from elastic_trainer.worker.channel_link import ChannelLink
+from elastic_trainer.worker.comparison import EVERY_STEPS, OnDifference
 from elastic_trainer.worker.control import Purpose
 from elastic_trainer.worker.endpoint import open_endpoint
 from elastic_trainer.worker.link import EnvironmentLink, Link
@@ -73,6 +74,9 @@ Kind = TypeVar("Kind", bound=StrEnum)
 class Session:
     """See the module. ``checkpoint_dir`` None: nothing is saved. ``nonfinite``: ``raise`` or ``warn``.
 
+    After each multiple of ``compare_every_steps``, and at the end, the parameters of all ranks are compared: where they
+    differ the training stops, or with ``on_difference="heal"`` goes on with the state that most ranks hold.
+
     ``keep_last`` and ``keep_every`` (a step multiple) say which checkpoints stay, or ``retention`` instead of them.
     ``allow_changed`` names fields (length, global_batch, micro_batch, seed, shuffle, ...) that a resumed job may have
     changed. ``backend`` is "auto" (NCCL where all ranks are on CUDA devices), "gloo" (also for several processes that
@@ -96,6 +100,8 @@ class Session:
         allow_changed: Collection[str] = (),
         nonfinite: str = "raise",
         require_last_save: bool = False,
+        compare_every_steps: int | None = EVERY_STEPS,
+        on_difference: str = OnDifference.STOP,
         backend: str = device.AUTO,
         stop_timeout_s: float = STOP_TIMEOUT_S,
         group_timeout_s: float | None = None,
@@ -106,6 +112,8 @@ class Session:
             raise ConfigError(f"seed is {seed}", hint="it must not be negative")
         if nonfinite not in ("raise", "warn"):
             raise ConfigError(f"nonfinite is {nonfinite!r}", hint="use 'raise' or 'warn'")
+        if compare_every_steps is not None and compare_every_steps < 1:
+            raise ConfigError(f"compare_every_steps is {compare_every_steps}", hint="use 1 or more, or None for never")
         self._plan = Plan(
             directory=Path(checkpoint_dir) if checkpoint_dir is not None else None,
             retention=retention if retention is not None else Retention(keep_last, keep_every),
@@ -114,6 +122,8 @@ class Session:
             allow_changed=frozenset(allow_changed),
             fatal=nonfinite == "raise",
             require_last_save=require_last_save,
+            compare_every_steps=compare_every_steps,
+            heals_differences=_one_of(OnDifference, on_difference, "on_difference") is OnDifference.HEAL,
             on_checkpoint_event=on_checkpoint_event,
         )
         self._asked_device, self._backend = device, backend

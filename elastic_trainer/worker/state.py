@@ -94,6 +94,15 @@ class TrainingState:
             "random": random_state(self.device),
         }
 
+    def committed(self) -> dict[str, Any]:
+        """The parts that the commit of a step changes, and nothing else does."""
+        return {
+            "parameters": {name: each.detach() for name, each in self.module.named_parameters()},
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
     # ---- in
 
     def apply(self, state: Mapping[str, Any], *, first_rank: bool) -> None:

@@ -64,6 +64,12 @@ class Trainable:
         name, now = next((name, each.requires_grad) for name, each, flag in pairs if each.requires_grad != flag)
         return f"parameter {name!r} was {'unfrozen' if now else 'frozen'}"
 
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """The parameters that are the same on all ranks: the model may name some that are not, to torch."""
+        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
+        pairs = zip(self._names, self.parameters, strict=True)
+        return [(name, each) for name, each in pairs if name not in ignored]
+
     # ---- between ranks
 
     @property

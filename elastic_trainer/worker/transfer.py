@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-import xxhash
 
 from elastic_trainer.checkpoint import codec, tensorfile, tensors
 from elastic_trainer.checkpoint.image import FileImage, Image
@@ -89,13 +88,3 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def _cut(views: Iterable[memoryview]) -> Iterator[memoryview]:
     return (view for view in views if len(view))
-
-
-def digest(state: Mapping[str, Any]) -> int:
-    """63 bits that depend on every byte of ``state``; gigabytes a second."""
-    hasher = xxhash.xxh3_64()
-    for file in codec.encode(state).files:
-        hasher.update(file.head)
-        for view in file.body():
-            hasher.update(view)
-    return hasher.intdigest() >> 1

@@ -53,7 +53,7 @@ def test_alone_a_change_of_what_is_trained_is_followed(reduction: str) -> None:
 
 
 def test_in_place_a_change_is_followed(tmp_path: Path) -> None:
-    """What is unfrozen is averaged over the ranks from its first step on; no step is made with gradients that are not."""
+    """What is unfrozen is averaged over the ranks from its first step on, and no step is made without."""
     with leading(tmp_path) as lead:
         workers = [lead.start(name, "changing.py", tmp_path / "result", "ddp:bypass") for name in "ab"]
         lead.form(workers)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
+from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker import transfer
 from elastic_trainer.worker.control import Control
@@ -145,10 +146,10 @@ def test_a_state_of_many_sizes_arrives_bit_by_bit(world: int, monkeypatch: pytes
 
     def body(control: Control) -> tuple[int, dict[str, Any]]:
         got = transfer.share_state(control, world - 1, state if control.rank == world - 1 else None)
-        return transfer.digest(got), got
+        return fingerprint(got), got
 
     results = run_ranks(world, body)
-    assert {fingerprint for fingerprint, _ in results} == {transfer.digest(state)}
+    assert {number for number, _ in results} == {fingerprint(state)}
     assert torch.equal(results[0][1]["half"], state["half"])  # type: ignore[arg-type]
     assert torch.equal(results[0][1]["a"], state["a"])  # type: ignore[arg-type]
 
@@ -167,9 +168,9 @@ def test_a_state_that_cannot_be_kept_is_refused_on_all_ranks() -> None:
 def test_the_digest_sees_every_bit() -> None:
     """One flipped bit, or two exchanged elements, give another digest."""
     tensor = torch.arange(100.0)
-    before = transfer.digest({"t": tensor})
+    before = fingerprint({"t": tensor})
     exchanged = tensor.clone()
     exchanged[[3, 4]] = exchanged[[4, 3]]
-    assert transfer.digest({"t": exchanged}) != before
+    assert fingerprint({"t": exchanged}) != before
     tensor.view(torch.int32)[50] ^= 1
-    assert transfer.digest({"t": tensor}) != before
+    assert fingerprint({"t": tensor}) != before

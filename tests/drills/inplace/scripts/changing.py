@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     torch.manual_seed(5)
     sizes = (4, 6, 6, 6, 1)
     layers: list[nn.Module] = []
-    for one, other in zip(sizes, sizes[1:], strict=False):
+    for one, other in pairwise(sizes):
         layers += [nn.Linear(one, other), nn.Tanh()]
     model = nn.Sequential(*layers[:-1]).double()
     for place in (SECOND, THIRD):
@@ -59,7 +60,7 @@ def plain_loop() -> list[torch.Tensor]:
     for step in range(SAMPLES // BATCH):
         part = slice(step * BATCH, (step + 1) * BATCH)
         model.zero_grad()
-        nn.functional.mse_loss(model(x[part]), y[part]).backward()
+        nn.functional.mse_loss(model(x[part]), y[part]).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         change(model, optimizer, step + 1)
@@ -111,8 +112,8 @@ class Trained:
             self.said = str(error)
 
     def _batches(self, session: Session, epochs: int) -> Any:
-        sizes = {"global_batch_size": BATCH, "micro_batch_size": MICRO}
-        return session.batches(TensorDataset(*data()), shuffle=False, epochs=epochs, **sizes)
+        dataset = TensorDataset(*data())
+        return session.batches(dataset, global_batch_size=BATCH, micro_batch_size=MICRO, shuffle=False, epochs=epochs)
 
     @property
     def parameters(self) -> list[torch.Tensor]:

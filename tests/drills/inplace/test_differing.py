@@ -1,0 +1,52 @@
+"""Ranks that hold different parameters, for whatever reason: it is found, and ends the training or is mended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.drills.inplace.leading import ROOT, SCRIPTS, leading
+from tests.integration.worker.launch import run, standalone, tail
+
+JOB = "differing.py"
+
+
+def ended(directory: Path) -> list[Any]:
+    """What came of each case, on each rank."""
+    return [torch.load(each, weights_only=True) for each in sorted(directory.glob("result-*"))]
+
+
+def alike(states: list[list[torch.Tensor]]) -> bool:
+    return all(torch.equal(mine, first) for state in states for mine, first in zip(state, states[0], strict=True))
+
+
+def test_under_torchrun_a_difference_stops_the_training_or_is_mended(tmp_path: Path) -> None:
+    """Of three ranks the one that differs is named, with the parameter; in the last steps, it is seen at the end.
+
+    Healed it goes on with the bits of the two others, optimizer and all. Without comparisons nobody would know.
+    """
+    cases = ("3:stop:4", "100:stop:11", "3:heal:4", "0:stop:4")
+    run(standalone(3, str(SCRIPTS / JOB), tmp_path / "result", *cases), tmp_path / "log", {"PYTHONPATH": str(ROOT)})
+    ranks = ended(tmp_path)
+    assert len(ranks) == 3
+    for in_time, at_the_end, healed, unseen in ranks:
+        assert in_time[0].startswith("after step 6 rank 0 holds another '4.weight' than rank 1"), in_time[0]
+        assert at_the_end[0].startswith("after step 12 rank 0 holds another"), at_the_end[0]
+        assert (healed[0], unseen[0]) == ("", "")
+    assert alike([rank[2][1] for rank in ranks])
+    assert not alike([rank[3][1] for rank in ranks])
+    assert '"event": "ranks.differed"' in tail(tmp_path / "log")
+
+
+def test_in_place_a_difference_is_mended_within_the_round(tmp_path: Path) -> None:
+    """Of two ranks the state of the first counts."""
+    with leading(tmp_path) as lead:
+        workers = [lead.start(name, JOB, tmp_path / "result", "2:heal:3") for name in "ab"]
+        lead.form(workers)
+        lead.await_done(workers)
+        assert '"event": "ranks.healed"' in tail(workers[0].log)
+    ranks = ended(tmp_path)
+    assert [each[0][0] for each in ranks] == ["", ""]
+    assert alike([each[0][1] for each in ranks])
