@@ -51,7 +51,7 @@ class LaterLoss:
             except RoundBrokenError as error:
                 logger().info("loss.unknown", reason=str(error))
                 return None
-        self._steps.tracker.knows_loss(mean)
+        self._steps.knows_loss(mean)
         return mean
 
 
@@ -238,18 +238,17 @@ class Step:
         return torch.nn.utils.clip_grad_norm_(self._steps.replica.module.parameters(), max_norm)
 
     @property
-    def loss(self) -> float | None:
-        """The mean loss over the global batch; None before the commit.
+    def loss(self) -> float:
+        """The mean loss over the global batch; before the commit, or without one, the last that is known (NaN: none).
 
-        Found when first asked for, by a collective: ask on all ranks or on none. If the ranks have changed since, it
-        is the mean over this rank's own samples.
+        Found when first asked for behind the commit, by a collective: ask on all ranks or on none. If the ranks have
+        changed since, it is the mean over this rank's own samples. A step that was given up asks nobody.
         """
         if not self.committed:
-            return None
+            return self._steps.loss_before(self, "the step has not committed")
         if self._mean is None:
             try:
                 self._mean = self._global_mean()
-                self._steps.tracker.knows_loss(self._mean)
             except RoundBrokenError as error:
                 if not self._steps.absorb(self, error):
                     raise
@@ -259,11 +258,15 @@ class Step:
     def later_loss(self) -> LaterLoss:
         """:attr:`loss` for who asks a step later, when nobody has to wait for it any more.
 
-        After the commit, and :meth:`want_loss` before; else ConfigError.
+        After the commit, and :meth:`want_loss` before; else ConfigError, unless the ranks have changed since.
         """
-        if not self.committed or (self._mean is None and self._pending is None):
+        unknown = not self.committed or (self._mean is None and self._pending is None)
+        if unknown and self._control is self._steps.control:
             raise ConfigError(
                 "later_loss() of a step that has none",
+        if self._mean is None:
+            return self._steps.loss_before(self, "the ranks have changed, and this one had no samples")
+        self._steps.knows_loss(self._mean)
                 hint="call want_loss() before backward(), and later_loss() behind optimizer.step()",
             )
         return LaterLoss(self._steps, self._control, self._pending, self._mean)

@@ -9,6 +9,7 @@ there together, so nothing that is raised later can make a step count twice or n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
+from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker import seeds
 from elastic_trainer.worker.accord import UNNAMED, Accord
 from elastic_trainer.worker.control import Control
@@ -97,6 +99,12 @@ class Steps:
     def begin(self, batch: Batch | None) -> Step:
         """The next step, about ``batch``."""
         if batch is not None and batch.used:
+    @property
+    def uncommitted(self) -> int | None:
+        """The number of the step that is open and not committed, if there is one."""
+        step = self._current
+        return step.number if step is not None and not step.committed else None
+
             raise ConfigError("this batch has been committed already", hint="open one session.step() for each batch")
         return Step(self, batch)
 
@@ -208,6 +216,19 @@ class Steps:
         return self._nonfinite
 
     def forgive(self) -> None:
+    def knows_loss(self, mean: float | None) -> None:
+        """The newest mean loss (None: unknown)."""
+        self._loss = self._loss if mean is None else mean
+        self.tracker.knows_loss(mean)
+
+    def loss_before(self, step: Step, reason: str) -> float:
+        """The last loss that is known, for a ``step`` that has none of its own; the log says so the first time."""
+        if not self._substituted:
+            self._substituted = True
+            hint = "ask for step.loss under `if step.committed:`"
+            logger().warning("loss.substituted", step=step.number, reason=reason, given=self._loss, hint=hint)
+        return self._loss
+
         """What was not finite has been told of: look at the losses that follow."""
         self._nonfinite = False
 
