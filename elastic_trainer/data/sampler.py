@@ -47,7 +47,9 @@ class Batch:
         "_fetched",
         "_ids",
         "_missing",
+        "_outdated",
         "_positions",
+        "_read",
         "_weight",
         "epoch",
         "following",
@@ -75,7 +77,7 @@ class Batch:
     ) -> None:
         self._fetch, self._positions = fetch, positions
         self._data: Any = None
-        self._fetched = False
+        self._fetched = self._read = self._outdated = False
         self._missing: frozenset[int] = frozenset()
         self._ids, self._weight = ids, weight
         self.epoch, self.index = (whole.cursor.epoch, whole.index) if whole is not None else (0, 0)
@@ -92,8 +94,13 @@ class Batch:
         if not self._fetched:
             drawn = self._fetch(self._positions)
             self._missing = frozenset(each.number for each in drawn.missing)
-            self._data, self._fetched = drawn.data, True
+            self._data, self._fetched, self._read, self._outdated = drawn.data, True, True, False
         return self._data
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the data that the script read last are of the samples before :meth:`become`."""
+        return self._outdated
 
     @property
     def ids(self) -> Ids:
@@ -127,10 +134,13 @@ class Batch:
 
     def become(self, other: Batch) -> None:
         """Be ``other`` from now on, for whoever holds this one."""
+        outdated = any(part._read or part._outdated for part in (self, *self.micro_batches))
         for name in self.__slots__:
             setattr(self, name, getattr(other, name))
         if len(self.micro_batches) == 1:
             self.micro_batches = (self,)
+        for part in (self, *self.micro_batches):
+            part._outdated = outdated
 
     def release(self) -> None:
         """Forget the data; they are fetched again when asked for again."""

@@ -63,6 +63,7 @@ class Feed:
         self._tracker = tracker if tracker is not None else Tracker()
         self._position, self._seed, self._device, self._allow_changed = position, seed, device, allow_changed
         self.batch: Batch | None = None
+        self._drawn_at: tuple[Cursor, int, int] | None = None
         self.fields: dict[str, Any] = {}
         self._resumed: Mapping[str, Any] = {}
         self._control = Control()
@@ -94,12 +95,17 @@ class Feed:
     def redraw(self) -> None:
         """The ranks changed between a batch and its step: make it this rank's part of what comes next now."""
         batch, sampler, cursor = self.batch, self._sampler, self._position.cursor
-        if batch is None or batch.used or sampler is None:
+        if batch is None or batch.used or sampler is None or self._drawn_at == self._place:
             return
         if sampler.plan.ended(cursor):
             batch.used = True  # by the others
         else:
             batch.become(self._draw(sampler))
+
+    @property
+    def _place(self) -> tuple[Cursor, int, int]:
+        """What decides this rank's part: the position, the rank, the number of ranks."""
+        return self._position.cursor, self._control.rank, self._control.world_size
 
     @property
     def next_size(self) -> int:
@@ -195,13 +201,13 @@ class Feed:
             self.close()
 
     def _draw(self, sampler: Sampler) -> Batch:
-        rank, world = self._control.rank, self._control.world_size
+        self._drawn_at = cursor, rank, world = self._place
         parts = sampler.plan.at(world).most_parts
         if world > parts and self._idle != (world, parts):
             self._idle = (world, parts)
             if rank == 0:
                 logger().warning("ranks.idle", idle=world - parts, world_size=world, micro_batches=parts)
-        return sampler.draw(self._position.cursor, rank, world)
+        return sampler.draw(cursor, rank, world)
 
     def _next_epoch(self) -> None:
         self._position.cursor = Cursor(self._position.cursor.epoch + 1, 0)

@@ -103,21 +103,21 @@ class Recovery:
         fields = cut or dict(part.origin.fields)
         notes = {"fields": fields, "cut": cut, "attempted": attempted, "frozen": trainable.frozen}
         healed = heal(part.control, mine, least, self, notes, self._calls.count)
+        behind = part.rank in healed.behind
+        if behind:
+            part.origin = Origin(None, healed.notes["fields"])
+            trainable.freeze(frozenset(healed.notes["frozen"]))
+            if self._given_up is not None:
+                self._count(self._given_up, attempted_since=healed.notes["attempted"] > attempted)
         self._calls.meet(part.control, healed.done)
         if healed.source is None:
             self._valid = False
             part.check_storage()
             part.resume(self._unfit())
             self._trained.steps.dirty, self._valid = False, True
-            return
-        behind = part.rank in healed.behind
-        if behind:
-            part.origin = Origin(None, healed.notes["fields"])
-            trainable.freeze(frozenset(healed.notes["frozen"]))
-        part.take_part(healed.generation, part.origin.fields, healed.notes.get("cut") if behind else None)
-        given_up, self._given_up = self._given_up, None
-        if behind and given_up is not None:
-            self._count(given_up, attempted_since=healed.notes["attempted"] > given_up.number)
+        else:
+            part.take_part(healed.generation, part.origin.fields, healed.notes.get("cut") if behind else None)
+        self._given_up = None
 
     def _unfit(self) -> CheckpointError | None:
         """Why this rank's state is none to begin with."""
@@ -149,6 +149,8 @@ class Recovery:
         if (position.step, position.lineage) != (step.number, step.generation):
             return
         step.committed = not attempted_since
+        if step.committed and step.batch is not None:
+            step.batch.used = True
         if self._part.ledger.enabled:
             self._part.record(step, round=step.generation, rank=step.rank, world=step.world_size)
 
@@ -188,7 +190,6 @@ class Recovery:
                 if self._part.trained is None or not self._rounds.confirms(error):
                     raise
                 self._regroup(joinable=False)
-                self._part.feed.redraw()
                 if self._calls.has_answer:
                     return self._calls.answer(codec)  # type: ignore[no-any-return]
 
@@ -198,6 +199,7 @@ class Recovery:
         self._rounds.abandon()
         self._part.boundaries.refuse_nonfinite()
         self.enter(joinable=joinable)
+        self._part.feed.redraw()  # the script may hold the batch, and open a step about it again
 
     # ---- planned changes
 

@@ -112,9 +112,14 @@ class Step:
 
     def micro_batches(self, batch: Batch | None = None) -> Iterator[Batch]:
         """The parts of ``batch`` to compute one after another; gradients are averaged over ranks with the last one."""
-        whole = batch if batch is not None else self._batch
+        whole = self._batch
         if whole is None:
             raise ConfigError("there is no batch to divide", hint="draw it with session.batches()")
+        if batch is not None and batch is not whole:
+            raise ConfigError(
+                "step.micro_batches() of another batch than the step is about",
+                hint="give it the batch that session.batches() drew last, or none",
+            )
         parts = whole.micro_batches
         self._open_parts = True
         for part in parts[:-1]:
@@ -147,6 +152,11 @@ class Step:
             raise ConfigError("backward(loss, count) for some micro-batches only", hint="say the count for all or none")
         self._steps.agree()
         part, replica = self._part, self._steps.replica
+        if part is not None and part.outdated:
+            raise ConfigError(
+                "the loss is of data read before the ranks changed, and this rank's part of the batch is another now",
+                hint="read batch.x, batch.y or batch.data again for each session.step(), or draw the batch anew",
+            )
         fraction = self._fraction(part) if replica.tree is not None else 1.0
         weight = fraction if part is None or replica.tree is not None else part.weight
         self._done.add(0 if part is None else part.start)
@@ -253,6 +263,9 @@ class Step:
                 if not self._steps.absorb(self, error):
                     raise
                 self._mean = self.local_mean()  # the round ended meanwhile: what is known here must do
+        if self._mean is None:
+            return self._steps.loss_before(self, "the ranks have changed, and this one had no samples")
+        self._steps.knows_loss(self._mean)
         return self._mean
 
     def later_loss(self) -> LaterLoss:
@@ -264,9 +277,6 @@ class Step:
         if unknown and self._control is self._steps.control:
             raise ConfigError(
                 "later_loss() of a step that has none",
-        if self._mean is None:
-            return self._steps.loss_before(self, "the ranks have changed, and this one had no samples")
-        self._steps.knows_loss(self._mean)
                 hint="call want_loss() before backward(), and later_loss() behind optimizer.step()",
             )
         return LaterLoss(self._steps, self._control, self._pending, self._mean)
