@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.batchnorm import Company, share_batchnorm
+from elastic_trainer.worker.buffers import Buffers
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.device import Placement
 from elastic_trainer.worker.gradients import Gradients
@@ -78,8 +79,7 @@ class Replica:
                 hint="leave it out: the tree does not use DistributedDataParallel",
             )
         self._lasting: Runner | None = None
-        self._buffers: list[torch.Tensor] = []
-        self._kept: list[torch.Tensor] = []
+        self._buffers: Buffers | None = None
         self._placement, self._options = placement, dict(options)
         self.module = module.to(placement.device)
         self._company = Company()
@@ -97,18 +97,14 @@ class Replica:
             self._prepare_to_last()
         if reduction is Reduction.TREE:
             self._check_trainable()
-            self._keep_buffers()
-            self.tree = TreeReduction(self.module, self._buffers, self._kept)
+            self._buffers = Buffers(self.module)
+            self.tree = TreeReduction(self.module, self._buffers.live, self._buffers.kept)
 
     def _prepare_to_last(self) -> None:
         if self.even and self._placement.device.type == "cuda":
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
         self._lasting = Runner(self.module)
-        self._keep_buffers()
-
-    def _keep_buffers(self) -> None:
-        self._buffers = [buffer.detach() for buffer in self.module.buffers()]
-        self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
+        self._buffers = Buffers(self.module)
 
     def begin_step(self, *, counts: bool = True) -> None:
         """A step begins: the forward pass moves buffers (BatchNorm) before anything is committed.
@@ -116,24 +112,32 @@ class Replica:
         ``counts``: whether the samples at hand do (they are no filler).
         """
         self._company.counts = counts
-        if self._buffers:
-            torch._foreach_copy_(self._kept, self._buffers)
+        replaced = self._buffers.keep() if self._buffers is not None else None
         if self._gradients is not None:
             self._gradients.begin_step()
         if self.tree is not None:
-            self._check_buffers()
+            if replaced is not None:
+                raise ConfigError(
+                    f"buffer {replaced!r} was replaced, and reduction='tree' needs the one that was wrapped",
+                    hint="change it in place, with copy_()",
+                )
             self.tree.begin_step()
 
     def begin_micro_batch(self, *, counts: bool = True) -> None:
         """In the tree each micro-batch begins with the buffers that the step began with."""
         self._company.counts = counts
-        if self.tree is not None:
-            self.restore_buffers()
+        if self.tree is not None and self._buffers is not None:
+            self._buffers.restore()
 
-    def restore_buffers(self) -> None:
+    def undo(self) -> None:
         """The step is to be repeated."""
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, self._kept)
+        if self._buffers is not None:
+            self._buffers.undo()
+
+    @property
+    def lasting(self) -> bool:
+        """Whether rounds come and go beneath it."""
+        return self._lasting is not None
 
     @property
     def runner(self) -> nn.Module:
@@ -185,15 +189,6 @@ class Replica:
     def summed(self) -> bool:
         """Whether the gradients are sums over all ranks, as far as that is known."""
         return self._gradients is None or self._gradients.complete
-
-    def _check_buffers(self) -> None:
-        """The tree adds up what moves in the very buffers that the model had when it was wrapped."""
-        for mine, (name, present) in zip(self._buffers, self.module.named_buffers(), strict=True):
-            if mine.data_ptr() != present.data_ptr():
-                raise ConfigError(
-                    f"buffer {name!r} was replaced, and reduction='tree' needs the one that was wrapped",
-                    hint="change it in place, with copy_()",
-                )
 
     def _check_trainable(self) -> None:
         if not any(parameter.requires_grad for parameter in self.module.parameters()):

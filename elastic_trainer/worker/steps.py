@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.worker import seeds
+from elastic_trainer.worker import closures, seeds
 from elastic_trainer.worker.accord import UNNAMED, Accord
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.pulse import Tracker
@@ -203,7 +203,7 @@ class Steps:
     def undo(self) -> None:
         """Take back what a step that was not committed has left behind: gradients, buffers, the scaler's stage."""
         self._drop_gradients()
-        self.replica.restore_buffers()
+        self.replica.undo()
         self.scaling.reset()
         self.tracker.gave_up()
 

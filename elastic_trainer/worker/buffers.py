@@ -1,0 +1,68 @@
+"""The buffers of a model as a step finds them, so that what its body does to them can be undone.
+
+A forward pass may change them in place (BatchNorm) or put another tensor in their place (``self.ema = ...``).
+
+*Runs in* the worker's main thread.
+*Invariant*: a step that changes no buffer by assignment costs one copy of all of them, and one look at each.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import is_
+
+import torch
+from torch import nn
+
+
+class Buffers:
+    """See the module. ``live`` are the model's tensors, ``kept`` their values when the step began: the same lists."""
+
+    def __init__(self, module: nn.Module) -> None:
+        owners = {name: each._buffers for name, each in module.named_modules() if each._buffers}
+        self._owners, self._tables = list(owners), list(owners.values())
+        self._present: list[torch.Tensor | None] = []
+        self._before: list[dict[str, torch.Tensor | None]] = []
+        self.live: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []
+        self._renew(self._look())
+
+    def keep(self) -> str | None:
+        """A step begins; the name of a buffer that is another tensor than at the step before, if there is one."""
+        if not self._tables:
+            return None
+        present, replaced = self._look(), None
+        if len(present) != len(self._present) or not all(map(is_, present, self._present)):
+            replaced = self._replaced()
+            self._renew(present)
+        if self.live:
+            torch._foreach_copy_(self.kept, self.live)
+        return replaced
+
+    def restore(self) -> None:
+        """The kept values, in the tensors that the step began with."""
+        if self.live:
+            torch._foreach_copy_(self.live, self.kept)
+
+    def undo(self) -> None:
+        """The tensors that the step began with, and their values."""
+        for table, before in zip(self._tables, self._before, strict=True):
+            table.clear()
+            table.update(before)
+        self.restore()
+
+    def _look(self) -> list[torch.Tensor | None]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _replaced(self) -> str | None:
+        for owner, now, then in zip(self._owners, self._tables, self._before, strict=True):
+            for name in {**now, **then}:
+                if now.get(name) is not then.get(name):
+                    return f"{owner}.{name}" if owner else name
+        return None
+
+    def _renew(self, present: list[torch.Tensor | None]) -> None:
+        self._present, self._before = present, [dict(table) for table in self._tables]
+        once = {id(each): each for each in present if each is not None}.values()
+        self.live[:] = [each.detach() if each.requires_grad else each for each in once]
+        self.kept[:] = [torch.empty_like(each) for each in self.live]
