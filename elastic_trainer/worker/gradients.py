@@ -78,4 +78,5 @@ class Gradients:
         """What was summed before will be summed again, together with what is added from now on."""
         with torch.no_grad():
             grads = [each.grad for each in self._parallel.module.parameters() if each.grad is not None]
-            torch._foreach_mul_(grads, self.share)
+            if grads:  # the script may have dropped them
+                torch._foreach_mul_(grads, self.share)

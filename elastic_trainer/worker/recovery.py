@@ -169,6 +169,7 @@ class Recovery:
         self._valid = self._valid and not self._trained.steps.dirty
         if not step.committed:
             self._trained.steps.undo()
+            self._valid = self._valid and not self._trained.steps.dirty
             self._given_up = step
         elif self._part.ledger.enabled and not step.recorded:
             self._part.record(step)

@@ -316,13 +316,26 @@ class Step:
             raise ConfigError("a second optimizer step in one session.step()", hint="open one step for each")
         if not self._done:
             raise ConfigError(
-                "optimizer.step() without step.backward(loss)", hint="loss.backward() would weight ranks wrongly"
+                "optimizer.step() without step.backward(loss)",
+                hint="call step.backward(loss) in place of loss.backward(), which would weight ranks wrongly",
             )
         if self._open_parts:
             raise ConfigError(
                 "not all micro-batches were used before optimizer.step()", hint="do not leave the loop over them early"
             )
         self._complete()
+
+    def again(self) -> None:
+        """The pass over the batch that follows counts, and none before it."""
+        self._losses, self._done, self._normalized = [], set(), False
+        self._mean = self._pending = self._count_here = None
+        self._part = self._batch
+
+    def mean_of_pass(self) -> torch.Tensor:
+        """The mean loss of the pass that is complete, over the global batch: the same on all ranks."""
+        if self._mean is None:
+            self._mean = self._global_mean()
+        return torch.tensor(self._mean, dtype=torch.float64)
 
     def finite_evidence(self) -> list[torch.Tensor]:
         """Losses to be looked at when it costs nothing."""

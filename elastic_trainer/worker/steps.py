@@ -64,6 +64,8 @@ class Steps:
         self._own_lrs: list[Any] = []
         self.dirty = False
         """Between the optimizer's first change and the commit: this state is neither the old nor the new one."""
+        self._before: closures.Before | None = None
+        """What the optimizer at work had before, where its update asks other ranks."""
         self.replica, self.scaling, self.position = replica, scaling, position
         self.control = Control()
         self._optimizer, self._scheduler = optimizer, scheduler
@@ -78,6 +80,7 @@ class Steps:
         self._schedule_count = _count(scheduler)
         self._unchecked: list[torch.Tensor] = []
         self._nonfinite = False
+        self._loss, self._substituted = math.nan, False
         self.tracker = Tracker()
         """Who is told what a step does."""
         optimizer.register_step_pre_hook(self._before_update)
@@ -96,15 +99,15 @@ class Steps:
         """Whether a step is open."""
         return self._current is not None
 
-    def begin(self, batch: Batch | None) -> Step:
-        """The next step, about ``batch``."""
-        if batch is not None and batch.used:
     @property
     def uncommitted(self) -> int | None:
         """The number of the step that is open and not committed, if there is one."""
         step = self._current
         return step.number if step is not None and not step.committed else None
 
+    def begin(self, batch: Batch | None) -> Step:
+        """The next step, about ``batch``."""
+        if batch is not None and batch.used:
             raise ConfigError("this batch has been committed already", hint="open one session.step() for each batch")
         return Step(self, batch)
 
@@ -201,21 +204,18 @@ class Steps:
         self._current = None
 
     def undo(self) -> None:
-        """Take back what a step that was not committed has left behind: gradients, buffers, the scaler's stage."""
+        """Take back what a step that was not committed has left behind: gradients, buffers, the scaler's stage.
+
+        An update that was not completed stays (:attr:`dirty`), unless what was before it has been kept.
+        """
+        if self._before is not None:
+            self._before.restore()
+            self._before, self.dirty = None, False
         self._drop_gradients()
         self.replica.undo()
         self.scaling.reset()
         self.tracker.gave_up()
 
-    def nonfinite(self) -> bool:
-        """Whether a loss since the beginning (or :meth:`forgive`) was NaN or infinite. Waits for the device once."""
-        if self._unchecked:
-            self._nonfinite |= not bool(torch.isfinite(torch.stack(self._unchecked)).all())
-            self.tracker.knows_loss(float(self._unchecked[-1]), own=True)
-            self._unchecked.clear()
-        return self._nonfinite
-
-    def forgive(self) -> None:
     def knows_loss(self, mean: float | None) -> None:
         """The newest mean loss (None: unknown)."""
         self._loss = self._loss if mean is None else mean
@@ -229,20 +229,60 @@ class Steps:
             logger().warning("loss.substituted", step=step.number, reason=reason, given=self._loss, hint=hint)
         return self._loss
 
+    def nonfinite(self) -> bool:
+        """Whether a loss since the beginning (or :meth:`forgive`) was NaN or infinite. Waits for the device once."""
+        if self._unchecked:
+            self._nonfinite |= not bool(torch.isfinite(torch.stack(self._unchecked)).all())
+            self.tracker.knows_loss(float(self._unchecked[-1]), own=True)
+            self._unchecked.clear()
+        return self._nonfinite
+
+    def forgive(self) -> None:
         """What was not finite has been told of: look at the losses that follow."""
         self._nonfinite = False
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         step = self._current
         if step is None:
             raise ConfigError("optimizer.step() outside session.step()", hint="wrap the step in `with session.step()`")
+        closure, changed = closures.of(args, kwargs), None
+        if closure is None:
+            self._check(step)
+        else:
+            changed = (optimizer,), {**kwargs, "closure": self._called(step, closure, optimizer)}
+        self.scaling.before_update()
+        self._scale_lr(optimizer)
+        self.dirty = True
+        return changed
+
+    def _check(self, step: Step) -> None:
         self.check_round()
         step.ready()
         self._check_trained()
         self.check_gradients()
-        self.scaling.before_update()
-        self._scale_lr(optimizer)
-        self.dirty = True
+
+    def _called(self, step: Step, closure: closures.Closure, optimizer: torch.optim.Optimizer) -> closures.Closure:
+        """What the optimizer is to call in place of the ``closure``."""
+        if closures.calls_once_first(optimizer):
+            with torch.enable_grad():
+                loss = closure()
+            self._check(step)
+            return lambda: loss
+        if self.scaling.enabled:
+            raise ConfigError(
+                f"a GradScaler does not go with {type(optimizer).__name__}, which computes gradients during its update",
+                hint="use bfloat16, which needs no scaler",
+            )
+        if self.replica.lasting:
+            self._before = closures.Before(optimizer)
+
+        def called() -> torch.Tensor:
+            step.again()
+            closure()
+            self._check(step)
+            return step.mean_of_pass()
+
+        return called
 
     def _check_trained(self) -> None:
         if self.replica.fitted and self.trainable.switched:
@@ -280,7 +320,7 @@ class Steps:
     def _commit(self, step: Step) -> None:
         if self._average is not None:
             self._average.update_parameters(self.replica.module)
-        self.dirty = False
+        self._before, self.dirty = None, False
         self.position.step += 1
         self.position.lineage = self.position.generation
         step.committed = True

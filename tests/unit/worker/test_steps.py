@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -35,11 +36,27 @@ def test_a_step_commits_with_the_optimizer_step(job: Job) -> None:
     with job.session.step() as step:
         loss = loss_of(job.wrapped, batch)
         step.backward(loss)
-        assert (step.committed, step.loss, job.session.step_number) == (False, None, 0)
+        assert (step.committed, job.session.step_number) == (False, 0)
         job.optimizer.step()
         assert (step.committed, job.session.step_number, job.session.cursor) == (True, 1, Cursor(0, 16))
     assert step.loss == pytest.approx(float(loss.detach()))
     assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.99)
+
+
+def test_a_step_without_a_commit_has_the_loss_that_was_known_last(job: Job) -> None:
+    """A number that can be formatted, NaN where there was none; the log says once that it is not the step's own."""
+    batches = job.session.batches(data(), global_batch_size=16, epochs=1)
+    seen = []
+    with structlog.testing.capture_logs() as logs:
+        for commit in (False, True, False):
+            batch, step = next(batches), job.session.step()
+            with pytest.raises(RuntimeError, match="user"):
+                failing(job, step, batch, commit=commit)
+            assert step.committed is commit
+            seen.append(f"{step.loss:.4f}")
+    assert seen[0] == "nan"
+    assert seen[1] == seen[2] != "nan"
+    assert [each["step"] for each in logs if each["event"] == "loss.substituted"] == [1]
 
 
 def failing(job: Job, step: Step, batch: Batch, *, commit: bool) -> None:
@@ -263,7 +280,7 @@ def test_a_loader_of_ones_own_works_without_a_cursor() -> None:
         assert (session.step_number, session.cursor) == (3, Cursor())
 
 
-def counted(parts: list[tuple[float, float]], micro: int | None = 4) -> tuple[torch.Tensor, float | None]:
+def counted(parts: list[tuple[float, float]], micro: int | None = 4) -> tuple[torch.Tensor, float]:
     """The gradient and the loss of one step over 16 samples whose micro-batches weigh and count as told."""
     with Session(device="cpu") as session:
         module = torch.nn.Linear(4, 1, bias=False)
@@ -300,7 +317,7 @@ def test_the_loss_is_that_of_all_backward_passes(wanted: bool) -> None:
                 step.want_loss()
             step.backward(wrapped(torch.ones(1, 4)).sum() * 0.0 + 2.0)
             step.backward(wrapped(torch.ones(1, 4)).sum() * 0.0 + 3.0)
-            assert step.loss is None
+            assert math.isnan(step.loss)
             optimizer.step()
         assert step.loss == pytest.approx(5.0)
 
@@ -353,7 +370,6 @@ def test_the_mean_over_this_ranks_own_items_is_that_of_its_counts() -> None:
             for part in step.micro_batches(batch):
                 step.backward(((wrapped(part.x) - part.y) ** 2).sum(), count=2 * len(part))
             optimizer.step()
-        assert step.loss is not None
         assert step.local_mean() == pytest.approx(step.loss)
 
 
@@ -427,3 +443,47 @@ def test_random_numbers_of_a_micro_batch_depend_on_its_place_in_the_epoch(job: J
     assert sorted(four) == [0, 4, 8, 12]
     assert len(set(four.values())) == 4
     assert eight == {start: four[start] for start in (0, 8)}
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor")  # torch's LBFGS does, by hand
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.LBFGS])
+def test_an_optimizer_may_be_given_a_closure(kind: Any) -> None:
+    """The same parameters as by hand, however often the optimizer calls it; the loss is that of its last call."""
+
+    def trained(session: Session | None) -> tuple[torch.Tensor, list[float]]:
+        torch.manual_seed(1)
+        module = torch.nn.Linear(4, 1)
+        optimizer, losses = kind(module.parameters(), lr=0.1), []
+        if session is not None:
+            session.wrap(module, optimizer=optimizer)
+        x, y = data().tensors
+        for _ in range(3):
+            with session.step() if session is not None else nullcontext() as step:
+
+                def closure(step: Any = step) -> torch.Tensor:
+                    optimizer.zero_grad()
+                    loss = torch.nn.functional.mse_loss(module(x), y)
+                    (step.backward if step is not None else torch.Tensor.backward)(loss)
+                    losses.append(loss.item())
+                    return loss
+
+                optimizer.step(closure)
+            assert step is None or step.loss == pytest.approx(losses[-1])
+        return module.weight.detach().clone(), losses
+
+    with Session(device="cpu") as session:
+        weight, losses = trained(session)
+        assert session.step_number == 3
+    expected = trained(None)
+    assert torch.equal(weight, expected[0])
+    assert losses == expected[1]
+
+
+def test_an_optimizer_that_repeats_its_closure_takes_no_scaler() -> None:
+    """It would see scaled gradients, and no overflow."""
+    with Session(device="cpu") as session:
+        module = torch.nn.Linear(4, 1)
+        optimizer: Any = torch.optim.LBFGS(module.parameters())
+        session.wrap(module, optimizer=optimizer, scaler=torch.amp.GradScaler("cpu"))
+        with pytest.raises(ConfigError, match="does not go with LBFGS"), session.step():
+            optimizer.step(lambda: module(torch.ones(1, 4)).sum())

@@ -1,0 +1,47 @@
+"""A closure that a script gives to ``optimizer.step()``: its passes are collectives, and belong before the update.
+
+torch's optimizers call it once and then update, so the session calls it for them. LBFGS, and optimizers from elsewhere,
+may call it again after they have changed the parameters. Each call is then a whole pass over the batch of its own, and
+gives the mean loss over all ranks, from which all of them decide alike; in place, what the optimizer had before is
+kept, and put back if a round ends in a pass.
+
+*Runs in* the worker's main thread.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Closure = Callable[[], Any]
+
+
+def of(args: Any, kwargs: Any) -> Closure | None:
+    """The closure among the arguments of ``optimizer.step`` (the first of which is the optimizer)."""
+    given: Closure | None = args[1] if len(args) > 1 else kwargs.get("closure")
+    return given
+
+
+def calls_once_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` is known to call its closure once, before it changes anything."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+class Before:
+    """Parameters and state of an optimizer as they are now."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._values = [each.detach().clone() for each in self._parameters]
+        self._state = copy.deepcopy(optimizer.state_dict())
+
+    def restore(self) -> None:
+        """Put them back."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._parameters, self._values)
+        self._optimizer.load_state_dict(self._state)
