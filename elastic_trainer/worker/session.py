@@ -59,6 +59,7 @@ from elastic_trainer.worker.replica import Reduction, Replica, check_optimizer
 from elastic_trainer.worker.rounds import Rounds
 from elastic_trainer.worker.saving import Cadence
 from elastic_trainer.worker.scaling import Scaling
+from elastic_trainer.worker.second_optimizers import SecondOptimizers
 from elastic_trainer.worker.signals import Signals
 from elastic_trainer.worker.sockets import Sockets
 from elastic_trainer.worker.state import Position, Stateful, TrainingState, check_part
@@ -142,6 +143,7 @@ class Session:
         """What gives the descriptors that are this session's own."""
         self._foreign = False
         """Whether this process was forked from the one that trains."""
+        self._second_optimizers: SecondOptimizers | None = None
 
     # ---- opening and closing
 
@@ -241,6 +243,8 @@ class Session:
         if self._part is not None:
             self._part.leave()
         self._tracker.close()
+        if self._second_optimizers is not None:
+            self._second_optimizers.close()
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
@@ -419,6 +423,7 @@ class Session:
                 part.resume()
         else:
             steps.absorb = self._recovery.absorb
+            self._second_optimizers = SecondOptimizers(replica.module, optimizer, self._user, steps)
             self._recovery.enter()
         return replica.runner
 

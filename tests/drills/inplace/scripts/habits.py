@@ -1,0 +1,202 @@
+"""What scripts do that were written without this package in mind: ``habits.py SCENARIO``, as for job.py.
+
+``habit``: ``naive`` (logs, evaluates and saves behind each step, committed or not), ``retry`` (holds a batch until a
+step has committed it), ``hold`` (the same, with tensors read before the first try), ``closure`` (gives one to the
+optimizer, and has a buffer that each pass replaces) or ``second`` (optimizers beside the session's).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic_trainer import Session
+from elastic_trainer.errors import ConfigError
+from tests.drills.inplace.scripts.job import Scenario
+from tests.unit.worker.toys import data, loss_of
+
+
+class Net(nn.Module):
+    """A layer, and how many forward passes there have been."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layer = nn.Linear(4, 1)
+        self.passes: torch.Tensor
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes = self.passes + 1.0
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def squared(module: nn.Module, batch: Any) -> dict[str, tuple[Any, int]]:
+    return {"error": (((module(batch.x) - batch.y) ** 2).sum(), len(batch))}
+
+
+class Job:
+    """One habit."""
+
+    def __init__(self, session: Session, scenario: Scenario) -> None:
+        self.session, self.scenario = session, scenario
+        self.module = Net()
+        lbfgs = scenario.values["optimizer"] == "lbfgs"
+        kind: Any = torch.optim.LBFGS if lbfgs else torch.optim.AdamW
+        self.optimizer = kind(self.module.parameters(), lr=0.5 if lbfgs else 0.01)
+        self.lines: list[str] = []
+        self.second: list[str] = []
+        """What became of each optimizer beside the session's."""
+
+    def wrap(self) -> None:
+        self.model = self.session.wrap(self.module, optimizer=self.optimizer)
+        ordered = self.scenario.values.get("unshuffled", False)
+        self.batches = self.session.batches(data(), global_batch_size=16, epochs=2, shuffle=not ordered)
+
+    def fail(self, where: str) -> None:
+        self.scenario.at(self.session.step_number + 1, where, self.session)
+
+    def naive(self) -> None:
+        self.wrap()
+        for batch in self.batches:
+            with self.session.step() as step:
+                step.want_loss()
+                self.fail("forward")
+                step.backward(loss_of(self.model, batch))
+                self.fail("before_update")
+                self.optimizer.step()
+            later = step.later_loss().read()
+            self.lines.append(f"{self.session.step_number} {step.loss:.4f} {later is None}")
+            if self.session.step_number % 2 == 0:
+                self.session.evaluate(self.model, data(), 20, squared)
+            self.session.save()
+
+    def retry(self) -> None:
+        self.wrap()
+        for batch in self.batches:
+            while not batch.used:
+                with self.session.step() as step:
+                    for part in step.micro_batches(batch):
+                        loss = loss_of(self.model, part)
+                        self.fail("backward")
+                        step.backward(loss)
+                    self.optimizer.step()
+
+    def hold(self) -> None:
+        self.wrap()
+        for batch in self.batches:
+            x, y = batch.x, batch.y
+            while not batch.used:
+                with self.session.step() as step:
+                    self.fail("forward")
+                    step.backward(nn.functional.mse_loss(self.model(x), y))
+                    self.optimizer.step()
+
+    def closure(self) -> None:
+        self.wrap()
+        for batch in self.batches:
+            with self.session.step() as step:
+                calls = count()
+
+                def closure(step: Any = step, batch: Any = batch, calls: Any = calls) -> torch.Tensor:
+                    self.optimizer.zero_grad()
+                    loss = loss_of(self.model, batch)
+                    if next(calls) == self.scenario.values["at_call"]:
+                        self.fail("backward")
+                    step.backward(loss)
+                    return loss
+
+                self.optimizer.step(closure)
+            if step.committed:
+                self.lines.append(f"{step.loss:.4f}")
+
+    def second_optimizers(self) -> None:
+        """Each is used in two steps, before the commit or behind the block."""
+        free, known = nn.Linear(2, 1), nn.Linear(2, 1)
+        self.session.register("known", known)
+        inner = torch.optim.SGD(self.module.layer.parameters(), lr=0.01)
+        self.optimizer = Outer(inner)
+        self.wrap()
+        trained = torch.optim.SGD([self.module.layer.bias], lr=1.0)
+        kept = torch.optim.SGD(known.parameters(), lr=1.0)
+        lasting = torch.optim.SGD(free.parameters(), lr=1.0)
+        self.tried("wrapped, inside", trained)
+        self.tried("wrapped, behind", trained, behind=True)
+        self.tried("registered, inside", kept)
+        self.tried("registered, behind", kept, behind=True)
+        self.tried("lasting, inside", lasting)
+        self.tried("of one step, inside", None)
+        for batch in self.batches:
+            with self.session.step() as step:
+                step.backward(loss_of(self.model, batch))
+                self.optimizer.step()
+
+    def tried(self, name: str, optimizer: Any, *, behind: bool = False) -> None:
+        before = [each.detach().clone() for each in self.module.parameters()]
+        try:
+            for _ in range(2):
+                self.with_second(optimizer, behind=behind)
+        except ConfigError as error:
+            self.second.append(f"{name}: {error}")
+            unchanged = all(map(torch.equal, before, self.module.parameters()))
+            assert unchanged or behind or "lasting" in name
+        else:
+            self.second.append(f"{name}: allowed")
+
+    def with_second(self, optimizer: Any, *, behind: bool) -> None:
+        batch = next(self.batches)
+        with self.session.step() as step:
+            step.backward(loss_of(self.model, batch))
+            if not behind:
+                used = optimizer if optimizer is not None else torch.optim.SGD([torch.ones(1, requires_grad=True)])
+                used.step()
+            self.optimizer.step()
+        if behind:
+            optimizer.step()
+
+
+class Outer(torch.optim.Optimizer):
+    """An optimizer made of another one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+
+
+def main(scenario: Scenario) -> None:
+    torch.set_num_threads(1)
+    with Session(scenario.values.get("checkpoints"), seed=3, device="cpu", checkpoint_every_s=None) as session:
+        job = Job(session, scenario)
+        habits: dict[str, Callable[[], None]] = {
+            "naive": job.naive,
+            "retry": job.retry,
+            "hold": job.hold,
+            "closure": job.closure,
+            "second": job.second_optimizers,
+        }
+        habits[scenario.values["habit"]]()
+    result = {
+        "pid": os.getpid(),
+        "parameters": [each.flatten().tolist() for each in job.module.parameters()],
+        "passes": float(job.module.passes),
+        "lines": job.lines,
+        "second": job.second,
+        "step": session.step_number,
+    }
+    Path(f"{scenario.node}.result").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Scenario(sys.argv[1]))

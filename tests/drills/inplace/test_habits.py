@@ -1,0 +1,150 @@
+"""Scripts written without this package in mind, in place and under faults: right, or refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_trainer.sim.ledger import audit, parse
+from tests.drills.inplace.leading import LIMIT_S, Lead, Worker, leading
+from tests.unit.worker.toys import data
+
+STEPS, SAMPLES = 8, 60
+"""Two epochs in batches of 16."""
+
+
+@pytest.fixture
+def lead(tmp_path: Path) -> Any:
+    with leading(tmp_path) as lead:
+        yield lead
+
+
+def begun(lead: Lead, names: str, faults: Sequence[tuple[str, int, str, str]] = (), **values: Any) -> list[Worker]:
+    """Workers in their first round; faults are (node, step, where, what)."""
+    listed = [dict(zip(("node", "step", "where", "what"), fault, strict=True)) for fault in faults]
+    scenario = json.dumps({"faults": listed, **values})
+    workers = [lead.start(name, "habits.py", scenario) for name in names]
+    lead.form(workers)
+    return workers
+
+
+def regrouped(lead: Lead, workers: Sequence[Worker], failing: Sequence[Worker]) -> list[int | None]:
+    """A collective has failed on ``failing``: end the round, and form the next; the steps of the states held then."""
+    lead.await_failed(failing)
+    lead.end()
+    states = lead.await_ready(workers)
+    lead.form(workers)
+    return [state[1] if state is not None else None for state in states]
+
+
+def results(lead: Lead, workers: Sequence[Worker], unrecorded: int = 0) -> list[dict[str, Any]]:
+    """What the workers wrote at their end: the same parameters, and each sample was used exactly once."""
+    lead.await_done(workers)
+    ended = [json.loads((lead.directory / f"{worker.name}.result").read_text()) for worker in workers]
+    assert [result["pid"] for result in ended] == [worker.pid for worker in workers]
+    assert all(result["parameters"] == ended[0]["parameters"] for result in ended)
+    lines = [line for path in lead.ledger.glob("*.jsonl") for line in map(parse, path.read_text().splitlines()) if line]
+    found = audit(lines, SAMPLES)
+    assert found.exact, found.reason
+    assert found.unrecorded == unrecorded
+    return ended
+
+
+def test_a_script_may_log_evaluate_and_save_behind_a_step_that_did_not_commit(lead: Lead) -> None:
+    """It reads the loss known last, NaN before any, and all ranks do the same collectives.
+
+    Both give the first step up, and a third; in the fifth one has committed, and the other is given its state.
+    """
+    faults = [("all", 1, "forward", "lose"), ("all", 3, "before_update", "lose"), ("a", 5, "before_update", "lose")]
+    workers = begun(lead, "ab", faults, habit="naive", checkpoints=str(lead.directory / "checkpoints"))
+    assert regrouped(lead, workers, workers) == [0, 0]
+    assert regrouped(lead, workers, workers) == [2, 2]
+    assert regrouped(lead, workers, workers) == [4, 5]
+    first, second = results(lead, workers)
+    assert [line.split()[0] for line in first["lines"]] == [line.split()[0] for line in second["lines"]]
+    assert first["lines"][0] == second["lines"][0] == "0 nan True"
+    steps = [line.split() for line in second["lines"]]
+    assert [step for step, _, _ in steps] == ["0", "1", "2", "2", *map(str, range(3, STEPS + 1))]
+    assert steps[3] == ["2", steps[2][1], "True"]  # of the step before the one that was given up
+    for worker in workers:
+        assert worker.log.read_text().count("loss.substituted") == 1
+
+
+def test_a_batch_that_is_tried_again_is_this_ranks_new_part(lead: Lead) -> None:
+    """C dies in the middle of it: A and B, which hold the batch, train on C's samples too."""
+    workers = begun(lead, "abc", [("c", 4, "backward", "kill")], habit="retry")
+    regrouped(lead, workers[:2], workers[:2])
+    for result in results(lead, workers[:2]):
+        assert (result["step"], result["passes"]) == (STEPS, STEPS)
+
+
+def test_data_that_was_read_before_the_ranks_changed_is_not_trained_on(lead: Lead) -> None:
+    """It is of the old part, and the samples of the new one would be missing: the sentence says what to do."""
+    workers = begun(lead, "abc", [("c", 4, "forward", "kill")], habit="hold")
+    lead.tolerate(workers[:2])
+    regrouped(lead, workers[:2], workers[:2])
+    for worker in workers[:2]:
+        assert worker.process.wait(LIMIT_S) == 1
+        assert "the loss is of data read before the ranks changed" in worker.log.read_text()
+    committed = [line for path in lead.ledger.glob("*.jsonl") for line in path.read_text().splitlines()]
+    assert max(json.loads(line)["step"] for line in committed) == 3
+
+
+def alone(kind: Any, **options: Any) -> list[torch.Tensor]:
+    """The parameters after the same training by hand, on one rank and without faults."""
+    torch.manual_seed(5)
+    layer = torch.nn.Linear(4, 1)
+    optimizer = kind(layer.parameters(), **options)
+    x, y = data().tensors
+    for _ in range(2):
+        for first in range(0, SAMPLES, 16):
+            part = slice(first, min(first + 16, SAMPLES))
+
+            def closure(part: slice = part) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = torch.nn.functional.mse_loss(layer(x[part]), y[part])
+                loss.backward()  # type: ignore[no-untyped-call]
+                return loss
+
+            optimizer.step(closure)
+    return [each.detach().flatten() for each in layer.parameters()]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lbfgs"])
+def test_an_optimizer_may_have_a_closure(lead: Lead, optimizer: str) -> None:
+    """Its collectives may fail in any of its calls: the step is undone, with all that the calls before have changed.
+
+    So is a buffer that each forward pass replaces. All ranks decide alike how often LBFGS calls it.
+    """
+    later = 2 if optimizer == "lbfgs" else 0
+    faults = [("all", 3, "backward", "lose"), ("a", 5, "backward", "lose")]
+    workers = begun(lead, "ab", faults, habit="closure", optimizer=optimizer, at_call=later, unshuffled=True)
+    assert regrouped(lead, workers, workers) == [2, 2]
+    assert regrouped(lead, workers, workers) == [4, 4]
+    first, second = results(lead, workers)
+    assert first["lines"] == second["lines"]
+    assert first["passes"] == second["passes"]
+    if optimizer == "adamw":
+        assert first["passes"] == STEPS
+        expected = alone(torch.optim.AdamW, lr=0.01)
+    else:
+        expected = alone(torch.optim.LBFGS, lr=0.5)
+    for got, wanted in zip(first["parameters"], expected, strict=True):
+        assert torch.allclose(torch.tensor(got), wanted, atol=1e-4)
+
+
+def test_a_second_optimizer_is_refused_where_its_update_could_not_be_taken_back(lead: Lead) -> None:
+    """Before it has changed anything. One that lives no longer than the step is free, and so is one inside its own."""
+    workers = begun(lead, "a", habit="second")
+    (result,) = results(lead, workers)
+    said = dict(line.split(": ", 1) for line in result["second"])
+    for name in ("wrapped, inside", "wrapped, behind"):
+        assert "was about to change parameters of the wrapped model" in said[name]
+    for name in ("registered, inside", "lasting, inside"):
+        assert "was about to make an update inside session.step()" in said[name]
+    assert said["registered, behind"] == said["of one step, inside"] == "allowed"
