@@ -40,8 +40,8 @@ class Moment(StrEnum):
 
 
 SOON_S = {Moment.UPON: 0.15, Moment.TRAINING: 0.6}
-INTERLUDE_PART = 0.6
-"""How far into an interlude a kill is drawn at most: the second half of some evaluations has none."""
+INTERLUDE_PART = 0.3
+"""How far into an interlude a kill is drawn at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,9 @@ class Interruptions:
 class Kills:
     """Strikes the workers of ``stage`` by the chance of ``seed``; ``done`` is what has really happened."""
 
-    def __init__(self, stage: Stage, seed: int, *, interlude_every: int) -> None:
-        self._stage, self._chance, self._interlude_every = stage, random.Random(seed), interlude_every
+    def __init__(self, stage: Stage, seed: int, *, interlude_every: int, least_s: float) -> None:
+        self._stage, self._chance = stage, random.Random(seed)
+        self._interlude_every, self._least_s = interlude_every, least_s
         self._interruptions = Interruptions(stage.directory)
         self._last_s = 0.0
         self._trained: dict[int, tuple[str, psutil.Process]] = {}
@@ -126,7 +127,8 @@ class Kills:
         if moment is Moment.UPON:
             return True
         if moment is Moment.INTERLUDE:
-            return bool(self._interruptions.under_way(holders.values()))
+            marks = self._interruptions.under_way(holders.values()).values()
+            return any(mark.seconds >= self._least_s and now() - mark.t < mark.seconds / 4 for mark in marks)
         standing = self._stage.book.standing()
         if standing is None or standing.world < 2 or len(standing.nodes) < standing.world:
             return False

@@ -28,7 +28,10 @@ COUNT, SEED = "ELASTIC_TRAINER_WORKER_KILLS", "ELASTIC_TRAINER_SEED"
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How many kills, one of ``interlude_every`` amid work that lasts; ``sever_timeout`` is shorter than much of it."""
+    """How many kills, one of ``interlude_every`` amid work of ``least_s`` or more, most of which is yet to come then.
+
+    ``sever_timeout`` is shorter than much of that.
+    """
 
     kills: int
     shortest_s: float
@@ -36,6 +39,7 @@ class Pace:
     steps_between: int
     pause_s: float
     interlude_every: int
+    least_s: float
     sever_timeout: str
     limit_s: float
 
@@ -43,8 +47,8 @@ class Pace:
 def _pace() -> Pace:
     asked = int(os.environ.get(COUNT, "0"))
     if asked <= 0:
-        return Pace(50, 0.5, 4.0, 100, 0.02, 5, "2", 120.0)
-    return Pace(asked, 1.0, 90.0, 600, 0.05, 10, "30", 900.0)
+        return Pace(50, 0.5, 6.0, 80, 0.02, 8, 3.0, "2", 120.0)
+    return Pace(asked, 1.0, 90.0, 600, 0.05, 10, 1.0, "30", 900.0)
 
 
 PACE = _pace()
@@ -72,7 +76,7 @@ def test_workers_killed_in_a_row_cost_the_others_nothing(tmp_path: Path, monkeyp
         options={**FREELY, "sever_timeout": PACE.sever_timeout},
     )
     with Stage(setting, tmp_path / "job", Loopback()) as stage:
-        kills = Kills(stage, seed, interlude_every=PACE.interlude_every)
+        kills = Kills(stage, seed, interlude_every=PACE.interlude_every, least_s=PACE.least_s)
         kills.rage(PACE.kills)
         final = stage.settled()
         workers = {name: stage.node(name).worker() for name in final.nodes}
