@@ -150,8 +150,8 @@ class Replica:
         """Average gradients over the ranks of the present round; all ranks must hold the same state."""
         self.release()
         self._check_trainable()
-        if self.tree is not None:
-            self.tree = TreeReduction(self.module, self._buffers, self._kept)
+        if self.tree is not None and self._buffers is not None:
+            self.tree = TreeReduction(self.module, self._buffers.live, self._buffers.kept)
             self.tree.bind(control, None if control.alone else dist.group.WORLD)
             return
         if control.alone:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from elastic_trainer import Session
-from elastic_trainer.worker.transfer import digest
+from elastic_trainer.checkpoint.fingerprint import fingerprint
 
 SAMPLES, BATCH, SAVE_EVERY = 96, 16, 4
 
@@ -105,7 +105,7 @@ def main() -> None:
             faults.behind(at, session.rank)
             if at >= scenario["steps"]:
                 break
-        (out / f"digest-{session.rank}").write_text(str(digest(session.module.state_dict())))
+        (out / f"digest-{session.rank}").write_text(str(fingerprint(session.module.state_dict())))
 
 
 if __name__ == "__main__":
