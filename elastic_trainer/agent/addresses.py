@@ -11,6 +11,7 @@ import secrets
 import socket
 import threading
 
+from elastic_trainer.ipc.listening import listen
 from elastic_trainer.settings import Endpoint
 
 
@@ -42,9 +43,7 @@ class LivenessPort:
     """Listens as long as this process lives: a peer whose connection is refused knows that it does not."""
 
     def __init__(self, address: str) -> None:
-        self._socket = socket.socket(_family(address), socket.SOCK_STREAM)
-        self._socket.bind(("", 0))
-        self._socket.listen(16)
+        self._socket = listen(address)
         self._closing = False
         self.port: int = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self._serve, name="liveness", daemon=True)

@@ -33,6 +33,7 @@ from elastic_trainer.agent.torchrun_store import RoundStore
 from elastic_trainer.agent.trap import Trap
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
+from elastic_trainer.ipc.listening import store_at
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.documents import (
     NodeRecord,
@@ -131,10 +132,8 @@ class InPlaceHandler(Etcd3RendezvousHandler):
                 "in-place recovery restarts crashed workers on their own node, but torchrun's --max-restarts is 0",
                 hint="add --max-restarts 100, say",
             )
-        from torch._C._distributed_c10d import TCPStore
-
         member = self._arrive()
-        self._tcp_store = TCPStore("localhost", 0, None, True, wait_for_workers=False, timeout=timedelta(seconds=300))
+        self._tcp_store = store_at(self._address, timedelta(seconds=300))
         self._trap = Trap(lambda: self._fatal(ConfigError(_NO_SESSION, hint=_NO_SESSION_HINT)), self._without_session)
         self._announcer = Announcer(member, self._clock)
         self._progress = ProgressWriter(self._store, self._keys, self._clock)

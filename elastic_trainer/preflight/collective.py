@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.ipc.listening import store_at
 from elastic_trainer.preflight.pairs import SIZES, Pair, turns
 from elastic_trainer.preflight.telling import Teller
 from elastic_trainer.settings import prefer_loopback
@@ -56,9 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     teller.doing("importing torch")
     if arguments[1].startswith("127.") or arguments[1] in ("localhost", "::1"):
         prefer_loopback()  # all are on one machine, whose name may lead anywhere
-    from torch._C._distributed_c10d import TCPStore
-
-    own = TCPStore("localhost", 0, None, True, wait_for_workers=False, timeout=timedelta(seconds=GROUP_S))
+    own = store_at(arguments[1], timedelta(seconds=GROUP_S))
     teller.tell(port=own.port)
     teller.doing("waiting for other nodes")
     line = sys.stdin.readline()

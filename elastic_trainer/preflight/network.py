@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from elastic_trainer.clock import Deadline
+from elastic_trainer.ipc.listening import listen
 from elastic_trainer.preflight.finding import Finding, Status
 
 CONNECT_S = 2.0
@@ -36,10 +37,8 @@ def listening(address: str) -> Finding:
     """Whether a port of this node can be reached by the address that others are told."""
     hint = "set --rdzv-conf interface to an address of this machine, and check its firewall"
     try:
-        family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as server:
-            server.bind(("", 0))
-            server.listen(1)
+        socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+        with listen(address) as server:
             port = server.getsockname()[1]
             with socket.create_connection((address, port), CONNECT_S):
                 return Finding("ports", Status.OK, f"listens on {address}")

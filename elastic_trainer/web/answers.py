@@ -18,6 +18,8 @@ TEXT = "text/plain; charset=utf-8"
 HTML = "text/html; charset=utf-8"
 JSON = "application/json"
 NO_STORE = {"Cache-Control": "no-store"}
+HEALTH, READINESS = PROBES = "/healthz", "/readyz"
+"""What a kubelet asks. Answered in no time: the answers wait for nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from elastic_trainer.web.access import CHALLENGE, Access
-from elastic_trainer.web.answers import Answer, Request, text
+from elastic_trainer.web.answers import HEALTH, READINESS, Answer, Request, text
 
 Content = TypeVar("Content")
 
@@ -22,9 +22,9 @@ def guarded(
     """The answer to ``request``. ``health`` and ``readiness`` are told without a token: a kubelet has none."""
     if request.method not in ("GET", "HEAD"):
         return text(405, "this server is to be read only", Allow="GET, HEAD")
-    if request.path == "/healthz":
+    if request.path == HEALTH:
         return health()
-    if request.path == "/readyz":
+    if request.path == READINESS:
         return readiness()
     if not access.knows_host(request.headers.get("host")):
         return text(421, "ask for localhost or for an address: without a token, other names are refused")

@@ -97,6 +97,10 @@ class NodeEndpoint:
         host = address if self._host in ("0.0.0.0", "::", "") else self._host
         return f"{self._scheme}://[{host}]:{self.port}" if ":" in host else f"{self._scheme}://{host}:{self.port}"
 
+    def descriptors(self) -> list[int]:
+        """What it holds open."""
+        return self._server.descriptors()
+
     def close(self) -> None:
         """End it."""
         self._server.stop()

@@ -1,54 +1,95 @@
 """An HTTP server: takes requests, sends answers and streams, all within bounds.
 
-*Runs in* a thread of its own (``http``), and one for each connection, of which there are at most 64.
+Whoever has not asked yet costs a descriptor, no thread: one thread waits for the requests of all connections, and gives
+a request a thread of its own when it is complete. The questions of a kubelet it answers itself, so that nothing which
+others do to this port makes a healthy process look dead.
+
+*Runs in* a thread of its own (``http``), and one for each answer under way, of which there are at most 64.
 *Owns* the listening socket and all connections.
 *Fails by* ConfigError when it cannot listen; a connection that fails ends alone.
 *Invariant*: no connection lasts without getting on: a request must be complete, and an answer taken, within seconds.
+Where all places are taken a new connection gets that of the oldest which waits, of the address that has most.
 """
 
 from __future__ import annotations
 
+import selectors
 import socket
 import ssl
-import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from socketserver import TCPServer
-from typing import Any
 
-from elastic_trainer.clock import SYSTEM
+from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.web.answers import Answer, Request, Site, Stream, text
+from elastic_trainer.web.answers import PROBES, Answer, Request, Site, Stream, text
+from elastic_trainer.web.exchange import Asked, asked, head, rendered
 
-MOST_CONNECTIONS = 64
+MOST_CONNECTIONS = 256
+MOST_ANSWERS = 64
+MOST_ANSWERS_TO_ONE = 48
+"""Of them, to one address: a proxy may stand for many readers, but not for all."""
 MOST_STREAMS = 24
 REQUEST_LIMIT_S = 20.0
 """For a whole request, from the end of the one before, TLS included. No interval that Prometheus is usually given: a
 connection that is closed just as it is used again is a failed scrape."""
 ANSWER_LIMIT_S = 30.0
-"""For an answer to be made and taken, and for each piece of a stream."""
+"""For an answer to be taken, and for each piece of a stream."""
 LOOK_EVERY_S = 0.1
-SECURITY = {
-    "Content-Security-Policy": (
-        "default-src 'self'; base-uri 'none'; form-action 'none'; object-src 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-}
+CROWDED_PAUSE_S = 0.002
+"""After a connection was taken that cost another its place: those that come back at once wait their turn."""
+_WAITING = 1024
+_PIECE = 65536
 
 
-class Server(ThreadingHTTPServer):
+class _Client:
+    """A connection, and what it has sent of its next request."""
+
+    __slots__ = ("address", "answered", "connected", "limit", "received", "secured")
+
+    def __init__(self, connected: socket.socket, address: str, *, secured: bool) -> None:
+        self.connected, self.address, self.secured = connected, address, secured
+        self.received = b""
+        self.answered = False
+        """Whether an answer to it is under way, in a thread of its own."""
+        self.wait()
+
+    def wait(self) -> None:
+        """For a request, from now on."""
+        self.answered, self.limit = False, SYSTEM.monotonic() + REQUEST_LIMIT_S
+
+    def read(self) -> bool:
+        """Take what has been sent; False at its end. BlockingIOError or ssl.SSLWantReadError while there is nothing."""
+        if isinstance(self.connected, ssl.SSLSocket) and not self.secured:
+            self.connected.do_handshake()
+            self.secured = True
+        piece = self.connected.recv(_PIECE)
+        self.received += piece
+        return bool(piece)
+
+    def send(self, content: bytes) -> None:
+        """Send all of it within seconds; TimeoutError if it is not taken."""
+        deadline, rest = Deadline.after(ANSWER_LIMIT_S), memoryview(content)
+        while rest:
+            if deadline.expired:
+                raise TimeoutError
+            self.connected.settimeout(deadline.remaining_s())
+            rest = rest[self.connected.send(rest[:_PIECE]) :]
+
+    def close(self) -> None:
+        """End it. What was sent and not read is read first: else the answer would be lost on its way."""
+        with suppress(OSError):
+            self.connected.setblocking(False)
+            socket.socket.shutdown(self.connected, socket.SHUT_WR)
+            socket.socket.recv(self.connected, _PIECE)
+        self.connected.close()
+
+
+class Server:
     """Answers for ``site`` on ``host`` and ``port`` (0: any that is free), over TLS with a ``context``."""
-
-    daemon_threads = True
-    request_queue_size = 128
 
     def __init__(
         self,
@@ -59,207 +100,263 @@ class Server(ThreadingHTTPServer):
         *,
         hint: str = "choose another --listen",
     ) -> None:
-        self.site, self._context = site, context
-        self.streams = threading.BoundedSemaphore(MOST_STREAMS)
-        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        self._limits: dict[socket.socket, float] = {}
-        self._lock = threading.Lock()
+        self._site, self._context = site, context
+        self._streams = threading.BoundedSemaphore(MOST_STREAMS)
+        self._clients: dict[_Client, None] = {}
+        """Those that have waited longest come first."""
+        self._returned: deque[tuple[_Client, bool]] = deque()
+        """Those that have got an answer, and whether they may ask again."""
+        self._crowded_until = 0.0
+        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            self.address_family = found[0][0]
-            super().__init__((str(found[0][4][0]), port), Handler)
+            self._listener = _listening(host, port)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error}", hint=hint) from error
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return int(self.server_address[1])
+        self.port = int(self._listener.getsockname()[1])
+        self._alarm, self._alarmed = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for each in (self._listener, self._alarmed, self._alarm):
+            each.setblocking(False)
+        for each in (self._listener, self._alarmed):
+            self._selector.register(each, selectors.EVENT_READ)
 
     def start(self) -> None:
         """Answer from now on."""
-        self._thread = threading.Thread(target=self.serve_forever, args=(LOOK_EVERY_S,), name="http", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """Take no more connections, and end those that there are."""
+        self._stopping.set()
+        self._wake()
         if self._thread is not None:
-            self.shutdown()
             self._thread.join()
-        self.server_close()
-
-    @contextmanager
-    def limited(self, connection: socket.socket, seconds: float) -> Iterator[None]:
-        """``connection`` is cut off if this takes longer than ``seconds``."""
-        with self._lock:
-            self._limits[connection] = SYSTEM.monotonic() + seconds
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._limits.pop(connection, None)
-
-    def server_bind(self) -> None:
-        """Without asking the name service who we are, which http.server does and which can take seconds."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = "elastic-trainer", self.port
-
-    def service_actions(self) -> None:
-        """Called by the serving thread between two connections: cut off those that take too long."""
-        now = SYSTEM.monotonic()
-        with self._lock:
-            late = [connection for connection, limit in self._limits.items() if limit < now]
-            for connection in late:
-                self._limits.pop(connection)
-                with suppress(OSError):
-                    # Past TLS, whose state belongs to the thread that waits in it.
-                    socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Give the connection a thread, or turn it away when there are too many."""
-        if not self._room.acquire(blocking=False):
-            self._turn_away(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._room.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """The connection's thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        """In the connection's thread: TLS, then its requests."""
-        if self._context is None:
-            super().finish_request(request, client_address)
-            return
-        request.settimeout(REQUEST_LIMIT_S)
-        with self._context.wrap_socket(request, server_side=True, do_handshake_on_connect=False) as secured:
-            with self.limited(secured, REQUEST_LIMIT_S):
-                secured.do_handshake()
-            super().finish_request(secured, client_address)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that ended, for whatever reason of its own, is nothing to report."""
-        if not isinstance(sys.exception(), OSError):  # ssl.SSLError and TimeoutError are ones
-            logger().exception("request.failed")
-
-    def _turn_away(self, request: socket.socket) -> None:
-        if self._context is None:
-            request.setblocking(False)
+        self._selector.close()
+        for client in list(self._clients):
             with suppress(OSError):
-                request.send(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        self.shutdown_request(request)
+                # Past TLS, whose state belongs to the thread that answers.
+                socket.socket.shutdown(client.connected, socket.SHUT_RDWR)
+            if not client.answered:
+                client.connected.close()
+        self._let_go()
+        for each in (self._listener, self._alarm, self._alarmed):
+            each.close()
 
+    def descriptors(self) -> list[int]:
+        """What it holds open."""
+        own = [self._listener, self._alarm, self._alarmed, *(client.connected for client in self._clients)]
+        return [each.fileno() for each in own]
 
-class Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    # ---- the thread that waits for all
 
-    server: Server
-    protocol_version = "HTTP/1.1"
-    server_version = "elastic-trainer"
-    sys_version = ""
-    timeout = REQUEST_LIMIT_S
-    wbufsize = -1
+    def _serve(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._look()
+            except Exception:  # noqa: BLE001 - thread edge: who comes next is to be answered
+                logger().exception("server.failed")
+                self._stopping.wait(LOOK_EVERY_S)
 
-    def handle_one_request(self) -> None:
-        """Bounded as a whole: a client may otherwise send a byte at a time, each within the socket's limit."""
-        with self.server.limited(self.connection, REQUEST_LIMIT_S):
-            super().handle_one_request()
+    def _look(self) -> None:
+        for key, _ in self._selector.select(LOOK_EVERY_S if not self._crowded_until else CROWDED_PAUSE_S):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._alarmed:
+                self._alarmed.recv(_PIECE)
+            elif key.data in self._clients and not key.data.answered:
+                self._hear(key.data)
+        while self._returned:
+            self._take_back(*self._returned.popleft())
+        now = SYSTEM.monotonic()
+        for client in [each for each in self._clients if each.limit < now and not each.answered]:
+            self._end(client)
+        if self._crowded_until and self._crowded_until <= now:
+            self._crowded_until = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def do_GET(self) -> None:
-        """Any method: the site says which it takes."""
-        with self.server.limited(self.connection, ANSWER_LIMIT_S):
-            if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
-                self.close_connection = True  # its body is not read, and must not be taken for the next request
-            answer = self._answer()
-            if isinstance(answer, Answer):
-                self._send(answer)
-                return
-        self._stream(answer)
-
-    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_GET
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What http.server finds wrong with a request."""
-        self.close_connection = True
-        self._send(text(code, message or HTTPStatus(code).phrase))
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged."""
-
-    def _answer(self) -> Answer | Stream:
-        headers = {name.lower(): value for name, value in self.headers.items()}
+    def _accept(self) -> None:
         try:
-            return self.server.site.answer(Request(self.command, self.path, headers))
-        except Exception:  # noqa: BLE001 - thread edge: the client is told, and the next request is another
-            logger().exception("request.failed", path=self.path)
+            connected, address = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # it is gone already, or no descriptor is left
+            self._pause()
+            return
+        connected.setblocking(False)
+        client = _Client(connected, str(address[0]), secured=self._context is None)
+        if len(self._clients) >= MOST_CONNECTIONS:
+            self._pause()
+            if not self._make_room():
+                client.close()
+                return
+        if self._context is not None:
+            client.connected = self._context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+        self._clients[client] = None
+        self._selector.register(client.connected, selectors.EVENT_READ, client)
+        self._hear(client)
+
+    def _pause(self) -> None:
+        """Take no connection for a moment."""
+        if not self._crowded_until:
+            self._selector.unregister(self._listener)
+        self._crowded_until = SYSTEM.monotonic() + CROWDED_PAUSE_S
+
+    def _make_room(self) -> bool:
+        """End the oldest connection that waits, of the address that has most; False if all are being answered."""
+        held = Counter(client.address for client in self._clients)
+        waiting = [client for client in self._clients if not client.answered]
+        if not waiting:
+            return False
+        self._end(max(waiting, key=lambda client: held[client.address]))  # the first of those, which is the oldest
+        return True
+
+    def _hear(self, client: _Client) -> None:
+        try:
+            if not client.read():
+                self._end(client)
+                return
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return  # a handshake's answers are short: what it wants to write has room
+        except (OSError, ValueError):
+            self._end(client)
+            return
+        self._answer(client)
+
+    def _answer(self, client: _Client) -> None:
+        """Each request that is complete, until one needs a thread."""
+        while client in self._clients and not client.answered:
+            found = asked(client.received)
+            if found is None:
+                return
+            if isinstance(found, Answer):
+                self._reply(client, found, None, lasts=False)
+                return
+            client.received = client.received[found.size :]
+            if found.request.path in PROBES:
+                self._reply(client, self._made(found.request), found.request, lasts=found.lasts)
+            else:
+                self._begin(client, found)
+
+    def _begin(self, client: _Client, found: Asked) -> None:
+        """Give the request a thread, unless too many are being answered."""
+        answered = Counter(each.address for each in self._clients if each.answered)
+        if answered.total() >= MOST_ANSWERS or answered[client.address] >= MOST_ANSWERS_TO_ONE:
+            self._reply(client, text(503, "too many requests are being answered", Retry_After="1"), None, lasts=False)
+            return
+        self._selector.unregister(client.connected)
+        client.answered = True
+        try:
+            threading.Thread(target=self._give, args=(client, found), name="http-answer", daemon=True).start()
+        except RuntimeError:  # no thread can be started
+            self._end(client)
+
+    def _reply(self, client: _Client, answer: Answer | Stream, request: Request | None, *, lasts: bool) -> None:
+        """Send a short answer at once. Who does not take it does not get it."""
+        content = rendered(answer, request, lasts=lasts) if isinstance(answer, Answer) else b""
+        try:
+            taken = client.connected.send(content) == len(content)
+        except (OSError, ValueError):
+            taken = False
+        if not taken or not lasts:
+            self._end(client)
+        else:
+            self._renew(client)
+
+    def _take_back(self, client: _Client, lasts: bool) -> None:
+        if not lasts:
+            self._end(client)
+            return
+        client.connected.setblocking(False)
+        self._selector.register(client.connected, selectors.EVENT_READ, client)
+        self._renew(client)
+        self._answer(client)
+
+    def _renew(self, client: _Client) -> None:
+        """It waits from now on, so it is the youngest."""
+        client.wait()
+        del self._clients[client]
+        self._clients[client] = None
+
+    def _end(self, client: _Client) -> None:
+        del self._clients[client]
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(client.connected)
+        client.close()
+
+    def _let_go(self) -> None:
+        """Nobody takes back any more what has got its answer."""
+        with suppress(IndexError):
+            while True:
+                self._returned.popleft()[0].connected.close()
+
+    def _wake(self) -> None:
+        with suppress(OSError):
+            self._alarm.send(b"\0")
+
+    # ---- the threads that answer
+
+    def _give(self, client: _Client, found: Asked) -> None:
+        lasts = False
+        try:
+            answer = self._made(found.request)
+            if isinstance(answer, Answer):
+                client.send(rendered(answer, found.request, lasts=found.lasts))
+                lasts = found.lasts
+            else:
+                self._stream(client, answer, found.request)
+        except OSError:  # it is gone, or takes nothing; ssl.SSLError and TimeoutError are ones
+            pass
+        except Exception:  # noqa: BLE001 - thread edge: the connection ends, and the next request is another
+            logger().exception("request.failed", path=found.request.path)
+        finally:
+            self._returned.append((client, lasts))
+            if self._stopping.is_set():
+                self._let_go()
+            else:
+                self._wake()
+
+    def _made(self, request: Request) -> Answer | Stream:
+        try:
+            return self._site.answer(request)
+        except Exception:  # noqa: BLE001 - edge: the client is answered, and the next request is another
+            logger().exception("request.failed", path=request.path)
             return text(500, "this request failed; the server's log says why")
 
-    def _send(self, answer: Answer) -> None:
-        content, headers = answer.body.plain, dict(answer.headers)
-        if answer.body.zipped is not None:
-            headers["Vary"] = "Accept-Encoding"
-            if _takes_gzip(self._header("Accept-Encoding")):
-                content, headers["Content-Encoding"] = answer.body.zipped, "gzip"
-        if answer.status != HTTPStatus.NOT_MODIFIED:
-            headers["Content-Length"] = str(len(content))
-        self._send_head(answer.status, answer.kind, headers)
-        if self.command != "HEAD":
-            self.wfile.write(content)
-        self.wfile.flush()
-
-    def _send_head(self, status: int, kind: str, headers: Mapping[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Type": kind, **headers, **SECURITY}.items():
-            self.send_header(name, value)
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-
-    def _header(self, name: str) -> str:
-        headers = getattr(self, "headers", None)  # missing where the request line was wrong already
-        return str(headers.get(name, "")) if headers is not None else ""
-
-    def _stream(self, stream: Stream) -> None:
-        if not self.server.streams.acquire(blocking=False):
-            self._send(text(503, "too many streams are open", Retry_After="10"))
+    def _stream(self, client: _Client, stream: Stream, request: Request) -> None:
+        if not self._streams.acquire(blocking=False):
+            busy = text(503, "too many streams are open", Retry_After="10")
+            client.send(rendered(busy, request, lasts=False))
             return
         try:
-            self.close_connection = True  # its end is the end of the stream
-            with self._piece():
-                self._send_head(200, "text/event-stream", {"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-            if self.command != "HEAD":
-                for piece in stream.pieces():
-                    self._send_piece(piece)
+            client.send(head(200, {"Content-Type": "text/event-stream", **_STREAM}, lasts=False))
+            for piece in _pieces(stream, request):
+                client.send(piece)
         finally:
-            self.server.streams.release()
-
-    def _send_piece(self, content: bytes) -> None:
-        with self._piece():
-            self.wfile.write(content)
-
-    @contextmanager
-    def _piece(self) -> Iterator[None]:
-        """What is written within is sent, in a bounded time."""
-        with self.server.limited(self.connection, ANSWER_LIMIT_S):
-            yield
-            self.wfile.flush()
+            self._streams.release()
 
 
-def _takes_gzip(accepted: str) -> bool:
-    """Whether the header ``Accept-Encoding`` names gzip, and not with a weight of 0."""
-    for part in accepted.split(","):
-        coding, _, weight = part.replace(" ", "").partition(";")
-        if coding.lower() in ("gzip", "*"):
-            return weight.lower() not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
-    return False
+_STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+def _pieces(stream: Stream, request: Request) -> Iterator[bytes]:
+    return stream.pieces() if request.method != "HEAD" else iter(())
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that listens there; the name service is not asked who we are."""
+    family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+        0
+    ]
+    listener = socket.socket(family, kind, number)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_WAITING)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:

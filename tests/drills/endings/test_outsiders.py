@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elastic_trainer.clock import Deadline
 from elastic_trainer.sim import processes
 from elastic_trainer.sim.etcd import EtcdServer
-from tests.drills.endings.job import LASTING, Job
+from tests.drills.endings.job import LASTING, LIMIT_S, Job
+from tests.support.crowd import crowding
 
 SCRIPT = Path(__file__).with_name("forking.py")
 
@@ -75,3 +78,28 @@ def test_whoever_connects_to_master_port_ends_nothing(job: Job) -> None:
             job.wait_for(lambda: "connection.refused" in job.log(node.name), "nobody looks at the connections")  # noqa: B023
             job.await_steps(5)
         assert job.log(node.name).count("connection.refused") == 1
+
+
+def test_a_node_opens_its_ports_at_the_address_that_it_announces_alone(job: Job) -> None:
+    """Liveness, the store of rounds, the trap, metrics: none can be reached by another address of the machine."""
+    for node in job.nodes:
+        record = job.record(node.name)
+        assert record is not None
+        opened = [
+            each.laddr for each in psutil.Process(node.pid).net_connections() if each.status == psutil.CONN_LISTEN
+        ]
+        assert {record.store_port, record.probe_port} < {place.port for place in opened}
+        assert {place.ip for place in opened} == {record.address}
+
+
+@pytest.mark.parametrize("count", [70, 200])
+def test_slow_connections_do_not_keep_a_kubelet_from_asking(job: Job, count: int) -> None:
+    """They fill the port of a node that trains: each probe finds it healthy, within the time that a kubelet gives."""
+    found = job.store.get(job.keys.node_health("n0"), Deadline.after(LIMIT_S)).first
+    assert found is not None
+    url = json.loads(found.value)["metrics"]
+    with crowding(int(url.rpartition(":")[2]), count):
+        for _ in range(40):
+            with urllib.request.urlopen(f"{url}/healthz", timeout=10.0) as answer:
+                assert answer.status == 200
+    job.await_steps(3)

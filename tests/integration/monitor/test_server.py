@@ -6,8 +6,11 @@ import contextlib
 import gzip
 import http.client
 import json
+import random
+import re
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from elastic_trainer.web import server as servers
 from elastic_trainer.web.access import Access
 from elastic_trainer.web.server import tls_context
 from tests.support.certificates import Authority
+from tests.support.crowd import crowding
 from tests.support.monitored import PREFIX, Writer, health, rank, soon
 
 LIMIT_S = 30.0
@@ -155,20 +159,142 @@ def test_a_client_that_never_completes_its_request_is_cut_off(
 def test_there_is_a_limit_to_connections(
     backend: MemoryBackend, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond it they are turned away at once, and when others end there is room again."""
-    monkeypatch.setattr(servers, "MOST_CONNECTIONS", 2)
+    """Beyond it the one that has waited longest gives up its place, unless it is being answered."""
+    monkeypatch.setattr(servers, "MOST_CONNECTIONS", 3)
     with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
+        await_read(monitor)
+        stream = Listener(monitor)
+        stream.snapshot()
         held = [http.client.HTTPConnection("127.0.0.1", monitor.port, timeout=LIMIT_S) for _ in range(2)]
-        for connection in held:
-            connection.request("GET", "/healthz")
-            assert connection.getresponse().read() == b"ok\n"
-        assert get(monitor, "/healthz")[0].status == 503
+        for connection in (*held, held[0]):
+            connection.request("GET", "/api/runs")
+            assert connection.getresponse().read()
+        assert get(monitor, "/healthz")[0].status == 200
+        assert held[1].sock.recv(1) == b""
+        held[0].request("GET", "/healthz")
+        assert held[0].getresponse().read() == b"ok\n"
+        writer.round(2, {"n0": 2}, RoundState.BROKEN)
+        assert stream.snapshot()["state"] == "recovering"
+        stream.close()
         for connection in held:
             connection.close()
+
+
+@pytest.mark.parametrize(("secured", "times"), [(False, 40), (True, 5)])
+def test_slow_connections_keep_nobody_from_asking(
+    backend: MemoryBackend, writer: Writer, secured: bool, times: int, tmp_path: Path
+) -> None:
+    """Seventy that never complete a request: probes and pages are answered beside them, from the same address."""
+    authority = Authority(tmp_path)
+    server = tls_context(*authority.issue("localhost")) if secured else None
+    client = ssl.create_default_context(cafile=str(authority.certificate)) if secured else None
+    with (
+        Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0, context=server)) as monitor,
+        crowding(monitor.port, 70),
+    ):
+        await_read(monitor)
+        for _ in range(times):
+            for path in ("/healthz", "/readyz", "/api/runs"):
+                assert asked(monitor, path, client) == 200
+
+
+def test_more_connections_than_there_are_places_keep_nobody_from_asking(
+    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although each comes back as soon as it is cut off."""
+    monkeypatch.setattr(servers, "MOST_CONNECTIONS", 64)
+    with crowding(monitor.port, 200) as crowd:
+        for _ in range(10):
+            assert asked(monitor, "/healthz") == 200
         deadline = Deadline.after(LIMIT_S)
-        while get(monitor, "/healthz")[0].status != 200:
-            assert not deadline.expired
+        while not crowd.returned:
+            assert not deadline.expired, "nobody was cut off"
             pause(0.05)
+
+
+def test_probes_are_answered_when_nothing_else_is(backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads are busy with clients that take nothing; another request is told to come again."""
+    monkeypatch.setattr(servers, "MOST_ANSWERS", 1)
+    with Monitor(MemoryStore(backend), MonitorOptions(PREFIX, port=0)) as monitor:
+        answering, release = threading.Event(), threading.Event()
+
+        def list_body() -> None:
+            answering.set()
+            release.wait(LIMIT_S)
+
+        monkeypatch.setattr(monitor.board, "list_body", list_body)
+        with socket.create_connection(("127.0.0.1", monitor.port), timeout=LIMIT_S) as connection:
+            connection.sendall(b"GET /api/runs HTTP/1.1\r\n\r\n")
+            assert answering.wait(LIMIT_S)
+            assert asked(monitor, "/healthz") == 200
+            response, _ = get(monitor, "/static/page.css")
+            assert (response.status, response.getheader("Retry-After")) == (503, "1")
+            release.set()
+            assert connection.recv(12) == b"HTTP/1.1 404"
+
+
+def test_no_request_makes_the_server_fail(monitor: Monitor, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is sent: it is refused in a word, with no error in the server, which goes on to answer others."""
+    chance = random.Random(0)
+    for number in range(400):
+        with socket.create_connection(("127.0.0.1", monitor.port), timeout=LIMIT_S) as connection:
+            connection.sendall(malformed(chance, number))
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(65536)
+        assert not answer or re.match(rb"HTTP/1\.1 [2-4]\d\d |HTTP/1\.1 50[35] ", answer), answer
+    assert asked(monitor, "/healthz") == 200
+    said = capsys.readouterr()
+    assert "failed" not in said.out + said.err
+
+
+def malformed(chance: random.Random, number: int) -> bytes:
+    """A request of which some part is wrong, by chance."""
+    targets = [
+        "http://[",
+        "//[",
+        "/%",
+        "/%zz",
+        "/\x00",
+        "http://[::1",
+        "/runs/" + "%c3" * 40,
+        "/api/runs/..%2f",
+        "*",
+        "",
+    ]
+    values = [
+        "[",
+        "[::",
+        "::]",
+        "\x00",
+        "é" * 9,
+        ",;=,",
+        "Basic ====",
+        "Bearer",
+        'text/plain;q="',
+        "gzip;q=;",
+        "9" * 50,
+    ]
+    names = ["Host", "Accept", "Authorization", "Accept-Encoding", "If-None-Match", "Content-Length", "No name", ""]
+    method, version = chance.choice(["GET", "HEAD", "G T", ""]), chance.choice(["1.1", "1.0", "x"])
+    lines = [f"{method} {chance.choice(targets)} HTTP/{version}"]
+    lines += [
+        f"{chance.choice(names)}{chance.choice([': ', ':', ' '])}{chance.choice(values)}" for _ in range(number % 4)
+    ]
+    sent = bytearray("\r\n".join([*lines, "", ""]).encode())
+    for _ in range(number % 3):
+        sent[chance.randrange(len(sent))] = chance.randrange(256)
+    return bytes(sent)
+
+
+def asked(monitor: Monitor, path: str, context: ssl.SSLContext | None = None) -> int:
+    """The status of the answer to one request, which comes within the time that a kubelet gives it."""
+    if context is None:
+        connection = http.client.HTTPConnection("127.0.0.1", monitor.port, timeout=10.0)
+    else:
+        connection = http.client.HTTPSConnection("localhost", monitor.port, timeout=10.0, context=context)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        return connection.getresponse().status
 
 
 class Listener:

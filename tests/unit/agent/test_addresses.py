@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from datetime import timedelta
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from elastic_trainer.agent.addresses import LivenessPort, ReservedPort, own_address
+from elastic_trainer.ipc.listening import listen, store_at
 from elastic_trainer.membership.probe import refuses
 from elastic_trainer.settings import Endpoint
 from tests.support.crew import LIMIT_S
@@ -147,3 +149,28 @@ def test_own_address_is_the_one_that_reaches_the_store() -> None:
     """Towards the loopback it is the loopback; where no route is known the host name must do."""
     assert own_address(Endpoint(host=LOCAL, port=2379)) == LOCAL
     assert own_address(Endpoint(host="no-such-host.invalid", port=2379)) == socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("address", "bound"), [("127.0.0.2", "127.0.0.2"), ("localhost", LOCAL), ("::1", "::1"), ("192.0.2.1", "0.0.0.0")]
+)
+def test_a_port_is_opened_at_the_announced_address_alone(address: str, bound: str) -> None:
+    """On all addresses only where it is none of this machine's, which a translation of addresses may explain."""
+    with closing(listen(address)) as listener:
+        assert listener.getsockname()[0] == bound
+
+
+def test_a_name_may_lead_elsewhere_for_others() -> None:
+    """As on machines that call themselves 127.0.1.1: such a port would be reached by nobody else."""
+    with closing(listen("some-host")) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.2", "192.0.2.1"])
+def test_the_store_of_rounds_is_opened_there_too(address: str) -> None:
+    """torch's own would listen on all addresses; where it must, it does so."""
+    store = store_at(address, timedelta(seconds=LIMIT_S))
+    client = TCPStore("127.0.0.2", store.port, is_master=False)
+    client.set("key", "value")
+    assert store.get("key") == b"value"
+    assert refuses(LOCAL, store.port, LIMIT_S) is (address == "127.0.0.2")

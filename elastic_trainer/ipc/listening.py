@@ -1,0 +1,62 @@
+"""Ports that a node opens for others: on the address that it announces, and on no other of the machine.
+
+*Runs in* any thread. *Owns* nothing: sockets and stores are the caller's. *Fails by* OSError where no port is left.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from elastic_trainer.telemetry.logs import logger
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+_BACKLOG = 512
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that listens at ``address``, on any free port.
+
+    On all addresses where ``address`` is a name, which may lead elsewhere for others than here, or none of this
+    machine's (it is behind a translation of addresses).
+    """
+    listener = _at(address)
+    if listener is None:
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind(("", 0))
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def store_at(address: str, timeout: timedelta) -> TCPStore:
+    """A store of torch's that listens there in the same way; by itself it would on all addresses."""
+    from torch._C._distributed_c10d import TCPStore
+
+    listener = _at(address)
+    if listener is None:
+        return TCPStore("localhost", 0, None, True, wait_for_workers=False, timeout=timeout)
+    listener.listen(_BACKLOG)
+    host, port = listener.getsockname()[:2]
+    return TCPStore(host, port, None, True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach())
+
+
+def _at(address: str) -> socket.socket | None:
+    """A socket on a free port of ``address``; None where that is known to be no address of this machine."""
+    numeric = "127.0.0.1" if address == "localhost" else address
+    try:
+        family, kind, number, _, place = socket.getaddrinfo(
+            numeric, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
+        listener = socket.socket(family, kind, number)
+    except socket.gaierror:
+        return None
+    try:
+        listener.bind(place)
+    except OSError as error:
+        logger().info("address.not_bound", address=address, error=str(error))
+        listener.close()
+        return None
+    return listener

@@ -1,0 +1,75 @@
+"""Requests and answers of HTTP as bytes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.web.answers import Answer, Body, Request, text
+from elastic_trainer.web.exchange import HEAD_LIMIT, Asked, asked, rendered
+
+PIECES = st.sampled_from(
+    [b"GET", b" ", b"/", b"http://[", b"HTTP/1.1", b"\r\n", b"\n", b":", b"Host", b"\x00", b"\xff", b"["]
+)
+
+
+@given(st.lists(PIECES | st.binary(max_size=4)).map(b"".join))
+def test_whatever_is_sent_raises_nothing_and_what_is_asked_can_be_answered(sent: bytes) -> None:
+    """A request that got so far has a path, which whoever answers reads."""
+    found = asked(sent)
+    if isinstance(found, Answer):
+        assert found.status in (400, 431, 505)
+    elif found is not None:
+        assert found.request.path
+        assert 0 < found.size <= len(sent)
+
+
+def test_a_request_is_complete_with_its_last_byte() -> None:
+    """Not one sooner; what follows is the next one's."""
+    sent = b"HEAD /a%20b?c HTTP/1.1\r\nHost: h\r\nX:  1\t\r\nx: 2\r\n\r\n"
+    assert all(asked(sent[:size]) is None for size in range(len(sent)))
+    request = Request("HEAD", "/a%20b?c", {"host": "h", "x": "1, 2"})
+    assert asked(sent + b"GET /") == Asked(request, len(sent), lasts=True)
+    assert request.path == "/a b"
+
+
+@pytest.mark.parametrize(
+    "line", ["Connection: Close", "Content-Length: 5", "Transfer-Encoding: chunked", "Content-Length: x"]
+)
+def test_nothing_follows_on_a_request_with_a_body_or_one_that_says_so(line: str) -> None:
+    """The body would be taken for the next request."""
+    found = asked(f"POST / HTTP/1.1\r\n{line}\r\n\r\n".encode())
+    assert isinstance(found, Asked)
+    assert not found.lasts
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET http://[ HTTP/1.1\r\n\r\n", 400),
+        (b"GET /\r\n\r\n", 400),
+        (b"\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nno header\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nX: a\r\n folded\r\n\r\n", 400),
+        (b"GET / HTTP/2.0\r\n\r\n", 505),
+        (b"G" * (HEAD_LIMIT + 1), 431),
+    ],
+)
+def test_what_is_no_request_is_told_so(sent: bytes, status: int) -> None:
+    """In the words of HTTP."""
+    found = asked(sent)
+    assert isinstance(found, Answer)
+    assert found.status == status
+
+
+def test_an_answer_has_its_length_and_only_who_takes_it_gets_it_compressed() -> None:
+    """And none to HEAD has content."""
+    answer = Answer(200, "text/plain", Body.of(b"x" * 2000))
+    zipped = rendered(answer, Request("GET", "/", {"accept-encoding": "gzip"}), lasts=True)
+    assert (b"Content-Encoding: gzip\r\n" in zipped, b"Connection: close" in zipped) == (True, False)
+    whole = rendered(answer, Request("GET", "/"), lasts=False)
+    assert whole.endswith(b"\r\n\r\n" + b"x" * 2000)
+    assert b"Content-Length: 2000\r\n" in whole
+    assert b"Connection: close\r\n" in whole
+    assert rendered(text(200, "ok"), Request("HEAD", "/"), lasts=True).endswith(b"\r\n\r\n")
