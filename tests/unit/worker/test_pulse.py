@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -281,7 +281,8 @@ def test_waits_outside_of_steps_do_not_make_a_rank_look_fast(bench: Bench) -> No
 
 def test_a_step_is_open_until_it_is_committed_or_given_up(bench: Bench) -> None:
     """Seen in the moment: what the script does between two steps waits for nobody."""
-    for end in (lambda: bench.tracker.committed(1, 4), bench.tracker.gave_up):
+    ends: list[Callable[[], None]] = [lambda: bench.tracker.committed(1, 4), bench.tracker.gave_up]
+    for end in ends:
         assert not bench.read().inside
         bench.tracker.step_begins(1)
         assert bench.read().inside
