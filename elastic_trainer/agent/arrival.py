@@ -63,10 +63,8 @@ def _error(limit_s: float, found: str) -> SessionTimeoutError:
 
 def doing(pids: Sequence[int], proc: Path = Path("/proc")) -> str:
     """What these processes do, in words."""
-    return (
-        "; ".join(f"worker {pid} is {process_state(pid)}{_cpu(proc / str(pid) / 'stat')}" for pid in pids)
-        or "none lives"
-    )
+    found = [f"worker {pid} is {process_state(pid)}{_cpu(proc / str(pid) / 'stat')}" for pid in pids]
+    return "; ".join(found) or "none lives"
 
 
 def _cpu(stat: Path) -> str:

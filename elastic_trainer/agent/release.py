@@ -83,12 +83,19 @@ class Release:
             del self._timers[worker.pid]
             if life.ended or worker.left is not None or not stuck:
                 return
-            now, busy = self._clock.monotonic(), self._busy(worker.pid)
+            now, busy = self._clock.monotonic(), self._known(worker)
             if not busy and now - blocked_at > self.limit_s(worker):
                 end_now(worker.pid, f"it did not leave round {number}, which is over")
                 return
             self._note(worker, number, busy)
             self._look_later(life, worker, number, now if busy else blocked_at)
+
+    def _known(self, worker: Worker) -> str:
+        try:
+            return self._busy(worker.pid)
+        except Exception:  # noqa: BLE001 - the edge of a thread: whatever a page holds, the worker must leave
+            logger().exception("page.unreadable", pid=worker.pid)
+            return ""
 
     def _note(self, worker: Worker, number: int, busy: str) -> None:
         """What it was busy with last explains its delay until it is free: it has had no time to leave since."""

@@ -103,6 +103,17 @@ def test_a_busy_worker_is_waited_for_and_the_time_counts_from_its_end(process: A
     assert seen[-1][1] > ended[0]  # it was still waited for when it was not busy any more
 
 
+def test_a_page_that_cannot_be_read_explains_nothing(process: Any, lock: threading.RLock) -> None:
+    """The others must not wait for ever because of it."""
+
+    def busy(pid: int) -> str:
+        raise ValueError(f"the page of {pid} is torn")
+
+    worker = worker_of(process.pid)
+    Release(0.05, lock, busy).expect(life_of(worker), worker, 3)
+    assert process.wait(LIMIT_S) == -signal.SIGKILL
+
+
 def test_slow_steps_get_more_time(lock: threading.RLock) -> None:
     """Two of them."""
     release = release_of(lock, 30.0)
