@@ -115,7 +115,9 @@ class Comparison:
 
     def _take(self, step: int) -> None:
         named = self._compared.named()
-        self._taken = _Taken(step, [name for name, _ in named], digests.begun([each for _, each in named]))
+        parameters = [each for _, each in named]
+        names = [name for name, _ in named]
+        self._taken = _Taken(step, names, digests.on_device(parameters), digests.begun(parameters))
 
     def _ask(self) -> None:
         taken, self._taken = self._taken, None
@@ -129,7 +131,11 @@ class Comparison:
             return
         taken = asked[0]
         rows = [np.frombuffer(row, np.uint64).tolist() for row in self._control.gather_bytes(taken.bytes())]
-        found = difference(taken.names, rows)
+        if len({row[0] for row in rows}) > 1:
+            logger().warning("ranks.not_compared", reason="some train on a CUDA device, and others do not")
+            self._every, self._taken = 0, None
+            return
+        found = difference(taken.names, [row[1:] for row in rows])
         if found is not None:
             self._taken = None
             self._meet(taken.step, found)
@@ -159,10 +165,11 @@ class Comparison:
 class _Taken:
     step: int
     names: Sequence[str]
+    on_device: bool
     numbers: digests.Numbers
 
     def bytes(self) -> bytes:
-        return np.array(self.numbers(), np.uint64).tobytes()
+        return np.array([self.on_device, *self.numbers()], np.uint64).tobytes()
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -26,9 +26,14 @@ Numbers = Callable[[], Sequence[int]]
 """Gives the numbers, waiting for the device that finds them if need be."""
 
 
+def on_device(of: Sequence[torch.Tensor]) -> bool:
+    """Whether the numbers of these are found by a device."""
+    return bool(of) and all(each.is_cuda for each in of)
+
+
 def begun(of: Sequence[torch.Tensor]) -> Numbers:
     """The numbers of all tensors as they are now. They may change meanwhile, in the order of the device's stream."""
-    if not of or not all(each.is_cuda for each in of):
+    if not on_device(of):
         found = [xxhash.xxh3_64_intdigest(tensors.buffer(each.detach())) for each in of]
         return lambda: found
     host = torch.empty(len(of), dtype=torch.int64, pin_memory=True)
