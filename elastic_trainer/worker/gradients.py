@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_trainer.errors import RoundBrokenError
+from elastic_trainer.worker.failures import collective
 from elastic_trainer.worker.works import Work, Works
 
 
@@ -28,21 +30,29 @@ class _Sums:
         self.begun: list[Work] = []
         self.complete = False
         """Whether the last bucket has been begun: buckets are, in order, once they are full."""
+        self._lost: RoundBrokenError | None = None
 
     def begin(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         self.complete = bucket.is_last()
-        self.begun.append(self._works.begun(self._group.allreduce([buffer])))
+        try:
+            with collective("all_reduce"):
+                self.begun.append(self._works.begun(self._group.allreduce([buffer])))
+        except RoundBrokenError as error:
+            self._lost = error  # C++ calls this: raised behind it
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
 
     def wait(self) -> bool:
         """Wait for all of them; whether there were any."""
-        begun = self.begun
-        for work in begun:
-            self._works.wait(work)
-        self.begun = []
+        begun, self.begun = self.begun, []
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
+        with collective("all_reduce"):
+            for work in begun:
+                self._works.wait(work)
         return bool(begun)
 
 

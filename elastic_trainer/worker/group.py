@@ -28,6 +28,7 @@ from elastic_trainer.errors import ConfigError, RoundBrokenError, TransientError
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.device import NCCL, Placement
+from elastic_trainer.worker.failures import collective
 from elastic_trainer.worker.link import Formation, StoreAddress
 from elastic_trainer.worker.meeting import meet
 from elastic_trainer.worker.works import Aside, Works
@@ -168,7 +169,8 @@ def form_in_place(
     else:
         fresh.wait(["go"], working)
     begun()
-    control = _init(formation, placement, fresh, forming, working, works)
+    with collective("forming"):
+        control = _init(formation, placement, fresh, forming, working, works)
     control.set_timeout(working)
     return Group(formation, control, store)
 
@@ -254,7 +256,8 @@ def all_reduce(control: Control, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor)  # returns at once; waiting for it would wait for the device
         return
     works = control.works
-    works.wait(works.begun(dist.all_reduce(tensor, async_op=True)))
+    with collective("all_reduce"):
+        works.wait(works.begun(dist.all_reduce(tensor, async_op=True)))
 
 
 def abort_nccl() -> None:

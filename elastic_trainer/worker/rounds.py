@@ -22,7 +22,7 @@ from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker import group as groups
 from elastic_trainer.worker.channel_link import ChannelLink
 from elastic_trainer.worker.device import Placement
-from elastic_trainer.worker.failures import is_collective_failure, summary
+from elastic_trainer.worker.failures import is_collective_failure, summary, trail
 from elastic_trainer.worker.link import Formation
 from elastic_trainer.worker.sockets import Sockets
 from elastic_trainer.worker.works import Works
@@ -99,7 +99,7 @@ class Rounds:
             except (RejoinError, TransientError, RuntimeError) as error:
                 if not is_collective_failure(error):
                     raise
-                logger().info("round.not_entered", round=formation.round, error=summary(error))
+                logger().info("round.not_entered", round=formation.round, error=summary(error), trail=trail(error))
                 self.link.failed(formation.round, summary(error), forming=True)
                 self.abandon()
                 self.link.await_over(formation.round)
@@ -149,12 +149,13 @@ class Rounds:
         """Whether ``error`` comes from the end of the present round.
 
         A failed collective is news: the agent is told, and its word that the round is broken is waited for. Anything
-        else counts only if the agent has said so already; what it raised is then a consequence.
+        else is the script's own error.
         """
         if not self._inside.is_set():
             return False
         if is_collective_failure(error):
             self._sockets.sever()  # peers learn of it at the speed of the network
+            logger().warning("collective.failed", round=self._number, error=summary(error), trail=trail(error))
             self.link.failed(self._number, summary(error))
             return self.link.await_over(self._number)
         return False

@@ -23,6 +23,7 @@ from torch import nn
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.blocks import Block, Stack, blocks_of, fold
 from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.failures import collective
 from elastic_trainer.worker.works import Work
 
 _ALIGNED = 16
@@ -150,7 +151,9 @@ class TreeReduction:
             self._wait(work)
             summed = self._summed(total, plan, received, end - begin)
             whole = result if len(segments) == 1 else self._room(f"whole {begin}", world * (end - begin))
-            gathered.append((self._begun(self._group._allgather_base(whole, summed.contiguous())), whole, begin, end))
+            with collective("tree"):
+                work = self._group._allgather_base(whole, summed.contiguous())
+            gathered.append((self._begun(work), whole, begin, end))
         for work, whole, begin, end in gathered:
             self._wait(work)
             if whole is not result:
@@ -174,9 +177,10 @@ class TreeReduction:
             part = self._room(f"out {begin}", part.numel()).view(part.shape).copy_(part)
         sizes = [len(blocks) * (end - begin) for blocks in plan]
         incoming = self._room(f"in {begin}", sum(sizes))
-        work: Work = self._group.alltoall_base(
-            incoming, part.view(-1), sizes, [mine.shape[0] * (end - begin)] * len(plan)
-        )
+        with collective("tree"):
+            work: Work = self._group.alltoall_base(
+                incoming, part.view(-1), sizes, [mine.shape[0] * (end - begin)] * len(plan)
+            )
         return self._begun(work), incoming
 
     def _begun(self, work: Work) -> Work:
@@ -184,10 +188,11 @@ class TreeReduction:
         return work if self._parameters[0].is_cuda else self._control.works.begun(work)
 
     def _wait(self, work: Work) -> None:
-        if self._parameters[0].is_cuda:
-            work.wait()  # what is computed next waits on the device; the session looks at it before the update
-        else:
-            self._control.works.wait(work)
+        with collective("tree"):
+            if self._parameters[0].is_cuda:
+                work.wait()  # what is computed next waits on the device; the session looks at it before the update
+            else:
+                self._control.works.wait(work)
 
     @staticmethod
     def _summed(total: int, plan: Sequence[Sequence[Block]], received: torch.Tensor, size: int) -> torch.Tensor:

@@ -257,20 +257,36 @@ def test_without_a_checkpoint_nobody_goes_on_from_half_an_update(lead: Lead) -> 
         assert "no rank holds a whole state any more" in worker.log.read_text()
 
 
-def test_a_mistake_of_the_script_is_no_lost_peer(lead: Lead) -> None:
-    """Its exception ends its process, as anywhere else, and the others go on without it.
+@pytest.mark.parametrize("text", ["S3 GET: socket timeout", "ffmpeg: Broken pipe", "gloo is not what I wanted"])
+def test_a_mistake_of_the_script_is_no_lost_peer(lead: Lead, text: str) -> None:
+    """Whatever its words: its exception ends its process, as anywhere else, and the others go on without it.
 
-    It had given its gradients for the step in question, so they commit that.
+    It had given its gradients for the step in question, so they commit that. What they absorb is in their logs.
     """
-    workers = begun(lead, "abc", [fault("c", 4, "before_update", "error")])
+    workers = begun(lead, "abc", [fault("c", 4, "before_update", f"error:{text}")])
     lead.tolerate(workers[2:])
     lead.form(workers)
     assert workers[2].process.wait(LIMIT_S) == 1
-    assert "a mistake of the script" in workers[2].log.read_text()
+    assert f"RuntimeError: {text}" in workers[2].log.read_text()
+    assert '"collective.failed"' not in workers[2].log.read_text()
     regrouped(lead, workers[:2], workers[:2])
     ended = results(lead, workers[:2])
     assert ended[0]["digest"] == ended[1]["digest"]
     untouched(lead, workers[:2], ended, unrecorded=SAMPLES % 16 // 3)
+    for worker in workers[:2]:
+        (said,) = [json.loads(line) for line in worker.log.read_text().splitlines() if '"collective.failed"' in line]
+        assert "(job.py:" in said["trail"][0], said
+
+
+def test_a_collective_of_the_scripts_own_inside_a_step_may_lose_a_peer(lead: Lead) -> None:
+    """Called by torch's own functions, waited for at once or later: the step comes again, without the lost one."""
+    faults = [fault("c", 3, "forward", "kill"), fault("all", 3, "forward", "raw")]
+    workers = begun(lead, "abc", faults)
+    lead.form(workers)
+    regrouped(lead, workers[:2], workers[:2])
+    ended = results(lead, workers[:2])
+    assert ended[0]["digest"] == ended[1]["digest"]
+    untouched(lead, workers[:2], ended)
 
 
 def test_a_batch_drawn_before_the_ranks_changed_is_divided_anew(lead: Lead) -> None:

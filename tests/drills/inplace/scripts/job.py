@@ -2,8 +2,8 @@
 
 ``faults``: ``{"node", "step", "where", "what"}``. Where: ``drawn``, ``forward``, ``before_update``, ``inside_update``,
 ``after_update`` (still in the step's body) or ``after_step``. What: ``lose`` (as if a collective had lost a peer),
-``kill``, ``error`` (the script's own), ``gate:NAME`` (waits until the file NAME.open is there), ``sum`` (a collective
-of the script's own, on all nodes).
+``kill``, ``error:TEXT`` (the script's own), ``raw`` (collectives of the script's own, of torch's), ``gate:NAME`` (waits
+until the file NAME.open is there), ``sum`` (a collective of the script's own, on all nodes).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from elastic_trainer import Session
 from elastic_trainer.checkpoint.fingerprint import fingerprint
@@ -46,8 +47,11 @@ class Scenario:
 def strike(what: str, session: Session) -> None:
     if what == "lose":
         raise RuntimeError(LOST)
-    if what == "error":
-        raise RuntimeError("a mistake of the script")
+    if what.startswith("error:"):
+        raise RuntimeError(what.removeprefix("error:"))
+    if what == "raw":
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "sum":
