@@ -11,6 +11,7 @@ Two groups: torch's default group for gradients and the user's own collectives, 
 from __future__ import annotations
 
 import atexit
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,11 +27,13 @@ from elastic_trainer import settings
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, RoundBrokenError, TransientError
 from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker import sockets
 from elastic_trainer.worker.control import Control
 from elastic_trainer.worker.device import NCCL, Placement
 from elastic_trainer.worker.failures import collective
 from elastic_trainer.worker.link import Formation, StoreAddress
 from elastic_trainer.worker.meeting import meet
+from elastic_trainer.worker.sockets import End, resolved
 from elastic_trainer.worker.works import Aside, Works
 
 REACH_S = 20.0
@@ -47,6 +50,8 @@ class Group:
     control: Control
     store: Any = None
     """The dedicated connection; severing it frees a rank that blocks while forming."""
+    listening: frozenset[End] = frozenset()
+    """Where the ranks' gloo listens."""
 
     @property
     def formed(self) -> bool:
@@ -75,6 +80,7 @@ def form(formation: Formation, placement: Placement, patience: Patience) -> Grou
         fresh = PrefixStore(f"round/{prefix}", store)
         control = _init(formation, placement, fresh, forming, working)
         control.set_timeout(working)
+        listening = _listening(fresh, control)
     except (RuntimeError, ValueError) as error:
         leave_torch()
         address = f"{formation.store.host}:{formation.store.port}"
@@ -83,7 +89,7 @@ def form(formation: Formation, placement: Placement, patience: Patience) -> Grou
             f" {str(error).partition(chr(10))[0]}",
             hint="check that all nodes reach this address, and the other ranks' logs",
         ) from error
-    return Group(formation, control, store)
+    return Group(formation, control, store, listening)
 
 
 def _init(
@@ -137,6 +143,11 @@ def leave(group: Group) -> None:
         _TEARDOWNS.finish()
 
 
+def store_ends(formation: Formation) -> list[End]:
+    """Where connections to the store of ``formation`` lead."""
+    return resolved(formation.store.host, formation.store.port) if formation.store is not None else []
+
+
 def leave_torch() -> None:
     """Destroy torch's default group if there is one."""
     if dist.is_initialized():
@@ -172,7 +183,18 @@ def form_in_place(
     with collective("forming"):
         control = _init(formation, placement, fresh, forming, working, works)
     control.set_timeout(working)
-    return Group(formation, control, store)
+    return Group(formation, control, store, _listening(fresh, control))
+
+
+def _listening(fresh: PrefixStore, control: Control) -> frozenset[End]:
+    """Where all ranks' gloo listens: each finds its own address in what its gloo has published for the others."""
+    keys = [f"control/0/{control.rank}"]
+    if dist.get_backend() != NCCL:
+        keys.append(f"data/0//cpu//0/{control.rank}")
+    # Another version of torch may call them otherwise: then whatever listens here counts.
+    mine = sockets.listening(b"".join(map(fresh.get, keys)) if fresh.check(keys) else None)
+    told = control.gather_bytes(json.dumps(mine).encode())
+    return frozenset((host, port) for text in told for host, port in json.loads(text))
 
 
 def _reach(address: StoreAddress, over: Callable[[], str | None]) -> TCPStore:

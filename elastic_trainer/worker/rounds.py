@@ -107,7 +107,7 @@ class Rounds:
     def _form(self, formation: Formation, placement: Placement, settle: Callable[[groups.Group], None]) -> groups.Group:
         self._number = formation.round
         self._works = Works(interruptible=True)
-        self._sockets.forming()
+        self._sockets.forming(groups.store_ends(formation))
         self._inside.set()
         if self.link.broken(formation.round) is not None:
             raise RejoinError(f"round {formation.round} is broken already")
@@ -119,7 +119,7 @@ class Rounds:
             patience = groups.Patience(self._form_timeout_s, self._group_timeout_s)
             group = groups.form_in_place(formation, placement, patience, limit.start, over, self._works)
             self._group = group
-            self._sockets.formed()
+            self._sockets.formed(group.listening)
         finally:
             limit.cancel()
         formed_s = self._clock.monotonic() - started

@@ -177,10 +177,10 @@ class Session:
         sockets = Sockets()
         self._held.append(sockets.descriptors)
         with self._tracker.during(Phase.RENDEZVOUS):
-            sockets.forming()
+            sockets.forming(groups.store_ends(formation))
             forming_s = min(settings.GROUP_TIMEOUT_S, self._group_timeout_s)
             group = groups.form(formation, part.placement, groups.Patience(forming_s, self._group_timeout_s))
-            sockets.formed()
+            sockets.formed(group.listening)
         part.enter(group, self._signals)
         part.check_storage()
 

@@ -2,7 +2,8 @@
 
 gloo's own abort does not end a collective that waits for a peer which is frozen, or gone without a word. When a socket
 is shut down for reading gloo reads its end, and raises in whoever waits. (``SHUT_RDWR`` leaves more of them blocked.)
-Sockets of the group are those that appear in ``/proc/self/fd`` while it is formed.
+Sockets of the group are those that appear in ``/proc/self/fd`` while it is formed, and lead to the round's store, or to
+or from an address at which a rank's gloo listens. A thread of the script may open others meanwhile: they stay open.
 
 *Runs in* any thread of a worker. *Owns* nothing: the descriptors stay gloo's.
 *Fails by* nothing: a descriptor that is gone is passed over.
@@ -13,11 +14,18 @@ listening one (gloo would end the process).
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
+import struct
 import threading
+from collections.abc import Collection
+from typing import Any
 
 _DIRECTORY = "/proc/self/fd"
+
+End = tuple[str, int]
+"""Address and port of one end of a connection."""
 
 
 def open_sockets() -> dict[int, str]:
@@ -44,15 +52,17 @@ class Sockets:
         self._lock = threading.Lock()
         self._before: dict[int, str] | None = None
         self._mine: dict[int, str] | None = None
+        self._ends: frozenset[End] = frozenset()
 
-    def forming(self) -> None:
-        """What appears from now on belongs to the group."""
+    def forming(self, store: Collection[End]) -> None:
+        """What appears from now on may belong to the group; what leads to its ``store`` does."""
         with self._lock:
-            self._before, self._mine = open_sockets(), None
+            self._before, self._mine, self._ends = open_sockets(), None, frozenset(store)
 
-    def formed(self) -> int:
-        """The group is complete; how many sockets it has."""
+    def formed(self, listening: Collection[End]) -> int:
+        """The group is complete, its ranks are ``listening`` there; how many sockets it has."""
         with self._lock:
+            self._ends |= frozenset(listening)
             self._mine = self._appeared()
             for number in self._mine:
                 with contextlib.suppress(OSError):
@@ -80,7 +90,58 @@ class Sockets:
 
     def _appeared(self) -> dict[int, str]:
         before = self._before or {}
-        return {number: name for number, name in open_sockets().items() if before.get(number) != name}
+        found = {number: name for number, name in open_sockets().items() if before.get(number) != name}
+        return {number: name for number, name in found.items() if not self._ends.isdisjoint(_ends(number))}
+
+
+def listening(published: bytes | None) -> list[End]:
+    """Where sockets of this process listen, if that is in what was ``published`` (None: wherever that is).
+
+    gloo publishes its address as the kernel's own structure, among other things.
+    """
+    found = [end for number in open_sockets() for end in _ends(number, listens=True)]
+    return [end for end in found if published is None or _packed(end) in published]
+
+
+def resolved(host: str, port: int) -> list[End]:
+    """All ends that connections to ``host`` may have there."""
+    try:
+        return [_plain(found[4]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []
+
+
+def _packed(end: End) -> bytes:
+    """As in ``sockaddr_in`` or ``sockaddr_in6``."""
+    address = ipaddress.ip_address(end[0])
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    flow = b"" if address.version == 4 else bytes(4)
+    return struct.pack("=H", family) + struct.pack("!H", end[1]) + flow + address.packed
+
+
+def _ends(number: int, *, listens: bool = False) -> list[End]:
+    """Both ends of a TCP connection, or the one where a socket ``listens``; nothing for any other descriptor."""
+    try:
+        duplicate = socket.socket(fileno=os.dup(number))
+    except OSError:
+        return []
+    with duplicate:
+        if duplicate.family not in (socket.AF_INET, socket.AF_INET6) or duplicate.type != socket.SOCK_STREAM:
+            return []
+        try:
+            if listens:
+                accepts = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                return [_plain(duplicate.getsockname())] if accepts else []
+            return [_plain(duplicate.getsockname()), _plain(duplicate.getpeername())]
+        except OSError:
+            return []  # not connected
+
+
+def _plain(address: Any) -> End:
+    """One spelling for each address: no scope, and IPv4 not inside IPv6."""
+    found = ipaddress.ip_address(address[0].partition("%")[0])
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return str(mapped or found), address[1]
 
 
 def _shut(number: int) -> bool:

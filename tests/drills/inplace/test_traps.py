@@ -289,6 +289,18 @@ def test_a_collective_of_the_scripts_own_inside_a_step_may_lose_a_peer(lead: Lea
     untouched(lead, workers[:2], ended)
 
 
+def test_connections_of_the_script_outlive_the_group_that_was_formed_beside_them(lead: Lead) -> None:
+    """A thread opens them while gloo opens its own. C dies, A and B are freed from waiting for it, and not one
+    connection of theirs is shut."""
+    workers = begun(lead, "abc", [fault("c", 4, "forward", "kill")], neighbours=True)
+    lead.form(workers)
+    regrouped(lead, workers[:2], workers[:2])
+    ended = results(lead, workers[:2])
+    assert [result["broken"] for result in ended] == [0, 0]
+    assert ended[0]["digest"] == ended[1]["digest"]
+    untouched(lead, workers[:2], ended)
+
+
 def test_a_batch_drawn_before_the_ranks_changed_is_divided_anew(lead: Lead) -> None:
     """C dies while A and B wait for it between the draw of a batch and its step: they train on C's samples too."""
     workers = begun(lead, "abc", [fault("c", 4, "drawn", "kill")], barrier=True)

@@ -23,6 +23,7 @@ from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.clock import pause
 from elastic_trainer.worker import transfer
 from elastic_trainer.worker.control import Control
+from tests.drills.inplace.scripts.neighbours import Neighbours
 from tests.unit.worker.toys import Counter, data, loss_of, model
 
 LOST = "[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"
@@ -101,6 +102,7 @@ def main(scenario: Scenario) -> None:
             transfer.CHUNK = 512
         if values.get("dies_after_pieces"):
             dying_source(values["dies_after_pieces"])
+        neighbours = Neighbours() if values.get("neighbours") else None
         wrapped = session.wrap(module, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
 
         def spoil(*_: Any) -> None:
@@ -144,6 +146,7 @@ def main(scenario: Scenario) -> None:
         "counter": counter.values,
         "seen": seen,
         "losses": losses,
+        "broken": neighbours.broken() if neighbours is not None else 0,
         "resumed_from": session.resumed_from,
     }
     Path(f"{scenario.node}.result").write_text(json.dumps(result))
