@@ -77,11 +77,10 @@ class Release:
 
     def _look(self, life: Life, worker: Worker, number: int, blocked_at: float) -> None:
         with self._lock:
-            stuck = worker.ready is not None and worker.inside and worker.free_for() <= number
             if self._timers.get(worker.pid) is not threading.current_thread():
                 return
             del self._timers[worker.pid]
-            if life.ended or worker.left is not None or not stuck:
+            if life.ended or worker.left is not None or not worker.stays_in(number):
                 return
             now, busy = self._clock.monotonic(), self._known(worker)
             if not busy and now - blocked_at > self.limit_s(worker):

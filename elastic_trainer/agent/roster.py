@@ -44,6 +44,10 @@ class Worker:
         unmet = self.told_over + 1 if self.inside < self.ready.number else 0
         return max(self.ready.number, unmet)
 
+    def stays_in(self, number: int) -> bool:
+        """Whether it may still be in a round up to ``number``. One that came new to a later round never says so."""
+        return 0 < self.inside <= number and self.free_for() <= number
+
 
 @dataclass(slots=True)
 class Life:

@@ -71,6 +71,15 @@ def test_a_worker_that_is_free_is_left_alone(process: Any, lock: threading.RLock
     assert process.poll() is None
 
 
+def test_a_newcomer_of_the_round_behind_it_is_left_alone(process: Any, lock: threading.RLock) -> None:
+    """A planned change took it into round 4 while round 3 went on without it: the end of that is nothing to it."""
+    newcomer = worker_of(process.pid)
+    newcomer.inside = 4
+    release_of(lock).expect(life_of(newcomer), newcomer, 3)
+    eventually(lambda: not timers(), "the timers to end")
+    assert process.poll() is None
+
+
 def test_nobody_is_killed_by_an_agent_that_has_closed(process: Any, lock: threading.RLock) -> None:
     """Its timers are gone."""
     release, worker = release_of(lock), worker_of(process.pid)
