@@ -23,8 +23,9 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from elastic_trainer.agent import leaving
 from elastic_trainer.agent.addresses import LivenessPort, ReservedPort, default_node_id, own_address
 from elastic_trainer.agent.fitness import Candidate, ensure_fit
-from elastic_trainer.agent.launcher import LocalWorkers, failed_with, local_workers
+from elastic_trainer.agent.launcher import LocalWorkers, failures, local_workers
 from elastic_trainer.agent.plugin import BACKEND, end
+from elastic_trainer.agent.starts import FalseStart, Starts
 from elastic_trainer.agent.supervisor import Supervisor
 from elastic_trainer.agent.torchrun_store import RoundStore
 from elastic_trainer.agent.vitals import Vitals
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
     from elastic_trainer.store.api import Store
 
 RESTART_REGROUP_S = 60.0
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5.0, 30.0
+"""How long others are waited for whose workers may end at their start too: between them, as long as these lasted."""
 _WRONG = "a worker said that its configuration is wrong; trying again cannot help"
 
 
@@ -100,6 +103,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._current: RoundDocument | None = None
         self._life = 0
         self._finished = False
+        self._starts = Starts(clock)
         logs.bind(run=run_id, node=self.node_id, role="agent")
 
     @classmethod
@@ -143,7 +147,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; blocks until it is formed."""
-        if EXIT_CONFIG in failed_with() and self._cannot_help():
+        if any(each.exitcode == EXIT_CONFIG for each in failures().values()) and self._cannot_help():
             logs.logger().error("node.given_up", reason=_WRONG)
             raise SystemExit(EXIT_CONFIG)
         try:
@@ -203,6 +207,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             if owned is not None:
                 owned.close()
         self._supervisor = self._liveness = self._port = None
+        self._starts.close()
         self._store.close()
         return True
 
@@ -228,17 +233,19 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             vitals.employ(local_workers().count)
             vitals.gathering(Phase.WAITING if self._current is None else Phase.RENDEZVOUS)
         planned, cause = self._leave_round(member, waiting)
+        last = self._last_life(planned)
         self._life += 1
         if self._port is not None:
             self._port.close()
         self._port = ReservedPort(self._address)
-        member.announce(self._new_record(local_workers(), planned=planned, cause=cause), waiting)
+        member.announce(self._new_record(local_workers(), planned=planned, cause=cause, **last), waiting)
         document = member.await_round(self._options.join_timeout)
         self._current = document
         if self._supervisor is not None:
             self._supervisor.round_begun(document.number)
         if vitals is not None:
             vitals.starting()
+        self._starts.begin(self._port.port if document.is_first(self.node_id) else None)
         return self._describe(document)
 
     def _arrive(self) -> Member:
@@ -278,19 +285,42 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         if self._current is None:
             return True, ""
         hung = self._vitals.verdicts.take_any() if self._vitals is not None else None
+        false_start = self._starts.end(failures(), stepped=self._made_steps)
         seen = member.look().round
         if seen is None or round_is_over(self._current, seen):
+            return True, ""
+        if false_start is not None and self._others_too(member, self._current, false_start, deadline):
             return True, ""
         cause = "its workers failed" if hung is None else f"a worker was ended: {hung}"
         reason = f"node {self.node_id} left the round: {cause}"
         kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
-        member.break_round(self._current.number, reason, deadline, cause=kind)
+        member.break_round(self._current.number, reason, deadline, worker_failed=True, cause=kind)
         seen = member.look().round
         if seen is not None and seen.number == self._current.number and seen.state is RoundState.DRAINING:
             return True, ""  # it ended by agreement, of which this node had not heard when its workers went
         return False, cause
 
-    def _new_record(self, workers: LocalWorkers, *, planned: bool, cause: str) -> NodeRecord:
+    def _others_too(self, member: Member, mine: RoundDocument, start: FalseStart, deadline: Deadline) -> bool:
+        """Show that the workers ended at their start, and give those of the others time to do the same; whether the
+        round is over then.
+        """
+        shown = {"false_start": start.what, "false_starts": start.count}
+        member.announce(member.record().model_copy(update=shown), deadline)
+        grace_s = min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, self._starts.lasted_s))
+        member.await_over(mine.number, deadline.at_most(grace_s))
+        seen = member.look().round
+        return seen is not None and (seen.state is RoundState.CLOSED or round_is_over(mine, seen))
+
+    def _last_life(self, planned: bool) -> dict[str, Any]:
+        """How far it came, and what ended it."""
+        if self._current is None or self._vitals is None:
+            return {}
+        pages, failed = self._vitals.pages, failures()
+        own = bool(failed) and not pages.lost_peers([each.pid for each in failed.values()])
+        kind = Cause.WORKER_LOST if own else None if planned else Cause.CONTACT_LOST
+        return {"reached": pages.came_to(self._current.number), "ended_by": kind}
+
+    def _new_record(self, workers: LocalWorkers, *, planned: bool, cause: str, **last: Any) -> NodeRecord:
         if self._liveness is None or self._port is None:
             raise RuntimeError("the node has not arrived yet")
         free_for = self._current.number + 1 if self._current else 0
@@ -307,6 +337,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             reported=free_for,
             planned=planned,
             cause=cause,
+            **last,
         )
 
     def _describe(self, document: RoundDocument) -> RendezvousInfo:

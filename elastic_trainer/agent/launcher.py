@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import ElasticAgent, RunResult
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_trainer.errors import ConfigError
 
@@ -39,13 +40,13 @@ def local_workers() -> LocalWorkers:
     raise ConfigError("this rendezvous backend was not called by torchrun's agent", hint="start the job with torchrun")
 
 
-def failed_with() -> frozenset[int]:
-    """The exit codes of the workers that failed, where their failure is why torchrun calls."""
+def failures() -> dict[int, ProcessFailure]:
+    """The workers that failed, by rank, where their failure is why torchrun calls."""
     for names in _callers():
         result = names.get("run_result")
         if isinstance(result, RunResult):
-            return frozenset(failure.exitcode for failure in result.failures.values())
-    return frozenset()
+            return dict(result.failures)
+    return {}
 
 
 def _callers() -> Iterator[dict[str, Any]]:

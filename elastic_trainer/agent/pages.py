@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +18,7 @@ from elastic_trainer.agent.accounts import Accounts
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.ipc.folders import PrivateFolder
 from elastic_trainer.ipc.page import PageReader, Reading
+from elastic_trainer.membership.documents import Identity
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry.logs import logger
 
@@ -77,6 +78,23 @@ class Pages:
     def reading(self, pid: int) -> Reading | None:
         """The page of the worker ``pid``, if that lives and has one."""
         return next((each for each in self.look() if each.pid == pid), None)
+
+    def came_to(self, number: int) -> Identity | None:
+        """How far the workers that were in round ``number`` came; None where none of them has told of a step."""
+        with self._lock:
+            told = [each for each in (*self.look(), *self._ended.values()) if each.pulse.round == number]
+            last = max(told, key=lambda each: each.pulse.step, default=None)
+        if last is None or not last.pulse.step:
+            return None
+        pulse, left = last.pulse, int(last.notes.get("length", 0)) - last.pulse.used
+        batch = max(0, min(int(last.notes.get("batch", 0)), left))
+        return Identity(round=number, step=pulse.step, epoch=pulse.epoch, samples=pulse.used, batch=batch)
+
+    def lost_peers(self, pids: Collection[int]) -> bool:
+        """Whether each of the processes ``pids``, which are gone, has told that it ended for the loss of a peer."""
+        with self._lock:
+            told = {each.pid for each in (*self.look(), *self._ended.values()) if each.notes.get("lost_peer")}
+        return told.issuperset(pids)
 
     def nonfinite(self, reading: Reading) -> int:
         """Non-finite losses that the local rank of ``reading`` has found in all its lives."""

@@ -37,7 +37,7 @@ _ATTEMPTS = 20
 _MOMENT: Final = 0
 """Where the phase of this moment is, behind it whether the worker waits for other ranks, and whether a step is open."""
 _PULSE_AT: Final = 64
-_PULSE: Final = struct.Struct(f"<2Qq9Q8d{len(PHASES)}d")
+_PULSE: Final = struct.Struct(f"<2Qq11Q8d{len(PHASES)}d")
 _SUM: Final = struct.Struct("<Q")
 _PULSE_SUM_AT: Final = _PULSE_AT + _PULSE.size
 _PULSE_END: Final = _PULSE_SUM_AT + _SUM.size
@@ -61,6 +61,9 @@ class Pulse:
     """Steps that this process has committed."""
     samples: int = 0
     """Samples that it has trained on."""
+    epoch: int = 0
+    used: int = 0
+    """How far that state is in the data: samples of ``epoch`` used, job-wide."""
     fresh: int = 0
     """Steps that it has committed since it came into its round."""
     nonfinite: int = 0
@@ -207,6 +210,8 @@ class PageWriter:
             pulse.step,
             pulse.steps,
             pulse.samples,
+            pulse.epoch,
+            pulse.used,
             pulse.fresh,
             pulse.nonfinite,
             pulse.allocated,
@@ -288,7 +293,8 @@ class PageReader:
 
 
 def _pulse(values: tuple[Any, ...]) -> Pulse:
-    _, phase, rank, world, round_, step, steps, samples, fresh, nonfinite, allocated, reserved, *times = values
+    _, phase, rank, world, round_, step, steps, samples, epoch, used, *rest = values
+    fresh, nonfinite, allocated, reserved, *times = rest
     return Pulse(
         phase=PHASES[phase] if phase < len(PHASES) else Phase.STARTING,
         rank=rank,
@@ -297,6 +303,8 @@ def _pulse(values: tuple[Any, ...]) -> Pulse:
         step=step,
         steps=steps,
         samples=samples,
+        epoch=epoch,
+        used=used,
         fresh=fresh,
         nonfinite=nonfinite,
         allocated=allocated,

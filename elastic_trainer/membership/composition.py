@@ -36,6 +36,7 @@ def compose(
     last_step: int | None = None,
     failures: int = 0,
     stalled: int = 0,
+    culprits: tuple[str, ...] = (),
     left_out: str | None = None,
     cause: Cause | None = None,
 ) -> RoundDocument:
@@ -67,6 +68,7 @@ def compose(
         last_step=last_step,
         failures=failures,
         stalled=stalled,
+        culprits=culprits,
         left_out=left_out,
         cause=cause,
     )

@@ -170,6 +170,10 @@ class NodeRecord(Document):
     """Why it left its last round, for people."""
     ended_by: Cause | None = None
     """What ended its last life, unless that was agreed on: others may break the round before its agent does."""
+    false_start: str = ""
+    """How its present life ended at its very start, for as long as others are given time to show the same."""
+    false_starts: int = Field(default=0, ge=0)
+    """How many of its lives in a row ended like that."""
 
 
 class RoundState(StrEnum):
@@ -231,6 +235,8 @@ class RoundDocument(Document):
     last_step: int | None = None
     failures: int = 0
     """Failures of workers in a row after ``last_step`` steps: a poison batch would kill one node after another."""
+    culprits: tuple[Name, ...] = ()
+    """In restart mode: the nodes whose own workers those were."""
     stalled: int = 0
     """Rounds in a row that ended without a committed step."""
     ghosts: tuple[Ghost, ...] = ()

@@ -191,6 +191,14 @@ class Member:
                 idle_since = self._clock.monotonic()
             self._view.wait_change(seen.serial, min(left, LOOK_AGAIN_S))
 
+    def await_over(self, number: int, deadline: Deadline) -> None:
+        """Wait until round ``number`` is not on any more, at most until ``deadline``."""
+        while not deadline.expired:
+            seen = self._view.look()
+            if seen.round is not None and not _is_on(seen.round, number):
+                return
+            self._view.wait_change(seen.serial, min(deadline.remaining_s(), LOOK_AGAIN_S))
+
     def _pass_over(self, number: int, limit_s: float) -> None:
         """Round ``number`` was over before this node saw it: be free for the next one, else all would wait for it."""
         record = self.record()

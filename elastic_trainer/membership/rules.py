@@ -24,8 +24,11 @@ from elastic_trainer.membership.standing import (
     newcomers,
     same_life,
 )
-from elastic_trainer.membership.tally import count
+from elastic_trainer.membership.tally import Tally, count, count_lives
 from elastic_trainer.model import Cause, RecoveryMode
+
+FALSE_STARTS = 2
+"""Lives in a row that ended alike at their very start, on all nodes, before the run does."""
 
 
 class Action(StrEnum):
@@ -98,6 +101,8 @@ def _next_round(view: View, current: RoundDocument, now: float) -> Decision:
     if done or _head_has_finished(view, current):
         return _ending(view, current)
     if current.state is RoundState.ACTIVE:
+        if decision := _cannot_start(view, current):
+            return decision
         lost = "; ".join(losses(view))
         if lost:
             return Decision(Action.BREAK, lost, broken(current, lost, cause=Cause.NODE_LOST))
@@ -107,10 +112,28 @@ def _next_round(view: View, current: RoundDocument, now: float) -> Decision:
     return _regroup(view, current, now)
 
 
+def _cannot_start(view: View, current: RoundDocument) -> Decision | None:
+    """All members show that their workers ended at their very start, and alike: the second time that ends the run."""
+    records = [node.record for member, node in live_members(view) if node.record.life == member.life]
+    told = {record.false_start for record in records}
+    if len(records) < len(current.members) or len(told) > 1 or not all(told):
+        return None
+    what = f"the script fails at its start, alike on all nodes ({told.pop()})"
+    if min(record.false_starts for record in records) < FALSE_STARTS:
+        return Decision(Action.BREAK, what, broken(current, what, worker_failed=True, cause=Cause.WORKER_LOST))
+    return _failed(current, f"{what}, {FALSE_STARTS} times in a row: see the log of any of them")
+
+
+def _failed(current: RoundDocument, reason: str) -> Decision:
+    """The run ends."""
+    update = {"state": RoundState.CLOSED, "result": RunResult.FAILED, "reason": reason, "next": None}
+    return Decision(Action.CLOSE, reason, current.model_copy(update=update))
+
+
 def _planned(view: View, current: RoundDocument, now: float) -> Decision:
     """An active round in which all is well: let nodes leave, take newcomers in, in batches."""
     leaving = [node.id for _, node in live_members(view) if node.record.state is NodeState.DRAINING]
-    fresh = newcomers(view)
+    fresh = [node for node in newcomers(view) if not _tried_without(view, current, node)]
     room = view.limits.max_nodes - len(current.members) + len(leaving)
     if not leaving:
         if not fresh or room <= 0 or view.sightings.newcomers_since is None:
@@ -125,6 +148,12 @@ def _planned(view: View, current: RoundDocument, now: float) -> Decision:
     reason = "; ".join(part for part in (_verb(leaving, "leave"), _verb(joining, "join")) if part)
     update = {"state": RoundState.DRAINING, "reason": reason, "next": _after_drain(view, current, joining, reason)}
     return Decision(Action.DRAIN, reason, current.model_copy(update=update))
+
+
+def _tried_without(view: View, current: RoundDocument, node: NodeView) -> bool:
+    """In restart mode: whether the present round is to show how the others fare without this process of ``node``."""
+    restarts = view.limits.recovery is RecoveryMode.RESTART
+    return restarts and current.left_out == node.id and node.record.ended_by is not None
 
 
 def _verb(names: list[str], verb: str) -> str:
@@ -213,18 +242,19 @@ def _is_ahead(view: View, node: NodeView) -> bool:
 def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decision:
     """The round after one that is over, unless the run has failed too often at one place."""
     reason, cause = _what_was_lost(view, current, ready)
-    if view.limits.recovery is RecoveryMode.RESTART:
-        return _form(view, ready, reason, cause)  # how far unmodified scripts have come is not known
-    tally = count(view, current, ready)
-    if verdict := tally.verdict(view.limits):
-        reason = f"{verdict}: {reason}"
-        update = {"state": RoundState.CLOSED, "result": RunResult.FAILED, "reason": reason, "next": None}
-        return Decision(Action.CLOSE, reason, current.model_copy(update=update))
-    ready = ready[: view.limits.max_nodes]
-    absent = left_out(ready, tally.stalled, view.limits.min_nodes)
+    restarts = view.limits.recovery is RecoveryMode.RESTART
+    tally = count_lives(view, current) if restarts else count(view, current, ready)
+    failed_again = not restarts or tally.failures > current.failures
+    verdict = tally.verdict(view.limits) if failed_again else ""
+    suspect = _suspect(view, tally, ready) if restarts and verdict else None
+    if verdict and suspect is None:
+        return _failed(current, f"{verdict}: {reason}")
+    ready = [node for node in ready if node is not suspect][: view.limits.max_nodes]
+    absent = suspect or left_out(ready, tally.stalled, view.limits.min_nodes)
     if absent is not None:
         ready = [node for node in ready if node is not absent]
-        reason = f"node {absent.id} is left out, which others cannot reach: {reason}"
+        why = "which others cannot reach" if suspect is None else f"whose workers alone failed: {verdict}"
+        reason = f"node {absent.id} is left out, {why}: {reason}"
     document = compose(
         view,
         ready,
@@ -232,10 +262,21 @@ def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decisi
         last_step=tally.step,
         failures=tally.failures,
         stalled=tally.stalled,
+        culprits=tally.culprits,
         left_out=absent.id if absent is not None else None,
         cause=cause,
     )
     return Decision(Action.FORM, reason, document)
+
+
+def _suspect(view: View, tally: Tally, ready: list[NodeView]) -> NodeView | None:
+    """The one node whose own workers failed so often at one step, where the others are enough to try it without.
+
+    It may be the machine. If it was the batch, the next failure there is that of another, and ends the run.
+    """
+    if tally.failures != view.limits.failure_limit or len(tally.culprits) != 1 or len(ready) <= view.limits.min_nodes:
+        return None
+    return next((node for node in ready if node.id in tally.culprits), None)
 
 
 def _what_was_lost(view: View, current: RoundDocument, ready: list[NodeView]) -> tuple[str, Cause | None]:

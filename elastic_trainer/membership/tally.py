@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from elastic_trainer.membership.documents import Identity, RoundDocument, RoundState
 from elastic_trainer.membership.standing import Limits, NodeView, View, live_members
+from elastic_trainer.model import Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Tally:
     stalled: int
     place: Identity | None = None
     """Where the job stands, with what it would do next."""
+    culprits: tuple[str, ...] = ()
+    """In restart mode: the nodes whose own workers failed there."""
 
     def verdict(self, limits: Limits) -> str:
         """Why the run has to end, or nothing."""
@@ -47,6 +50,24 @@ def count(view: View, current: RoundDocument, ready: list[NodeView]) -> Tally:
     if place is not None and (current.last_step is None or place.step > current.last_step):
         return Tally(place.step, failed, 0, place)
     return Tally(current.last_step, current.failures + failed, current.stalled + 1, place)
+
+
+def count_lives(view: View, current: RoundDocument) -> Tally:
+    """The tally in restart mode: lives in a row that ended by a failure of workers after the very same step.
+
+    Each begins at a checkpoint, so one that ends before that step tells nothing of it: such failures are those of
+    machines, which may come at any step. Nor does a life that ended with the loss of a node.
+    """
+    before = Tally(current.last_step, current.failures, current.stalled, culprits=current.culprits)
+    ended = [node for member, node in live_members(view) if node.record.life > member.life]
+    told = [node.record.reached for node in ended if node.record.reached is not None]
+    place = max((each for each in told if each.round == current.number), key=lambda each: each.step, default=None)
+    culprits = {node.id for node in ended if node.record.ended_by is Cause.WORKER_LOST}
+    if current.state is RoundState.DRAINING or place is None or not culprits or len(ended) < len(current.members):
+        return before
+    if place.step != current.last_step:
+        return Tally(place.step, 1, 0, place, tuple(sorted(culprits)))
+    return Tally(place.step, current.failures + 1, 0, place, tuple(sorted(culprits.union(current.culprits))))
 
 
 def _samples(place: Identity | None) -> str:

@@ -164,6 +164,7 @@ class Feed:
         plan = EpochPlan(checked_length(dataset), size, micro, self._seed, shuffle, scale_from, lr_rule)
         self.accord.check(asdict(plan))
         self.fields = check_fields(plan, self._resumed, self.fields, self._allow_changed)
+        self._tracker.describe(length=plan.length, batch=plan.at(self._control.world_size).global_batch)
         source = self._source_of(dataset, collate, loading, plan)
         until = epochs if epochs is not None else self._last_epoch or 0
         told: Source = source if source.immediate else Awaited(source, self._tracker)

@@ -242,7 +242,7 @@ class Participation:
             check_ranks(control, mine)
             check_resumed(mine, fields.get(FIELD), self.plan.allow_changed)
         self.position.generation = generation
-        self.tracker.holds(self.position.step)
+        self.tracker.holds(self.position.step, self.position.cursor)
         if not self.is_rank0:
             reseed(self.plan.seed, self.position, self.rank, self.placement.device)
         trained.replica.bind(control)

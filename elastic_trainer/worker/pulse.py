@@ -25,12 +25,13 @@ import elastic_trainer
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.ipc.page import NUMBERS, PHASES, PageWriter, Pulse, start_of
 from elastic_trainer.ipc.stacks import SIGNAL
-from elastic_trainer.model import Phase
+from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.families import SAVE_BUCKETS, observed
 from elastic_trainer.telemetry.logs import logger
 
 _SMOOTHING: Final = 0.1
+_START: Final = Cursor()
 _WORK: Final = tuple(NUMBERS[each] for each in (Phase.TRAINING, Phase.REPEATED, Phase.DATA))
 _TRAINING, _REPEATED, _DATA = _WORK
 _CHECKPOINT: Final = NUMBERS[Phase.CHECKPOINT]
@@ -133,9 +134,9 @@ class Tracker:
             self.describe(device=str(device))
         self.moved()
 
-    def holds(self, step: int) -> None:
+    def holds(self, step: int, cursor: Cursor = _START) -> None:
         """Its state is that after ``step``, which others may have made."""
-        self.pulse.step = step
+        self.pulse.step, self.pulse.epoch, self.pulse.used = step, cursor.epoch, cursor.samples
         self.moved()
 
     # ---- what it does
@@ -224,8 +225,8 @@ class Tracker:
         elif phase != self._phase:
             self.enter(phase)
 
-    def committed(self, step: int, samples: int) -> None:
-        """``step`` was committed, on ``samples`` samples of this rank."""
+    def committed(self, step: int, samples: int, cursor: Cursor = _START) -> None:
+        """``step`` was committed, on ``samples`` samples of this rank; the job goes on at ``cursor``."""
         pulse, now = self.pulse, self._monotonic()
         self.page.inside(False)
         pulse.seconds[self._phase] += now - pulse.phase_at
@@ -244,7 +245,7 @@ class Tracker:
             pulse.first_at = now
         self._work_before, self._waited_before = work, self._waited_s
         self._peer_saves = False
-        pulse.step = step
+        pulse.step, pulse.epoch, pulse.used = step, cursor.epoch, cursor.samples
         pulse.steps += 1
         pulse.fresh += 1
         pulse.samples += samples

@@ -51,6 +51,7 @@ from elastic_trainer.worker.channel_link import ChannelLink
 from elastic_trainer.worker.comparison import EVERY_STEPS, OnDifference
 from elastic_trainer.worker.control import Purpose
 from elastic_trainer.worker.endpoint import open_endpoint
+from elastic_trainer.worker.failures import is_collective_failure
 from elastic_trainer.worker.link import EnvironmentLink, Link
 from elastic_trainer.worker.participation import Participation, Plan, Trained
 from elastic_trainer.worker.pulse import Tracker
@@ -205,6 +206,8 @@ class Session:
     ) -> None:
         if self._foreign:
             return
+        if error is not None and is_collective_failure(error):
+            self._tracker.describe(lost_peer=True)
         if self._here.stopped or error is not None:
             self._abandon()
             return

@@ -327,7 +327,8 @@ class Steps:
         if step.batch is not None:
             step.batch.used = True
             self.position.cursor = step.batch.following or self.position.cursor
-        self.tracker.committed(self.position.step, len(step.batch.ids) if step.batch is not None else 0)
+        samples = len(step.batch.ids) if step.batch is not None else 0
+        self.tracker.committed(self.position.step, samples, self.position.cursor)
         if not self.scaling.enabled:
             self._unchecked += step.finite_evidence()
             if len(self._unchecked) > _MOST_UNCHECKED:

@@ -9,7 +9,7 @@ import pytest
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.errors import EXIT_CONFIG
 from elastic_trainer.membership.documents import RunResult
-from tests.drills.endings.job import SCRIPT, Job
+from tests.drills.endings.job import LASTING, SCRIPT, Job
 from tests.drills.endings.train import BATCH, SAMPLES
 
 
@@ -30,6 +30,22 @@ def test_a_poison_batch_ends_the_run_and_is_named(tmp_path: Path, etcd_endpoint:
             assert any(place in sentence for sentence in job.sentences(name)), job.log(name)
             assert "Traceback" not in job.log(name)
         assert job.newest() == 3
+
+
+@pytest.mark.timeout(500)
+def test_in_restart_mode_too(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """Each life of the workers begins anew (here from the first step, as nothing is saved) and dies at the same one."""
+    poison = int(EpochPlan(SAMPLES, BATCH).order(0)[3 * BATCH + 5])
+    options = {"recovery": "restart", "last_call": "600", "last_call_limit": "600"} | LASTING
+    with Job(tmp_path, etcd_endpoint, run_id, "--poison", str(poison), most=2, options=options) as job:
+        job.start(2)
+        assert job.exit_codes(limit_s=400) == {"n0": 1, "n1": 1}
+        closed = job.closed()
+        assert closed.result is RunResult.FAILED
+        place = f"3 failures of workers after step 3, without a step committed since (epoch 0, samples {3 * BATCH} to"
+        assert closed.reason.startswith(f"{place} {4 * BATCH - 1} of its order): "), closed.reason
+        assert closed.number == 3
+        assert all(any(place in sentence for sentence in job.sentences(node.name)) for node in job.nodes)
 
 
 @pytest.mark.timeout(300)

@@ -83,8 +83,8 @@ TOLD: dict[str, tuple[tuple[float, Alert], ...]] = {
                 "restarts",
                 {"run": "a"},
                 "Run a fails again and again",
-                "6 rounds of a ended by a fault in 15 minutes: worker_lost (6). In place, failure_limit failures"
-                " at one step close the run as failed; in restart mode --max-restarts is the end.",
+                "6 rounds of a ended by a fault in 15 minutes: worker_lost (6). failure_limit failures at one "
+                "step close the run as failed; without a Session --max-restarts is the end.",
             ),
         ),
     ),

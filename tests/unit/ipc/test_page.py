@@ -36,6 +36,8 @@ FIELDS: dict[str, Any] = {
     "step": counts,
     "steps": counts,
     "samples": counts,
+    "epoch": counts,
+    "used": counts,
     "fresh": counts,
     "nonfinite": counts,
     "allocated": counts,

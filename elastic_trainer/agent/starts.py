@@ -1,0 +1,106 @@
+"""Lives that ended at their start: before this node's workers could have met those of others.
+
+A script that cannot start (an import that fails, a wrong argument) fails alike on every node, again and again. What one
+node alone suffers from is no such thing, so all members of the round have to show the same, twice (see
+``membership.rules``); and what fails once the ranks have met may be the doing of any of them.
+
+*Runs in* torchrun's main thread, and for a minute of each life in a thread named ``starts``. *Owns* that thread.
+*Fails by* nothing: where the kernel does not tell who listens, a life counts as one that has met the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from elastic_trainer.clock import SYSTEM, Clock
+
+AT_START_S: Final = 60.0
+"""A life that lasts longer has got past its start."""
+_LOOK_EVERY_S: Final = 0.05
+_LONGEST: Final = 200
+_LISTENS: Final = "0A"
+
+
+@dataclass(frozen=True, slots=True)
+class FalseStart:
+    """How the last life ended, and how many in a row did like that."""
+
+    what: str
+    count: int
+
+
+class Starts:
+    """See the module."""
+
+    def __init__(self, clock: Clock = SYSTEM, proc: Path = Path("/proc/net")) -> None:
+        self._clock, self._proc = clock, proc
+        self._began = clock.monotonic()
+        self._got_past = False
+        """Whether a life of this node did; then the script can start, whatever keeps it from that now."""
+        self._last: FalseStart | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, port: int | None) -> None:
+        """The workers are started; ``port``: where all ranks meet, if that is on this node."""
+        self.close()
+        self._began = self._clock.monotonic()
+        self._over = threading.Event()
+        if port is not None and not self._got_past:
+            self._thread = threading.Thread(target=self._watch, args=(port, self._over), name="starts", daemon=True)
+            self._thread.start()
+
+    def end(self, failures: Mapping[int, ProcessFailure], *, stepped: bool) -> FalseStart | None:
+        """The workers are gone, ``failures`` of them by themselves; ``stepped``: some have made a step."""
+        self.close()
+        self._got_past |= stepped or self.lasted_s >= AT_START_S
+        what = described(failures)
+        if self._got_past or not what:
+            return None
+        before = self._last.count if self._last is not None and self._last.what == what else 0
+        self._last = FalseStart(what, before + 1)
+        return self._last
+
+    @property
+    def lasted_s(self) -> float:
+        """How long ago the present life began."""
+        return self._clock.monotonic() - self._began
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2.0)
+            self._thread = None
+
+    def _watch(self, port: int, over: threading.Event) -> None:
+        while not over.is_set() and self.lasted_s < AT_START_S:
+            if self._listened_at(port):
+                self._got_past = True
+                return
+            self._clock.wait(over, _LOOK_EVERY_S)
+
+    def _listened_at(self, port: int) -> bool:
+        wanted = f":{port:04X}"
+        try:
+            rows = [row.split() for name in ("tcp", "tcp6") for row in (self._proc / name).read_text().splitlines()[1:]]
+        except OSError:
+            return True
+        return any(row[3] == _LISTENS and row[1].endswith(wanted) for row in rows)
+
+
+def described(failures: Mapping[int, ProcessFailure]) -> str:
+    """How the workers failed, in words that are alike where they failed alike; "" if not of their own accord."""
+    if not failures or any(each.exitcode <= 0 for each in failures.values()):
+        return ""
+    first = failures[min(failures)]
+    said: Any = first.error_file_data.get("message")  # of scripts whose main() has torch's @record
+    said = said.get("message") if isinstance(said, dict) else None
+    text = f"exit code {first.exitcode}" + (f": {said}" if isinstance(said, str) else "")
+    return text.partition("\n")[0][:_LONGEST]
