@@ -1,6 +1,7 @@
 """Workers killed in a row, amid long saves and evaluations: the others go on in place, and nothing is lost.
 
-``ELASTIC_TRAINER_WORKER_KILLS=N`` kills N workers, with saves and evaluations of up to 90 s.
+``ELASTIC_TRAINER_WORKER_KILLS=N`` kills N workers, with saves and evaluations of up to 90 s; the seed is printed, and
+``ELASTIC_TRAINER_KILL_SEED`` plays it again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.drills.cluster.undisturbed import undisturbed
 
 # A busy machine may keep a living agent from answering in half a second; many failures are no poisoned batch here.
 FREELY = {"regroup_grace": "10", "failure_limit": "100000", "stalled_rounds": "100000"}
-COUNT, SEED = "ELASTIC_TRAINER_WORKER_KILLS", "ELASTIC_TRAINER_SEED"
+COUNT, SEED = "ELASTIC_TRAINER_WORKER_KILLS", "ELASTIC_TRAINER_KILL_SEED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,24 @@ def _pace() -> Pace:
 
 
 PACE = _pace()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("etcd_binary")
+@pytest.mark.skipif(COUNT in os.environ, reason="a soak")
+def test_an_evaluation_is_completed_by_one_who_is_left_of_too_few(tmp_path: Path) -> None:
+    """Of two nodes, the least there may be, one loses its worker amid an evaluation: the other completes that by itself
+    as soon as the first is back, which joins behind it; no step is committed twice, and every sample counts once."""
+    evaluations = Program(2.0, 3.0, every=40, seed=965)
+    early = [evaluations.behind(step) for step in range(1, 250)]
+    assert {str(due[0]) for due in early if due is not None} == {"evaluation"}
+    setting = Setting(nodes=2, min_nodes=2, max_nodes=2, interludes=evaluations, limit_s=120.0, options=FREELY)
+    with Stage(setting, tmp_path, Loopback()) as stage:
+        kills = Kills(stage, 1, interlude_every=1, least_s=2.0)
+        kills.rage(2)
+        assert [kill.amid for kill in kills.done] == [1, 1]
+        assert stage.book.committed_again({kill.pid for kill in kills.done} | set(stage.settled().pids.values())) == 0
+        assert conclusions(stage) == []
 
 
 @pytest.mark.timeout(600 + 60 * PACE.kills)
