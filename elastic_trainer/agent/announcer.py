@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
-from elastic_trainer.membership.documents import NodeRecord
+from elastic_trainer.membership.documents import Ghost, NodeRecord
 from elastic_trainer.membership.member import Member
 from elastic_trainer.model import Cause
 from elastic_trainer.telemetry.logs import logger
@@ -27,6 +27,8 @@ class _Break:
     reason: str
     worker_failed: bool
     cause: Cause | None
+    suspects: tuple[Ghost, ...]
+    until: Deadline | None
 
 
 class Announcer:
@@ -48,12 +50,24 @@ class Announcer:
             self._changed.notify_all()
 
     def break_round(
-        self, number: int, reason: str, record: NodeRecord, *, worker_failed: bool, cause: Cause | None = None
+        self,
+        number: int,
+        reason: str,
+        record: NodeRecord,
+        *,
+        worker_failed: bool,
+        cause: Cause | None = None,
+        suspects: tuple[Ghost, ...] = (),
+        within_s: float | None = None,
     ) -> None:
-        """Show ``record``, and mark round ``number`` broken, in one write where that is possible."""
+        """Show ``record``, and mark round ``number`` broken, in one write where that is possible.
+
+        What is not done ``within_s`` seconds is not done at all: a suspicion is old by then.
+        """
+        until = Deadline.after(within_s, self._clock) if within_s is not None else None
         with self._changed:
             self._record = record
-            self._break = _Break(number, reason, worker_failed, cause)
+            self._break = _Break(number, reason, worker_failed, cause, suspects, until)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -90,10 +104,11 @@ class Announcer:
             self._member.break_round(
                 broken.number,
                 broken.reason,
-                deadline,
+                broken.until or deadline,
                 worker_failed=broken.worker_failed,
                 cause=broken.cause,
                 record=record,
+                suspects=broken.suspects,
             )
         if record is not None and record != self._member.shown():
             self._member.announce(record, deadline)
@@ -103,5 +118,5 @@ class Announcer:
         with self._changed:
             if self._record is None:
                 self._record = record
-            if self._break is None:
+            if self._break is None and (broken is None or broken.until is None or not broken.until.expired):
                 self._break = broken

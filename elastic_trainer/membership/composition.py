@@ -8,9 +8,14 @@ from elastic_trainer.model import Cause
 
 
 def broken(
-    current: RoundDocument, reason: str, *, worker_failed: bool = False, cause: Cause | None = None
+    current: RoundDocument,
+    reason: str,
+    *,
+    worker_failed: bool = False,
+    cause: Cause | None = None,
+    suspects: tuple[Ghost, ...] = (),
 ) -> RoundDocument:
-    """The round document after a failure.
+    """The round document after a failure; ``suspects`` count for nothing unless they write their keys.
 
     A planned change that was under way counts as made, since some ranks may have switched already: what is broken is
     the round that it leads to.
@@ -21,7 +26,7 @@ def broken(
         "state": RoundState.BROKEN,
         "reason": reason,
         "next": None,
-        "ghosts": ghosts,
+        "ghosts": (*ghosts, *suspects),
         "worker_failed": worker_failed,
         "cause": cause,
     }

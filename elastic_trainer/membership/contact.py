@@ -11,17 +11,21 @@ from collections import Counter
 from elastic_trainer.membership.standing import NodeView
 
 FAILED_ROUNDS = 2
-"""Rounds in a row that ended without a committed step before anybody is left out."""
+"""Rounds in a row that ended without a committed step before the word of one side alone is enough."""
 
 
 def left_out(ready: list[NodeView], stalled: int, least: int) -> NodeView | None:
     """The node that most of the others could not reach, the last of equals; None if all may stay.
 
-    ``ready`` would make up the next round, in this order, of which at least ``least`` have to be left.
+    ``ready`` would make up the next round, in this order, of which at least ``least`` have to be left. Two nodes that
+    name each other count at once; of one that only others name it may be that it was slow for a moment.
     """
-    if stalled < FAILED_ROUNDS or len(ready) <= least:
+    if len(ready) <= least:
         return None
-    present = {node.id for node in ready}
-    named = Counter(name for node in ready for name in set(node.record.unreachable) & (present - {node.id}))
+    naming = {node.id: set(node.record.unreachable) - {node.id} for node in ready}
+    sure = stalled >= FAILED_ROUNDS
+    named = Counter(
+        name for node, names in naming.items() for name in names & naming.keys() if sure or node in naming[name]
+    )
     most = max(named.values(), default=0)
     return next((node for node in reversed(ready) if most and named[node.id] == most), None)

@@ -165,7 +165,9 @@ class NodeRecord(Document):
     committed: int = Field(default=0, ge=0)
     """In place: the newest step that a worker of this life is known to hold."""
     unreachable: tuple[str, ...] = ()
-    """Members of the last round that it could not reach, where that round could not be formed (in place)."""
+    """Members of the last round that it could not reach, where that was not formed, or broken for it (in place)."""
+    stuck: bool = False
+    """In place: a worker of its last round stands still, so nobody waits for what that reports."""
     cause: str = ""
     """Why it left its last round, for people."""
     ended_by: Cause | None = None
@@ -206,7 +208,10 @@ class RoundMember(NamedTuple):
 
 
 class Ghost(BaseModel):
-    """A key left behind by an excluded node: it counts for nothing while its mod-revision is this one."""
+    """A key of an excluded node, or of one that is suspected: it counts for nothing while its mod-revision is this one.
+
+    Whoever lives writes its key when the round is broken, which withdraws the suspicion.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -262,6 +267,11 @@ class RoundDocument(Document):
     def member(self, node: str) -> RoundMember | None:
         """The entry of ``node``, or None."""
         return next((member for member in self.members if member.node == node), None)
+
+    def accuses(self, node: str) -> bool:
+        """Whether it was broken because ``node``, a member, did not answer."""
+        suspected = any(ghost.node == node for ghost in self.ghosts)
+        return suspected and self.state is RoundState.BROKEN and self.member(node) is not None
 
 
 class JournalEntry(Document):

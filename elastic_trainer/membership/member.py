@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import (
@@ -28,6 +28,8 @@ from elastic_trainer.errors import (
 from elastic_trainer.membership.composition import broken
 from elastic_trainer.membership.delays import Delays
 from elastic_trainer.membership.documents import (
+    DocumentError,
+    Ghost,
     JournalEntry,
     NodeRecord,
     RoundDocument,
@@ -41,10 +43,10 @@ from elastic_trainer.membership.probe import Prober
 from elastic_trainer.membership.recollection import STATE_ORDER, Recollection, position
 from elastic_trainer.membership.rules import Action, Decision, decide
 from elastic_trainer.membership.sightings import Tracker
-from elastic_trainer.membership.standing import Limits, Sightings, View, live_members
+from elastic_trainer.membership.standing import Limits, NodeView, Sightings, View, live_members
 from elastic_trainer.membership.view import Observation, RunView
 from elastic_trainer.model import Cause, RecoveryMode
-from elastic_trainer.store.api import Compare, Delete, Operation, Put, Store, created_at, unchanged
+from elastic_trainer.store.api import Compare, Delete, Operation, Put, Read, Store, created_at, unchanged
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.logs import logger
 
@@ -110,6 +112,20 @@ class Member:
         """What is known of the run now (no I/O)."""
         return self._view.look()
 
+    def nodes(self, names: Sequence[str], deadline: Deadline) -> dict[str, NodeView]:
+        """The keys of ``names``, where they are there; asks the store unless this node follows all nodes."""
+        seen = self._view.look()
+        if seen.follows_nodes:
+            return {name: seen.nodes[name] for name in names if name in seen.nodes}
+        result = self._store.transact([], [Read(self._keys.node(name)) for name in names], deadline=deadline)
+        found = {}
+        for name, item in zip(names, (read.first for read in result.reads), strict=True):
+            with suppress(DocumentError):
+                if item is not None:
+                    record = NodeRecord.decode(item.value, item.key)
+                    found[name] = NodeView(name, item.create_revision, item.mod_revision, record)
+        return found
+
     def announce(self, record: NodeRecord, deadline: Deadline) -> None:
         """Show ``record`` under this node's key; waits out an outage of the store until ``deadline``."""
         self._presence.show(record, deadline)
@@ -135,10 +151,11 @@ class Member:
         worker_failed: bool = False,
         cause: Cause | None = None,
         record: NodeRecord | None = None,
+        suspects: tuple[Ghost, ...] = (),
     ) -> None:
         """Mark round ``number`` broken if it is still on; waits out an outage of the store.
 
-        With ``record`` this node's key is changed in the same write.
+        With ``record`` this node's key is changed in the same write. ``suspects`` are not waited for.
         """
         while not deadline.expired:
             seen = self._view.look()
@@ -147,7 +164,7 @@ class Member:
                 return
             if current.state is RoundState.DRAINING and self._limits.recovery is RecoveryMode.RESTART:
                 return  # it ends by agreement already: all leave it now, each as soon as it hears of it
-            document = broken(current, reason, worker_failed=worker_failed, cause=cause)
+            document = broken(current, reason, worker_failed=worker_failed, cause=cause, suspects=suspects)
             attempt = deadline.at_most(WRITE_ATTEMPT_S)
             try:
                 if self._commit(Decision(Action.BREAK, reason, document), seen, attempt, record):

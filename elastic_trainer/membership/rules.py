@@ -16,6 +16,7 @@ from elastic_trainer.membership.documents import NodeState, RoundDocument, Round
 from elastic_trainer.membership.standing import (
     NodeView,
     View,
+    accused,
     by_seniority,
     candidates,
     is_ghost,
@@ -192,12 +193,16 @@ def _regroup(view: View, current: RoundDocument, now: float) -> Decision:
     waited_s = now - view.sightings.round_since
     silent, left = [], []
     for member, node in live_members(view):
-        if node.record.life > member.life or node.id in view.suspects or node.record.reported > current.number:
+        record = node.record
+        if record.life > member.life or node.id in view.suspects or record.reported > current.number or record.stuck:
             continue
         bound_s = _bound_s(view, current, node)
         if waited_s < bound_s:
             silent.append(f"{node.id} ({node.record.busy})" if node.record.busy else node.id)
             left.append(bound_s - waited_s)
+    if suspected := [node.id for node in accused(view) if waited_s < view.limits.suspect_grace_s]:
+        silent += suspected
+        left.append(view.limits.suspect_grace_s - waited_s)
     if silent:
         return Decision(Action.WAIT, f"waiting for {', '.join(silent)} to be free", again_in_s=min(left))
     ready = candidates(view)
@@ -284,7 +289,8 @@ def _what_was_lost(view: View, current: RoundDocument, ready: list[NodeView]) ->
     here = {node.id for node in candidates(view)}
     members = live_members(view)
     starting = {node.id for _, node in members if node.record.state is NodeState.WARMING}
-    gone = [member.node for member in current.members if member.node not in here | starting]
+    stuck = {node.id for _, node in members if node.record.stuck}
+    gone = [member.node for member in current.members if member.node not in here | starting | stuck]
     if gone and current.state is RoundState.BROKEN:
         return _lost(gone), Cause.NODE_LOST
     cause = current.cause

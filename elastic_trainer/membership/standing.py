@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundDocument, RoundMember
+from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.model import Incarnation, RecoveryMode
 
 
@@ -23,6 +23,8 @@ class Limits:
     join_interval_s: float = 5.0
     deputy_delay_s: float = 0.25
     report_floor_s: float = 10.0
+    suspect_grace_s: float = 0.05
+    """What a member that did not answer gets to show that it lives, once the round is broken without it."""
     failure_limit: int = 3
     stalled_rounds: int = 10
 
@@ -96,6 +98,15 @@ def live_members(view: View) -> list[tuple[RoundMember, NodeView]]:
         and view.nodes[member.node].create_revision == member.create_revision
         and not is_ghost(view, view.nodes[member.node])
     ]
+
+
+def accused(view: View) -> list[NodeView]:
+    """Members of the round that it was broken without, since they did not answer, and that have shown nothing since."""
+    current = view.round
+    if current is None or current.state is not RoundState.BROKEN:
+        return []
+    keys = [view.nodes[member.node] for member in current.members if member.node in view.nodes]
+    return [node for node in keys if is_ghost(view, node)]
 
 
 def candidates(view: View) -> list[NodeView]:

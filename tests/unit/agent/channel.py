@@ -12,7 +12,7 @@ from elastic_trainer.agent.announcer import Announcer
 from elastic_trainer.agent.conductor import Conductor
 from elastic_trainer.ipc.channel import Connection, connect
 from elastic_trainer.ipc.messages import Hello, Message, Progress, Ready, StateReport, read_from_agent
-from elastic_trainer.membership.documents import NodeRecord, RoundDocument, RoundMember, RoundState
+from elastic_trainer.membership.documents import Ghost, NodeRecord, RoundDocument, RoundMember, RoundState
 from elastic_trainer.model import Cause
 from tests.support.crew import eventually
 
@@ -29,6 +29,7 @@ class Break:
     record: NodeRecord
     worker_failed: bool
     cause: Cause | None = None
+    suspects: tuple[Ghost, ...] = ()
 
 
 class Notebook(Announcer):
@@ -42,10 +43,18 @@ class Notebook(Announcer):
         self.records.append(record)
 
     def break_round(
-        self, number: int, reason: str, record: NodeRecord, *, worker_failed: bool, cause: Cause | None = None
+        self,
+        number: int,
+        reason: str,
+        record: NodeRecord,
+        *,
+        worker_failed: bool,
+        cause: Cause | None = None,
+        suspects: tuple[Ghost, ...] = (),
+        within_s: float | None = None,
     ) -> None:
         self.records.append(record)
-        self.breaks.append(Break(number, reason, record, worker_failed, cause))
+        self.breaks.append(Break(number, reason, record, worker_failed, cause, suspects))
 
     def close(self) -> None:
         """Nothing runs."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import pytest
 
 from elastic_trainer.agent.announcer import Announcer
-from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState
+from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundDocument, RoundState
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.presence import Presence
 from elastic_trainer.store.api import Put
 from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
 from elastic_trainer.store.session import LeaseSession
-from tests.support.crew import KEYS, QUICK, Gate, GatedStore, eventually, soon
+from tests.support.crew import KEYS, LIMIT_S, QUICK, Gate, GatedStore, eventually, soon
 from tests.unit.agent.channel import BASE
 
 
@@ -137,6 +137,21 @@ def test_a_round_that_is_over_already_is_left_alone_but_the_record_is_written(de
     desk.announcer.break_round(4, "late", numbered(2), worker_failed=False)
     desk.await_steps(2)
     assert desk.document().state is RoundState.ACTIVE
+
+
+def test_a_suspicion_that_cannot_be_written_in_time_is_dropped(desk: Desk) -> None:
+    """Whoever was suspected may have come back while the store was away. The record is written all the same."""
+    desk.announcer.announce(numbered(1))
+    desk.await_steps(1)
+    _write(desk, RoundDocument(number=4, nonce="x", state=RoundState.ACTIVE, members=()))
+    eventually(lambda: desk.member.look().round is not None, "not seen")
+    suspects = (Ghost(node="other", mod_revision=3),)
+    desk.announcer.break_round(4, "silent", numbered(2), worker_failed=False, suspects=suspects, within_s=0.0)
+    desk.await_steps(2)
+    assert desk.document().state is RoundState.ACTIVE
+    desk.announcer.break_round(4, "silent", numbered(3), worker_failed=False, suspects=suspects, within_s=LIMIT_S)
+    desk.await_steps(3)
+    assert (desk.document().state, desk.document().ghosts) == (RoundState.BROKEN, suspects)
 
 
 def test_closing_ends_the_thread_and_drops_what_waits(desk: Desk) -> None:

@@ -36,8 +36,21 @@ def test_the_node_that_most_others_cannot_reach_is_left_out(ready: list[NodeView
 
 
 def test_one_round_that_failed_is_no_reason() -> None:
-    """A peer that died while the round was formed is found by other means."""
-    assert left_out(nodes(a=("c",), b=("c",), c=("a", "b")), FAILED_ROUNDS - 1, 2) is None
+    """Where only one side says so: the other may have been slow, or has died, which is found by other means."""
+    assert left_out(nodes(a=("c",), b=("c",), c=()), FAILED_ROUNDS - 1, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("ready", "expected"),
+    [
+        (nodes(a=("c",), b=(), c=("a",)), "c"),
+        (nodes(a=("b", "c"), b=("a",), c=("a",)), "a"),
+        (nodes(a=("b", "c"), b=(), c=("a",)), "c"),  # b was only slow
+    ],
+)
+def test_two_that_name_each_other_do_not_form_a_round_in_vain(ready: list[NodeView], expected: str) -> None:
+    """The one that fewer reach is left out at once; of equals the last."""
+    assert name_of(left_out(ready, 0, 2)) == expected
 
 
 def test_nobody_is_left_out_of_the_fewest_that_may_train() -> None:

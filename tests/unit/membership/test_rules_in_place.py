@@ -8,7 +8,7 @@ from typing import Any
 from elastic_trainer.membership.documents import Ghost, Identity, NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.rules import Action, Decision
 from elastic_trainer.membership.standing import NodeView
-from elastic_trainer.model import RecoveryMode
+from elastic_trainer.model import Cause, RecoveryMode
 
 from .scenes import LIMITS, Scene, node, round_of
 
@@ -498,7 +498,7 @@ def test_scripts_of_restart_mode_are_not_given_up() -> None:
 def test_after_two_rounds_in_vain_the_unreachable_node_is_left_out_and_named() -> None:
     """The round without it says so; while only one round has failed all are in the next."""
     scene = trio(RoundState.BROKEN, 3, last_step=7, stalled=0)
-    scene.show(free("a", 1, 3, unreachable=("c",)), free("b", 2, 3), free("c", 3, 3, unreachable=("a",)))
+    scene.show(free("a", 1, 3, unreachable=("c",)), free("b", 2, 3), free("c", 3, 3))
     again = made(scene.decide(), Action.FORM)
     assert (names(again), again.left_out, again.stalled) == (["a", "b", "c"], None, 1)
     scene = trio(RoundState.BROKEN, 4, last_step=7, stalled=1)
@@ -514,3 +514,53 @@ def test_a_step_committed_since_makes_old_complaints_void() -> None:
     scene = trio(RoundState.BROKEN, 4, last_step=7, stalled=1)
     scene.show(*(free(name, i + 1, 4, step=8, unreachable=("c",)) for i, name in enumerate("ab")), free("c", 3, 4, 8))
     assert names(made(scene.decide(), Action.FORM)) == ["a", "b", "c"]
+
+
+# ---- members that do not answer
+
+
+def suspected(*more: NodeView) -> Scene:
+    """Round 3 of a, b and c was broken since c did not answer; ``a`` and ``b`` are free."""
+    scene = trio(RoundState.BROKEN, 3, ghosts=(Ghost(node="c", mod_revision=3),), cause=Cause.CONTACT_LOST)
+    scene.show(free("a", 1, 3), free("b", 2, 3), *more)
+    return scene
+
+
+def test_who_does_not_answer_is_not_waited_for() -> None:
+    """Its lease stands. It gets a moment to show that it lives, and the next round is formed without it."""
+    scene = suspected()
+    waiting = scene.decide()
+    assert (waiting.action, waiting.reason) == (Action.WAIT, "waiting for c to be free")
+    formed = made(scene.decide(after_s=2 * IN_PLACE.suspect_grace_s), Action.FORM)
+    assert (names(formed), formed.reason, formed.cause) == (["a", "b"], "node c was lost", Cause.NODE_LOST)
+    assert formed.ghosts == (Ghost(node="c", mod_revision=3),)
+
+
+def test_whoever_writes_is_suspected_no_more() -> None:
+    """It stays in the run, and its workers are waited for as anybody's."""
+    scene = suspected(acknowledged("c", 3, 3))
+    assert scene.decide(after_s=1.0).reason == "waiting for c to be free"
+    scene.show(free("c", 3, 3))
+    formed = made(scene.decide(), Action.FORM)
+    assert (names(formed), formed.ghosts) == (["a", "b", "c"], ())
+
+
+def test_a_decider_that_does_not_answer_is_passed_by() -> None:
+    """The next in line acts without delay."""
+    scene = trio(RoundState.BROKEN, 3, ghosts=(Ghost(node="a", mod_revision=1),))
+    scene.me = "b"
+    scene.show(free("b", 2, 3), free("c", 3, 3))
+    assert names(made(scene.decide(after_s=2 * IN_PLACE.suspect_grace_s), Action.FORM)) == ["b", "c"]
+
+
+def test_a_worker_that_stands_still_is_not_waited_for() -> None:
+    """Its agent has said so. The next round names what was found, and the node may come back with the next report."""
+    why = "worker 0 of node c does not get on: its process is stopped"
+    scene = trio(RoundState.BROKEN, 3, reason=why, cause=Cause.WORKER_HUNG)
+    scene.show(free("a", 1, 3), free("b", 2, 3), acknowledged("c", 3, 3, stuck=True))
+    formed = made(scene.decide(), Action.FORM)
+    assert (names(formed), formed.reason, formed.cause) == (["a", "b"], why, Cause.WORKER_HUNG)
+    scene.adopt(formed)
+    scene.show(node("c", 3, mod=200, acknowledged=4, reported=4))
+    scene.decide()
+    assert names(made(scene.decide(after_s=6.0), Action.DRAIN).next) == ["a", "b", "c"]
