@@ -11,6 +11,7 @@ import secrets
 import socket
 import threading
 
+from elastic_trainer.agent.reception import Answering, Reception, no_answer
 from elastic_trainer.ipc.listening import listen
 from elastic_trainer.settings import Endpoint
 
@@ -40,29 +41,24 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 class LivenessPort:
-    """Listens as long as this process lives: a peer whose connection is refused knows that it does not."""
+    """Listens as long as this process lives: a peer whose connection is refused knows that it does not.
 
-    def __init__(self, address: str) -> None:
+    Whoever sends a question gets ``answer(question)``.
+    """
+
+    def __init__(self, address: str, answer: Answering = no_answer) -> None:
         self._socket = listen(address)
         self._closing = False
         self.port: int = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=self._serve, name="liveness", daemon=True)
+        reception = Reception(self._socket, answer, lambda: self._closing)
+        self._thread = threading.Thread(target=reception.run, name="liveness", daemon=True)
         self._thread.start()
 
-    def _serve(self) -> None:
-        while not self._closing:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            connection.close()
-
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening; the thread, which may be about to use the socket, closes it."""
         self._closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
 
 class ReservedPort:

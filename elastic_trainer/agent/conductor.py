@@ -38,15 +38,27 @@ from elastic_trainer.ipc.messages import (
     Message,
     MessageError,
     Over,
+    Pong,
     Progress,
     Ready,
     Welcome,
     read_from_worker,
 )
 from elastic_trainer.ipc.mutex import await_death
-from elastic_trainer.membership.documents import Identity, NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
+from elastic_trainer.membership.documents import (
+    Ghost,
+    Identity,
+    NodeRecord,
+    NodeState,
+    RoundDocument,
+    RoundMember,
+    RoundState,
+)
 from elastic_trainer.model import Cause
 from elastic_trainer.telemetry.logs import logger
+
+SUSPECTED_S = 1.0
+"""A suspicion that could not be written for so long is dropped: whoever was suspected may have come back since."""
 
 
 class Conductor:
@@ -321,8 +333,12 @@ class Conductor:
 
     def _hear(self, worker: Worker, message: Message) -> None:
         worker.heard_at = self._clock.monotonic()
+        if isinstance(message, Pong):
+            worker.ponged(worker.heard_at)
         if isinstance(message, Failed) and message.forming:
             self._quarantine.ask(self._document)  # takes a moment; what the worker says next comes after it
+        elif isinstance(message, Ready) and self._is_accused():
+            self._quarantine.ask(self._document)
         with self._lock:
             if worker.life != self._life.number or self._life.ended:
                 return
@@ -346,7 +362,7 @@ class Conductor:
                     self._on_progress(message)
 
     def _ready(self, worker: Worker, message: Ready) -> None:
-        worker.ready = message
+        worker.ready, worker.stuck = message, False
         if worker.free_for() > worker.told_over:
             self._release.freed(worker)
         if message.planned and message.number == worker.offered:
@@ -354,6 +370,10 @@ class Conductor:
         if message.state is not None:
             self._life.note(Identity.model_validate(message.state.model_dump()))
         self._publish()
+
+    def _is_accused(self) -> bool:
+        """Whether the others have broken the round since this node did not answer: can it not reach them either?"""
+        return self._document is not None and self._document.accuses(self._node)
 
     def _left(self, worker: Worker, message: Leaving) -> None:
         worker.left = message
@@ -393,6 +413,46 @@ class Conductor:
             cause = "was lost" if hung is None else f"was ended: {hung}"
             kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
             self._end_life(f"its worker {worker.local_rank} {cause}", worker_failed=True, kind=kind)
+
+    # ---- suspicions (the thread of that name)
+
+    def at_work(self) -> tuple[RoundDocument | None, list[Worker]]:
+        """The newest round, if this life of the node has a part in it, and its workers; those may be in it still."""
+        with self._lock:
+            current = self._document
+            if self._my_entry(current) is None and (current is None or self._my_entry(current.next) is None):
+                return None, []
+            return current, self._at_work()
+
+    def accuse(self, document: RoundDocument, suspects: tuple[Ghost, ...], reason: str) -> None:
+        """Break the round of ``document`` without ``suspects``, which do not answer, unless it is over."""
+        with self._lock:
+            if self._life.ended or document is not self._document:
+                return
+            self._quarantine.found(tuple(each.node for each in suspects))
+            self._announcer.break_round(
+                _last_number(document),
+                reason,
+                self._record(),
+                worker_failed=False,
+                cause=Cause.CONTACT_LOST,
+                suspects=suspects,
+                within_s=SUSPECTED_S,
+            )
+
+    def pass_over(self, worker: Worker, why: str) -> None:
+        """``worker``, one of this node's, will not come: let the others go on without it."""
+        with self._lock:
+            current = self._document
+            if current is None or self._life.ended or worker.life != self._life.number or worker.stuck:
+                return
+            number, worker.stuck = _last_number(current), True
+            self._acknowledged = max(self._acknowledged, number + 1)
+            reason = f"worker {worker.local_rank} of node {self._node} does not get on: {why}"
+            logger().warning("worker.passed_over", pid=worker.pid, local_rank=worker.local_rank, reason=why)
+            self._announcer.break_round(
+                number, reason, self._record(cause=why), worker_failed=False, cause=Cause.WORKER_HUNG
+            )
 
     # ---- the node's record
 

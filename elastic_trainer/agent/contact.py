@@ -18,7 +18,7 @@ from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
 
-CONNECT_S = 1.0
+CONNECT_S = 0.5
 READ_S = 2.0
 AT_ONCE = 32
 LIMIT_S = 3.0

@@ -25,6 +25,7 @@ from elastic_trainer.agent.addresses import LivenessPort, ReservedPort, default_
 from elastic_trainer.agent.fitness import Candidate, ensure_fit
 from elastic_trainer.agent.launcher import LocalWorkers, failures, local_workers
 from elastic_trainer.agent.plugin import BACKEND, end
+from elastic_trainer.agent.questions import Notice
 from elastic_trainer.agent.starts import FalseStart, Starts
 from elastic_trainer.agent.supervisor import Supervisor
 from elastic_trainer.agent.torchrun_store import RoundStore
@@ -93,6 +94,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._keys = RunKeys(options.prefix, run_id)
         node = options.node_id or default_node_id()
         self.node_id = checked_name(node, "node id")
+        self._notice = Notice(run_id, self.node_id, clock)
         self._member: Member | None = None
         self._liveness: LivenessPort | None = None
         self._port: ReservedPort | None = None
@@ -258,7 +260,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         session = LeaseSession(self._store, self._options.ttl, deadline=deadline, clock=self._clock)
         presence = Presence(self._store, self._keys, self.node_id, session, self._clock)
         member = Member(self._store, self._keys, presence, self._limits(), clock=self._clock)
-        self._liveness = LivenessPort(self._address)
+        self._liveness = LivenessPort(self._address, self._notice.answer)
         self._supervisor = Supervisor(self._run_id, self._options.stop_grace, self._clock)
         member.on_round(self._watch_round)
         member.start(deadline)

@@ -25,10 +25,12 @@ from elastic_trainer.agent.conductor import Conductor
 from elastic_trainer.agent.contact import Contact, records_of
 from elastic_trainer.agent.handler import Etcd3RendezvousHandler
 from elastic_trainer.agent.launcher import LocalWorkers, local_workers
+from elastic_trainer.agent.neighbours import Peers
 from elastic_trainer.agent.patience import Patience
 from elastic_trainer.agent.peers import descendants
 from elastic_trainer.agent.progress import ProgressWriter
 from elastic_trainer.agent.supervisor import kill_workers, worker_pids
+from elastic_trainer.agent.suspicion import Suspicion
 from elastic_trainer.agent.torchrun_store import RoundStore
 from elastic_trainer.agent.trap import Trap
 from elastic_trainer.clock import Deadline, pause
@@ -61,6 +63,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
     _progress: ProgressWriter | None = None
     _trap: Trap | None = None
     _patience: Patience | None = None
+    _suspicion: Suspicion | None = None
     _tcp_store: Any = None
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -84,8 +87,8 @@ class InPlaceHandler(Etcd3RendezvousHandler):
 
     def shutdown(self) -> bool:
         """End this node's part."""
-        owned = (self._patience, self._progress, self._announcer, self._trap)
-        self._patience = self._progress = self._announcer = self._trap = None
+        owned = (self._suspicion, self._patience, self._progress, self._announcer, self._trap)
+        self._suspicion = self._patience = self._progress = self._announcer = self._trap = None
         for each in owned:
             if each is not None:
                 each.close()
@@ -154,6 +157,10 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         )
         self._conductor.know_incarnation(member.create_revision)
         member.on_round(self._conductor.see)
+        if self._vitals is not None:
+            peers = Peers(self._run_id, self.node_id, member.nodes, self._clock)
+            self._suspicion = Suspicion(self._conductor, self._vitals.pages, self._notice, peers, self._clock)
+            self._suspicion.start()
         self._patience = Patience(member, self._options.join_timeout, self._fatal, self._clock)
 
     def _base_record(self, workers: LocalWorkers) -> NodeRecord:

@@ -38,11 +38,16 @@ class Quarantine:
         self._timer: threading.Timer | None = None
 
     def ask(self, document: RoundDocument | None) -> None:
-        """The round of ``document`` could not be formed here: if it is not the first in a row, find out why."""
-        if document is not None and document.stalled >= FAILED_ROUNDS - 1:
+        """Find out whom this node cannot reach: others could not reach it in the round of ``document``, or that was not
+        the first in a row that could not be formed."""
+        if document is not None and (document.stalled >= FAILED_ROUNDS - 1 or document.accuses(self._node)):
             self.unreachable = self._missing(document) or ()
             if self.unreachable:
                 logger().warning("node.cut_off", node=self._node, round=document.number, unreachable=self.unreachable)
+
+    def found(self, nodes: tuple[str, ...]) -> None:
+        """``nodes`` do not answer, and the round is broken for that."""
+        self.unreachable = nodes
 
     def clear(self) -> None:
         """Steps are committed, or the workers are others: what was before does not count against this node."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from elastic_trainer.agent.doubt import Delays
 from elastic_trainer.ipc.channel import Connection
 from elastic_trainer.ipc.messages import Leaving, Ready
 from elastic_trainer.membership.documents import Identity, NodeState
@@ -31,8 +32,20 @@ class Worker:
     """Monotonic time of the last word from it; 0 before the watchdog has seen it."""
     busy: str = ""
     """What keeps it in a round that is over, where that is known."""
+    pinged_at: float = 0.0
+    """Monotonic time of the first question that it has not answered; 0: there is none."""
+    delays: Delays = field(default_factory=Delays)
+    """How long its answers have taken."""
+    stuck: bool = False
+    """Whether it stood still when others waited for it, and has not been free since."""
     inside: int = 0
     """The newest round that it may have entered: one whose place it was given and had no reason to refuse."""
+
+    def ponged(self, now: float) -> None:
+        """It has answered."""
+        if self.pinged_at:
+            self.delays.note(now - self.pinged_at, now)
+        self.pinged_at = 0.0
 
     def free_for(self) -> int:
         """The least round number that this worker is free for; 0 before it is ready.
@@ -112,6 +125,7 @@ class Life:
             "planned": all(report.planned for report in reports),
             "identity": Identity.model_validate(newest.model_dump()) if newest else None,
             "step_time_s": max((report.step_time_s for report in reports), default=0.0),
+            "stuck": any(worker.stuck for worker in self.workers.values()),
             "joinable": all(report.joinable for report in reports),
             "newcomer": any(report.newcomer for report in reports),
             "busy": next((worker.busy for worker in self.workers.values() if worker.busy), ""),

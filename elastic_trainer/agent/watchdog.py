@@ -73,8 +73,7 @@ class Watchdog:
             elif now - worker.heard_at > self._limit_s:
                 self._end(worker, now - worker.heard_at)
                 continue
-            with contextlib.suppress(ChannelClosedError):
-                worker.connection.send(Ping())
+            ping(worker, now)
 
     def _end(self, worker: Worker, silent_s: float) -> None:
         state = process_state(worker.pid)
@@ -84,6 +83,13 @@ class Watchdog:
             return
         reason = f"it has answered nothing for {silent_s:.1f} s (state: {state})"
         self._verdicts.end(worker.pid, reason, local_rank=worker.local_rank)
+
+
+def ping(worker: Worker, now: float) -> None:
+    """Ask ``worker`` whether it is there."""
+    worker.pinged_at = worker.pinged_at or now
+    with contextlib.suppress(ChannelClosedError):
+        worker.connection.send(Ping())
 
 
 def process_state(pid: int) -> str:

@@ -501,3 +501,53 @@ def test_no_agent_no_worker(stage: Stage) -> None:
     stage.conductor.close()
     assert worker.ended.wait(LIMIT_S)
     assert not Path(stage.conductor.path).parent.exists()
+
+
+# ---- suspicions
+
+
+def test_a_suspicion_breaks_the_round_and_names_whom_this_node_does_not_reach(stage: Stage) -> None:
+    """In one write. This node has not left the round: if the write comes too late, nothing has happened."""
+    working(stage)
+    document, workers = stage.conductor.at_work()
+    assert document is not None
+    assert len(workers) == 1
+    suspects = (Ghost(node="other", mod_revision=9),)
+    stage.conductor.accuse(document, suspects, "node other does not answer")
+    told = stage.await_break()
+    assert (told.number, told.suspects, told.cause) == (1, suspects, Cause.CONTACT_LOST)
+    assert (told.record.unreachable, told.record.acknowledged) == (("other",), 1)
+
+
+def test_a_suspicion_of_a_round_that_is_another_now_is_dropped(stage: Stage) -> None:
+    """It may have been broken for the same reason by somebody else."""
+    working(stage)
+    document, _ = stage.conductor.at_work()
+    assert document is not None
+    stage.see(1, RoundState.BROKEN)
+    stage.conductor.accuse(document, (Ghost(node="other", mod_revision=9),), "late")
+    assert stage.notebook.breaks == []
+
+
+def test_a_worker_that_stands_still_is_passed_over_until_it_is_free(stage: Stage) -> None:
+    """Its node breaks the round once and says that nobody need wait for it; thawed, it comes back with its report."""
+    worker = working(stage)
+    _, (mine,) = stage.conductor.at_work()
+    for _ in range(2):
+        stage.conductor.pass_over(mine, "its process is stopped")
+    told = stage.await_break()
+    assert told.reason == "worker 0 of node me does not get on: its process is stopped"
+    assert (told.record.stuck, told.record.acknowledged, told.record.reported) == (True, 2, 1)
+    assert (told.cause, told.worker_failed, len(stage.notebook.breaks)) == (Cause.WORKER_HUNG, False, 1)
+    stage.see(1, RoundState.BROKEN)
+    worker.await_one(Over)
+    worker.ready(2, step=7)
+    assert stage.await_record(reported=2).stuck is False
+
+
+def test_a_node_without_a_part_in_the_round_has_nobody_at_work(stage: Stage) -> None:
+    """A newcomer waits for nobody, and nobody for it."""
+    assert stage.conductor.at_work() == (None, [])
+    working(stage)
+    stage.see(2, members=(OTHER,))
+    assert stage.conductor.at_work() == (None, [])

@@ -14,8 +14,8 @@ from elastic_trainer.agent.conductor import Conductor
 from elastic_trainer.agent.contact import Contact, reaches, records_of
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
-from elastic_trainer.ipc.messages import Failed, Over
-from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundState
+from elastic_trainer.ipc.messages import Failed, Formation, Over
+from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundState
 from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.memory import MemoryStore
@@ -119,11 +119,7 @@ def stage(network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 
 def failed_forming(stage: Stage, number: int, stalled: int) -> Worker:
     """A worker that could not form round ``number``, and is free for the next."""
-    stage.begin()
-    worker = Worker(stage.conductor)
-    worker.ready(number)
-    stage.await_record(reported=number)
-    stage.see(number, stalled=stalled)
+    worker = in_round(stage, number, stalled=stalled)
     worker.say(Failed(number=number, error="gloo: timed out", forming=True))
     stage.await_break()
     stage.see(number, RoundState.BROKEN, stalled=stalled)
@@ -142,6 +138,38 @@ def test_the_first_form_that_fails_accuses_nobody(stage: Stage) -> None:
     """A peer may have died."""
     failed_forming(stage, 4, stalled=0)
     assert stage.await_record(reported=5).unreachable == ()
+
+
+def test_a_node_that_others_did_not_reach_looks_whom_it_reaches_itself(stage: Stage, network: Network) -> None:
+    """Before it says that it is free: two nodes that name each other are not put into one round again."""
+    worker = in_round(stage, 4)
+    stage.see(4, RoundState.BROKEN, ghosts=(Ghost(node="me", mod_revision=3),))
+    assert stage.await_record(acknowledged=5, reported=4).unreachable == ()
+    worker.await_one(Over)
+    worker.ready(5)
+    assert stage.await_record(reported=5).unreachable == ("other",)
+
+
+def test_a_node_that_was_only_slow_accuses_nobody(stage: Stage, network: Network) -> None:
+    """It reaches all who could not reach it."""
+    network.cut.clear()
+    worker = in_round(stage, 4)
+    stage.see(4, RoundState.BROKEN, ghosts=(Ghost(node="me", mod_revision=3),))
+    worker.await_one(Over)
+    worker.ready(5)
+    assert stage.await_record(reported=5).unreachable == ()
+    assert network.asked
+
+
+def in_round(stage: Stage, number: int, stalled: int = 0) -> Worker:
+    """A worker in round ``number``."""
+    stage.begin()
+    worker = Worker(stage.conductor)
+    worker.ready(number)
+    stage.await_record(reported=number)
+    stage.see(number, stalled=stalled)
+    worker.await_one(Formation)
+    return worker
 
 
 def test_a_node_that_is_left_out_keeps_away_until_it_reaches_the_others(stage: Stage, network: Network) -> None:

@@ -1,0 +1,91 @@
+"""The question that one agent asks another, and the answer: one line of JSON each, on a connection of its own.
+
+*Fails by* nothing: what cannot be understood is None.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.membership.documents import MOST_WORKERS
+
+LONGEST_ANSWER = 1 << 16
+_WORKERS_TOLD = 64
+"""More would be an answer that does not fit into a buffer."""
+Word = Annotated[str, Field(max_length=256)]
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: Literal[1] = 1
+    run: Word
+    node: Word
+    """Who sends it."""
+
+    def encode(self) -> bytes:
+        """The line to send, with its newline."""
+        return self.model_dump_json().encode() + b"\n"
+
+
+class Question(_Line):
+    """What do your workers do?"""
+
+
+class WorkerStanding(BaseModel):
+    """What one worker does."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    local_rank: int = Field(ge=0, lt=MOST_WORKERS)
+    phase: Word
+    waits: bool = False
+    """Whether it waits for others, and for how long."""
+    waits_s: float = 0.0
+    state: Word = "unknown"
+    """The kernel's word for its process, and how long its control thread has been silent, where that was looked at."""
+    silent_s: float = 0.0
+
+
+class Answer(_Line):
+    """What the workers of ``node`` do in ``round``, the newest that it has a part in (0: none)."""
+
+    round: int = Field(ge=0)
+    workers: tuple[WorkerStanding, ...] = ()
+
+
+LineT = TypeVar("LineT", bound=_Line)
+
+
+def read(kind: type[LineT], line: bytes) -> LineT | None:
+    """``line`` as a question or an answer of this version; None if it is none."""
+    try:
+        return kind.model_validate_json(line)
+    except ValidationError:
+        return None
+
+
+class Notice:
+    """What this node answers: put up by one thread, read by another that must not wait."""
+
+    def __init__(self, run: str, node: str, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
+        self._answer = Answer(run=run, node=node, round=0)
+        self.asked_at = -float("inf")
+        """Monotonic time of the last question."""
+
+    def show(self, round_: int, workers: tuple[WorkerStanding, ...]) -> None:
+        """From now on this is the answer."""
+        update = {"round": round_, "workers": workers[:_WORKERS_TOLD]}
+        self._answer = self._answer.model_copy(update=update)
+
+    def answer(self, line: bytes) -> bytes | None:
+        """The line that answers ``line``; None if that is no question of this run."""
+        question = read(Question, line)
+        if question is None or question.run != self._answer.run:
+            return None
+        self.asked_at = self._clock.monotonic()
+        return self._answer.encode()
