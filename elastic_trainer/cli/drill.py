@@ -28,8 +28,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", metavar="NAME", help="which drill, see below")
     add("--repeats", type=int, default=1, metavar="N", help="strike so many times (default: 1)")
-    add("--seconds", type=float, default=60.0, metavar="S", help="how long etcd-outage lasts (default: 60)")
-    add("--slack", type=float, default=1.0, metavar="S", help="seconds allowed beyond a lease (default: 1)")
+    add(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how long an outage, or a load, lasts (default: 60)",
+    )
+    add("--slack", type=float, default=0.0, metavar="S", help="seconds allowed beyond a drill's limit (default: 0)")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     add("--run-dir", type=Path, metavar="DIR", help="where logs and ledger go; they are kept then")
     add("--keep", action="store_true", help="keep the run directory of a success too")
@@ -70,6 +76,6 @@ def _repeats(value: int) -> int:
 
 
 def _seconds(value: float, option: str) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{option} {value} is not a number of seconds above 0", hint="give for example 10")
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{option} {value} is not a number of seconds", hint="give for example 10")
     return value

@@ -6,8 +6,13 @@ Each function strikes once, measures, and leaves the stage as it found it: all i
 
 from __future__ import annotations
 
+import signal
+
+import psutil
+
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.sim import processes
 from elastic_trainer.sim.drill_measure import Effect, Standing
 from elastic_trainer.sim.drill_stage import DrillError, Stage, now
 from elastic_trainer.sim.drill_strikes import aftermath, freeze, kill_nodes, kill_workers, restarted, worker
@@ -28,13 +33,32 @@ def worker_kill(stage: Stage, repeat: int) -> Effect:
 
 
 def worker_freeze(stage: Stage, repeat: int) -> Effect:
-    """SIGSTOP the worker of a node whose agent lives on: only its watchdog can tell, which ends it."""
-    before = stage.settled()
-    name = before.nodes[-1 - repeat % len(before.nodes)]
-    t = freeze(stage, [worker(stage, before, name)])
-    effect = aftermath(stage, before, f"worker of {name} frozen", t, [name])
+    """SIGSTOP the worker of a node whose agent lives on: the others go on; thawed, the same process comes back."""
+    effect, name, victim = _freeze_worker(stage, repeat)
+    thawed = now()
+    processes.send([victim], signal.SIGCONT)
+    standing = stage.settled()
+    problems = list(effect.problems)
+    if standing.pids[name] != victim.pid:
+        problems.append(f"the worker of {name} was thawed, and restarted")
+    first = stage.book.first_step(name, standing.round)
+    return effect.amended({"rejoin_s": first - thawed} if first is not None else {}, problems)
+
+
+def worker_hang(stage: Stage, repeat: int) -> Effect:
+    """SIGSTOP a worker for good: its agent ends it in time, and another process takes its place."""
+    effect, _, _ = _freeze_worker(stage, repeat)
     stage.restore()
     return effect
+
+
+def _freeze_worker(stage: Stage, repeat: int) -> tuple[Effect, str, psutil.Process]:
+    """Freeze the worker of each rank in turn: what that did to the others, its node, its process."""
+    before = stage.settled()
+    name = before.nodes[-1 - repeat % len(before.nodes)]
+    victim = worker(stage, before, name)
+    t = freeze(stage, [victim])
+    return aftermath(stage, before, f"worker of {name} frozen", t, [name]), name, victim
 
 
 def worker_wedge(stage: Stage, repeat: int) -> Effect:
@@ -80,7 +104,7 @@ def _lose(stage: Stage, names: list[str]) -> Effect:
 
 
 def node_freeze(stage: Stage, repeat: int) -> Effect:
-    """SIGSTOP a whole node: its lease ends and the others go on; thawed, it comes back by a planned change."""
+    """SIGSTOP a whole node: the others go on; thawed, it comes back by a planned change."""
     before = stage.settled()
     name = before.nodes[-1 - repeat % len(before.nodes)]
     stage.retire(name)

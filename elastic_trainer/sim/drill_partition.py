@@ -1,4 +1,4 @@
-"""The drill in which a node's network falls silent: needs the stage to be in networks of its own.
+"""The drills in which a network falls silent: they need the stage to be in networks of its own.
 
 *Runs in* the main thread of the command or test. *Owns* nothing. *Fails by* DrillError.
 """
@@ -17,7 +17,7 @@ HELD_S = 1.0
 
 
 def node_partition(stage: Stage, repeat: int, segment: Segment) -> Effect:
-    """Nothing passes to or from one node: its lease ends and the others go on; joined again, it comes back."""
+    """Nothing passes to or from one node: the others go on; joined again, it comes back."""
     before = stage.settled()
     name = before.nodes[-1 - repeat % len(before.nodes)]
     if not segment.reaches(name):
@@ -33,3 +33,28 @@ def node_partition(stage: Stage, repeat: int, segment: Segment) -> Effect:
     mended = now()
     segment.restore(name)
     return back(stage, name, effect, mended, broken)
+
+
+def pair_partition(stage: Stage, repeat: int, segment: Segment) -> Effect:
+    """Nothing passes from one node to another, though both reach etcd and all others: one of the two is left out, the
+    others go on; mended, it comes back."""
+    before = stage.settled()
+    one, other = before.nodes[repeat % len(before.nodes)], before.nodes[(repeat + 1) % len(before.nodes)]
+    t = now()
+    segment.part(one, other, one_way=True)
+    name = stage.until(lambda: _left_out(stage, before.round), f"a round without {one} or {other}")
+    stage.retire(name)
+    effect = aftermath(stage, before, f"the way from {one} to {other} cut", t, [name])
+    problems = list(effect.problems)
+    if name not in (one, other):
+        problems.append(f"{name} was left out, though all reached it")
+    broken = broken_rounds(stage)
+    mended = now()
+    segment.reunite(one, other)
+    return back(stage, name, effect.amended({}, problems), mended, broken)
+
+
+def _left_out(stage: Stage, number: int) -> str | None:
+    """Whom a round after ``number`` left out."""
+    stage.look()
+    return next((each.left_out for each in stage.history if each.number > number and each.left_out), None)

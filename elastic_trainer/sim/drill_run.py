@@ -20,7 +20,7 @@ from elastic_trainer.sim.drill_checks import compared, round_problems, sample_pr
 from elastic_trainer.sim.drill_measure import Effect
 from elastic_trainer.sim.drill_report import Report
 from elastic_trainer.sim.drill_stage import Loopback, Stage
-from elastic_trainer.sim.drills import LEAST_TTL_S, SLACK_S, Circumstances, Drill, named
+from elastic_trainer.sim.drills import Circumstances, Drill, named
 from elastic_trainer.sim.interrupts import Interrupts
 from elastic_trainer.sim.namespaces import Segment
 
@@ -29,12 +29,12 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class DrillOptions:
-    """What to play. ``slack_s`` is what a recovery that waits for a lease may take beyond it."""
+    """What to play. ``slack_s`` is what a recovery may take beyond its limit, on a machine that is busy."""
 
     name: str
     repeats: int = 1
     seconds: float = 60.0
-    slack_s: float = SLACK_S
+    slack_s: float = 0.0
     directory: Path | None = None
     keep: bool = False
 
@@ -114,7 +114,7 @@ def conclusions(stage: Stage) -> list[str]:
 def unmet(drill: Drill, options: DrillOptions, effects: list[Effect]) -> list[str]:
     """What the single repeats did not keep to."""
     problems = []
-    limit_s = LEAST_TTL_S + options.slack_s if drill.lease_limited else None
+    limit_s = drill.limit_s + options.slack_s if drill.limit_s is not None else None
     for number, effect in enumerate(effects, 1):
         problems += [f"repeat {number}: {problem}" for problem in effect.problems]
         if effect.steps_lost:

@@ -6,22 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.sim import drill_nodes
+from elastic_trainer.sim import drill_nodes, drill_partition
+from elastic_trainer.sim.drill_busy import busy_machine
 from elastic_trainer.sim.drill_etcd import etcd_leader_loss, etcd_outage
 from elastic_trainer.sim.drill_measure import Effect
-from elastic_trainer.sim.drill_partition import node_partition
 from elastic_trainer.sim.drill_stage import Setting, Stage
 from elastic_trainer.sim.namespaces import Segment, check_possible
-
-LEAST_TTL_S = 2.0
-"""The least lease that etcd grants with its defaults."""
-SLACK_S = 1.0
-"""What a recovery that waits for a lease may take beyond it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What a drill may need beside the stage. ``seconds``: how long an outage lasts."""
+    """What a drill may need beside the stage. ``seconds``: how long an outage, or a load, lasts."""
 
     seconds: float = 60.0
     segment: Segment | None = None
@@ -40,8 +35,8 @@ class Drill:
     setting: Setting = field(default_factory=Setting)
     networks: bool = False
     """Whether each node gets a network of its own."""
-    lease_limited: bool = False
-    """Whether only the end of a lease can tell of the fault: recovery is then bounded by it."""
+    limit_s: float | None = None
+    """What recovery may take on a machine that does nothing else."""
     check: Callable[[], None] = lambda: None
     """Raises ConfigError where the drill cannot be played."""
 
@@ -54,13 +49,19 @@ def _outage(stage: Stage, repeat: int, circumstances: Circumstances) -> Effect:
     return etcd_outage(stage, repeat, circumstances.seconds)
 
 
-def _partition(stage: Stage, repeat: int, circumstances: Circumstances) -> Effect:
-    if circumstances.segment is None:
-        raise RuntimeError("a partition needs a network segment")
-    return node_partition(stage, repeat, circumstances.segment)
+def _busy(stage: Stage, repeat: int, circumstances: Circumstances) -> Effect:
+    return busy_machine(stage, repeat, circumstances.seconds)
 
 
-_SHORT = Setting(options={"ttl": f"{LEAST_TTL_S:g}"})
+def _parting(act: Callable[[Stage, int, Segment], Effect]) -> Act:
+    def strike(stage: Stage, repeat: int, circumstances: Circumstances) -> Effect:
+        if circumstances.segment is None:
+            raise RuntimeError("a partition needs a network segment")
+        return act(stage, repeat, circumstances.segment)
+
+    return strike
+
+
 _FOUR = Setting(nodes=4, max_nodes=4)
 DRILLS: dict[str, Drill] = {
     drill.name: drill
@@ -70,8 +71,14 @@ DRILLS: dict[str, Drill] = {
         Drill("rank0-node-kill", "SIGKILL the node that hosts rank 0", _plain(drill_nodes.rank0_node_kill)),
         Drill(
             "worker-freeze",
-            "SIGSTOP one worker whose agent lives on",
+            "SIGSTOP one worker whose agent lives on, then thaw it",
             _plain(drill_nodes.worker_freeze),
+            limit_s=1.5,
+        ),
+        Drill(
+            "worker-hang",
+            "SIGSTOP one worker for good: its agent ends it",
+            _plain(drill_nodes.worker_hang),
             Setting(options={"hang_timeout": "2"}),
         ),
         Drill(
@@ -84,16 +91,22 @@ DRILLS: dict[str, Drill] = {
             "node-freeze",
             "SIGSTOP a whole node, then thaw it",
             _plain(drill_nodes.node_freeze),
-            _SHORT,
-            lease_limited=True,
+            limit_s=0.6,
         ),
         Drill(
             "node-partition",
             "cut a node's network silently, then mend it (needs root)",
-            _partition,
-            _SHORT,
+            _parting(drill_partition.node_partition),
             networks=True,
-            lease_limited=True,
+            limit_s=0.6,
+            check=check_possible,
+        ),
+        Drill(
+            "pair-partition",
+            "cut the way from one node to another, which both reach all others, then mend it (needs root)",
+            _parting(drill_partition.pair_partition),
+            networks=True,
+            limit_s=2.0,
             check=check_possible,
         ),
         Drill("node-join", "one more node joins", _plain(drill_nodes.node_join), Setting(nodes=2)),
@@ -110,6 +123,7 @@ DRILLS: dict[str, Drill] = {
             "SIGKILL a member's worker, or the newcomer's, when a join begins",
             _plain(drill_nodes.kill_during_join),
         ),
+        Drill("busy-machine", "eight busy loops beside the job for --seconds: nothing is lost by it", _busy),
         Drill("etcd-outage", "kill etcd for --seconds; then again, and a worker meanwhile", _outage),
         Drill(
             "etcd-leader-loss",

@@ -11,6 +11,7 @@ node, held by a sleeping process. When those processes end, in whatever way, the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -148,15 +149,16 @@ class Segment:
         """Undo :meth:`cut`."""
         _ip("link", "set", self._cables[node].outside, "master", BRIDGE)
 
-    def part(self, one: str, other: str) -> None:
-        """Let everything between two nodes vanish; all others still reach both."""
-        for here, there in ((one, other), (other, one)):
+    def part(self, one: str, other: str, *, one_way: bool = False) -> None:
+        """Let everything between two nodes vanish, or ``one_way`` what ``one`` sends; all others still reach both."""
+        for here, there in ((one, other),) if one_way else ((one, other), (other, one)):
             self._neighbour("replace", here, there, "lladdr", _NOBODY, "nud", "permanent")
 
     def reunite(self, one: str, other: str) -> None:
         """Undo :meth:`part`."""
         for here, there in ((one, other), (other, one)):
-            self._neighbour("del", here, there)
+            with contextlib.suppress(ClusterError):  # one way was open
+                self._neighbour("del", here, there)
 
     def _neighbour(self, verb: str, here: str, there: str, *more: str) -> None:
         enter = ["nsenter", f"--net={self._cables[here].network}"]

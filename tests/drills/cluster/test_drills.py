@@ -45,16 +45,16 @@ def play(names: list[str], setting: Setting, directory: Path) -> None:
 
 
 def test_one_thing_after_the_other_goes_wrong(tmp_path: Path) -> None:
-    """A worker, a node, the node of rank 0 are killed, a node is drained, another stands still for longer than its
-    lease: each time the others go on in the same processes, no step is made twice, and the lost one is replaced.
+    """A worker, a node, the node of rank 0 are killed, a node is drained, another stands still: each time the others
+    go on in the same processes, no step is made twice, and the lost one comes back or is replaced.
 
-    Of a frozen worker the agent lives on, so no lease ends; the watchdog finds it, and all others keep their processes.
+    Of a worker that is frozen for good the agent lives on: the others go on without it, and its agent ends it in time.
     A member, then the newcomer itself, is killed in the moment in which a planned change begins. etcd goes away for
     longer than a lease: no round ends, and a worker killed meanwhile recovers when it is back. In the end every sample
     counts once and the parameters of all ranks are bitwise equal.
     """
     lost = ["worker-kill", "node-kill", "rank0-node-kill", "node-drain", "node-freeze"]
-    play([*lost, "worker-freeze", "kill-during-join", "kill-during-join", "etcd-outage"], THREE, tmp_path)
+    play([*lost, "worker-hang", "kill-during-join", "kill-during-join", "etcd-outage"], THREE, tmp_path)
 
 
 def test_two_failures_at_once(tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ def test_the_command_reports_a_join(tmp_path: Path) -> None:
 
 @pytest.mark.root
 def test_a_node_is_cut_off_and_comes_back(tmp_path: Path) -> None:
-    """Its network falls silent: the others go on when its lease has ended; mended, it joins by a planned change. The
-    machine's own network is what it was before."""
+    """Its network falls silent, and the others go on; mended, it joins by a planned change. The machine's own network
+    is what it was before."""
     needs_root("network namespaces")
     for program in PROGRAMS:
         needs(program, "networks of their own for the nodes")

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("scripts") / "parted.py"
 
 
 def test_a_newcomer_that_does_not_reach_a_member_is_left_out_until_it_does(tmp_path: Path) -> None:
-    """Two rounds with it cannot be formed, then the others go on without it, in the same processes and without a step
+    """The round with it cannot be formed, then the others go on without it, in the same processes and without a step
     lost. It stays away while it is cut off, and joins when it is not. Samples and parameters are exact."""
     needs_root("makes network namespaces")
     for program in PROGRAMS:

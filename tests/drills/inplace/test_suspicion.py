@@ -1,0 +1,69 @@
+"""Nodes and workers that stand still are found by asking, long before any lease or time limit would tell of them.
+
+Leases and limits are longer than the test waits: what is found at all was found by a question.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.membership.documents import RoundDocument, RoundState
+from elastic_trainer.sim.drill_busy import busy_machine
+from elastic_trainer.sim.drill_nodes import node_freeze, worker_freeze
+from elastic_trainer.sim.drill_run import conclusions
+from elastic_trainer.sim.drill_stage import Loopback, Setting, Stage
+from elastic_trainer.sim.namespaces import PROGRAMS
+from tests.support.requirements import needs, needs_root
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("etcd_binary")]
+
+SCRIPT = "tests.drills.inplace.scripts.silent"
+BUSY_S = 20.0
+LIMIT_S = 240.0
+UNTOLD = {"ttl": "500", "hang_timeout": "500", "sever_timeout": "500", "regroup_grace": "500", "form_timeout": "500"}
+"""With these nothing but a question tells within the limit of the drill."""
+
+
+def test_who_stands_still_is_found_by_asking(tmp_path: Path) -> None:
+    """A machine that is busy with other things; then a worker is frozen, then a whole node, rank 0's among them.
+
+    The others go on in the same processes without a step made twice. Each that is thawed comes back as it was, without
+    a break. Samples and parameters are exact.
+    """
+    setting = Setting(limit_s=LIMIT_S, options=UNTOLD)
+    with Stage(setting, tmp_path, Loopback()) as stage:
+        calm = busy_machine(stage, 0, BUSY_S)
+        assert (calm.steps_lost, calm.problems) == (0, ())
+        assert calm.details["steps"] > 0
+        for repeat, act, found in (
+            (0, worker_freeze, "its process is stopped"),
+            (0, node_freeze, "does not answer"),
+            (2, node_freeze, "does not answer"),  # rank 0's
+        ):
+            before = stage.settled().round
+            effect = act(stage, repeat)
+            assert (effect.steps_lost, effect.problems) == (0, ()), effect
+            assert found in broken_after(stage, before).reason
+        assert conclusions(stage) == []
+
+
+def broken_after(stage: Stage, number: int) -> RoundDocument:
+    """The first broken round from ``number`` on."""
+    stage.look()
+    return next(each for each in stage.history if each.state is RoundState.BROKEN and each.number >= number)
+
+
+@pytest.mark.root
+def test_who_cannot_be_reached_is_found_by_asking(tmp_path: Path) -> None:
+    """What one node sends to another vanishes, though both reach all others: one of the two is left out, in the first
+    round that follows. A node whose whole network falls silent. Both come back when they can be reached."""
+    needs_root("makes network namespaces")
+    for program in PROGRAMS:
+        needs(program, "makes network namespaces")
+    command = [sys.executable, "-m", SCRIPT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
