@@ -12,7 +12,7 @@ from collections.abc import Callable
 from elastic_trainer.agent.contact import Contact
 from elastic_trainer.agent.strikes import Strikes
 from elastic_trainer.membership.contact import FAILED_ROUNDS
-from elastic_trainer.membership.documents import RoundDocument
+from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.telemetry.logs import logger
 
 SHORTEST_S = 1.0
@@ -33,6 +33,7 @@ class Quarantine:
         """Nodes that could not be reached when a round with them could not be formed."""
         self.active = False
         """Whether this node does not offer itself."""
+        self._closed = False
         self._since_round = 0
         self._strikes = Strikes()
         self._timer: threading.Timer | None = None
@@ -41,13 +42,15 @@ class Quarantine:
         """Find out whom this node cannot reach: others could not reach it in the round of ``document``, or that was not
         the first in a row that could not be formed."""
         if document is not None and (document.stalled >= FAILED_ROUNDS - 1 or document.accuses(self._node)):
-            self.unreachable = self._missing(document) or ()
+            self.found(self._missing(document) or ())
             if self.unreachable:
                 logger().warning("node.cut_off", node=self._node, round=document.number, unreachable=self.unreachable)
 
     def found(self, nodes: tuple[str, ...]) -> None:
-        """``nodes`` do not answer, and the round is broken for that."""
+        """``nodes`` cannot be reached. Where all are needed no round is formed: look again until they can."""
         self.unreachable = nodes
+        if nodes and not self.active:
+            self._after(SHORTEST_S, self._look_again)
 
     def clear(self) -> None:
         """Steps are committed, or the workers are others: what was before does not count against this node."""
@@ -64,7 +67,7 @@ class Quarantine:
 
     def close(self) -> None:
         """The node ends."""
-        self.active = False
+        self.active, self._closed = False, True
         if self._timer is not None:
             self._timer.cancel()
 
@@ -72,9 +75,26 @@ class Quarantine:
         self._strikes = self._strikes.after(0)
         seconds = max(SHORTEST_S, self._strikes.back_off_s())
         logger().warning("node.kept_away", node=self._node, seconds=seconds, unreachable=self.unreachable)
-        self._timer = threading.Timer(seconds, self._try_again)
+        self._after(seconds, self._try_again)
+
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(seconds, act)
         self._timer.daemon = True
         self._timer.start()
+
+    def _look_again(self) -> None:
+        document = self._present()
+        if self.active or self._closed or not self.unreachable or document is None:
+            return
+        over = document.state is RoundState.BROKEN  # else steps will tell
+        missing = self._missing(document) if over else None
+        if missing == ():
+            self.unreachable = ()
+            self._released()
+        else:
+            self._after(SHORTEST_S, self._look_again)
 
     def _missing(self, document: RoundDocument) -> tuple[str, ...] | None:
         return self._contact.missing(m.node for m in document.members if m.node != self._node)

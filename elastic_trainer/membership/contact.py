@@ -22,10 +22,18 @@ def left_out(ready: list[NodeView], stalled: int, least: int) -> NodeView | None
     """
     if len(ready) <= least:
         return None
-    naming = {node.id: set(node.record.unreachable) - {node.id} for node in ready}
-    sure = stalled >= FAILED_ROUNDS
-    named = Counter(
-        name for node, names in naming.items() for name in names & naming.keys() if sure or node in naming[name]
-    )
+    named = Counter(name for node, name in _named(ready) if stalled >= FAILED_ROUNDS or (name, node) in _named(ready))
     most = max(named.values(), default=0)
     return next((node for node in reversed(ready) if most and named[node.id] == most), None)
+
+
+def apart(ready: list[NodeView]) -> tuple[str, str] | None:
+    """Two of ``ready`` that name each other: a round with both would be formed in vain."""
+    named = _named(ready)
+    return min(((node, name) for node, name in named if (name, node) in named), default=None)
+
+
+def _named(ready: list[NodeView]) -> set[tuple[str, str]]:
+    """Who of ``ready`` could not reach whom of them."""
+    present = {node.id for node in ready}
+    return {(node.id, name) for node in ready for name in node.record.unreachable if name in present - {node.id}}

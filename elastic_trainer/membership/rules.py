@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from elastic_trainer.membership.composition import broken, compose
-from elastic_trainer.membership.contact import left_out
+from elastic_trainer.membership.contact import apart, left_out
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.standing import (
     NodeView,
@@ -208,8 +208,6 @@ def _regroup(view: View, current: RoundDocument, now: float) -> Decision:
     ready = candidates(view)
     if len(ready) < view.limits.min_nodes:
         return Decision(Action.WAIT, f"{len(ready)} of at least {view.limits.min_nodes} nodes are ready")
-    if view.limits.recovery is RecoveryMode.IN_PLACE:
-        ready = _without_haste(view, current, ready)
     return _follow(view, current, ready)
 
 
@@ -246,20 +244,23 @@ def _is_ahead(view: View, node: NodeView) -> bool:
 
 def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decision:
     """The round after one that is over, unless the run has failed too often at one place."""
-    reason, cause = _what_was_lost(view, current, ready)
     restarts = view.limits.recovery is RecoveryMode.RESTART
-    tally = count_lives(view, current) if restarts else count(view, current, ready)
+    usual = ready if restarts else _without_haste(view, current, ready)
+    reason, cause = _what_was_lost(view, current, usual)
+    tally = count_lives(view, current) if restarts else count(view, current, usual)
     failed_again = not restarts or tally.failures > current.failures
     verdict = tally.verdict(view.limits) if failed_again else ""
     suspect = _suspect(view, tally, ready) if restarts and verdict else None
     if verdict and suspect is None:
         return _failed(current, f"{verdict}: {reason}")
-    ready = [node for node in ready if node is not suspect][: view.limits.max_nodes]
     absent = suspect or left_out(ready, tally.stalled, view.limits.min_nodes)
     if absent is not None:
         ready = [node for node in ready if node is not absent]
         why = "which others cannot reach" if suspect is None else f"whose workers alone failed: {verdict}"
         reason = f"node {absent.id} is left out, {why}: {reason}"
+    ready = (ready if restarts else _without_haste(view, current, ready))[: view.limits.max_nodes]
+    if (pair := apart(ready)) is not None:
+        return Decision(Action.WAIT, f"nodes {pair[0]} and {pair[1]} cannot reach each other, and both are needed")
     document = compose(
         view,
         ready,

@@ -150,6 +150,17 @@ def test_a_node_that_others_did_not_reach_looks_whom_it_reaches_itself(stage: St
     assert stage.await_record(reported=5).unreachable == ("other",)
 
 
+def test_a_node_looks_again_whom_it_reaches_while_the_round_is_over(stage: Stage, network: Network) -> None:
+    """No other is formed while two that are needed name each other."""
+    worker = in_round(stage, 4)
+    stage.see(4, RoundState.BROKEN, ghosts=(Ghost(node="me", mod_revision=3),))
+    worker.await_one(Over)
+    worker.ready(5)
+    stage.await_record(reported=5, unreachable=("other",))
+    network.cut.clear()
+    stage.await_record(reported=5, unreachable=())
+
+
 def test_a_node_that_was_only_slow_accuses_nobody(stage: Stage, network: Network) -> None:
     """It reaches all who could not reach it."""
     network.cut.clear()

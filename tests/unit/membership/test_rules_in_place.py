@@ -516,6 +516,29 @@ def test_a_step_committed_since_makes_old_complaints_void() -> None:
     assert names(made(scene.decide(), Action.FORM)) == ["a", "b", "c"]
 
 
+def test_a_newcomer_takes_the_place_of_a_node_that_is_not_reached() -> None:
+    """Though that is a survivor: a round with it would be formed in vain."""
+    pair = [node(name, i + 1, acknowledged=3, reported=3) for i, name in enumerate("ac")]
+    scene = Scene(limits=IN_PLACE).show(*pair).adopt(round_of(3, pair, RoundState.BROKEN))
+    scene.show(free("a", 1, 3, unreachable=("c",)), free("c", 3, 3, unreachable=("a",)), node("x", 50))
+    formed = made(scene.decide(), Action.FORM)
+    assert (names(formed), formed.left_out) == (["a", "x"], "c")
+
+
+def test_two_that_are_both_needed_wait_until_they_reach_each_other() -> None:
+    """Rounds in vain would end the run: a network that fails for a minute must not."""
+    pair = [node(name, i + 1, acknowledged=3, reported=3) for i, name in enumerate("ac")]
+    scene = Scene(limits=IN_PLACE).show(*pair).adopt(round_of(3, pair, RoundState.BROKEN))
+    scene.show(free("a", 1, 3, unreachable=("c",)), free("c", 3, 3, unreachable=("a",)))
+    waiting = scene.decide(after_s=3600.0)
+    assert (waiting.action, waiting.reason) == (
+        Action.WAIT,
+        "nodes a and c cannot reach each other, and both are needed",
+    )
+    scene.show(free("c", 3, 3))
+    assert names(made(scene.decide(), Action.FORM)) == ["a", "c"]
+
+
 # ---- members that do not answer
 
 
