@@ -87,8 +87,13 @@ class Listener:
         self._folder = PrivateFolder(_PREFIX)
         self.path = self._folder.path / "agent.sock"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(self.path))
-        self._socket.listen(64)
+        try:
+            self._socket.bind(str(self.path))
+            self._socket.listen(64)
+        except OSError:
+            self._socket.close()
+            self._folder.close()
+            raise
         self._thread = threading.Thread(target=self._accept, name="channel", daemon=True)
         self._thread.start()
 

@@ -12,7 +12,6 @@ import pytest
 from elastic_trainer.clock import SystemClock
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker.control import Control, Purpose
-from elastic_trainer.worker.pulse import Tracker
 from elastic_trainer.worker.step import LaterLoss
 from elastic_trainer.worker.works import Works
 
@@ -116,6 +115,6 @@ def test_a_loss_is_waited_for_as_long_as_the_round_lasts(monkeypatch: pytest.Mon
     control = Control(group, 0, 2, Works(interruptible=True))
     pending = control.start(Purpose.LOSS, [3.0])
     pending._vector *= 2.0  # as if the other rank had the same loss
-    steps: Any = SimpleNamespace(control=control, tracker=Tracker())
+    steps: Any = SimpleNamespace(control=control, knows_loss=lambda mean: None)
     assert LaterLoss(steps, control, pending, None).read() == 3.0
     assert slow.now == 600.0
