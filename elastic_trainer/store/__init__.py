@@ -1,4 +1,4 @@
-"""The coordination store: a small port over etcd v3, with an in-memory twin for tests.
+"""The coordination store: a small port over etcd v3.
 
 ``api`` is the port; ``connect`` opens it; ``session`` holds a lease; ``keys`` names what is kept. Importing this
 package does not import grpc.

@@ -9,7 +9,7 @@ from elastic_trainer.settings import StoreSettings
 from elastic_trainer.sim.etcd import EtcdServer
 from elastic_trainer.store import connect
 from elastic_trainer.store.api import Store
-from elastic_trainer.store.memory import MemoryBackend, MemoryStore
+from tests.support.memory_store import MemoryBackend, MemoryStore
 
 
 class World(Protocol):

@@ -39,8 +39,8 @@ from elastic_trainer.store.api import (
     WatchListener,
 )
 from elastic_trainer.store.keys import RunKeys
-from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
 from elastic_trainer.store.session import LeaseSession
+from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 
 LIMIT_S = 60.0
 """How long anything may take on a slow machine before a test fails."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import OutcomeUnknownError
 from elastic_trainer.store.api import Compare, Operation, TransactionResult
-from elastic_trainer.store.memory import MemoryBackend, MemoryStore
+from tests.support.memory_store import MemoryBackend, MemoryStore
 
 
 class LateStore(MemoryStore):

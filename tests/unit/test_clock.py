@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
-from elastic_trainer.store.memory import ManualClock
+from tests.support.memory_store import ManualClock
 
 
 def test_a_deadline_runs_out_on_its_own_clock() -> None:

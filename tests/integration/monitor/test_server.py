@@ -25,12 +25,12 @@ from elastic_trainer.monitor import streams
 from elastic_trainer.monitor.service import Monitor, MonitorOptions
 from elastic_trainer.monitor.snapshot import as_json
 from elastic_trainer.store.api import Delete
-from elastic_trainer.store.memory import MemoryBackend, MemoryStore
 from elastic_trainer.web import server as servers
 from elastic_trainer.web.access import Access
 from elastic_trainer.web.server import tls_context
 from tests.support.certificates import Authority
 from tests.support.crowd import crowding
+from tests.support.memory_store import MemoryBackend, MemoryStore
 from tests.support.monitored import PREFIX, Writer, health, rank, soon
 
 LIMIT_S = 30.0

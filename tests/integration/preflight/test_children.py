@@ -17,7 +17,7 @@ from elastic_trainer.preflight.limits import Limits
 from elastic_trainer.preflight.pairs import judge as judge_pairs
 from elastic_trainer.preflight.report import Published, report_of
 from elastic_trainer.preflight.together import Heard, port_of
-from elastic_trainer.store.memory import ManualClock
+from tests.support.memory_store import ManualClock
 
 ILL = "tests.integration.preflight.illness"
 LIMIT_S = 120.0

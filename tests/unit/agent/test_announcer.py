@@ -12,9 +12,9 @@ from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, R
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.presence import Presence
 from elastic_trainer.store.api import Put
-from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
 from elastic_trainer.store.session import LeaseSession
 from tests.support.crew import KEYS, LIMIT_S, QUICK, Gate, GatedStore, eventually, soon
+from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 from tests.unit.agent.channel import BASE
 
 

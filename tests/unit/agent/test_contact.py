@@ -18,9 +18,9 @@ from elastic_trainer.ipc.messages import Failed, Formation, Over
 from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundState
 from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.keys import RunKeys
-from elastic_trainer.store.memory import MemoryStore
-from elastic_trainer.store.memory_backend import MemoryBackend
 from tests.support.crew import eventually
+from tests.support.memory_backend import MemoryBackend
+from tests.support.memory_store import MemoryStore
 from tests.unit.agent.channel import BASE, KEY, OTHER, Notebook, Stage, Worker
 
 KEYS = RunKeys("/elastic_trainer", "run")

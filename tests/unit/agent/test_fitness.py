@@ -19,7 +19,7 @@ from elastic_trainer.preflight.finding import Finding, Status
 from elastic_trainer.preflight.report import published
 from elastic_trainer.settings import RendezvousOptions
 from elastic_trainer.store.keys import RunKeys
-from elastic_trainer.store.memory import MemoryBackend, MemoryStore
+from tests.support.memory_store import MemoryBackend, MemoryStore
 
 KEYS = RunKeys("/p", "run")
 VERSIONS = {"torch": "2.13.0"}

@@ -31,8 +31,8 @@ from elastic_trainer.settings import (
     RendezvousOptions,
 )
 from elastic_trainer.store.keys import RunKeys
-from elastic_trainer.store.memory import MemoryBackend
 from tests.support.crew import LIMIT_S, Gate, GatedStore, eventually, soon
+from tests.support.memory_store import MemoryBackend
 from tests.support.torchrun import AgentOfFlags
 
 KEYS = RunKeys("/elastic_trainer", "run")

@@ -22,8 +22,8 @@ from elastic_trainer.membership.documents import RoundDocument, RoundState, RunR
 from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth
 from elastic_trainer.model import Cause, Phase
 from elastic_trainer.store.keys import RunKeys
-from elastic_trainer.store.memory import ManualClock, MemoryStore
 from tests.support.crew import LIMIT_S
+from tests.support.memory_store import ManualClock, MemoryStore
 from tests.unit.agent.readings import rank, reading, round_of, told_by
 
 LIMITS = Limits(step_s=10.0, first_step_s=100.0, phase_s=1000.0)

@@ -14,8 +14,8 @@ from elastic_trainer.errors import OutcomeUnknownError, StoreUnavailableError
 from elastic_trainer.membership.health import GONE, Incident, added_up
 from elastic_trainer.store.api import Delete, Put, Snapshot
 from elastic_trainer.store.keys import RunKeys
-from elastic_trainer.store.memory import MemoryBackend, MemoryStore
 from tests.support.crew import LIMIT_S
+from tests.support.memory_store import MemoryBackend, MemoryStore
 from tests.unit.agent.readings import told_by
 
 KEYS = RunKeys("/p", "run")

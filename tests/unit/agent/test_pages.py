@@ -15,8 +15,8 @@ from elastic_trainer.agent import pages as module
 from elastic_trainer.agent.pages import Pages
 from elastic_trainer.ipc.page import PAGE_BYTES, PageWriter, Pulse, start_of
 from elastic_trainer.model import Phase
-from elastic_trainer.store.memory import ManualClock
 from tests.support.crew import LIMIT_S
+from tests.support.memory_store import ManualClock
 
 Process = subprocess.Popen[bytes]
 

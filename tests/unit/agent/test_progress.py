@@ -10,8 +10,8 @@ from elastic_trainer.agent.progress import ProgressWriter
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.store.api import Put
-from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
 from tests.support.crew import KEYS, Gate, GatedStore, eventually, soon
+from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 
 
 def at(step: int) -> Progress:

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_trainer.agent.starts import AT_START_S, FalseStart, Starts, described
-from elastic_trainer.store.memory_backend import ManualClock
+from tests.support.memory_backend import ManualClock
 
 PORT = 0x1234
 HEAD = "  sl  local_address rem_address   st\n"

@@ -12,7 +12,7 @@ from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDoc
 from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth
 from elastic_trainer.store.api import Delete, Put
 from elastic_trainer.store.keys import RunKeys
-from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
+from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 
 KEYS = RunKeys("/p", "run")
 

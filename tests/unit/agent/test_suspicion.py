@@ -21,7 +21,7 @@ from elastic_trainer.ipc.page import Reading
 from elastic_trainer.membership.documents import Ghost, RoundDocument, RoundState
 from elastic_trainer.membership.standing import NodeView
 from elastic_trainer.model import Phase
-from elastic_trainer.store.memory import ManualClock
+from tests.support.memory_store import ManualClock
 from tests.unit.agent.readings import reading, round_of
 from tests.unit.membership.scenes import node
 

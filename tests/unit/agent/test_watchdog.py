@@ -15,8 +15,8 @@ from elastic_trainer.agent.roster import Worker
 from elastic_trainer.agent.watchdog import LATE, Watchdog, process_state
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection
 from elastic_trainer.ipc.messages import Message, Ping
-from elastic_trainer.store.memory import ManualClock
 from tests.support.crew import LIMIT_S, eventually
+from tests.support.memory_store import ManualClock
 
 LIMIT = 8.0
 

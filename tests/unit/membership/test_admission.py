@@ -21,8 +21,8 @@ from elastic_trainer.membership.documents import (
 )
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.store.api import Put
-from elastic_trainer.store.memory import MemoryStore
 from tests.support.crew import KEYS, LIMIT_S, Crew, soon
+from tests.support.memory_store import MemoryStore
 
 SPEC = Spec(min_nodes=2, max_nodes=4)
 NODE = NodeRecord(host="h", address="127.0.0.1", local_world_size=1, store_port=1, probe_port=0, state=NodeState.READY)

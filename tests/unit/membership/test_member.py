@@ -13,9 +13,9 @@ from elastic_trainer.membership.documents import RoundDocument, RoundState, RunR
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.presence import Presence
 from elastic_trainer.store.api import Put
-from elastic_trainer.store.memory import MemoryStore
 from elastic_trainer.store.session import LeaseSession
 from tests.support.crew import KEYS, LIMIT_S, QUICK, TTL_S, Crew, eventually, soon
+from tests.support.memory_store import MemoryStore
 
 ALL_OF_THREE = replace(QUICK, max_nodes=3, last_call_s=LIMIT_S)
 """However slow the machine is, the first round waits for the third node."""

@@ -9,10 +9,10 @@ from elastic_trainer.errors import OutcomeUnknownError
 from elastic_trainer.membership.documents import NodeRecord, NodeState
 from elastic_trainer.membership.presence import Presence
 from elastic_trainer.store.api import Put
-from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
 from elastic_trainer.store.session import LeaseSession
 from tests.support.crew import KEYS, TTL_S, eventually, soon
 from tests.support.late import LateStore
+from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 
 OLD = NodeRecord(host="h", address="127.0.0.1", local_world_size=1, store_port=1, probe_port=0)
 NEW = OLD.model_copy(update={"state": NodeState.READY, "life": 3})

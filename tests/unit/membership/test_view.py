@@ -8,8 +8,8 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.view import RunView
 from elastic_trainer.store.api import Put, Snapshot, Watch, WatchEvent, WatchListener
-from elastic_trainer.store.memory import MemoryBackend, MemoryStore
 from tests.support.crew import KEYS, Gate, eventually, soon
+from tests.support.memory_store import MemoryBackend, MemoryStore
 from tests.unit.membership.scenes import node, round_of
 
 

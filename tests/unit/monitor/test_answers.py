@@ -16,9 +16,9 @@ from elastic_trainer.monitor.board import Board
 from elastic_trainer.monitor.observation import Observer
 from elastic_trainer.monitor.reading import Reading, RunReading
 from elastic_trainer.monitor.snapshot import StoreStatus
-from elastic_trainer.store.memory import ManualClock
 from elastic_trainer.web.access import Access
 from elastic_trainer.web.answers import Answer, Request, Stream
+from tests.support.memory_store import ManualClock
 from tests.support.monitored import health, record, run
 
 

@@ -24,9 +24,9 @@ from elastic_trainer.monitor.reading import Reader
 from elastic_trainer.monitor.snapshot import listing, snapshot, summary
 from elastic_trainer.store.api import Put
 from elastic_trainer.store.keys import RunKeys
-from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
 from elastic_trainer.web.access import Access
 from elastic_trainer.web.answers import Answer, Request
+from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 from tests.support.monitored import PREFIX, Writer, entry, health, incident, rank, record
 
 KEYS = RunKeys(PREFIX, "r")

@@ -14,7 +14,7 @@ from elastic_trainer.monitor import reading as readings
 from elastic_trainer.monitor.feed import RunFeed
 from elastic_trainer.monitor.reading import Reader, pause_s, run_names
 from elastic_trainer.store.api import Compare, Delete, Operation, Put, TransactionResult
-from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
+from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 from tests.support.monitored import PREFIX, Writer, health, incident, rank, record, soon
 
 

@@ -9,8 +9,8 @@ import pytest
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import LeaseLostError, OutcomeUnknownError, StoreUnavailableError
 from elastic_trainer.store.api import EventKind, Put, Read, absent
-from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
 from tests.support.listeners import LIMIT_S, Recorder
+from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 
 
 def soon() -> Deadline:

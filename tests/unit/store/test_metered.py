@@ -11,9 +11,9 @@ import structlog
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import LeaseLostError, OutcomeUnknownError, PermanentError, StoreUnavailableError
 from elastic_trainer.store.api import Order, Put, Read, Store, absent
-from elastic_trainer.store.memory import ManualClock, MemoryBackend, MemoryStore
 from elastic_trainer.store.metered import MeteredStore
 from tests.support.listeners import Recorder
+from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 
 
 def soon() -> Deadline:

@@ -8,8 +8,8 @@ import pytest
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import LeaseLostError, OutcomeUnknownError, StoreUnavailableError
-from elastic_trainer.store.memory import ManualClock
 from elastic_trainer.store.retry import LEAST_ATTEMPT_S, LEAST_TRY_S, LONGEST_PAUSE_S, Backoff, read_attempt, within
+from tests.support.memory_store import ManualClock
 
 
 class JumpingClock(ManualClock):

@@ -7,9 +7,9 @@ import threading
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError, StoreUnavailableError
 from elastic_trainer.store.api import Put
-from elastic_trainer.store.memory import MemoryBackend, MemoryStore
 from elastic_trainer.store.session import LeaseSession, SessionListener
 from tests.support.listeners import LIMIT_S
+from tests.support.memory_store import MemoryBackend, MemoryStore
 
 
 def soon() -> Deadline:

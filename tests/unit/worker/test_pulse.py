@@ -20,9 +20,9 @@ from elastic_trainer.ipc.page import NUMBERS, PHASES, WORK, PageReader, PageWrit
 from elastic_trainer.ipc.stacks import stacks_of
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment, worker_environment
-from elastic_trainer.store.memory import ManualClock
 from elastic_trainer.worker.pulse import Tracker, process_age_s
 from tests.support.crew import eventually
+from tests.support.memory_store import ManualClock
 
 CPU = torch.device("cpu")
 AGE_S = 3.0

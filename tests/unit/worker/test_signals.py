@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.store.memory_backend import ManualClock
 from elastic_trainer.worker.signals import SAVE_PATIENCES, Signals
+from tests.support.memory_backend import ManualClock
 
 SCRIPT = """
 import ctypes, signal, sys, threading

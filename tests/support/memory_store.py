@@ -27,10 +27,10 @@ from elastic_trainer.store.api import (
     WatchListener,
     prefix_end,
 )
-from elastic_trainer.store.memory_backend import ManualClock as ManualClock
-from elastic_trainer.store.memory_backend import MemoryBackend as MemoryBackend
-from elastic_trainer.store.memory_backend import check_operations, holds
 from elastic_trainer.store.watch import Batch, Reading, WatchLoop
+from tests.support.memory_backend import ManualClock as ManualClock
+from tests.support.memory_backend import MemoryBackend as MemoryBackend
+from tests.support.memory_backend import check_operations, holds
 
 
 class MemoryStore:
