@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from elastic_trainer.training.task import Task as Task
     from elastic_trainer.training.trainer import Trainer as Trainer
     from elastic_trainer.worker.session import Session as Session
-    from elastic_trainer.worker.step import Step as Step
+    from elastic_trainer.worker.steps.step import Step as Step
 
 __version__ = "0.1.0"
 
@@ -28,7 +28,7 @@ _LAZY = {
     "SeekableStream": "elastic_trainer.data.sources",
     "TarShards": "elastic_trainer.data.tar_shards",
     "Session": "elastic_trainer.worker.session",
-    "Step": "elastic_trainer.worker.step",
+    "Step": "elastic_trainer.worker.steps.step",
     "Task": "elastic_trainer.training.task",
     "Trainer": "elastic_trainer.training.trainer",
 }

@@ -11,9 +11,9 @@ import hypothesis
 import pytest
 
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.local.etcd import EtcdServer
+from elastic_trainer.local.etcd_binary import find_binary
 from elastic_trainer.settings import StoreSettings, parse_endpoints
-from elastic_trainer.sim.etcd import EtcdServer
-from elastic_trainer.sim.etcd_binary import find_binary
 from tests.support.requirements import missing
 
 # Its examples have 200 ms each by default, which a loaded machine can miss; whole tests have their own limit.

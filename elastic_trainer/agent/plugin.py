@@ -10,14 +10,10 @@ backend is asked for, and what can go wrong does so in :func:`create`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-
-    from elastic_trainer.errors import ElasticTrainerError
-
-BACKEND = "etcd3"
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -27,11 +23,11 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def create(parameters: RendezvousParameters) -> RendezvousHandler:
     """Make the handler for torchrun's ``parameters``, or end the process with a sentence."""
-    from elastic_trainer.agent import leaving
+    from elastic_trainer.agent.rendezvous import sigterm
 
-    leaving.listen()
-    from elastic_trainer.agent.handler import Etcd3RendezvousHandler
-    from elastic_trainer.agent.inplace import InPlaceHandler
+    sigterm.listen()
+    from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler
+    from elastic_trainer.agent.rendezvous.restart import Etcd3RendezvousHandler, end
     from elastic_trainer.errors import ElasticTrainerError
     from elastic_trainer.model import RecoveryMode
 
@@ -41,11 +37,3 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
         return kind.from_parameters(parameters)
     except ElasticTrainerError as error:
         end(error)
-
-
-def end(error: ElasticTrainerError) -> NoReturn:
-    """Say ``error`` in one line and leave with its exit code."""
-    from elastic_trainer.telemetry.logs import last_words
-
-    last_words(f"elastic-trainer: {error}")
-    raise SystemExit(error.exit_code)

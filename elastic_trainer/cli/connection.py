@@ -104,7 +104,7 @@ def no_run(store: Store, settings: StoreSettings, run: str) -> ConfigError:
 
 
 def _others(store: Store, settings: StoreSettings) -> str:
-    from elastic_trainer.monitor.reading import MOST_RUNS, run_names
+    from elastic_trainer.monitor.read.reading import MOST_RUNS, run_names
 
     try:
         names = list(islice(run_names(store, settings.prefix, CONNECT_S), MOST_RUNS))

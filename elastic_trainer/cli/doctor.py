@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def case_of(arguments: argparse.Namespace) -> Case:
     """What the options ask for."""
-    from elastic_trainer.agent.addresses import default_node_id
+    from elastic_trainer.agent.rendezvous.addresses import default_node_id
     from elastic_trainer.model import checked_name
     from elastic_trainer.preflight.consultation import Case
     from elastic_trainer.settings import rendezvous_options
@@ -94,7 +94,7 @@ def case_of(arguments: argparse.Namespace) -> Case:
 
 
 def _subject(arguments: argparse.Namespace, options: RendezvousOptions) -> Subject:
-    from elastic_trainer.agent.addresses import own_address
+    from elastic_trainer.agent.rendezvous.addresses import own_address
     from elastic_trainer.preflight.examination import Subject
     from elastic_trainer.preflight.limits import GIB, Limits
     from elastic_trainer.settings import parse_endpoints

@@ -19,7 +19,7 @@ _EXAMPLE = "example: elastic-trainer drill worker-kill --repeats 5"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
-    from elastic_trainer.sim.drills import DRILLS
+    from elastic_trainer.drills.table import DRILLS
 
     width = max(map(len, DRILLS))
     listed = "\n".join(f"  {drill.name:<{width}}  {drill.summary}" for drill in DRILLS.values())
@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Play the drill and report; 0 only if all went as it must."""
     from rich.console import Console
 
-    from elastic_trainer.sim.drill_report import show
-    from elastic_trainer.sim.drill_run import DrillOptions, run_drill
+    from elastic_trainer.drills.report import show
+    from elastic_trainer.drills.run import DrillOptions, run_drill
 
     options = DrillOptions(
         name=arguments.name,

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def past(store: Store, keys: RunKeys, limit: int) -> list[Happening]:
     """The newest transitions and incidents, the oldest of them first."""
-    from elastic_trainer.monitor.feed import RunFeed
+    from elastic_trainer.monitor.read.feed import RunFeed
 
     feed = RunFeed(store, keys, journal=limit, incidents=limit)
     documents = feed.read_history(Deadline.after(connection.CONNECT_S))

@@ -62,7 +62,7 @@ def _forget_one(store: Store, keys: RunKeys, *, unfinished: bool, dry: bool) -> 
 def _forget_old(store: Store, prefix: str, days: float, *, dry: bool) -> None:
     """All that are old enough; one that comes back to life meanwhile is kept."""
     from elastic_trainer.membership import forgetting
-    from elastic_trainer.monitor.reading import run_names
+    from elastic_trainer.monitor.read.reading import run_names
 
     gone = 0
     for name in list(run_names(store, prefix, connection.CONNECT_S)):

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.drills.user_job.faults import Fault, FaultKind, parse_fault
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import rendezvous_options
-from elastic_trainer.sim.faults import Fault, FaultKind, parse_fault
 
 _WIDTH_OF_FILES = 140
 ALL_THERE_S = 60.0
@@ -48,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and report; the exit code is the job's."""
-    from elastic_trainer.sim.run import LocalOptions, run_local
+    from elastic_trainer.drills.user_job.run import LocalOptions, run_local
 
     low, high = nodes(arguments.nodes)
     wanted = faults(arguments)

@@ -35,8 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer until told to end."""
-    from elastic_trainer.monitor.service import Monitor, MonitorOptions
-    from elastic_trainer.sim.interrupts import Interrupts
+    from elastic_trainer.local.interrupts import Interrupts
+    from elastic_trainer.monitor.serve.service import Monitor, MonitorOptions
     from elastic_trainer.store import connect
     from elastic_trainer.web.access import Access, is_loopback
     from elastic_trainer.web.server import tls_context

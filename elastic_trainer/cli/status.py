@@ -18,8 +18,8 @@ from elastic_trainer.telemetry import logs
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from elastic_trainer.monitor.reading import Reader, Reading
-    from elastic_trainer.monitor.snapshot import Listing, RunSnapshot
+    from elastic_trainer.monitor.model.snapshot import Listing, RunSnapshot
+    from elastic_trainer.monitor.read.reading import Reader, Reading
 
 _WIDTH_OF_FILES = 140
 _EVERY_S = 1.0
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show it."""
-    from elastic_trainer.monitor.reading import Reader
+    from elastic_trainer.monitor.read.reading import Reader
     from elastic_trainer.store.keys import RunKeys
 
     logs.configure()
@@ -87,7 +87,7 @@ def _shower(arguments: argparse.Namespace) -> Show:
 
 def _watch(reader: Reader, reading: Reading, show: Show, name: str | None) -> None:
     """Show each reading until the run is over."""
-    from elastic_trainer.monitor.reading import pause_s
+    from elastic_trainer.monitor.read.reading import pause_s
 
     while True:
         over = name is not None and (name not in reading.runs or reading.runs[name].documents.closed)
@@ -101,7 +101,7 @@ def _watch(reader: Reader, reading: Reading, show: Show, name: str | None) -> No
 
 def value_of(reading: Reading, name: str | None) -> RunSnapshot | Listing | None:
     """What is to be shown: the run, or the list of all; None if the run is gone."""
-    from elastic_trainer.monitor.snapshot import listing, snapshot, summary
+    from elastic_trainer.monitor.model.snapshot import listing, snapshot, summary
 
     if name is None:
         rows = [summary(each.documents, each.seen) for each in reading.runs.values()]
@@ -123,7 +123,7 @@ class JsonShow:
         self._shown: tuple[object, ...] | None = None
 
     def __call__(self, reading: Reading, last: bool) -> None:
-        from elastic_trainer.monitor.snapshot import as_json
+        from elastic_trainer.monitor.model.snapshot import as_json
 
         mark, value = _mark(reading), value_of(reading, self._name)
         if value is not None and (last or mark != self._shown):
@@ -175,7 +175,7 @@ class LiveShow:
 def view_of(reading: Reading, name: str | None) -> RenderableType:
     """The view of a reading for people."""
     from elastic_trainer.cli import status_view
-    from elastic_trainer.monitor.snapshot import RunSnapshot
+    from elastic_trainer.monitor.model.snapshot import RunSnapshot
 
     value = value_of(reading, name)
     if value is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from elastic_trainer.membership.cluster_view import NodeView, View, candidates, is_ghost, live_members, next_number
 from elastic_trainer.membership.documents import Ghost, NodeState, RoundDocument, RoundMember, RoundState, join_address
-from elastic_trainer.membership.standing import NodeView, View, candidates, is_ghost, live_members, next_number
 from elastic_trainer.model import Cause
 
 

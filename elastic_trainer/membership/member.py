@@ -25,6 +25,7 @@ from elastic_trainer.errors import (
     StoreUnavailableError,
     TransientError,
 )
+from elastic_trainer.membership.cluster_view import Limits, NodeView, Sightings, View, live_members
 from elastic_trainer.membership.composition import broken
 from elastic_trainer.membership.delays import Delays
 from elastic_trainer.membership.documents import (
@@ -40,10 +41,9 @@ from elastic_trainer.membership.documents import (
 from elastic_trainer.membership.outlook import Outlook, RollCall, named
 from elastic_trainer.membership.presence import Presence
 from elastic_trainer.membership.probe import Prober
-from elastic_trainer.membership.recollection import STATE_ORDER, Recollection, position
+from elastic_trainer.membership.rollback_guard import STATE_ORDER, Recollection, position
 from elastic_trainer.membership.rules import Action, Decision, decide
 from elastic_trainer.membership.sightings import Tracker
-from elastic_trainer.membership.standing import Limits, NodeView, Sightings, View, live_members
 from elastic_trainer.membership.view import Observation, RunView
 from elastic_trainer.model import Cause, RecoveryMode
 from elastic_trainer.store.api import Compare, Delete, Operation, Put, Read, Store, created_at, unchanged

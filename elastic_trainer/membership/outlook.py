@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.membership.documents import RoundDocument
+from elastic_trainer.membership.leader_priority import STRAYS, first_names, is_one_too_many, plan, written_by_nodes
 from elastic_trainer.membership.presence import Presence
-from elastic_trainer.membership.seniority import STRAYS, first_names, is_one_too_many, plan, written_by_nodes
 from elastic_trainer.membership.view import Observation, RunView
 from elastic_trainer.store.api import Order, Read, Store, prefix_end
 from elastic_trainer.store.keys import RunKeys

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, LeaseLostError, StoreUnavailableError, TransientError
 from elastic_trainer.membership.documents import DocumentError, NodeRecord
+from elastic_trainer.membership.leader_priority import SENIORS, STRAYS, written_by_nodes
 from elastic_trainer.membership.probe import refuses
-from elastic_trainer.membership.seniority import SENIORS, STRAYS, written_by_nodes
 from elastic_trainer.store.api import (
     Delete,
     KeyValue,

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Mapping
 
 from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.membership.cluster_view import NodeView, View, live_members, newcomers
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.membership.standing import NodeView, View, live_members, newcomers
 from elastic_trainer.telemetry.logs import logger
 
 PROBE_TIMEOUT_S = 0.5

@@ -10,10 +10,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastic_trainer.membership.composition import broken, compose
-from elastic_trainer.membership.contact import apart, left_out
-from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState, RunResult
-from elastic_trainer.membership.standing import (
+from elastic_trainer.membership.cluster_view import (
     NodeView,
     View,
     accused,
@@ -25,7 +22,10 @@ from elastic_trainer.membership.standing import (
     newcomers,
     same_life,
 )
-from elastic_trainer.membership.tally import Tally, count, count_lives
+from elastic_trainer.membership.composition import broken, compose
+from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.failure_budget import Tally, count, count_lives
+from elastic_trainer.membership.reachability import apart, left_out
 from elastic_trainer.model import Cause, RecoveryMode
 
 FALSE_STARTS = 2

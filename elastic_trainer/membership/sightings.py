@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic_trainer.membership.standing import Sightings, View, candidates, losses, newcomers
+from elastic_trainer.membership.cluster_view import Sightings, View, candidates, losses, newcomers
 
 
 @dataclass(frozen=True, slots=True)

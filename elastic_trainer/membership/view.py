@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import DocumentError, NodeRecord, RoundDocument
-from elastic_trainer.membership.standing import NodeView
 from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, Store, Watch, WatchEvent
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.untrusted import plain

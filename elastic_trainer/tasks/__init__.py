@@ -8,10 +8,10 @@ from pathlib import Path
 from elastic_trainer.errors import ConfigError
 
 _HOMES = {
-    "gpt": ("elastic_trainer.tasks.gpt", "Gpt"),
-    "imagefolder": ("elastic_trainer.tasks.imagefolder", "ImageClasses"),
-    "keypoints": ("elastic_trainer.tasks.keypoints", "Keypoints"),
-    "mnist": ("elastic_trainer.tasks.mnist", "Mnist"),
+    "gpt": ("elastic_trainer.tasks.language.gpt", "Gpt"),
+    "imagefolder": ("elastic_trainer.tasks.vision.imagefolder", "ImageClasses"),
+    "keypoints": ("elastic_trainer.tasks.pose.keypoints", "Keypoints"),
+    "mnist": ("elastic_trainer.tasks.vision.mnist", "Mnist"),
 }
 
 _SCRIPTS = {"script": "session_script.py"}

@@ -25,7 +25,6 @@ from elastic_trainer.data.sources import is_stream
 from elastic_trainer.errors import StorageError
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.telemetry import logs
-from elastic_trainer.training.board import check_installed
 from elastic_trainer.training.config import JobConfig
 from elastic_trainer.training.evaluation import check_metric, evaluate, exhibited, measurable
 from elastic_trainer.training.export import BEST_FILE, FINAL_FILE, export, exported_step
@@ -35,12 +34,13 @@ from elastic_trainer.training.identity import Identity
 from elastic_trainer.training.loading import as_yaml
 from elastic_trainer.training.precision import arithmetic
 from elastic_trainer.training.progress import Moment
+from elastic_trainer.training.reporter import Telling
 from elastic_trainer.training.schedule import epochs_done, evaluation_due, run_length
 from elastic_trainer.training.task import Exhibits, Task
-from elastic_trainer.training.telling import Telling
-from elastic_trainer.worker.device import Hardware, choose
+from elastic_trainer.training.tensorboard import check_installed
+from elastic_trainer.worker.comm.placement import Hardware, choose
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.step import LaterLoss
+from elastic_trainer.worker.steps.step import LaterLoss
 
 CONFIG_FILE = "config.yaml"
 

@@ -43,30 +43,32 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
 from elastic_trainer.web.node import NodeEndpoint
-from elastic_trainer.worker import averaging, device, evaluation, forks
-from elastic_trainer.worker import group as groups
-from elastic_trainer.worker.boundaries import Turn
-from elastic_trainer.worker.calls import JSON, TENSOR
-from elastic_trainer.worker.channel_link import ChannelLink
-from elastic_trainer.worker.comparison import EVERY_STEPS, OnDifference
-from elastic_trainer.worker.control import Purpose
-from elastic_trainer.worker.endpoint import open_endpoint
-from elastic_trainer.worker.failures import is_collective_failure
-from elastic_trainer.worker.link import EnvironmentLink, Link
-from elastic_trainer.worker.participation import Participation, Plan, Trained
-from elastic_trainer.worker.pulse import Tracker
-from elastic_trainer.worker.recovery import Recovery
-from elastic_trainer.worker.replica import Reduction, Replica, check_optimizer
-from elastic_trainer.worker.rounds import Rounds
-from elastic_trainer.worker.saving import Cadence
-from elastic_trainer.worker.scaling import Scaling
-from elastic_trainer.worker.second_optimizers import SecondOptimizers
-from elastic_trainer.worker.signals import Signals
-from elastic_trainer.worker.sockets import Sockets
-from elastic_trainer.worker.state import Position, Stateful, TrainingState, check_part
-from elastic_trainer.worker.step import Step
-from elastic_trainer.worker.steps import Steps
-from elastic_trainer.worker.together import Together
+from elastic_trainer.worker import evaluation, forks
+from elastic_trainer.worker.collectives import Together
+from elastic_trainer.worker.comm import groups as groups
+from elastic_trainer.worker.comm import placement as device
+from elastic_trainer.worker.comm.control import Purpose
+from elastic_trainer.worker.comm.failures import is_collective_failure
+from elastic_trainer.worker.comm.link import EnvironmentLink, Link
+from elastic_trainer.worker.comm.sever import Sockets
+from elastic_trainer.worker.inplace.agent_link import ChannelLink
+from elastic_trainer.worker.inplace.call_replay import JSON, TENSOR
+from elastic_trainer.worker.inplace.recovery import Recovery
+from elastic_trainer.worker.inplace.rounds import Rounds
+from elastic_trainer.worker.model import ema
+from elastic_trainer.worker.model.loss_scaling import Scaling
+from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer
+from elastic_trainer.worker.report.endpoint import open_endpoint
+from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.state.saver import Cadence
+from elastic_trainer.worker.state.training_state import Position, Stateful, TrainingState, check_part
+from elastic_trainer.worker.steps.boundary import Turn
+from elastic_trainer.worker.steps.commit import Steps
+from elastic_trainer.worker.steps.comparison import EVERY_STEPS, OnDifference
+from elastic_trainer.worker.steps.rank_context import Participation, Plan, Trained
+from elastic_trainer.worker.steps.second_optimizers import SecondOptimizers
+from elastic_trainer.worker.steps.signals import Signals
+from elastic_trainer.worker.steps.step import Step
 
 STOP_TIMEOUT_S = 10.0
 
@@ -397,7 +399,7 @@ class Session:
             lasting=lasting,
             reduction=how,
         )
-        averaged = averaging.averaged(replica.module, average)
+        averaged = ema.averaged(replica.module, average)
         state = TrainingState(
             module=replica.module,
             optimizer=optimizer,

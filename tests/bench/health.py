@@ -20,21 +20,21 @@ from typing import Any
 
 import psutil
 
-from elastic_trainer.agent.pages import Pages
+from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.ipc.page import PageWriter, Pulse, start_of
+from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.model import Phase
-from elastic_trainer.monitor.feed import RunFeed
-from elastic_trainer.monitor.observation import Observer
-from elastic_trainer.monitor.snapshot import as_json, snapshot
+from elastic_trainer.monitor.model.observation import Observer
+from elastic_trainer.monitor.model.snapshot import as_json, snapshot
+from elastic_trainer.monitor.read.feed import RunFeed
 from elastic_trainer.settings import RendezvousOptions, StoreSettings, parse_endpoints
-from elastic_trainer.sim.etcd import EtcdServer
 from elastic_trainer.store import connect
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.families import FAMILIES, Family, Source
 from elastic_trainer.web.node import NodeEndpoint
 from elastic_trainer.web.node_metrics import NodeCollector
-from elastic_trainer.worker.pulse import Tracker
+from elastic_trainer.worker.report.heartbeat import Tracker
 from tests.bench.health_store import LIMIT_S, RANKS, SimulatedRun
 from tests.bench.report import Must, Options, Report, at_most, at_most_time, emit, median, note, parse
 

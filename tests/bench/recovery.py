@@ -20,7 +20,7 @@ from typing import Any
 import structlog
 
 from elastic_trainer.clock import SYSTEM
-from elastic_trainer.sim.etcd import EtcdServer
+from elastic_trainer.local.etcd import EtcdServer
 from tests.bench.recovery_jobs import Column, Cost, Job, join, kill_node, kill_worker, start
 from tests.bench.recovery_torchft import look, peers
 from tests.bench.report import (

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Self
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
-from elastic_trainer.sim.cluster import ClusterSpec
-from elastic_trainer.sim.ports import free_ports
+from elastic_trainer.local.cluster import ClusterSpec
+from elastic_trainer.local.ports import free_ports
 from tests.support.plainjob import SCRIPT, SteppingCluster
 
 STEADY_STEPS = 25

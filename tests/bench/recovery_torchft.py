@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.sim.etcd_binary import spawn
+from elastic_trainer.local.etcd_binary import spawn
 from tests.bench.recovery_jobs import Column, Job
 
 SCRIPT = Path(__file__).with_name("recovery_torchft_job.py")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.clock import SYSTEM
-from elastic_trainer.sim.etcd import EtcdServer
+from elastic_trainer.local.etcd import EtcdServer
 from tests.bench.rendezvous_nodes import LOCAL_WORLD_SIZE
 from tests.bench.report import Options, Report, at_most, at_most_time, emit, median, note, parse
 

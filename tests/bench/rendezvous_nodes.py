@@ -24,10 +24,10 @@ import structlog
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.membership.admission import admit
+from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, Spec
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.presence import Presence
-from elastic_trainer.membership.standing import Limits
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.api import (

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.sim.cluster import ClusterSpec, LocalCluster
-from elastic_trainer.sim.drill_stage import IN_PLACE
-from elastic_trainer.sim.etcd import EtcdServer
+from elastic_trainer.drills.stage import IN_PLACE
+from elastic_trainer.local.cluster import ClusterSpec, LocalCluster
+from elastic_trainer.local.etcd import EtcdServer
 from tests.bench.calibration import Calibration, calibrate
 from tests.bench.machine import STEADY
 from tests.bench.report import Options, Report, at_most, at_most_time, emit, median, note, parse

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_trainer.sim.etcd import EtcdServer
+from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.store.api import Store
 from tests.contract.worlds import EtcdWorld, MemoryWorld, World
 

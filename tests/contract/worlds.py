@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from elastic_trainer.clock import Deadline
+from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.settings import StoreSettings
-from elastic_trainer.sim.etcd import EtcdServer
 from elastic_trainer.store import connect
 from elastic_trainer.store.api import Store
 from tests.support.memory_store import MemoryBackend, MemoryStore

@@ -47,8 +47,8 @@ def understand(words: Words) -> None:
 def _understand_cli(rest: Words) -> None:
     from elastic_trainer.cli import local
     from elastic_trainer.cli.main import COMMANDS, Parser
-    from elastic_trainer.sim import faults
-    from elastic_trainer.sim.job import entry
+    from elastic_trainer.drills.user_job import faults
+    from elastic_trainer.drills.user_job.job import entry
 
     homes = {command.name: command.module for command in COMMANDS}
     if rest[0] not in homes:
@@ -87,8 +87,8 @@ def _understand_torchrun(rest: Words) -> None:
 def _understand_module(module: str, rest: Words) -> None:
     if module == "elastic_trainer.training":
         _understand_job(rest)
-    elif module == "elastic_trainer.tasks.gpt_sample":
-        from elastic_trainer.tasks.gpt_sample import _parser
+    elif module == "elastic_trainer.tasks.language.gpt_sample":
+        from elastic_trainer.tasks.language.gpt_sample import _parser
 
         _strictly(lambda: _parser().parse_args(list(rest)))
     elif module.startswith("elastic_trainer.tasks.scripts.") and (found := find_spec(module)) is not None:
@@ -145,8 +145,8 @@ def carry_out(words: Words) -> int:
             from elastic_trainer.training.__main__ import main as train
 
             return train(rest)
-        case ["python", "-m", "elastic_trainer.tasks.gpt_sample", *rest]:
-            from elastic_trainer.tasks.gpt_sample import main as sample
+        case ["python", "-m", "elastic_trainer.tasks.language.gpt_sample", *rest]:
+            from elastic_trainer.tasks.language.gpt_sample import main as sample
 
             return sample(rest)
         case ["python", script, *rest] if script.endswith(".py"):

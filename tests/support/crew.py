@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from elastic_trainer.agent.handler import round_is_over
+from elastic_trainer.agent.rendezvous.restart import round_is_over
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError
+from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import (
     NodeRecord,
     NodeState,
@@ -24,7 +25,6 @@ from elastic_trainer.membership.documents import (
 )
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.presence import Presence
-from elastic_trainer.membership.standing import Limits
 from elastic_trainer.model import Incarnation
 from elastic_trainer.store.api import (
     Compare,

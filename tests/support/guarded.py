@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 
-from elastic_trainer.sim.etcd import EtcdServer
+from elastic_trainer.local.etcd import EtcdServer
 
 
 def guard(server: EtcdServer, password: str) -> EtcdServer:

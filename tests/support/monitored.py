@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_trainer.clock import Deadline
+from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import (
     Document,
     JournalEntry,
@@ -17,9 +18,8 @@ from elastic_trainer.membership.documents import (
     Spec,
 )
 from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth
-from elastic_trainer.membership.standing import NodeView
 from elastic_trainer.model import Cause
-from elastic_trainer.monitor.contents import RunDocuments
+from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.keys import RunKeys
 

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Self
 
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.sim.etcd_binary import find_binary, spawn
-from elastic_trainer.sim.ports import HOST, free_ports
+from elastic_trainer.local.etcd_binary import find_binary, spawn
+from elastic_trainer.local.ports import HOST, free_ports
 from tests.support.manifests import Container, Manifest, container, named, settings_of
 
 _START_S = 60.0

@@ -26,8 +26,8 @@ from typing import Any, Self, TypeVar
 import yaml
 
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.sim.etcd_binary import spawn
-from elastic_trainer.sim.ports import HOST, free_ports
+from elastic_trainer.local.etcd_binary import spawn
+from elastic_trainer.local.ports import HOST, free_ports
 from tests.support.deployment import DEPLOY, PROMETHEUS, load
 from tests.support.mailbox import Mailbox, Message
 from tests.support.requirements import needs

@@ -25,8 +25,10 @@ from elastic_trainer.data.sampler import Batch
 from elastic_trainer.data.sources import SeekableStream
 from elastic_trainer.data.tar_shards import TarShards
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.tasks import gpt, imagefolder, keypoints, mnist
+from elastic_trainer.tasks.language import gpt
+from elastic_trainer.tasks.pose import keypoints
 from elastic_trainer.tasks.scripts import __path__ as scripts
+from elastic_trainer.tasks.vision import imagefolder, mnist
 from elastic_trainer.training import export
 from elastic_trainer.training.__main__ import _parser as training_parser
 from elastic_trainer.training.config import JobConfig
@@ -35,7 +37,7 @@ from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.task import Datasets, Exhibits, Task, find_task
 from elastic_trainer.training.trainer import Trainer
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.step import Step
+from elastic_trainer.worker.steps.step import Step
 from tests.support.commands import understand
 from tests.support.pages import DOCS, PAGES, ROOT, Block, Key, blocks, codes, keys, rows, section, spoken
 from tests.support.requirements import missing
@@ -397,10 +399,10 @@ def _takes_value(action: argparse.Action) -> bool:
 
 def test_the_files_of_a_run_have_the_names_in_the_code() -> None:
     """Those that modules name; that a run leaves no others is shown where the tutorial is followed."""
-    from elastic_trainer.training import board, history, step_log, trainer
+    from elastic_trainer.training import history, step_log, tensorboard, trainer
 
     told = documented(API, "Files of a run directory")
-    named = {board.DIRECTORY, history.FILE_NAME, step_log.FILE_NAME, trainer.CONFIG_FILE}
+    named = {tensorboard.DIRECTORY, history.FILE_NAME, step_log.FILE_NAME, trainer.CONFIG_FILE}
     assert named | {export.BEST_FILE, export.FINAL_FILE} <= set(told)
     notes = {"world_size", "round", "wall"}
     assert set(codes(told[history.FILE_NAME][1])) == set(history.Record.__slots__) | notes

@@ -45,7 +45,7 @@ def test_a_line_and_its_end_are_one_write(stream: Writes) -> None:
 UNREAD = """
 import sys, threading
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker.channel_link import ChannelLink
+from elastic_trainer.worker.inplace.agent_link import ChannelLink
 logs.configure()
 sys.stdin.read()
 def end():

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from elastic_trainer.checkpoint import CheckpointManager, Status, describe
 from elastic_trainer.cli.main import main as command
 from elastic_trainer.errors import EXIT_CANNOT_WRITE
-from elastic_trainer.sim.ledger import audit
-from elastic_trainer.tasks.mnist import Mnist
+from elastic_trainer.local.ledger import audit
+from elastic_trainer.tasks.vision.mnist import Mnist
 from elastic_trainer.training.curves import read_curves
 from elastic_trainer.training.export import BEST_FILE, FINAL_FILE, exported_step
 from elastic_trainer.training.loading import load_job

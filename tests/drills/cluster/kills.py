@@ -17,11 +17,11 @@ from pathlib import Path
 import psutil
 
 from elastic_trainer.clock import pause
-from elastic_trainer.sim import processes
-from elastic_trainer.sim.drill_interludes import INTERLUDES, Mark
-from elastic_trainer.sim.drill_stage import DrillError, Stage, now
-from elastic_trainer.sim.drill_strikes import kill_workers
-from elastic_trainer.sim.tail import FileTail
+from elastic_trainer.drills.interludes import INTERLUDES, Mark
+from elastic_trainer.drills.stage import DrillError, Stage, now
+from elastic_trainer.drills.strikes import kill_workers
+from elastic_trainer.local import processes
+from elastic_trainer.local.tail import FileTail
 
 SEASONED_STEPS = 10
 """A worker that is killed sooner time and again backs off from joining, which costs the test time."""

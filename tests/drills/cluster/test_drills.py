@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from elastic_trainer.drills.run import conclusions
+from elastic_trainer.drills.stage import Loopback, Setting, Stage
+from elastic_trainer.drills.table import DRILLS, Circumstances
 from elastic_trainer.errors import EXIT_CONFIG
-from elastic_trainer.sim.drill_run import conclusions
-from elastic_trainer.sim.drill_stage import Loopback, Setting, Stage
-from elastic_trainer.sim.drills import DRILLS, Circumstances
-from elastic_trainer.sim.namespaces import PROGRAMS
+from elastic_trainer.local.namespaces import PROGRAMS
 from tests.drills.cluster.undisturbed import undisturbed
 from tests.support.requirements import needs, needs_root
 

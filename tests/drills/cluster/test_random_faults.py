@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.sim.drill_checks import compared
-from elastic_trainer.sim.drill_run import conclusions
-from elastic_trainer.sim.drill_stage import Loopback, Stage
-from elastic_trainer.sim.drill_storm import SETTING, Storm
+from elastic_trainer.drills.checks import compared
+from elastic_trainer.drills.run import conclusions
+from elastic_trainer.drills.stage import Loopback, Stage
+from elastic_trainer.drills.storm import SETTING, Storm
 
 VARIABLE = "ELASTIC_TRAINER_RANDOM_FAULTS"
 FAULTS_IN_CI, FAULTS_OF_A_SEED = 10, 25

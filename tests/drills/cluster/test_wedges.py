@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.health_store import told_by_all
+from elastic_trainer.agent.health.health_store import told_by_all
 from elastic_trainer.clock import Deadline
+from elastic_trainer.drills.run import conclusions
+from elastic_trainer.drills.stage import Loopback, Setting, Stage
+from elastic_trainer.drills.table import DRILLS, Circumstances
+from elastic_trainer.drills.wedge import STUCK, Wedge, ask
 from elastic_trainer.membership.health import Incident
 from elastic_trainer.model import Cause
 from elastic_trainer.settings import StoreSettings, parse_endpoints
-from elastic_trainer.sim.drill_run import conclusions
-from elastic_trainer.sim.drill_stage import Loopback, Setting, Stage
-from elastic_trainer.sim.drill_wedge import STUCK, Wedge, ask
-from elastic_trainer.sim.drills import DRILLS, Circumstances
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.api import Store
 from elastic_trainer.store.keys import RunKeys

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.sim import processes
-from elastic_trainer.sim.drill_checks import compared
-from elastic_trainer.sim.drill_interludes import Program
-from elastic_trainer.sim.drill_run import conclusions
-from elastic_trainer.sim.drill_stage import Loopback, Setting, Stage
-from elastic_trainer.sim.ledger import LineKind, audit
+from elastic_trainer.drills.checks import compared
+from elastic_trainer.drills.interludes import Program
+from elastic_trainer.drills.run import conclusions
+from elastic_trainer.drills.stage import Loopback, Setting, Stage
+from elastic_trainer.local import processes
+from elastic_trainer.local.ledger import LineKind, audit
 from tests.drills.cluster.kills import Kills
 from tests.drills.cluster.undisturbed import undisturbed
 

@@ -8,8 +8,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from elastic_trainer.sim.drill_job import DIGESTS
-from elastic_trainer.sim.drill_stage import Setting
+from elastic_trainer.drills.job import DIGESTS
+from elastic_trainer.drills.stage import Setting
 
 
 def undisturbed(setting: Setting, directory: Path, steps: int, limit_s: float = 300.0) -> dict[int, str]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
+from elastic_trainer.local.ledger import Line, LineKind, audit, parse
+from elastic_trainer.local.tail import FileTail
 from elastic_trainer.membership.documents import JournalEntry, NodeRecord, NodeState, RoundDocument, RoundState
 from elastic_trainer.settings import StoreSettings, parse_endpoints
-from elastic_trainer.sim.cluster import ClusterSpec, LocalCluster, Node
-from elastic_trainer.sim.ledger import Line, LineKind, audit, parse
-from elastic_trainer.sim.tail import FileTail
 from elastic_trainer.store import connect
 from elastic_trainer.store.keys import RunKeys
 

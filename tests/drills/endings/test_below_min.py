@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.clock import SYSTEM, Deadline
+from elastic_trainer.local import processes
 from elastic_trainer.membership.documents import NodeState, RunResult
-from elastic_trainer.sim import processes
 from tests.drills.endings.job import Job
 
 SOON_S = 20.0

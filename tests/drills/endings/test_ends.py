@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.clock import Deadline
+from elastic_trainer.local import processes
 from elastic_trainer.membership.documents import NodeState, RunResult
-from elastic_trainer.sim import processes
 from tests.drills.endings.job import LASTING, LIMIT_S, Job
 
 

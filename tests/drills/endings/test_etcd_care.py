@@ -10,9 +10,9 @@ import pytest
 
 from elastic_trainer.clock import pause
 from elastic_trainer.errors import EXIT_LEFT, StoreUnavailableError
+from elastic_trainer.local.etcd import EtcdCluster, EtcdServer
+from elastic_trainer.local.ledger import audit
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.sim.etcd import EtcdCluster, EtcdServer
-from elastic_trainer.sim.ledger import audit
 from tests.drills.endings.job import LASTING, Job
 from tests.support.operating import Tools, commands, etcd_tools
 

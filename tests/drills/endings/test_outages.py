@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.clock import pause
+from elastic_trainer.local.etcd import EtcdCluster, EtcdServer
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.sim.etcd import EtcdCluster, EtcdServer
 from tests.drills.endings.job import QUICK, Job
 from tests.support.proxy import Proxy
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.sim import processes
-from elastic_trainer.sim.etcd import EtcdServer
+from elastic_trainer.local import processes
+from elastic_trainer.local.etcd import EtcdServer
 from tests.drills.endings.job import LASTING, LIMIT_S, Job
 from tests.support.crowd import crowding
 

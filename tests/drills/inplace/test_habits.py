@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_trainer.sim.ledger import audit, parse
+from elastic_trainer.local.ledger import audit, parse
 from tests.drills.inplace.leading import LIMIT_S, Lead, Worker, leading
 from tests.unit.worker.toys import data
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from elastic_trainer.drills.busy import busy_machine
+from elastic_trainer.drills.node_faults import node_freeze, worker_freeze
+from elastic_trainer.drills.run import conclusions
+from elastic_trainer.drills.stage import Loopback, Setting, Stage
+from elastic_trainer.local.namespaces import PROGRAMS
 from elastic_trainer.membership.documents import RoundDocument, RoundState
-from elastic_trainer.sim.drill_busy import busy_machine
-from elastic_trainer.sim.drill_nodes import node_freeze, worker_freeze
-from elastic_trainer.sim.drill_run import conclusions
-from elastic_trainer.sim.drill_stage import Loopback, Setting, Stage
-from elastic_trainer.sim.namespaces import PROGRAMS
 from tests.support.requirements import needs, needs_root
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("etcd_binary")]

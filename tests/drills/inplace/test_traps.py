@@ -16,7 +16,7 @@ import pytest
 
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.ipc.messages import Evicted, Progress
-from elastic_trainer.sim.ledger import LineKind, audit, parse
+from elastic_trainer.local.ledger import LineKind, audit, parse
 from tests.drills.inplace.leading import LIMIT_S, Lead, Worker, leading
 from tests.integration.worker.launch import free_port
 

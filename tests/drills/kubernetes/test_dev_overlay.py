@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.errors import EXIT_LEFT
+from elastic_trainer.local.ledger import audit
 from elastic_trainer.model import Cause
-from elastic_trainer.sim.ledger import audit
 from tests.drills.kubernetes import paced
 from tests.drills.kubernetes.scene import JOB, OWNER, Scene, change_job_file, check_left, rendered
 from tests.support.kubelet import images

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.sim.etcd import EtcdServer
+from elastic_trainer.local.etcd import EtcdServer
 from tests.integration.worker.launch import finished, started, tail, torchrun
 
 EPOCHS, STEPS, SAMPLES = 1, 6, 86

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.clock import SYSTEM, pause
-from elastic_trainer.sim.etcd import EtcdServer
+from elastic_trainer.local.etcd import EtcdServer
 from tests.support.plainjob import BRIEF, PlainJob, Step
 
 

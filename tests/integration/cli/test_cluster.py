@@ -14,9 +14,9 @@ import pytest
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.local import processes
+from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.settings import ENV_LEDGER_DIR
-from elastic_trainer.sim import processes
-from elastic_trainer.sim.cluster import ClusterSpec, LocalCluster, Node
 from tests.support.crew import eventually
 
 pytestmark = pytest.mark.timeout(180)
@@ -137,7 +137,7 @@ def test_an_unknown_node_is_named(cluster: LocalCluster) -> None:
 
 def test_the_leash_refuses_to_start_for_a_parent_that_is_gone() -> None:
     """The signal would never come, so the command is not run."""
-    command = [sys.executable, "-m", "elastic_trainer.sim.leash", "1", sys.executable, "-c", "print('ran')"]
+    command = [sys.executable, "-m", "elastic_trainer.local.parent_death", "1", sys.executable, "-c", "print('ran')"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (75, "")
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.local import processes
+from elastic_trainer.local.etcd_binary import find_binary
+from elastic_trainer.local.ledger import LineKind
+from elastic_trainer.local.tail import LedgerTail
 from elastic_trainer.settings import ENV_LEDGER_DIR
-from elastic_trainer.sim import processes
-from elastic_trainer.sim.etcd_binary import find_binary
-from elastic_trainer.sim.ledger import LineKind
-from elastic_trainer.sim.tail import LedgerTail
 from tests.support.requirements import missing
 
 STEPS = Path(__file__).with_name("steps.py")

@@ -14,7 +14,7 @@ import pytest
 
 from elastic_trainer import tasks
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.sim.etcd_binary import find_binary
+from elastic_trainer.local.etcd_binary import find_binary
 from tests.integration.cli.test_local import Local
 from tests.integration.training.launch import environment
 from tests.support.requirements import missing

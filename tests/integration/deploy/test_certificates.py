@@ -16,8 +16,8 @@ import pytest
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
+from elastic_trainer.local.etcd import EtcdServer, ServerTls
 from elastic_trainer.settings import Endpoint
-from elastic_trainer.sim.etcd import EtcdServer, ServerTls
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.handshake import refusal
 from tests.drills.endings.job import Job

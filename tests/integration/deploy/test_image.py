@@ -277,7 +277,7 @@ def test_it_trains_without_a_network(container: Container) -> None:
         *("torchrun", "--standalone", "--nproc-per-node=2", "-m", "elastic_trainer.training", *small)
     )
     assert launched.returncode == 0, launched.stderr
-    texts = "from elastic_trainer.tasks.text_files import shakespeare_files as f; print(len(f()))"
+    texts = "from elastic_trainer.tasks.language.text_files import shakespeare_files as f; print(len(f()))"
     assert int(container.said("python", "-c", texts)) > 0
 
 

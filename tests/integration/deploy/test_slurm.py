@@ -14,8 +14,8 @@ import pytest
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import EXIT_LEFT
+from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.settings import RendezvousOptions
-from elastic_trainer.sim.etcd import EtcdServer
 from tests.support.commands import quiet
 from tests.support.deployment import DEPLOY
 from tests.support.requirements import needs

@@ -19,9 +19,9 @@ import pytest
 import structlog
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.sim.etcd_binary import find_binary
-from elastic_trainer.sim.ledger import LineKind
-from elastic_trainer.sim.tail import LedgerTail
+from elastic_trainer.local.etcd_binary import find_binary
+from elastic_trainer.local.ledger import LineKind
+from elastic_trainer.local.tail import LedgerTail
 from tests.support.commands import carry_out, quiet
 from tests.support.pages import DOCS, Block, blocks, codes, rows, section
 from tests.support.requirements import missing

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.sim import processes
-from elastic_trainer.sim.drill_job import CHECKPOINTS
-from elastic_trainer.sim.drill_measure import Standing
-from elastic_trainer.sim.drill_nodes import broken_rounds
-from elastic_trainer.sim.drill_stage import Setting
-from elastic_trainer.sim.drill_strikes import freeze, kill_nodes, kill_workers, worker
-from elastic_trainer.sim.drill_wedge import Wedge, ask
+from elastic_trainer.drills.job import CHECKPOINTS
+from elastic_trainer.drills.measure import Standing
+from elastic_trainer.drills.node_faults import broken_rounds
+from elastic_trainer.drills.stage import Setting
+from elastic_trainer.drills.strikes import freeze, kill_nodes, kill_workers, worker
+from elastic_trainer.drills.wedge import Wedge, ask
+from elastic_trainer.local import processes
 from tests.integration.health.watched import Watched, watched
 from tests.support.deployment import RUNBOOK_URL
 from tests.support.watch import WAIT_S, FiringAlert

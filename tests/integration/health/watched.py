@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_trainer.sim.drill_measure import Standing
-from elastic_trainer.sim.drill_stage import Loopback, Setting, Stage
+from elastic_trainer.drills.measure import Standing
+from elastic_trainer.drills.stage import Loopback, Setting, Stage
 from tests.support.following import monitor
 from tests.support.watch import Sample, Watch
 

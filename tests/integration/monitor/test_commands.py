@@ -15,9 +15,9 @@ import pytest
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_UNAVAILABLE
+from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.settings import ENV_ENDPOINT, StoreSettings, parse_endpoints
-from elastic_trainer.sim.etcd import EtcdServer
 from elastic_trainer.store import connect
 from tests.support.following import COMMAND, LIMIT_S, following, monitor
 from tests.support.monitored import Writer, health, incident, rank

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.clock import SYSTEM, Deadline
+from elastic_trainer.local.ports import free_ports
 from elastic_trainer.preflight import directory, gpu
 from elastic_trainer.preflight.finding import Finding, Status
 from elastic_trainer.preflight.limits import GIB, MIB, Limits
 from elastic_trainer.preflight.machine import open_files, processors, shared_memory, usable_cores
 from elastic_trainer.preflight.network import Neighbor, host_name, listening, reaching
-from elastic_trainer.sim.ports import free_ports
 from tests.support.small_disk import mounted, run
 
 LIMITS = Limits()

@@ -19,7 +19,7 @@ from elastic_trainer.errors import (
     StoreUnavailableError,
     TransientError,
 )
-from elastic_trainer.sim.etcd import EtcdCluster, EtcdServer, ServerTls
+from elastic_trainer.local.etcd import EtcdCluster, EtcdServer, ServerTls
 from elastic_trainer.store import connect_checked, connect_patiently
 from elastic_trainer.store.api import Put, Store
 from elastic_trainer.store.connection import Connection

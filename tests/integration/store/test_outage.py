@@ -12,7 +12,7 @@ import pytest
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import OutcomeUnknownError, StoreUnavailableError, TransientError
-from elastic_trainer.sim.etcd import EtcdServer
+from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.store.api import Delete, Put, Store, Watch, absent
 from elastic_trainer.store.session import LeaseSession, SessionListener
 from elastic_trainer.store.watch import WatchLoop

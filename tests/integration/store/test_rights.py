@@ -21,8 +21,8 @@ from elastic_trainer.errors import (
     LeaseLostError,
     StoreUnavailableError,
 )
-from elastic_trainer.sim.etcd import EtcdServer, ServerTls
-from elastic_trainer.sim.etcd_binary import find_binary
+from elastic_trainer.local.etcd import EtcdServer, ServerTls
+from elastic_trainer.local.etcd_binary import find_binary
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.api import Compare, Delete, Field, Put, Read, Relation, absent
 from elastic_trainer.store.connection import Connection

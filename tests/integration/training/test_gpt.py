@@ -14,8 +14,8 @@ import torch
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError, SampleError
-from elastic_trainer.tasks import gpt_sample
-from elastic_trainer.tasks.gpt import Gpt
+from elastic_trainer.tasks.language import gpt_sample
+from elastic_trainer.tasks.language.gpt import Gpt
 from elastic_trainer.telemetry import logs
 from elastic_trainer.training.config import JobConfig
 from elastic_trainer.training.loading import load_job

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager
-from elastic_trainer.tasks.mnist import Mnist
+from elastic_trainer.tasks.vision.mnist import Mnist
 from elastic_trainer.telemetry import logs
 from elastic_trainer.training.config import JobConfig
 from elastic_trainer.training.export import FINAL_FILE, exported_step
@@ -20,7 +20,7 @@ from elastic_trainer.training.history import FILE_NAME as HISTORY_FILE
 from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.trainer import Trainer
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.step import LaterLoss
+from elastic_trainer.worker.steps.step import LaterLoss
 from tests.integration.training.launch import QUICK, records
 
 pytestmark = pytest.mark.timeout(300)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from elastic_trainer.sim.ports import free_ports
+from elastic_trainer.local.ports import free_ports
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LIMIT_S = 150.0

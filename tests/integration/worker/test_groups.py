@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from elastic_trainer.errors import RoundBrokenError
-from elastic_trainer.worker import device
-from elastic_trainer.worker import group as groups
-from elastic_trainer.worker.control import Purpose
-from elastic_trainer.worker.link import Formation, StoreAddress
-from elastic_trainer.worker.works import Works
+from elastic_trainer.worker.comm import groups as groups
+from elastic_trainer.worker.comm import placement
+from elastic_trainer.worker.comm.control import Purpose
+from elastic_trainer.worker.comm.link import Formation, StoreAddress
+from elastic_trainer.worker.comm.waits import Works
 from tests.integration.worker.launch import free_port, run, standalone
 from tests.support.crew import eventually
 
@@ -40,7 +40,7 @@ def test_a_form_that_failed_leaves_no_number_behind() -> None:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.2))
     store = StoreAddress("127.0.0.1", free_port(), serve=True)
     formation = Formation(round=0, rank=0, world_size=1, local_rank=0, local_world_size=1, store=store)
-    group = groups.form(formation, device.take("cpu", 0, 1), groups.Patience(30.0, 30.0))
+    group = groups.form(formation, placement.take("cpu", 0, 1), groups.Patience(30.0, 30.0))
     name = dist.group.WORLD.group_name if dist.group.WORLD is not None else None
     groups.leave(group)
     assert name == "0"
@@ -51,7 +51,7 @@ def test_a_group_that_was_left_has_no_threads() -> None:
     before = set(os.listdir("/proc/self/task"))
     store = StoreAddress("127.0.0.1", free_port(), serve=True)
     formation = Formation(round=0, rank=0, world_size=1, local_rank=0, local_world_size=1, store=store)
-    group = groups.form(formation, device.take("cpu", 0, 1), groups.Patience(30.0, 30.0))
+    group = groups.form(formation, placement.take("cpu", 0, 1), groups.Patience(30.0, 30.0))
     assert len(set(os.listdir("/proc/self/task")) - before) >= 4, "gloo's threads are not there"
     group.control.sum(Purpose.FINISH)
     dist.all_reduce(torch.ones(3))
@@ -79,7 +79,7 @@ def leave_a_group_behind() -> None:
     works.end("the round is over")  # a moment later it is no longer waited for
     forming, working = timedelta(seconds=2), timedelta(seconds=60)
     with pytest.raises(RoundBrokenError):
-        groups._init(formation, device.take("cpu", 0, 2), store, forming, working, works)
+        groups._init(formation, placement.take("cpu", 0, 2), store, forming, working, works)
 
 
 def test_a_process_that_left_a_group_behind_ends_well() -> None:

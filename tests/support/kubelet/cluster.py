@@ -23,9 +23,9 @@ import psutil
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.sim import processes
-from elastic_trainer.sim.etcd_binary import find_binary
-from elastic_trainer.sim.namespaces import PROGRAMS, Segment
+from elastic_trainer.local import processes
+from elastic_trainer.local.etcd_binary import find_binary
+from elastic_trainer.local.namespaces import PROGRAMS, Segment
 from tests.support.kubelet import job_rules, sets
 from tests.support.kubelet.environment import Facts, service_links
 from tests.support.kubelet.job_rules import ENDED, OVER, Condition, PodView, Tally

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from elastic_trainer.agent.announcer import Announcer
-from elastic_trainer.agent.conductor import Conductor
+from elastic_trainer.agent.workers.conductor import Conductor
+from elastic_trainer.agent.workers.record_writer import Announcer
 from elastic_trainer.ipc.channel import Connection, connect
 from elastic_trainer.ipc.messages import Hello, Message, Progress, Ready, StateReport, read_from_agent
 from elastic_trainer.membership.documents import Ghost, NodeRecord, RoundDocument, RoundMember, RoundState

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.cli import local
+from elastic_trainer.drills.user_job.faults import Fault, FaultKind
+from elastic_trainer.drills.user_job.job import entry
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.sim.cluster import ClusterSpec, threads_per_worker, torchrun
-from elastic_trainer.sim.faults import Fault, FaultKind
-from elastic_trainer.sim.job import entry
+from elastic_trainer.local.cluster import ClusterSpec, threads_per_worker, torchrun
 
 
 def parsed(*argv: str) -> argparse.Namespace:

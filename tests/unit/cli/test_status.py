@@ -20,9 +20,9 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.membership.health import Saved
 from elastic_trainer.model import Cause
-from elastic_trainer.monitor.observation import Observed, Observer
-from elastic_trainer.monitor.reading import Reading, RunReading
-from elastic_trainer.monitor.snapshot import StoreStatus, listing, snapshot, summary
+from elastic_trainer.monitor.model.observation import Observed, Observer
+from elastic_trainer.monitor.model.snapshot import StoreStatus, listing, snapshot, summary
+from elastic_trainer.monitor.read.reading import Reading, RunReading
 from elastic_trainer.settings import ENV_ENDPOINT, secret, store_endpoint
 from tests.support.monitored import entry, health, incident, rank, run
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from prometheus_client.registry import CollectorRegistry
 
-from elastic_trainer.monitor.answers import MonitorSite
-from elastic_trainer.monitor.board import Board
-from elastic_trainer.monitor.service import DEFAULT_PORT
+from elastic_trainer.monitor.serve.answers import MonitorSite
+from elastic_trainer.monitor.serve.board import Board
+from elastic_trainer.monitor.serve.service import DEFAULT_PORT
 from elastic_trainer.settings import DEFAULT_ETCD_PORT, parse_endpoints
 from elastic_trainer.web.access import Access
 from elastic_trainer.web.answers import Answer, Request, Site

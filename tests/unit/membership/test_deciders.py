@@ -11,7 +11,7 @@ import pytest
 
 from elastic_trainer.errors import ElasticTrainerError, JoinTimeoutError, RunClosedError
 from elastic_trainer.membership.documents import RoundDocument, RoundState
-from elastic_trainer.membership.seniority import SENIORS
+from elastic_trainer.membership.leader_priority import SENIORS
 from tests.support.crew import QUICK, Agent, Crew, eventually
 from tests.unit.membership.test_schedules import ORDER
 

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
+from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.membership.probe import Prober, doubtful
-from elastic_trainer.membership.standing import NodeView
 from tests.support.crew import LIMIT_S
 from tests.unit.membership.scenes import Scene, node, round_of
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import Ghost, Identity, NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.rules import Action, Decision
-from elastic_trainer.membership.standing import NodeView
 from elastic_trainer.model import Cause, RecoveryMode
 
 from .scenes import LIMITS, Scene, node, round_of

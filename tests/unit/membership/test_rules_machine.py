@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from elastic_trainer.membership.cluster_view import Limits, NodeView, View
 from elastic_trainer.membership.documents import Identity, NodeRecord, NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.rules import Action, decide
 from elastic_trainer.membership.sightings import Tracker
-from elastic_trainer.membership.standing import Limits, NodeView, View
 from elastic_trainer.model import Incarnation, RecoveryMode
 
 LIMITS = Limits(

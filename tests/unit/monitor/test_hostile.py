@@ -18,10 +18,10 @@ from elastic_trainer.cli import events, status_view
 from elastic_trainer.clock import Deadline
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.documents import Document, RoundState, Spec
-from elastic_trainer.monitor.answers import MonitorSite
-from elastic_trainer.monitor.board import Board
-from elastic_trainer.monitor.reading import Reader
-from elastic_trainer.monitor.snapshot import listing, snapshot, summary
+from elastic_trainer.monitor.model.snapshot import listing, snapshot, summary
+from elastic_trainer.monitor.read.reading import Reader
+from elastic_trainer.monitor.serve.answers import MonitorSite
+from elastic_trainer.monitor.serve.board import Board
 from elastic_trainer.store.api import Put
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.web.access import Access

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_trainer.sim.drill_checks import (
+from elastic_trainer.drills.checks import (
     Digest,
     Moment,
     compared,
@@ -13,7 +13,7 @@ from elastic_trainer.sim.drill_checks import (
     sample_problems,
     state_problems,
 )
-from elastic_trainer.sim.ledger import Line, LineKind
+from elastic_trainer.local.ledger import Line, LineKind
 
 
 def digest(node: str, step: int, value: str, event: Moment = Moment.STEP, round_: int = 1) -> Digest:

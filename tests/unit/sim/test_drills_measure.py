@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.sim.drill_measure import Book
-from elastic_trainer.sim.ledger import Line, LineKind
+from elastic_trainer.drills.measure import Book
+from elastic_trainer.local.ledger import Line, LineKind
 
 
 def step(node: str, t: float, number: int, round_: int = 1, *, pid: int, rank: int = 0, world: int = 2) -> Line:

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from elastic_trainer.cli import drill as command
+from elastic_trainer.drills.measure import Effect
+from elastic_trainer.drills.report import Report, show
+from elastic_trainer.drills.run import DrillOptions, unmet
+from elastic_trainer.drills.table import DRILLS, named
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.sim.drill_measure import Effect
-from elastic_trainer.sim.drill_report import Report, show
-from elastic_trainer.sim.drill_run import DrillOptions, unmet
-from elastic_trainer.sim.drills import DRILLS, named
 
 
 def report(*effects: Effect, problems: tuple[str, ...] = ()) -> Report:

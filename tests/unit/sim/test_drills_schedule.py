@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.sim.drill_schedule import Blow, Situation, draw, possible
+from elastic_trainer.drills.schedule import Blow, Situation, draw, possible
 
 NAMES = ("n0", "n1", "n2", "n3")
 

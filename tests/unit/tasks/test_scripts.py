@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from elastic_trainer import tasks
-from elastic_trainer.sim.job import entry
+from elastic_trainer.drills.user_job.job import entry
 
 SCRIPTS = Path(tasks.__file__).with_name("scripts")
 PLAIN, ELASTIC, SESSION = (SCRIPTS / name for name in ("ddp_script.py", "ddp_script_elastic.py", "session_script.py"))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
 from elastic_trainer.errors import DataError
-from elastic_trainer.tasks.bpe import END_OF_TEXT, Gpt2Bpe
-from elastic_trainer.tasks.tokenizer import UNKNOWN, Bytes, Chars
+from elastic_trainer.tasks.language.bpe import END_OF_TEXT, Gpt2Bpe
+from elastic_trainer.tasks.language.tokenizer import UNKNOWN, Bytes, Chars
 
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o"]
 

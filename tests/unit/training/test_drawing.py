@@ -11,12 +11,12 @@ import torch
 
 from elastic_trainer.cli.main import main
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
-from elastic_trainer.training.board import DIRECTORY, Board, check_installed
 from elastic_trainer.training.config import LoggingConfig
 from elastic_trainer.training.progress import Moment
+from elastic_trainer.training.reporter import Telling
 from elastic_trainer.training.step_log import FILE_NAME
 from elastic_trainer.training.task import Exhibits
-from elastic_trainer.training.telling import Telling
+from elastic_trainer.training.tensorboard import DIRECTORY, Board, check_installed
 
 RUN = [
     {"kind": "round", "step": 0, "round": 1, "world_size": 3, "reason": "3 nodes are here"},

@@ -15,9 +15,9 @@ from elastic_trainer.telemetry import logs
 from elastic_trainer.training.config import LoggingConfig
 from elastic_trainer.training.curves import curves_of, read_curves
 from elastic_trainer.training.progress import Moment
+from elastic_trainer.training.reporter import Telling
 from elastic_trainer.training.step_log import FILE_NAME, StepLog
 from elastic_trainer.training.task import Exhibits
-from elastic_trainer.training.telling import Telling
 
 
 def moment(step: int, world: int = 2, round: int = 1) -> Moment:

@@ -71,7 +71,7 @@ def test_a_mistake_in_a_tasks_section_is_one_sentence(values: dict[str, Any], pa
 
 def test_tasks_are_found_by_short_name_and_by_module() -> None:
     """Ready-made tasks need no module, users' own do."""
-    assert find_task("mnist").__module__ == "elastic_trainer.tasks.mnist"
+    assert find_task("mnist").__module__ == "elastic_trainer.tasks.vision.mnist"
     assert find_task(f"{__name__}:Line") is Line
 
 

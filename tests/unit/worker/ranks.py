@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from elastic_trainer.settings import prefer_loopback
-from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.comm.control import Control
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0

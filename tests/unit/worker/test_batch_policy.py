@@ -12,9 +12,9 @@ from torch import nn
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
-from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.step import Step
+from elastic_trainer.worker.steps.step import Step
 from tests.unit.worker.toys import data, loss_of
 
 
@@ -110,7 +110,7 @@ def test_more_ranks_than_micro_batches_is_said_once(monkeypatch: pytest.MonkeyPa
         def warning(self, event: str, **values: int) -> None:
             said.append((event, values))
 
-    monkeypatch.setattr("elastic_trainer.worker.feed.logger", Log)
+    monkeypatch.setattr("elastic_trainer.worker.steps.feed.logger", Log)
     with Session(device="cpu") as session:
         module = nn.Linear(4, 1)
         session.wrap(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))

@@ -20,7 +20,7 @@ from elastic_trainer.errors import CheckpointError, ConfigError, DataError, NonF
 from elastic_trainer.model import Cursor
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker.ledger import Ledger
+from elastic_trainer.worker.report.ledger import Ledger
 from elastic_trainer.worker.session import Session
 from tests.unit.worker.toys import Counter, Job, data, loss_of, model
 

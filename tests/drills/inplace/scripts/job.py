@@ -21,8 +21,8 @@ import torch.distributed as dist
 from elastic_trainer import Session
 from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.clock import pause
-from elastic_trainer.worker import transfer
-from elastic_trainer.worker.control import Control
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.state import transfer
 from tests.drills.inplace.scripts.neighbours import Neighbours
 from tests.unit.worker.toys import Counter, data, loss_of, model
 

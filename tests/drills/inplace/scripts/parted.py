@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from elastic_trainer.drills.run import conclusions
+from elastic_trainer.drills.stage import Setting, Stage
+from elastic_trainer.local.namespaces import Segment
 from elastic_trainer.membership.documents import RoundDocument, RoundState
-from elastic_trainer.sim.drill_run import conclusions
-from elastic_trainer.sim.drill_stage import Setting, Stage
-from elastic_trainer.sim.namespaces import Segment
 
 
 def play(directory: Path) -> None:

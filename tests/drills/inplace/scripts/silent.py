@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from elastic_trainer.sim.drill_partition import node_partition, pair_partition
-from elastic_trainer.sim.drill_run import conclusions
-from elastic_trainer.sim.drill_stage import Setting, Stage
-from elastic_trainer.sim.namespaces import Segment
+from elastic_trainer.drills.partition import node_partition, pair_partition
+from elastic_trainer.drills.run import conclusions
+from elastic_trainer.drills.stage import Setting, Stage
+from elastic_trainer.local.namespaces import Segment
 from tests.drills.inplace.test_suspicion import LIMIT_S, UNTOLD, broken_after
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_trainer.worker import group as groups
-from elastic_trainer.worker.gradients import Gradients
-from elastic_trainer.worker.works import Works
+from elastic_trainer.worker.comm import groups as groups
+from elastic_trainer.worker.comm.waits import Works
+from elastic_trainer.worker.model.ddp_sums import Gradients
 
 Backward = Callable[[torch.Tensor], None]
 

@@ -1,0 +1,181 @@
+"""The heartbeat pages of this node's workers: finds them, reads them, and buries those of dead workers.
+
+*Runs in* the agent: whatever thread asks. *Owns* a directory in shared memory, removed at the end; that of an agent
+that was killed is removed by the next one on the machine.
+*Fails by* nothing: where no directory can be made the workers have no pages, and nothing is known of them.
+*Invariant*: what a worker has counted is never forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Final
+
+from elastic_trainer.agent.health.time_accounting import Accounts
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.ipc.folders import PrivateFolder
+from elastic_trainer.ipc.page import PageReader, Reading
+from elastic_trainer.membership.documents import Identity
+from elastic_trainer.model import Phase
+from elastic_trainer.telemetry.logs import logger
+
+_PREFIX: Final = "elastic-trainer-pages-"
+_SHARED_MEMORY: Final = Path("/dev/shm")
+
+
+class Pages:
+    """See the module."""
+
+    def __init__(self, clock: Clock = SYSTEM, root: Path | None = None) -> None:
+        self._clock = clock
+        self._folder = _folder((_SHARED_MEMORY, None) if root is None else (root,))
+        self.directory = self._folder.path if self._folder is not None else None
+        self._lock = threading.RLock()
+        self._readers: dict[Path, PageReader] = {}
+        self._last: dict[Path, Reading] = {}
+        self._ended: dict[int, Reading] = {}
+        """The last worker that was buried of each local rank."""
+        self._nonfinite: dict[int, int] = {}
+        self._closed = False
+        self.accounts = Accounts(clock.monotonic())
+        self.reached = 0
+        """The newest step that a worker of this node has committed."""
+
+    def look(self) -> list[Reading]:
+        """The workers that live, by local rank."""
+        with self._lock:
+            if self._closed:
+                return []
+            now = self._clock.monotonic()
+            living = [reading for reading in map(self._read, self._paths()) if reading is not None]
+            for reading in [each for each in living if not each.lives]:
+                living.remove(reading)
+                self._bury(reading, now)
+            self.accounts.settle(living, now)
+            self.reached = max([self.reached, *(each.pulse.step for each in living)])
+            return sorted(living, key=lambda each: each.local_rank)
+
+    def glance(self) -> list[Reading]:
+        """The pages that the last look found, as they are now: cheap enough for many times a second."""
+        with self._lock:
+            return [reading for reader in self._readers.values() if (reading := reader.read()) is not None]
+
+    def counters(self) -> dict[str, float]:
+        """What this node's workers have counted, dead ones too."""
+        with self._lock:
+            now = self._clock.monotonic()  # before the reading: a phase that ends meanwhile is not shown too long
+            return self.accounts.total(self.look(), now)
+
+    def committed(self, pid: int) -> tuple[int, int] | None:
+        """The round that the worker ``pid`` is in, and the step of the state that it holds; it may be dead.
+
+        None where it has no page, or no step that could be told.
+        """
+        with self._lock:
+            for reading in (*self.look(), *self._ended.values()):
+                if reading.pid == pid and reading.pulse.step:
+                    return reading.pulse.round, reading.pulse.step
+        return None
+
+    def reading(self, pid: int) -> Reading | None:
+        """The page of the worker ``pid``, if that lives and has one."""
+        return next((each for each in self.look() if each.pid == pid), None)
+
+    def came_to(self, number: int) -> Identity | None:
+        """How far the workers that were in round ``number`` came; None where none of them has told of a step."""
+        with self._lock:
+            told = [each for each in (*self.look(), *self._ended.values()) if each.pulse.round == number]
+            last = max(told, key=lambda each: each.pulse.step, default=None)
+        if last is None or not last.pulse.step:
+            return None
+        pulse, left = last.pulse, int(last.notes.get("length", 0)) - last.pulse.used
+        batch = max(0, min(int(last.notes.get("batch", 0)), left))
+        return Identity(round=number, step=pulse.step, epoch=pulse.epoch, samples=pulse.used, batch=batch)
+
+    def lost_peers(self, pids: Collection[int]) -> bool:
+        """Whether each of the processes ``pids``, which are gone, has told that it ended for the loss of a peer."""
+        with self._lock:
+            told = {each.pid for each in (*self.look(), *self._ended.values()) if each.notes.get("lost_peer")}
+        return told.issuperset(pids)
+
+    def nonfinite(self, reading: Reading) -> int:
+        """Non-finite losses that the local rank of ``reading`` has found in all its lives."""
+        with self._lock:
+            return self._nonfinite.get(reading.local_rank, 0) + reading.pulse.nonfinite
+
+    def employ(self, slots: int) -> None:
+        """This node has so many workers."""
+        with self._lock:
+            self.accounts.employ(slots)
+
+    def mode(self, phase: Phase) -> None:
+        """What the agent does while a worker is missing."""
+        with self._lock:
+            self.accounts.mode(phase, self._clock.monotonic())
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        """Count something of the node's own."""
+        with self._lock:
+            self.accounts.add(name, amount)
+
+    def close(self) -> None:
+        """Take the last counts, and remove the directory."""
+        with self._lock:
+            if self._closed:
+                return
+            now = self._clock.monotonic()
+            for reading in self.look():
+                self._bury(reading, now)
+            self.accounts.close(now)
+            self._closed = True
+            if self._folder is not None:
+                self._folder.close()
+
+    def _paths(self) -> list[Path]:
+        if self.directory is not None:
+            with contextlib.suppress(OSError):
+                return list(self.directory.glob("*.page"))
+        return []
+
+    def _read(self, path: Path) -> Reading | None:
+        """The page; as it was last time, if its worker died while it wrote."""
+        reader = self._readers.get(path)
+        if reader is None:
+            try:
+                reader = self._readers[path] = PageReader(path)
+            except (OSError, ValueError):
+                return None  # it is just being made
+        reading = reader.read()
+        if reading is not None:
+            self._last[path] = reading
+        return self._last.get(path)
+
+    def _bury(self, reading: Reading, now: float) -> None:
+        self.accounts.bury(reading, now)
+        slot = reading.local_rank
+        self._ended[slot] = reading
+        self._nonfinite[slot] = self._nonfinite.get(slot, 0) + reading.pulse.nonfinite
+        self.reached = max(self.reached, reading.pulse.step)
+        reader = self._readers.pop(reading.path, None)
+        if reader is not None:
+            reader.close()
+        self._last.pop(reading.path, None)
+        for path in (reading.path, reading.path.with_suffix(".stacks")):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _folder(places: Sequence[Path | None]) -> PrivateFolder | None:
+    """A folder in the first place where one can be made (None: that for temporary files).
+
+    Shared memory comes first: on a disk each write of a page would be written back some time.
+    """
+    for place in places:
+        try:
+            return PrivateFolder(_PREFIX, place)
+        except OSError as error:
+            logger().warning("pages.unavailable", place=str(place or "temporary"), error=str(error))
+    return None

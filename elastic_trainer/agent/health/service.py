@@ -1,0 +1,181 @@
+"""All that this node knows and tells of its workers' health, in one place: pages, watchdog, incidents, endpoint.
+
+*Runs in* the agent: built in torchrun's main thread; the parts have threads of their own.
+*Owns* those parts.
+*Fails by* ConfigError for an endpoint that somebody asked for and that cannot be opened; else nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+
+from elastic_trainer.agent.health.duties import Health
+from elastic_trainer.agent.health.health_store import HealthStore
+from elastic_trainer.agent.health.incidents import Incidents
+from elastic_trainer.agent.health.pages import Pages
+from elastic_trainer.agent.health.stragglers import Straggling
+from elastic_trainer.agent.workers import hang_rules
+from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.agent.workers.reachability import records_of
+from elastic_trainer.agent.workers.watchdog import process_state
+from elastic_trainer.clock import SYSTEM, Clock, Deadline
+from elastic_trainer.errors import ConfigError, ElasticTrainerError
+from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.membership.documents import RoundDocument, RoundState
+from elastic_trainer.membership.health import added_up, goodput
+from elastic_trainer.membership.member import Member
+from elastic_trainer.model import Cause, Phase
+from elastic_trainer.settings import ENV_GROUP_TIMEOUT, ENV_PAGES, ENV_REACHED, RendezvousOptions
+from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.metered import MeteredStore
+from elastic_trainer.store.untrusted import cleaned
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.web.node import NodeEndpoint
+from elastic_trainer.web.node_metrics import NodeCollector
+
+_BREAK_S = 10.0
+
+
+class Vitals:
+    """See the module. ``address`` is the one that other nodes reach this one by."""
+
+    def __init__(
+        self,
+        run: str,
+        node: str,
+        member: Member,
+        store: MeteredStore,
+        keys: RunKeys,
+        options: RendezvousOptions,
+        address: str,
+        clock: Clock = SYSTEM,
+        *,
+        max_nodes: int = 0,
+    ) -> None:
+        self._node, self._member, self._clock = node, member, clock
+        self.pages = Pages(clock)
+        self.verdicts = Verdicts()
+        self._incidents = Incidents(node)
+        self._told = HealthStore(store, keys, node)
+        self._reached, self._group_timeout_s = _reached_before(store, keys), options.group_timeout_s
+        self._told.fold(member.look().nodes)
+        records = partial(records_of, store, keys)
+        straggling = Straggling(node, store, keys, records, evicts=options.evict_stragglers, clock=clock)
+        limits = hang_rules.Limits(options.step_timeout, options.first_step_timeout, options.phase_timeout)
+        self.health = Health(
+            node,
+            self.pages,
+            limits,
+            self.verdicts,
+            self._incidents,
+            lambda: member.look().round,
+            self._told.write,
+            self._told.write_incident,
+            self._told.told,
+            self._stalled,
+            straggling,
+            clock,
+            host=socket.gethostname(),
+            max_nodes=max_nodes,
+        )
+        self._endpoint: NodeEndpoint | None = None
+        if options.metrics_address:
+            pages = self.pages
+            collector = NodeCollector(run, node, pages.look, pages.nonfinite, pages.counters, store)
+            self._endpoint = _endpoint(options, collector, self._not_ready)
+            self.health.metrics = self._endpoint.url(address) if self._endpoint is not None else ""
+        member.on_round(self._see)
+        self.health.start()
+
+    @property
+    def made_steps(self) -> bool:
+        """Whether workers of this node have made steps, dead ones too."""
+        return self.pages.counters().get("steps", 0.0) > 0.0
+
+    def busy(self, pid: int) -> str:
+        """What keeps the worker ``pid`` in a round that is over, for good reason; empty where nothing is known to."""
+        reading = self.pages.reading(pid)
+        stopped = process_state(pid) == "stopped"  # whatever it was busy with
+        return hang_rules.busy(reading) if reading is not None and not stopped else ""
+
+    def employ(self, workers: int) -> None:
+        """This node has so many workers; they are started when a round is there, in restart mode."""
+        self.pages.employ(workers)
+
+    def gathering(self, phase: Phase) -> None:
+        """The agent waits: for nodes, or for the others to agree."""
+        self.pages.mode(phase)
+
+    def starting(self) -> None:
+        """torchrun starts the workers now: where their pages belong, and how long to wait for those watched here."""
+        os.environ.pop(ENV_PAGES, None)
+        if self.pages.directory is not None:
+            os.environ[ENV_PAGES] = str(self.pages.directory)
+        self.pages.look()
+        os.environ[ENV_GROUP_TIMEOUT] = str(self._group_timeout_s)
+        os.environ[ENV_REACHED] = str(max(self._reached, self.pages.reached))
+        self.pages.mode(Phase.STARTING)
+
+    def tell_goodput(self) -> None:
+        """At the end of a run: what became of everybody's time."""
+        self.health.publish()
+        counters = added_up(each.counters for each in self._told.told().values())
+        share = goodput(counters)
+        if share is None:
+            return
+        seconds = {str(phase): round(counters.get(f"seconds.{phase}", 0.0), 1) for phase in Phase}
+        spent = {phase: each for phase, each in seconds.items() if each}
+        logger().info("run.accounted", goodput=round(share, 4), rank_seconds=spent, samples=counters.get("samples", 0))
+
+    def close(self) -> None:
+        """Tell for the last time, and end."""
+        self.health.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self.pages.close()
+
+    def _not_ready(self) -> str | None:
+        """Why this node does not take part in a round; None if it does."""
+        current = self._member.look().round
+        if current is not None and current.state is RoundState.CLOSED:
+            return "the run has ended"
+        mine = current.member(self._node) if current is not None else None
+        return None if self._member.is_mine(mine) else "this node is in no round"
+
+    def _see(self, document: RoundDocument) -> None:
+        present = self._member.look().nodes
+        self._incidents.see(document, self._clock.monotonic(), self._clock.wall(), present)
+
+    def _stalled(self, number: int, reason: str) -> None:
+        logger().warning("round.stalled", round=number, reason=reason)
+        try:
+            self._member.break_round(
+                number, reason, Deadline.after(_BREAK_S, self._clock), worker_failed=True, cause=Cause.STALLED
+            )
+        except ElasticTrainerError as error:
+            logger().warning("round.not_broken", round=number, error=str(error))
+
+
+def _endpoint(
+    options: RendezvousOptions, collector: NodeCollector, not_ready: Callable[[], str | None]
+) -> NodeEndpoint | None:
+    """The endpoint. Where nobody asked for one in any way, a machine that has no room for it trains without."""
+    try:
+        return NodeEndpoint(options, collector, not_ready)
+    except ConfigError as error:
+        if any(name.startswith("metrics_") for name in options.model_fields_set):
+            raise
+        logger().warning("endpoint.unavailable", error=str(error))
+        return None
+
+
+def _reached_before(store: MeteredStore, keys: RunKeys) -> int:
+    """The newest step that this run is known to have committed before this node came; 0 if unknown."""
+    try:
+        item = store.get(keys.progress, Deadline.after(2.0)).first
+        return Progress.model_validate_json(cleaned(item.value)).step if item is not None else 0
+    except (ElasticTrainerError, ValueError):
+        return 0

@@ -1,0 +1,1 @@
+"""torchrun's rendezvous handlers and what guards them: joining, waiting, leaving."""

@@ -1,0 +1,79 @@
+"""Addresses, ports and name of a node: how others reach it, a liveness port, and ports kept free for rank 0's store.
+
+*Owns* sockets; each is closed by its owner's ``close``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+
+from elastic_trainer.agent.suspicion.reception import Answering, Reception, no_answer
+from elastic_trainer.ipc.listening import listen
+from elastic_trainer.settings import Endpoint
+
+
+def own_address(towards: Endpoint) -> str:
+    """The address that this host uses to reach ``towards``: one that others in that network can use too.
+
+    Falls back to the host name where no route is known.
+    """
+    try:
+        family, _, _, _, target = socket.getaddrinfo(towards.host, towards.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
+
+
+def default_node_id() -> str:
+    """A name that is unique among all processes: host name, process id, a few random digits."""
+    host = "".join(c if c.isascii() and (c.isalnum() or c in "-.") else "-" for c in socket.gethostname())
+    return f"{host.lstrip('-.')[:80] or 'node'}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+class LivenessPort:
+    """Listens as long as this process lives: a peer whose connection is refused knows that it does not.
+
+    Whoever sends a question gets ``answer(question)``.
+    """
+
+    def __init__(self, address: str, answer: Answering = no_answer) -> None:
+        self._socket = listen(address)
+        self._closing = False
+        self.port: int = self._socket.getsockname()[1]
+        reception = Reception(self._socket, answer, lambda: self._closing)
+        self._thread = threading.Thread(target=reception.run, name="liveness", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; the thread, which may be about to use the socket, closes it."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class ReservedPort:
+    """A free port that nobody is given by chance while a worker of this node may want to listen on it.
+
+    The socket stays bound without listening. Both sides set SO_REUSEADDR, and Linux lets a second socket bind and
+    listen then, while its automatic choice of ports passes the port over.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(_family(address), socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("", 0))
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Give the port up."""
+        self._socket.close()

@@ -1,0 +1,264 @@
+"""torchrun's rendezvous handler for in-place mode: workers start at once and are led through rounds by the conductor.
+
+``next_rendezvous`` returns a provisional world of this node's first worker alone; the real ranks come to the workers
+through their Session.
+
+*Runs in* torchrun's main thread; its duties run in threads of the same process.
+*Owns* what the restart handler owns, and the conductor, the announcer, this node's TCP store, the trap.
+*Fails by* SystemExit with one sentence; a fatal verdict in a thread ends the process (``os._exit``) after its workers.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+
+from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
+from elastic_trainer.agent.rendezvous.join_timeout import Patience
+from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, local_workers
+from elastic_trainer.agent.rendezvous.plain_script_guard import Trap
+from elastic_trainer.agent.rendezvous.progress import ProgressWriter
+from elastic_trainer.agent.rendezvous.restart import Etcd3RendezvousHandler
+from elastic_trainer.agent.suspicion.neighbours import Peers
+from elastic_trainer.agent.suspicion.watch import Suspicion
+from elastic_trainer.agent.workers.conductor import Conductor
+from elastic_trainer.agent.workers.local_sockets import descendants
+from elastic_trainer.agent.workers.reachability import Contact, records_of
+from elastic_trainer.agent.workers.record_writer import Announcer
+from elastic_trainer.agent.workers.session_watch import Arrival
+from elastic_trainer.agent.workers.supervisor import kill_workers, worker_pids
+from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.errors import ConfigError, ElasticTrainerError
+from elastic_trainer.ipc.listening import store_at
+from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.membership.documents import (
+    NodeRecord,
+    NodeState,
+    RoundDocument,
+    RoundMember,
+    RoundState,
+)
+from elastic_trainer.membership.member import closed_error
+from elastic_trainer.settings import ENV_CHANNEL, ENV_FORM_TIMEOUT, ENV_NODE, ENV_RECOVERY, ENV_ROUND
+from elastic_trainer.telemetry import logs
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store as TorchStore
+
+_NO_SESSION = "--rdzv-conf recovery=in_place needs a training script that opens an elastic_trainer.Session"
+_NO_SESSION_HINT = "open one, or leave recovery=in_place out"
+
+
+class InPlaceHandler(Etcd3RendezvousHandler):
+    """One node's handler in in-place mode; see the module."""
+
+    _conductor: Conductor | None = None
+    _announcer: Announcer | None = None
+    _progress: ProgressWriter | None = None
+    _trap: Trap | None = None
+    _patience: Patience | None = None
+    _suspicion: Suspicion | None = None
+    _tcp_store: Any = None
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._dying = threading.Lock()
+        """Taken by the thread that ends this process, and never given back."""
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: a worker that calls ``init_process_group`` by itself must connect, and be caught, not serve."""
+        return True
+
+    def num_nodes_waiting(self) -> int:
+        """Healthy workers are never restarted."""
+        return 0
+
+    def _cannot_help(self) -> bool:
+        """Only where it never came to a Session: a sample that cannot be read has the same exit code, and the run is
+        closed with its name after some tries."""
+        return super()._cannot_help() and self._conductor is not None and not self._conductor.met.is_set()
+
+    def shutdown(self) -> bool:
+        """End this node's part."""
+        owned = (self._suspicion, self._patience, self._progress, self._announcer, self._trap)
+        self._suspicion = self._patience = self._progress = self._announcer = self._trap = None
+        for each in owned:
+            if each is not None:
+                each.close()
+        done = super().shutdown()
+        conductor, self._conductor = self._conductor, None
+        if conductor is not None:
+            conductor.close()
+        self._tcp_store = None
+        return done
+
+    # ---- starting workers
+
+    def _join(self) -> RendezvousInfo:
+        try:
+            if self._dying.locked():
+                _await_the_end()  # this is torchrun's main thread, which sees the workers die before the process does
+            return self._begin_life()
+        except (ElasticTrainerError, RuntimeError):
+            if self._dying.locked():
+                _await_the_end()
+            raise
+
+    def _begin_life(self) -> RendezvousInfo:
+        workers = local_workers()
+        deadline = Deadline.after(self._options.join_timeout, self._clock)
+        if self._conductor is None:
+            self._arrive_in_place(workers)
+        conductor, member = self._conductor, self._member
+        if conductor is None or member is None:
+            raise RuntimeError("the node has not arrived")
+        closed = member.look().round
+        if closed is not None and closed.state is RoundState.CLOSED:
+            raise closed_error(closed)
+        member.announce(conductor.begin(workers.count), deadline)
+        self._watch_for_session(conductor)
+        if self._vitals is not None:
+            self._vitals.employ(workers.count)
+            self._vitals.starting()
+        return self._provisional(workers, conductor)
+
+    def _arrive_in_place(self, workers: LocalWorkers) -> None:
+        if workers.max_restarts < 1:
+            raise ConfigError(
+                "in-place recovery restarts crashed workers on their own node, but torchrun's --max-restarts is 0",
+                hint="add --max-restarts 100, say",
+            )
+        member = self._arrive()
+        self._tcp_store = store_at(self._address, timedelta(seconds=300))
+        self._trap = Trap(lambda: self._fatal(ConfigError(_NO_SESSION, hint=_NO_SESSION_HINT)), self._without_session)
+        self._announcer = Announcer(member, self._clock)
+        self._progress = ProgressWriter(self._store, self._keys, self._clock)
+        base = self._base_record(workers)
+        self._conductor = Conductor(
+            self._run_id,
+            self.node_id,
+            base,
+            self._announcer,
+            self._report,
+            self._clock,
+            self._options.sever_timeout,
+            self._options.hang_timeout,
+            Contact(partial(records_of, self._store, self._keys)),
+            self._vitals.verdicts if self._vitals is not None else None,
+            self._vitals.pages.committed if self._vitals is not None else lambda pid: None,
+            self._vitals.busy if self._vitals is not None else lambda pid: "",
+        )
+        self._conductor.know_incarnation(member.create_revision)
+        member.on_round(self._conductor.see)
+        if self._vitals is not None:
+            peers = Peers(self._run_id, self.node_id, member.nodes, self._clock)
+            self._suspicion = Suspicion(self._conductor, self._vitals.pages, self._notice, peers, self._clock)
+            self._suspicion.start()
+        self._patience = Patience(member, self._options.join_timeout, self._fatal, self._clock)
+
+    def _base_record(self, workers: LocalWorkers) -> NodeRecord:
+        import socket
+
+        if self._liveness is None:
+            raise RuntimeError("the node has not arrived")
+        return NodeRecord(
+            host=socket.gethostname(),
+            address=self._address,
+            local_world_size=workers.count,
+            role=workers.role,
+            store_port=self._tcp_store.port,
+            probe_port=self._liveness.port,
+            state=NodeState.WARMING,
+        )
+
+    def _provisional(self, workers: LocalWorkers, conductor: Conductor) -> RendezvousInfo:
+        """A world of this node alone: enough for torchrun to start the workers and to watch them."""
+        os.environ[ENV_NODE] = self.node_id
+        os.environ[ENV_ROUND] = "0"
+        os.environ[ENV_RECOVERY] = str(self._options.recovery)
+        os.environ[ENV_FORM_TIMEOUT] = str(self._options.form_timeout)
+        os.environ[ENV_CHANNEL] = str(conductor.path)
+        # torchrun exports 1, and NCCL's watchdog would then kill survivors of a failed collective.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
+        alone = RoundMember(
+            node=self.node_id,
+            create_revision=0,
+            life=conductor.life,
+            first_rank=0,
+            local_world_size=workers.count,
+            role=workers.role,
+        )
+        document = RoundDocument(number=0, nonce="", state=RoundState.ACTIVE, members=(alone,))
+        store = cast("TorchStore", RoundStore(document, self._finish))
+        port = self._trap.port if self._trap is not None else 0
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+
+    # ---- while they run
+
+    def _watch_round(self, document: RoundDocument) -> None:
+        """Workers are told by the conductor; none is killed for a round that is over."""
+
+    def _watch_for_session(self, conductor: Conductor) -> None:
+        life = conductor.life
+
+        def awaited() -> bool:
+            """Those workers are still meant, and nobody has given up."""
+            return not self._finished and self._conductor is conductor and conductor.life == life
+
+        workers = partial(worker_pids, self._run_id)
+        Arrival(conductor.met, awaited, workers, self._options.session_timeout, self._fatal, self._clock)
+
+    def _without_session(self) -> Iterator[int]:
+        """The workers that have opened no Session, and their children; nothing else is below this process."""
+        opened = self._conductor.in_session() if self._conductor is not None else frozenset[int]()
+        return descendants(os.getpid(), without=opened)
+
+    def _report(self, progress: Progress) -> None:
+        member, writer = self._member, self._progress
+        if member is None or writer is None:
+            return
+        seen = member.look()
+        if seen.round is not None and seen.round.number == progress.round:
+            writer.offer(progress, seen.round_revision)
+
+    def _finish(self, outage_limit_s: float) -> None:
+        """torchrun's exit barrier: this node's workers have ended with success."""
+        member, conductor = self._member, self._conductor
+        if member is None or conductor is None:
+            return
+        if not conductor.met.is_set():
+            self._fatal(ConfigError(f"{_NO_SESSION}: the script ended without one", hint=_NO_SESSION_HINT))
+        current = member.look().round
+        if current is None or current.member(self.node_id) is None:
+            return
+        self._finished = True
+        done: dict[str, Any] = {"state": NodeState.DONE, "planned": True}
+        if self._announcer is not None:
+            self._announcer.close()
+        member.announce(member.record().model_copy(update=done), Deadline.after(outage_limit_s, self._clock))
+        self._meet_end(member.await_end(current.number, outage_limit_s))
+
+    def _fatal(self, error: ElasticTrainerError) -> None:
+        """From any thread: the job cannot go on here; say why, end the workers, go. Who comes second says nothing."""
+        if not self._dying.acquire(blocking=False):
+            _await_the_end()
+        try:
+            logs.last_words(f"elastic-trainer: {error}")
+            kill_workers(self._run_id, str(error))
+            self.shutdown()
+        finally:
+            os._exit(error.exit_code)
+
+
+def _await_the_end() -> NoReturn:
+    """Another thread ends the process."""
+    while True:
+        pause(1.0)

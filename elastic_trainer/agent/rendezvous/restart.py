@@ -1,0 +1,435 @@
+"""torchrun's rendezvous handler for restart mode: agreed ranks for each start of the workers.
+
+*Runs in* torchrun's main thread; its duties run in threads of the same process.
+*Owns* the member, the liveness port, the reserved store port, the supervisor; all end with :meth:`shutdown` or with the
+process (the lease does the rest).
+*Fails by* SystemExit with one sentence: 0 for a node that comes after a success, 78 for wrong configuration.
+*Invariant*: ``num_nodes_waiting`` does no I/O and never raises.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from elastic_trainer.agent.health.service import Vitals
+from elastic_trainer.agent.rendezvous import sigterm
+from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPort, default_node_id, own_address
+from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
+from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, failures, local_workers
+from elastic_trainer.agent.rendezvous.preflight_gate import Candidate, ensure_fit
+from elastic_trainer.agent.suspicion.questions import Notice
+from elastic_trainer.agent.workers.false_starts import FalseStart, Starts
+from elastic_trainer.agent.workers.supervisor import Supervisor
+from elastic_trainer.clock import SYSTEM, Clock, Deadline
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, ConfigError, ElasticTrainerError, RunClosedError
+from elastic_trainer.membership.admission import admit
+from elastic_trainer.membership.cluster_view import Limits
+from elastic_trainer.membership.documents import (
+    NodeRecord,
+    NodeState,
+    RoundDocument,
+    RoundState,
+    RunResult,
+    Spec,
+    split_address,
+)
+from elastic_trainer.membership.member import Member, closed_error
+from elastic_trainer.membership.presence import Presence
+from elastic_trainer.model import Cause, Phase, PreflightMode, RecoveryMode, checked_name
+from elastic_trainer.settings import (
+    ENV_NODE,
+    ENV_RECOVERY,
+    ENV_ROUND,
+    ENV_ROUND_REASON,
+    RendezvousOptions,
+    parse_endpoints,
+    rendezvous_options,
+)
+from elastic_trainer.store import connect_patiently
+from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.metered import MeteredStore
+from elastic_trainer.store.session import LeaseSession
+from elastic_trainer.telemetry import logs
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store as TorchStore
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    from elastic_trainer.store.api import Store
+
+BACKEND = "etcd3"
+RESTART_REGROUP_S = 60.0
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5.0, 30.0
+"""How long others are waited for whose workers may end at their start too: between them, as long as these lasted."""
+_WRONG = "a worker said that its configuration is wrong; trying again cannot help"
+
+
+class Etcd3RendezvousHandler(RendezvousHandler):
+    """One node's handler; see the module."""
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        options: RendezvousOptions,
+        *,
+        min_nodes: int,
+        max_nodes: int,
+        address: str,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._store = MeteredStore(store, clock)
+        self._run_id, self._options, self._clock = run_id, options, clock
+        self._address = address
+        self._spec = Spec(min_nodes=min_nodes, max_nodes=max_nodes, recovery=options.recovery)
+        self._keys = RunKeys(options.prefix, run_id)
+        node = options.node_id or default_node_id()
+        self.node_id = checked_name(node, "node id")
+        self._notice = Notice(run_id, self.node_id, clock)
+        self._member: Member | None = None
+        self._liveness: LivenessPort | None = None
+        self._port: ReservedPort | None = None
+        self._supervisor: Supervisor | None = None
+        self._vitals: Vitals | None = None
+        self._worked = False
+        """What :attr:`_made_steps` was when the node's part ended."""
+        self._current: RoundDocument | None = None
+        self._life = 0
+        self._finished = False
+        self._starts = Starts(clock)
+        logs.bind(run=run_id, node=self.node_id, role="agent")
+
+    @classmethod
+    def from_parameters(cls, parameters: RendezvousParameters) -> Self:
+        """Validate torchrun's parameters and reach the store. Raises ConfigError or StoreUnavailableError."""
+        logs.configure()
+        options = rendezvous_options(parameters.config)
+        checked_name(parameters.run_id, "run id (--rdzv-id)")
+        if not parameters.endpoint:
+            raise ConfigError("no store address was given", hint="add --rdzv-endpoint host:2379")
+        if parameters.min_nodes > parameters.max_nodes:
+            raise ConfigError(
+                f"--nnodes {parameters.min_nodes}:{parameters.max_nodes} has its minimum above its maximum"
+            )
+        settings = options.store(parameters.endpoint)
+        store = connect_patiently(settings, Deadline.after(options.connect_timeout), run=parameters.run_id)
+        address = options.interface or parameters.local_addr or own_address(parse_endpoints(parameters.endpoint)[0])
+        return cls(
+            store,
+            parameters.run_id,
+            options,
+            min_nodes=parameters.min_nodes,
+            max_nodes=parameters.max_nodes,
+            address=address,
+        )
+
+    # ---- what torchrun calls
+
+    def get_backend(self) -> str:
+        """The name that torchrun knows this handler by."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """False: rank 0's worker hosts the workers' store, on a port of its own for each round.
+
+        torchrun would otherwise name the workers' store prefix after its own restart count, which differs between
+        nodes, and stale addresses of an earlier round would be read.
+        """
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round; blocks until it is formed."""
+        if any(each.exitcode == EXIT_CONFIG for each in failures().values()) and self._cannot_help():
+            logs.logger().error("node.given_up", reason=_WRONG)
+            raise SystemExit(EXIT_CONFIG)
+        try:
+            return self._join()
+        except RunClosedError as error:
+            logs.logger().info("run.met_closed", succeeded=error.succeeded)
+            if error.succeeded:
+                raise SystemExit(0) from error
+            end(error)
+        except ElasticTrainerError as error:
+            end(error)
+
+    def _cannot_help(self) -> bool:
+        """Whether a worker that ended with the exit code of a wrong configuration will do so each time.
+
+        Not where workers of this node have made steps: then its configuration is right, and its data or their storage
+        have failed since. A node that ended with that code for it would take all others of a Kubernetes Job along.
+        """
+        return not self._made_steps
+
+    @property
+    def _made_steps(self) -> bool:
+        """Whether workers of this node have made steps, in any of their lives; False for scripts without a Session."""
+        return self._worked or (self._vitals is not None and self._vitals.made_steps)
+
+    def is_closed(self) -> bool:
+        """Whether the run has ended."""
+        current = self._member.look().round if self._member else None
+        return current is not None and current.state is RoundState.CLOSED
+
+    def set_closed(self) -> None:
+        """torchrun never calls this for a plugin; rounds are closed by the members (DESIGN section 3, *End*)."""
+
+    def num_nodes_waiting(self) -> int:
+        """1 when the workers' round is over, which makes torchrun restart them; else 0."""
+        if self._member is None or self._current is None:
+            return 0
+        return 1 if round_is_over(self._current, self._member.look().round) else 0
+
+    def get_run_id(self) -> str:
+        """The run's id."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """End this node's part: its key goes away, everybody else's stays."""
+        vitals, self._vitals = self._vitals, None
+        try:
+            if vitals is not None:
+                self._worked = self._worked or vitals.made_steps
+                vitals.close()
+        except Exception:  # noqa: BLE001 - what tells of health must not keep this node's key where others wait for it
+            logs.logger().exception("health.failed")
+        if self._member is not None:
+            self._member.leave()
+            self._member = None
+        for owned in (self._supervisor, self._liveness, self._port):
+            if owned is not None:
+                owned.close()
+        self._supervisor = self._liveness = self._port = None
+        self._starts.close()
+        self._store.close()
+        return True
+
+    def _at_exit(self) -> None:
+        """The process ends, in whatever way: take this node's key away, and name the right exit code.
+
+        torchrun would exit with 1 after a SIGTERM, which a job controller cannot tell from a failure, and after a
+        worker's wrong configuration, which the controller would try again.
+        """
+        self.shutdown()
+        code = exit_code_after(getattr(sys, "last_value", None), made_steps=self._worked)
+        if code is not None:
+            logs.last_words()
+            os._exit(code)
+
+    # ---- joining
+
+    def _join(self) -> RendezvousInfo:
+        waiting = Deadline.after(self._options.join_timeout, self._clock)
+        member = self._member if self._member is not None else self._arrive()
+        vitals = self._vitals
+        if vitals is not None:
+            vitals.employ(local_workers().count)
+            vitals.gathering(Phase.WAITING if self._current is None else Phase.RENDEZVOUS)
+        planned, cause = self._leave_round(member, waiting)
+        last = self._last_life(planned)
+        self._life += 1
+        if self._port is not None:
+            self._port.close()
+        self._port = ReservedPort(self._address)
+        member.announce(self._new_record(local_workers(), planned=planned, cause=cause, **last), waiting)
+        document = member.await_round(self._options.join_timeout)
+        self._current = document
+        if self._supervisor is not None:
+            self._supervisor.round_begun(document.number)
+        if vitals is not None:
+            vitals.starting()
+        self._starts.begin(self._port.port if document.is_first(self.node_id) else None)
+        return self._describe(document)
+
+    def _arrive(self) -> Member:
+        """First call: agree with the run, then become able to take part."""
+        deadline = Deadline.after(self._options.connect_timeout, self._clock)
+        admit(self._store, self._keys, self._spec, reopen=self._options.reopen, deadline=deadline)
+        if self._options.preflight is not PreflightMode.OFF:
+            ensure_fit(self._store, self._keys, self._options, self._candidate(), self._clock)
+            deadline = Deadline.after(self._options.connect_timeout, self._clock)
+        session = LeaseSession(self._store, self._options.ttl, deadline=deadline, clock=self._clock)
+        presence = Presence(self._store, self._keys, self.node_id, session, self._clock)
+        member = Member(self._store, self._keys, presence, self._limits(), clock=self._clock)
+        self._liveness = LivenessPort(self._address, self._notice.answer)
+        self._supervisor = Supervisor(self._run_id, self._options.stop_grace, self._clock)
+        member.on_round(self._watch_round)
+        member.start(deadline)
+        self._member = member
+        atexit.register(self._at_exit)
+        self._vitals = Vitals(
+            self._run_id,
+            self.node_id,
+            member,
+            self._store,
+            self._keys,
+            self._options,
+            self._address,
+            self._clock,
+            max_nodes=self._spec.max_nodes,
+        )
+        return member
+
+    def _candidate(self) -> Candidate:
+        return Candidate(self.node_id, self._address, local_workers().count, self._spec.min_nodes)
+
+    def _leave_round(self, member: Member, deadline: Deadline) -> tuple[bool, str]:
+        """Say that this node has left its round, if it was still on; whether by agreement, and why."""
+        if self._current is None:
+            return True, ""
+        hung = self._vitals.verdicts.take_any() if self._vitals is not None else None
+        false_start = self._starts.end(failures(), stepped=self._made_steps)
+        seen = member.look().round
+        if seen is None or round_is_over(self._current, seen):
+            return True, ""
+        if false_start is not None and self._others_too(member, self._current, false_start, deadline):
+            return True, ""
+        cause = "its workers failed" if hung is None else f"a worker was ended: {hung}"
+        reason = f"node {self.node_id} left the round: {cause}"
+        kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
+        member.break_round(self._current.number, reason, deadline, worker_failed=True, cause=kind)
+        seen = member.look().round
+        if seen is not None and seen.number == self._current.number and seen.state is RoundState.DRAINING:
+            return True, ""  # it ended by agreement, of which this node had not heard when its workers went
+        return False, cause
+
+    def _others_too(self, member: Member, mine: RoundDocument, start: FalseStart, deadline: Deadline) -> bool:
+        """Show that the workers ended at their start, and give those of the others time to do the same; whether the
+        round is over then.
+        """
+        shown = {"false_start": start.what, "false_starts": start.count}
+        member.announce(member.record().model_copy(update=shown), deadline)
+        grace_s = min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, self._starts.lasted_s))
+        member.await_over(mine.number, deadline.at_most(grace_s))
+        seen = member.look().round
+        return seen is not None and (seen.state is RoundState.CLOSED or round_is_over(mine, seen))
+
+    def _last_life(self, planned: bool) -> dict[str, Any]:
+        """How far it came, and what ended it."""
+        if self._current is None or self._vitals is None:
+            return {}
+        pages, failed = self._vitals.pages, failures()
+        own = bool(failed) and not pages.lost_peers([each.pid for each in failed.values()])
+        kind = Cause.WORKER_LOST if own else None if planned else Cause.CONTACT_LOST
+        return {"reached": pages.came_to(self._current.number), "ended_by": kind}
+
+    def _new_record(self, workers: LocalWorkers, *, planned: bool, cause: str, **last: Any) -> NodeRecord:
+        if self._liveness is None or self._port is None:
+            raise RuntimeError("the node has not arrived yet")
+        free_for = self._current.number + 1 if self._current else 0
+        return NodeRecord(
+            host=socket.gethostname(),
+            address=self._address,
+            local_world_size=workers.count,
+            role=workers.role,
+            store_port=self._port.port,
+            probe_port=self._liveness.port,
+            state=NodeState.READY,
+            life=self._life,
+            acknowledged=free_for,
+            reported=free_for,
+            planned=planned,
+            cause=cause,
+            **last,
+        )
+
+    def _describe(self, document: RoundDocument) -> RendezvousInfo:
+        rank = next(i for i, member in enumerate(document.members) if member.node == self.node_id)
+        host, port = split_address(document.store)
+        os.environ[ENV_NODE] = self.node_id
+        os.environ[ENV_ROUND] = str(document.number)
+        os.environ[ENV_ROUND_REASON] = document.reason
+        os.environ[ENV_RECOVERY] = str(RecoveryMode.RESTART)
+        logs.bind(round=document.number)
+        store = cast("TorchStore", RoundStore(document, self._finish))
+        return RendezvousInfo(store, rank, len(document.members), RendezvousStoreInfo(host, port))
+
+    def _limits(self) -> Limits:
+        options = self._options
+        in_place = options.recovery is RecoveryMode.IN_PLACE
+        return Limits(
+            min_nodes=self._spec.min_nodes,
+            max_nodes=self._spec.max_nodes,
+            recovery=options.recovery,
+            last_call_s=options.last_call,
+            last_call_limit_s=options.last_call_limit,
+            regroup_grace_s=options.regroup_grace if in_place else RESTART_REGROUP_S,
+            failure_limit=options.failure_limit,
+            stalled_rounds=options.stalled_rounds,
+            join_batch_s=options.join_batch,
+            join_interval_s=options.join_interval,
+        )
+
+    # ---- during and after a round
+
+    def _watch_round(self, document: RoundDocument) -> None:
+        """From the deciding thread: workers of a broken round get their grace."""
+        if self._current is None or self._supervisor is None or self._finished:
+            return
+        if round_is_over(self._current, document) and document.state is not RoundState.DRAINING:
+            self._supervisor.round_over(self._current.number)
+
+    def _finish(self, outage_limit_s: float) -> None:
+        """torchrun's exit barrier: say that this node is done, and stay until all members are."""
+        member, current = self._member, self._current
+        if member is None or current is None:
+            return
+        self._finished = True
+        done: dict[str, Any] = {"state": NodeState.DONE, "planned": True}
+        member.announce(member.record().model_copy(update=done), Deadline.after(outage_limit_s, self._clock))
+        ended = member.await_end(current.number, outage_limit_s)
+        self._meet_end(ended)
+
+    def _meet_end(self, ended: RoundDocument | None) -> None:
+        """This node's workers have succeeded: so has the node, unless the run is known to have failed."""
+        if ended is None:
+            return
+        if self._vitals is not None and ended.is_first(self.node_id):
+            self._vitals.tell_goodput()
+        logs.logger().info("run.ended", result=ended.result, reason=ended.reason)
+        if ended.result is RunResult.FAILED:
+            end(closed_error(ended))
+        sigterm.too_late()
+
+
+def round_is_over(mine: RoundDocument, seen: RoundDocument | None) -> bool:
+    """Whether ``seen`` shows that the round ``mine`` does not go on (an absent document proves nothing)."""
+    if seen is None:
+        return False
+    return seen.number > mine.number or (
+        seen.number == mine.number and seen.state in (RoundState.BROKEN, RoundState.DRAINING)
+    )
+
+
+def exit_code_after(error: BaseException | None, *, made_steps: bool) -> int | None:
+    """What this process must exit with, where torchrun's own exit code would not tell it.
+
+    ``made_steps``: whether its workers have, so that their configuration was right.
+    """
+    if was_terminated(error):
+        return EXIT_LEFT
+    if made_steps:
+        return None
+    if isinstance(error, ChildFailedError) and any(each.exitcode == EXIT_CONFIG for each in error.failures.values()):
+        return EXIT_CONFIG
+    return None
+
+
+def was_terminated(error: BaseException | None) -> bool:
+    """Whether ``error``, which ended this process, is how torchrun takes a SIGTERM."""
+    return isinstance(error, SignalException) and error.sigval == signal.SIGTERM
+
+
+def end(error: ElasticTrainerError) -> NoReturn:
+    """Say ``error`` in one line and leave with its exit code."""
+    logs.last_words(f"elastic-trainer: {error}")
+    raise SystemExit(error.exit_code)

@@ -1,0 +1,124 @@
+"""The agents around this one: asks them what their workers do, and says which of them do not answer.
+
+*Runs in* one thread, which waits for none of them. *Owns* the questions under way.
+*Fails by* nothing: whom the store or the network does not let ask, nothing is known of.
+*Invariant*: nobody is silent who had less time than answers have needed lately, this node's own in the same moment too.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from elastic_trainer.agent.suspicion.asking import Address, Asker
+from elastic_trainer.agent.workers import doubt
+from elastic_trainer.clock import SYSTEM, Clock, Deadline
+from elastic_trainer.errors import ElasticTrainerError
+from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.documents import Ghost, RoundDocument
+from elastic_trainer.telemetry.logs import logger
+
+STORE_S: Final = 0.5
+FORGOTTEN_S: Final = 5.0
+"""An answer that took longer would teach nothing."""
+
+Nodes = Callable[[Sequence[str], Deadline], Mapping[str, NodeView]]
+
+
+@dataclass(frozen=True, slots=True)
+class Suspects:
+    """Keys of nodes that do not answer, and what speaks against them."""
+
+    ghosts: tuple[Ghost, ...]
+    reason: str
+
+
+class Peers:
+    """See the module. ``nodes(names, deadline)`` reads the keys of those nodes."""
+
+    def __init__(self, run: str, node: str, nodes: Nodes, clock: Clock = SYSTEM, asker: Asker | None = None) -> None:
+        self._node, self._nodes, self._clock = node, nodes, clock
+        self._asker = asker if asker is not None else Asker(run, node, clock)
+        self._number = -1
+        self._around: dict[str, Address] = {}
+        """Whom this node asks in the round of that number, itself among them."""
+        self._delays: dict[str, doubt.Delays] = {}
+        self._dead: set[str] = set()
+        self._own_s = float("inf")
+        """What this node's last answer to itself took."""
+
+    def ask(self, document: RoundDocument) -> None:
+        """Ask whoever is around in the round of ``document``, unless an answer is awaited."""
+        if document.number != self._number:
+            self._meet(document)
+        for name, address in self._around.items():
+            self._asker.ask(name, address)
+
+    def _meet(self, document: RoundDocument) -> None:
+        """Find out where to ask."""
+        names = doubt.neighbours(document, self._node)
+        keys = self._read((*names, self._node))
+        found = {name: _address(each.record.address, each.record.probe_port) for name, each in keys.items()}
+        self._around = {name: address for name, address in found.items() if address is not None}
+        self._dead.clear()
+        if self._around:
+            self._number = document.number
+
+    def hear(self, timeout_s: float) -> None:
+        """Take in what comes within ``timeout_s`` seconds, or something did."""
+        heard = self._asker.hear(timeout_s)
+        now = self._clock.monotonic()
+        for each in heard:
+            if each.dead:
+                self._dead.add(each.node)
+                continue
+            self._dead.discard(each.node)
+            self._delays.setdefault(each.node, doubt.Delays()).note(each.after_s, now)
+            if each.node == self._node:
+                self._own_s = each.after_s
+            elif each.answer is not None and not all(worker.waits for worker in each.answer.workers):
+                logger().debug("peer.awaited", node=each.node, workers=[each.answer.model_dump()["workers"]])
+        for name, since in list(self._asker.open.items()):
+            if now - since > FORGOTTEN_S:
+                self._asker.forget(name)
+
+    def suspects(self, now: float, awake_at: float) -> Suspects | None:
+        """Who is dead or silent for too long; what was before ``awake_at`` does not count."""
+        open_ = {name: now - max(since, awake_at) for name, since in self._asker.open.items()}
+        told = {name: f"node {name} does not answer its peer {self._node} ({s:.2f} s)" for name, s in open_.items()}
+        silent = [name for name, silent_s in open_.items() if silent_s > self._limit_s(name, now)]
+        told |= {name: f"the agent of node {name} is gone" for name in self._dead}
+        accused = [name for name in self._around if name in (*silent, *self._dead) and name != self._node]
+        keys = self._read(accused) if accused else {}
+        if not keys:
+            return None
+        ghosts = tuple(Ghost(node=name, mod_revision=each.mod_revision) for name, each in keys.items())
+        return Suspects(ghosts, "; ".join(told[name] for name in keys))
+
+    def _limit_s(self, name: str, now: float) -> float:
+        own_s = self._asker.open.get(self._node)
+        own_s = self._own_s if own_s is None else now - own_s
+        lately = [self._delays.get(each, doubt.Delays()) for each in (name, self._node)]
+        return max(doubt.TIMES_OWN * own_s, *(each.limit_s(doubt.ANSWER_S, now) for each in lately))
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        self._asker.close()
+
+    def _read(self, names: Sequence[str]) -> Mapping[str, NodeView]:
+        try:
+            return self._nodes(names, Deadline.after(STORE_S, self._clock))
+        except ElasticTrainerError as error:
+            logger().debug("peers.unknown", error=str(error))
+            return {}
+
+
+def _address(host: str, port: int) -> Address | None:
+    """Where to connect; None if that is not known."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return None
+    return (family, target) if port else None

@@ -1,0 +1,1 @@
+"""The worker processes of one node: led through rounds, watched, killed where they must be."""

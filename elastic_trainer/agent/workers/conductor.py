@@ -1,0 +1,500 @@
+"""Leads this node's workers through rounds in place: takes their reports to the run, and its decisions to them.
+
+*Runs in* the agent: reader threads of the channel, the deciding thread (``see``), torchrun's main thread (``begin``).
+Writes to the store are left to the announcer's thread, so that none of these waits for it.
+*Owns* the channel's listener and the table of workers.
+*Fails by* nothing: a worker that breaks the protocol is treated as lost.
+*Invariant*: a life of this node's workers ends once; after that nothing its workers say counts.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.agent.workers.backoff import Strikes
+from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.agent.workers.quarantine import Quarantine
+from elastic_trainer.agent.workers.reachability import Contact
+from elastic_trainer.agent.workers.record_writer import Announcer
+from elastic_trainer.agent.workers.release import Release
+from elastic_trainer.agent.workers.roster import Life, Worker
+from elastic_trainer.agent.workers.watchdog import Watchdog
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.errors import EXIT_FAILURE
+from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Listener
+from elastic_trainer.ipc.messages import (
+    CHANNEL_VERSION,
+    Drain,
+    Evicted,
+    Exit,
+    Failed,
+    Formation,
+    Hello,
+    Leaving,
+    Message,
+    MessageError,
+    Over,
+    Pong,
+    Progress,
+    Ready,
+    Welcome,
+    read_from_worker,
+)
+from elastic_trainer.ipc.mutex import await_death
+from elastic_trainer.membership.documents import (
+    Ghost,
+    Identity,
+    NodeRecord,
+    NodeState,
+    RoundDocument,
+    RoundMember,
+    RoundState,
+)
+from elastic_trainer.model import Cause
+from elastic_trainer.telemetry.logs import logger
+
+SUSPECTED_S = 1.0
+"""A suspicion that could not be written for so long is dropped: whoever was suspected may have come back since."""
+
+
+class Conductor:
+    """See the module. ``base`` is the node's record without what changes; ``on_progress`` gets rank 0's reports."""
+
+    def __init__(
+        self,
+        run: str,
+        node: str,
+        base: NodeRecord,
+        announcer: Announcer,
+        on_progress: Callable[[Progress], None],
+        clock: Clock = SYSTEM,
+        sever_timeout_s: float = 30.0,
+        hang_timeout_s: float = 0.0,
+        contact: Contact | None = None,
+        verdicts: Verdicts | None = None,
+        committed: Callable[[int], tuple[int, int] | None] = lambda pid: None,
+        busy: Callable[[int], str] = lambda pid: "",
+    ) -> None:
+        self._run, self._node, self._base, self._announcer = run, node, base, announcer
+        self._on_progress, self._clock, self._committed = on_progress, clock, committed
+        self._lock = threading.RLock()
+        self._release = Release(sever_timeout_s, self._lock, busy, self._late, clock)
+        self._life = Life(0, 0, ended=True)
+        self._document: RoundDocument | None = None
+        self._acknowledged = 0
+        self._evicted = ""
+        self._reached: Identity | None = None
+        """How far the last life came."""
+        self._ended_by: Cause | None = None
+        """What ended it, unless that was agreed on."""
+        self._strikes = Strikes()
+        self._quarantine = Quarantine(node, contact or Contact(dict), lambda: self._document, self._released)
+        self._create_revision: Callable[[], int] = lambda: 0
+        self.met = threading.Event()
+        """Set when the first worker of the present life has opened a session."""
+        self._listener = Listener(self._serve)
+        self._verdicts = verdicts if verdicts is not None else Verdicts()
+        self._watchdog = Watchdog(hang_timeout_s, self._at_work, self._verdicts, clock)
+        self._watchdog.start()
+
+    @property
+    def path(self) -> Path:
+        """Where workers connect."""
+        return self._listener.path
+
+    @property
+    def life(self) -> int:
+        """The number of the present life of the workers."""
+        return self._life.number
+
+    def know_incarnation(self, create_revision: Callable[[], int]) -> None:
+        """``create_revision()`` is that of this node's key."""
+        self._create_revision = create_revision
+
+    def close(self) -> None:
+        """Tell the workers that nobody leads them any more."""
+        self._watchdog.close()
+        self._quarantine.close()
+        self._release.close()
+        self._listener.close()
+        with self._lock:
+            for worker in self._life.workers.values():
+                worker.connection.close()
+
+    def in_session(self) -> frozenset[int]:
+        """The processes that have opened a Session in this life."""
+        with self._lock:
+            return frozenset(worker.pid for worker in self._life.workers.values())
+
+    def _at_work(self) -> list[Worker]:
+        """The workers that have not said farewell."""
+        with self._lock:
+            return [] if self._life.ended else [each for each in self._life.workers.values() if each.left is None]
+
+    # ---- lives
+
+    def begin(self, size: int) -> NodeRecord:
+        """torchrun starts ``size`` workers: the record of a node that warms up."""
+        with self._lock:
+            if not self._life.ended:
+                self._end_life("its workers failed", worker_failed=True)
+            back_off_s = self._strikes.back_off_s()
+            joins_at = math.inf if self._quarantine.active else self._clock.monotonic() + back_off_s
+            self._life = Life(self._life.number, size, joins_at=joins_at)
+            if back_off_s:
+                logger().warning("node.backs_off", node=self._node, seconds=back_off_s, failures=self._strikes.count)
+                back = threading.Timer(back_off_s, self._offer, args=(self._life.number,))
+                back.daemon = True  # a node that fails for good meanwhile does not wait for it
+                back.start()
+            self._quarantine.clear()
+            self._evicted = ""  # only a worker was told to go: torchrun itself would not start it again
+            self.met.clear()
+            return self._record(NodeState.WARMING)
+
+    def _offer(self, life: int) -> None:
+        """The back-off is over."""
+        with self._lock:
+            if life == self._life.number and not self._life.ended:
+                self._publish()
+
+    def _released(self) -> None:
+        """All who train can be reached again."""
+        with self._lock:
+            self._life.joins_at = 0.0
+            self._offer(self._life.number)
+
+    def _end_life(
+        self, cause: str, *, worker_failed: bool, planned: bool = False, kind: Cause = Cause.WORKER_LOST
+    ) -> None:
+        """The workers of this life are gone, or are to go; called with the lock held."""
+        life, current = self._life, self._document
+        self._look_how_far(life)
+        life.ended = True
+        self._reached = life.reached
+        self._ended_by = None if planned else kind
+        if worker_failed and life.size:
+            self._strikes = self._strikes.after(life.steps)
+        for worker in life.workers.values():
+            self._tell(worker, Exit(code=EXIT_FAILURE, reason=cause))
+        mine = current.member(self._node) if current is not None else None
+        taking_part = mine is not None and mine.life == life.number and mine.create_revision == self._create_revision()
+        self._life = Life(life.number + 1, life.size, ended=True)
+        if current is not None and taking_part:  # else it would seem to have left a round that takes it in
+            self._acknowledged = max(self._acknowledged, _last_number(current) + 1)
+        record = self._record(NodeState.WARMING, planned=planned, cause=cause)
+        if current is not None and taking_part and not planned:
+            reason = f"node {self._node} left the round: {cause}"
+            number = _last_number(current)
+            self._announcer.break_round(number, reason, record, worker_failed=worker_failed, cause=kind)
+        else:
+            self._announcer.announce(record)
+
+    def _look_how_far(self, life: Life) -> None:
+        """What its workers last told may be a moment old: their pages are not."""
+        for worker in life.workers.values():
+            try:
+                place = self._committed(worker.pid)
+            except Exception:  # noqa: BLE001 - whatever a page holds: the life must end
+                logger().exception("page.unreadable", pid=worker.pid)
+                continue
+            if place is not None:
+                life.came_to(*place)
+
+    # ---- what the run decides (the deciding thread)
+
+    def see(self, document: RoundDocument) -> None:
+        """Pass ``document`` on to the workers, as far as it concerns them."""
+        with self._lock:
+            self._document = document
+            if self._life.ended:
+                return
+            mine = self._my_entry(document)
+            if document.state is RoundState.CLOSED:
+                self._tell_all(Exit(code=0 if document.result == "succeeded" else EXIT_FAILURE, reason=document.reason))
+            elif document.state is RoundState.BROKEN:
+                self._over(document, document.number, document.reason)
+            elif document.state is RoundState.ACTIVE and mine is not None:
+                self._form(document, mine)
+            elif document.state is RoundState.ACTIVE:
+                self._over(document, document.number - 1, f"round {document.number} was formed without this node")
+                if document.left_out == self._node:
+                    self._keep_away(document)
+            elif document.state is RoundState.DRAINING:
+                self._drain(document, mine)
+
+    def _my_entry(self, document: RoundDocument | None) -> RoundMember | None:
+        """This life's entry in ``document``."""
+        mine = document.member(self._node) if document is not None else None
+        if mine is None or (mine.life, mine.create_revision) != (self._life.number, self._create_revision()):
+            return None
+        return mine
+
+    def _over(self, document: RoundDocument, number: int, reason: str) -> None:
+        """Rounds up to ``number`` are over: the workers are told, and the run that this node knows."""
+        self._tell_over(number, reason)
+        waited_for = document.member(self._node) is not None or self._node in (ghost.node for ghost in document.ghosts)
+        waited_for |= any(worker.told_formation for worker in self._life.workers.values())
+        if self._acknowledged <= number and waited_for:
+            self._acknowledged = number + 1
+            self._publish()
+
+    def _keep_away(self, document: RoundDocument) -> None:
+        self._quarantine.enter(document)
+        if self._quarantine.active and self._life.joins_at != math.inf:
+            self._life.joins_at = math.inf
+            self._publish()
+
+    def _tell_over(self, number: int, reason: str) -> None:
+        for worker in self._life.workers.values():
+            if worker.told_over < number:
+                worker.told_over = number
+                self._tell(worker, Over(number=number, reason=reason))
+                self._release.expect(self._life, worker, number)
+
+    def _late(self, worker: Worker) -> None:
+        """It is not free yet: the others must know why, and how far it has come."""
+        self._look_how_far(self._life)
+        self._publish()
+
+    def _form(self, document: RoundDocument, mine: RoundMember) -> None:
+        """Where all leases were lost at once a round follows on one that nobody has seen the end of."""
+        self._tell_over(document.number - 1, f"round {document.number} was formed")
+        for worker in self._life.workers.values():
+            if worker.ready is not None and worker.told_formation < document.number:
+                worker.told_formation = worker.inside = document.number
+                self._tell(worker, formation_of(document, mine, worker.local_rank))
+
+    def _drain(self, document: RoundDocument, mine: RoundMember | None) -> None:
+        following = document.next
+        place = self._my_entry(following)
+        for worker in self._life.workers.values():
+            then = formation_of(following, place, worker.local_rank) if following and place else None
+            if mine is not None and worker.told_drain < document.number:
+                worker.told_drain = document.number
+                if following is not None:
+                    worker.told_formation = following.number
+                worker.offered = then.number if then is not None else 0
+                self._tell(
+                    worker,
+                    Drain(number=document.number, reason=document.reason, waits=following is None, next=then),
+                )
+            elif mine is None and then is not None and worker.told_formation < then.number:
+                worker.told_formation = worker.inside = then.number
+                self._tell(worker, then)
+
+    # ---- what the workers say (reader threads)
+
+    def _serve(self, connection: Connection) -> None:
+        worker: Worker | None = None
+        try:
+            for line in connection.lines():
+                message = read_from_worker(line)
+                if isinstance(message, Hello):
+                    worker = self._welcome(connection, message)
+                elif worker is not None:
+                    self._hear(worker, message)
+                if isinstance(message, Leaving):
+                    return  # hanging up tells the worker that its word has been taken, so it may end now
+        except MessageError as error:
+            logger().error("worker.not_understood", pid=connection.peer()[0], error=str(error))
+        finally:
+            if worker is not None:
+                self._gone(worker)
+
+    def _welcome(self, connection: Connection, hello: Hello) -> Worker | None:
+        if hello.version != CHANNEL_VERSION:
+            reason = f"the worker speaks channel version {hello.version}, its agent {CHANNEL_VERSION}"
+            connection.send(Exit(code=78, reason=reason))
+            return None
+        with self._lock:
+            life = self._life
+            if life.ended or hello.local_rank in life.workers:
+                connection.send(Exit(code=EXIT_FAILURE, reason="the node's workers are being restarted"))
+                return None
+            worker = Worker(connection, connection.peer()[0], hello.local_rank, life.number)
+            life.workers[hello.local_rank] = worker
+            self.met.set()
+            self._tell(worker, Welcome(run=self._run, node=self._node))
+        if hello.mutex is not None:
+            arguments = (worker, Path(hello.mutex))
+            threading.Thread(target=self._await_death, args=arguments, name=f"life-{worker.pid}", daemon=True).start()
+        return worker
+
+    def _await_death(self, worker: Worker, mutex: Path) -> None:
+        try:
+            if await_death(mutex):
+                self._gone(worker)
+        except OSError as error:
+            logger().warning("worker.mutex_unusable", pid=worker.pid, error=str(error))
+
+    def _hear(self, worker: Worker, message: Message) -> None:
+        worker.heard_at = self._clock.monotonic()
+        if isinstance(message, Pong):
+            worker.ponged(worker.heard_at)
+        if isinstance(message, Failed) and message.forming:
+            self._quarantine.ask(self._document)  # takes a moment; what the worker says next comes after it
+        elif isinstance(message, Ready) and self._is_accused():
+            self._quarantine.ask(self._document)
+        with self._lock:
+            if worker.life != self._life.number or self._life.ended:
+                return
+            if isinstance(message, Ready):
+                self._ready(worker, message)
+                if self._document is not None:
+                    self.see(self._document)
+            elif isinstance(message, Failed):
+                self._failed(message)
+            elif isinstance(message, Leaving):
+                self._left(worker, message)
+            elif isinstance(message, Evicted):
+                self._evict(message.reason)
+            elif isinstance(message, Progress):
+                self._quarantine.clear()
+                self._life.note(
+                    Identity(round=message.round, step=message.step, epoch=message.epoch, samples=message.samples)
+                )
+                mine = self._my_entry(self._document)
+                if mine is not None and mine.first_rank + worker.local_rank == 0:
+                    self._on_progress(message)
+
+    def _ready(self, worker: Worker, message: Ready) -> None:
+        worker.ready, worker.stuck = message, False
+        if worker.free_for() > worker.told_over:
+            self._release.freed(worker)
+        if message.planned and message.number == worker.offered:
+            worker.inside = message.number
+        if message.state is not None:
+            self._life.note(Identity.model_validate(message.state.model_dump()))
+        self._publish()
+
+    def _is_accused(self) -> bool:
+        """Whether the others have broken the round since this node did not answer: can it not reach them either?"""
+        return self._document is not None and self._document.accuses(self._node)
+
+    def _left(self, worker: Worker, message: Leaving) -> None:
+        worker.left = message
+        if message.status == "stopped" and self._document is not None:
+            # It left by agreement, so nobody need wait until its process and its key are gone.
+            worker.ready = Ready(number=_last_number(self._document) + 1, planned=True)
+        self._publish()
+
+    def _failed(self, message: Failed) -> None:
+        """A collective failed: that is news for all, if nobody has told yet."""
+        current = self._document
+        if current is None or message.number not in (current.number, _last_number(current)):
+            return
+        if current.state in (RoundState.ACTIVE, RoundState.DRAINING):
+            reason = f"node {self._node} lost contact with a peer ({message.error})"
+            self._acknowledged = max(self._acknowledged, _last_number(current) + 1)
+            record = self._record(planned=False)
+            number, cause = _last_number(current), Cause.CONTACT_LOST
+            self._announcer.break_round(number, reason, record, worker_failed=False, cause=cause)
+
+    def _evict(self, reason: str) -> None:
+        """This node is asked to go: a planned change."""
+        if not self._evicted:
+            self._evicted = reason
+            logger().info("node.evicted", node=self._node, reason=reason)
+            self._publish()
+
+    def _gone(self, worker: Worker) -> None:
+        with self._lock:
+            self._release.freed(worker)
+            if worker.life != self._life.number or self._life.ended:
+                return
+            if worker.left is not None and worker.left.status in ("done", "stopped"):
+                return
+            logger().warning("worker.lost", pid=worker.pid, local_rank=worker.local_rank, node=self._node)
+            hung = self._verdicts.take(worker.pid)
+            cause = "was lost" if hung is None else f"was ended: {hung}"
+            kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
+            self._end_life(f"its worker {worker.local_rank} {cause}", worker_failed=True, kind=kind)
+
+    # ---- suspicions (the thread of that name)
+
+    def at_work(self) -> tuple[RoundDocument | None, list[Worker]]:
+        """The newest round, if this life of the node has a part in it, and its workers; those may be in it still."""
+        with self._lock:
+            current = self._document
+            if self._my_entry(current) is None and (current is None or self._my_entry(current.next) is None):
+                return None, []
+            return current, self._at_work()
+
+    def accuse(self, document: RoundDocument, suspects: tuple[Ghost, ...], reason: str) -> None:
+        """Break the round of ``document`` without ``suspects``, which do not answer, unless it is over."""
+        with self._lock:
+            if self._life.ended or document is not self._document:
+                return
+            self._quarantine.found(tuple(each.node for each in suspects))
+            self._announcer.break_round(
+                _last_number(document),
+                reason,
+                self._record(),
+                worker_failed=False,
+                cause=Cause.CONTACT_LOST,
+                suspects=suspects,
+                within_s=SUSPECTED_S,
+            )
+
+    def pass_over(self, worker: Worker, why: str) -> None:
+        """``worker``, one of this node's, will not come: let the others go on without it."""
+        with self._lock:
+            current = self._document
+            if current is None or self._life.ended or worker.life != self._life.number or worker.stuck:
+                return
+            number, worker.stuck = _last_number(current), True
+            self._acknowledged = max(self._acknowledged, number + 1)
+            reason = f"worker {worker.local_rank} of node {self._node} does not get on: {why}"
+            logger().warning("worker.passed_over", pid=worker.pid, local_rank=worker.local_rank, reason=why)
+            self._announcer.break_round(
+                number, reason, self._record(cause=why), worker_failed=False, cause=Cause.WORKER_HUNG
+            )
+
+    # ---- the node's record
+
+    def _publish(self) -> None:
+        self._announcer.announce(self._record())
+
+    def _record(self, state: NodeState | None = None, *, planned: bool | None = None, cause: str = "") -> NodeRecord:
+        """What this node shows now."""
+        now = self._clock.monotonic()
+        fields: dict[str, Any] = self._life.shown(now)
+        fields["state"] = state or self._life.state(now, evicted=bool(self._evicted))
+        fields["acknowledged"] = max(self._acknowledged, fields["reported"])
+        if planned is not None:
+            fields["planned"] = planned
+        fields["unreachable"] = self._quarantine.unreachable
+        last: dict[str, Any] = {"reached": self._reached, "ended_by": self._ended_by, "cause": cause}
+        return self._base.model_copy(update=fields | last)
+
+    def _tell_all(self, message: Message) -> None:
+        for worker in self._life.workers.values():
+            self._tell(worker, message)
+
+    def _tell(self, worker: Worker, message: Message) -> None:
+        try:
+            worker.connection.send(message)
+        except ChannelClosedError:
+            logger().debug("worker.unreachable", pid=worker.pid)
+
+
+def _last_number(document: RoundDocument) -> int:
+    """The number of the newest round that ``document`` may have put into effect."""
+    return document.next.number if document.next is not None else document.number
+
+
+def formation_of(document: RoundDocument, mine: RoundMember, local_rank: int) -> Formation:
+    """The place of one worker in ``document``."""
+    return Formation(
+        number=document.number,
+        nonce=document.nonce,
+        store=document.store,
+        rank=mine.first_rank + local_rank,
+        world_size=document.world_size,
+        nodes=tuple(member.node for member in document.members),
+        reason=document.reason,
+    )

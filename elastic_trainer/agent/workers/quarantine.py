@@ -1,0 +1,113 @@
+"""Keeps a node away whose round could not be formed, until it reaches all who train; else each of its joins is a stop.
+
+*Runs in* the agent: ``ask`` in a reader thread of the channel, which waits; the attempts to come back in timers.
+*Owns* one timer at a time. *Fails by* nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from elastic_trainer.agent.workers.backoff import Strikes
+from elastic_trainer.agent.workers.reachability import Contact
+from elastic_trainer.membership.documents import RoundDocument, RoundState
+from elastic_trainer.membership.reachability import FAILED_ROUNDS
+from elastic_trainer.telemetry.logs import logger
+
+SHORTEST_S = 1.0
+
+
+class Quarantine:
+    """See the module. ``present()`` is the round that stands; ``released()`` is called when it can be reached."""
+
+    def __init__(
+        self,
+        node: str,
+        contact: Contact,
+        present: Callable[[], RoundDocument | None],
+        released: Callable[[], None],
+    ) -> None:
+        self._node, self._contact, self._present, self._released = node, contact, present, released
+        self.unreachable: tuple[str, ...] = ()
+        """Nodes that could not be reached when a round with them could not be formed."""
+        self.active = False
+        """Whether this node does not offer itself."""
+        self._closed = False
+        self._since_round = 0
+        self._strikes = Strikes()
+        self._timer: threading.Timer | None = None
+
+    def ask(self, document: RoundDocument | None) -> None:
+        """Find out whom this node cannot reach: others could not reach it in the round of ``document``, or that was not
+        the first in a row that could not be formed."""
+        if document is not None and (document.stalled >= FAILED_ROUNDS - 1 or document.accuses(self._node)):
+            self.found(self._missing(document) or ())
+            if self.unreachable:
+                logger().warning("node.cut_off", node=self._node, round=document.number, unreachable=self.unreachable)
+
+    def found(self, nodes: tuple[str, ...]) -> None:
+        """``nodes`` cannot be reached. Where all are needed no round is formed: look again until they can."""
+        self.unreachable = nodes
+        if nodes and not self.active:
+            self._after(SHORTEST_S, self._look_again)
+
+    def clear(self) -> None:
+        """Steps are committed, or the workers are others: what was before does not count against this node."""
+        self.unreachable = ()
+        if not self.active:
+            self._strikes = Strikes()
+
+    def enter(self, document: RoundDocument) -> None:
+        """The round of ``document`` was formed without this node because of that: once, however often it is seen."""
+        if document.number <= self._since_round:
+            return
+        self._since_round, self.active = document.number, True
+        self._wait()
+
+    def close(self) -> None:
+        """The node ends."""
+        self.active, self._closed = False, True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait(self) -> None:
+        self._strikes = self._strikes.after(0)
+        seconds = max(SHORTEST_S, self._strikes.back_off_s())
+        logger().warning("node.kept_away", node=self._node, seconds=seconds, unreachable=self.unreachable)
+        self._after(seconds, self._try_again)
+
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(seconds, act)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _look_again(self) -> None:
+        document = self._present()
+        if self.active or self._closed or not self.unreachable or document is None:
+            return
+        over = document.state is RoundState.BROKEN  # else steps will tell
+        missing = self._missing(document) if over else None
+        if missing == ():
+            self.unreachable = ()
+            self._released()
+        else:
+            self._after(SHORTEST_S, self._look_again)
+
+    def _missing(self, document: RoundDocument) -> tuple[str, ...] | None:
+        return self._contact.missing(m.node for m in document.members if m.node != self._node)
+
+    def _try_again(self) -> None:
+        if not self.active:
+            return
+        document = self._present()
+        found = self._missing(document) if document is not None else ()
+        self.unreachable = found or ()
+        if found is None or found:  # without the store nobody could take this node in either
+            self._wait()
+            return
+        self.active = False
+        logger().info("node.returns", node=self._node)
+        self._released()

@@ -1,0 +1,133 @@
+"""This node's workers in one life of theirs: what each has said, and what they make together.
+
+*Runs in* whatever thread asks, under the conductor's lock. Nothing here waits or sends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic_trainer.agent.workers.doubt import Delays
+from elastic_trainer.ipc.channel import Connection
+from elastic_trainer.ipc.messages import Leaving, Ready
+from elastic_trainer.membership.documents import Identity, NodeState
+
+
+@dataclass(slots=True)
+class Worker:
+    """One connected worker and the last things said."""
+
+    connection: Connection
+    pid: int
+    local_rank: int
+    life: int
+    ready: Ready | None = None
+    left: Leaving | None = None
+    told_formation: int = 0
+    told_over: int = 0
+    told_drain: int = 0
+    offered: int = 0
+    """The round in which a planned change would give it a place."""
+    heard_at: float = 0.0
+    """Monotonic time of the last word from it; 0 before the watchdog has seen it."""
+    busy: str = ""
+    """What keeps it in a round that is over, where that is known."""
+    pinged_at: float = 0.0
+    """Monotonic time of the first question that it has not answered; 0: there is none."""
+    delays: Delays = field(default_factory=Delays)
+    """How long its answers have taken."""
+    stuck: bool = False
+    """Whether it stood still when others waited for it, and has not been free since."""
+    inside: int = 0
+    """The newest round that it may have entered: one whose place it was given and had no reason to refuse."""
+
+    def ponged(self, now: float) -> None:
+        """It has answered."""
+        if self.pinged_at:
+            self.delays.note(now - self.pinged_at, now)
+        self.pinged_at = 0.0
+
+    def free_for(self) -> int:
+        """The least round number that this worker is free for; 0 before it is ready.
+
+        A round that was over before it was told of its place in it is behind it too: it will say nothing of that one.
+        """
+        if self.ready is None:
+            return 0
+        unmet = self.told_over + 1 if self.inside < self.ready.number else 0
+        return max(self.ready.number, unmet)
+
+    def stays_in(self, number: int) -> bool:
+        """Whether it may still be in a round up to ``number``. One that came new to a later round never says so."""
+        return 0 < self.inside <= number and self.free_for() <= number
+
+
+@dataclass(slots=True)
+class Life:
+    """One start of this node's workers."""
+
+    number: int
+    size: int
+    workers: dict[int, Worker] = field(default_factory=dict)
+    ended: bool = False
+    first_step: int | None = None
+    reached: Identity | None = None
+    """How far the job is known to have come in this life."""
+    joins_at: float = 0.0
+    """Monotonic time before which this node does not offer itself."""
+
+    @property
+    def steps(self) -> int:
+        """Steps known to have been committed in this life."""
+        return 0 if self.first_step is None or self.reached is None else self.reached.step - self.first_step
+
+    def note(self, place: Identity) -> None:
+        """A worker has told how far it is."""
+        self.first_step = place.step if self.first_step is None else self.first_step
+        if self.reached is None or place.step >= self.reached.step:
+            self.reached = place
+
+    def came_to(self, number: int, step: int) -> None:
+        """A worker of round ``number`` holds the state after ``step``, whatever it has told last."""
+        if self.reached is None or step > self.reached.step:
+            self.reached = Identity(round=number, step=step)
+
+    # ---- what they make together
+
+    @property
+    def reports(self) -> list[Ready]:
+        """What the workers that are ready have said last."""
+        return [worker.ready for worker in self.workers.values() if worker.ready is not None]
+
+    def complete(self, now: float) -> bool:
+        """Whether all workers are ready, and the node may offer itself at monotonic time ``now``."""
+        whole = bool(self.workers) and len(self.reports) == self.size
+        return whole and not self.ended and now >= self.joins_at
+
+    def state(self, now: float, *, evicted: bool) -> NodeState:
+        """The state that the node shows."""
+        workers = self.workers.values()
+        if workers and all(worker.left is not None and worker.left.status == "done" for worker in workers):
+            return NodeState.FINISHING
+        if not self.complete(now):
+            return NodeState.WARMING
+        return NodeState.DRAINING if evicted else NodeState.READY
+
+    def shown(self, now: float) -> dict[str, object]:
+        """The fields of the node's record that follow from what the workers have said."""
+        reports = self.reports
+        complete = self.complete(now)
+        states = [report.state for report in reports if report.state is not None]
+        newest = max(states, key=lambda each: (each.round, each.step)) if complete and states else None
+        return {
+            "life": self.number,
+            "reported": min((worker.free_for() for worker in self.workers.values()), default=0) if complete else 0,
+            "planned": all(report.planned for report in reports),
+            "identity": Identity.model_validate(newest.model_dump()) if newest else None,
+            "step_time_s": max((report.step_time_s for report in reports), default=0.0),
+            "stuck": any(worker.stuck for worker in self.workers.values()),
+            "joinable": all(report.joinable for report in reports),
+            "newcomer": any(report.newcomer for report in reports),
+            "busy": next((worker.busy for worker in self.workers.values() if worker.busy), ""),
+            "committed": self.reached.step if self.reached is not None and not self.ended else 0,
+        }

@@ -1,0 +1,104 @@
+"""Finds workers of this node that answer nothing, and ends them: frozen ones, and those whose interpreter is locked.
+
+Each worker is asked once in a while whether it is there; the thread that answers has nothing else to do. Who does not
+answer cannot hear either that a round is over, and all others wait for it. Its end is news at once, torchrun starts it
+again, and the others go on. A worker that answers and yet does not get on is not found here.
+
+*Runs in* the agent: a thread named ``watchdog``. *Owns* that thread.
+*Fails by* nothing: a worker that is gone meanwhile is what was wanted.
+*Invariant*: time in which the agent itself stood still counts for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.agent.workers.roster import Worker
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.ipc.channel import ChannelClosedError
+from elastic_trainer.ipc.messages import Ping
+from elastic_trainer.telemetry.logs import logger
+
+ASKED_EVERY_S = 1.0
+QUESTIONS_PER_LIMIT = 8
+LATE = 3.0
+"""The agent stood still if a turn comes so many times later than planned."""
+_JOIN_LIMIT_S = 5.0
+
+
+class Watchdog:
+    """See the module. ``workers()`` are those to watch now; ``limit_s`` 0: none is ever ended."""
+
+    def __init__(
+        self, limit_s: float, workers: Callable[[], Iterable[Worker]], verdicts: Verdicts, clock: Clock = SYSTEM
+    ) -> None:
+        self._limit_s, self._workers, self._verdicts, self._clock = limit_s, workers, verdicts, clock
+        self.every_s = min(ASKED_EVERY_S, limit_s / QUESTIONS_PER_LIMIT)
+        self._looked_at = clock.monotonic()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to watch, if there is a limit."""
+        if self._limit_s > 0.0:
+            self._looked_at = self._clock.monotonic()
+            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Nobody is watched any more."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_JOIN_LIMIT_S)
+
+    def _run(self) -> None:
+        while not self._clock.wait(self._stop, self.every_s):
+            try:
+                self.look()
+            except Exception:  # noqa: BLE001 - the edge of a thread: a dead watchdog would be silence
+                logger().exception("watchdog.failed")
+
+    def look(self) -> None:
+        """One turn: end those who have been silent for too long, ask the others."""
+        now = self._clock.monotonic()
+        stood_still = now - self._looked_at > LATE * self.every_s
+        self._looked_at = now
+        for worker in self._workers():
+            if stood_still or not worker.heard_at:
+                worker.heard_at = now
+            elif now - worker.heard_at > self._limit_s:
+                self._end(worker, now - worker.heard_at)
+                continue
+            ping(worker, now)
+
+    def _end(self, worker: Worker, silent_s: float) -> None:
+        state = process_state(worker.pid)
+        if state == "traced":
+            worker.heard_at = self._clock.monotonic()
+            logger().warning("worker.silent", pid=worker.pid, silent_s=round(silent_s, 1), state=state)
+            return
+        reason = f"it has answered nothing for {silent_s:.1f} s (state: {state})"
+        self._verdicts.end(worker.pid, reason, local_rank=worker.local_rank)
+
+
+def ping(worker: Worker, now: float) -> None:
+    """Ask ``worker`` whether it is there."""
+    worker.pinged_at = worker.pinged_at or now
+    with contextlib.suppress(ChannelClosedError):
+        worker.connection.send(Ping())
+
+
+def process_state(pid: int) -> str:
+    """What the kernel says a process does: ``traced`` (by a debugger), ``stopped``, ``running``, ...; or unknown."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    if int(fields.get("TracerPid", "0")):
+        return "traced"
+    return fields.get("State", "unknown").strip().partition("(")[2].rstrip(")") or "unknown"

@@ -1,0 +1,1 @@
+"""Faults on a real cluster of this machine, and what must hold afterwards."""

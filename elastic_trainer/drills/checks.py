@@ -1,0 +1,102 @@
+"""What must hold of a job after all its faults: exact samples, equal states, rounds that only grow. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from elastic_trainer.local.ledger import Line, audit
+
+
+class Moment(StrEnum):
+    """When a digest was taken: every few steps, and at the end of a process."""
+
+    STEP = "step"
+    END = "end"
+
+
+class Digest(BaseModel):
+    """A digest of everything that one rank had trained, as it wrote it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    event: Moment
+    node: str
+    pid: int
+    round: int
+    step: int
+    digest: str
+
+
+def read_digest(text: str) -> Digest | None:
+    """The digest that a line of text holds, or None if it is torn."""
+    try:
+        return Digest.model_validate_json(text)
+    except ValidationError:
+        return None
+
+
+class RoundSeen(Protocol):
+    """What is asked of a round document."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def nonce(self) -> str: ...
+
+    @property
+    def state(self) -> str: ...
+
+
+def sample_problems(lines: Sequence[Line], size: int) -> list[str]:
+    """Whether any sample was repeated or lost in what survives of the job's work."""
+    found = audit(lines, size)
+    return [] if found.exact else [f"the samples are not exact: {found.reason}"]
+
+
+def state_problems(digests: Sequence[Digest], members: Iterable[str]) -> list[str]:
+    """Whether ranks differed, on the way or at the end; every one of ``members`` must have come to the end."""
+    problems = []
+    common: dict[tuple[int, int], set[str]] = {}
+    for each in digests:
+        common.setdefault((each.round, each.step), set()).add(each.digest)
+    apart = sorted(place for place, values in common.items() if len(values) > 1)
+    if apart:
+        round_, step = apart[0]
+        problems.append(f"the parameters of ranks differ at step {step} of round {round_} ({len(apart)} such steps)")
+    ends = {each.node: each for each in digests if each.event is Moment.END}
+    absent = sorted(set(members) - set(ends))
+    if absent:
+        problems.append(f"no parameters were left by {', '.join(absent)}")
+    finals = {(each.step, each.digest) for each in ends.values()}
+    if len(finals) > 1:
+        told = ", ".join(f"{node} at step {each.step}: {each.digest[:8]}" for node, each in sorted(ends.items()))
+        problems.append(f"members ended with different parameters ({told})")
+    return problems
+
+
+def compared(digests: Sequence[Digest]) -> int:
+    """At how many points the states of at least two ranks were compared."""
+    writers: dict[tuple[int, int], set[int]] = {}
+    for each in digests:
+        writers.setdefault((each.round, each.step), set()).add(each.pid)
+    return sum(len(pids) > 1 for pids in writers.values())
+
+
+def round_problems(history: Sequence[RoundSeen]) -> list[str]:
+    """Whether the round document, in the order of its versions, ever went back or named one round twice."""
+    problems = []
+    numbers = [each.number for each in history]
+    if numbers != sorted(numbers):
+        problems.append(f"round numbers went back: {numbers}")
+    nonces: dict[int, set[str]] = {}
+    for each in history:
+        nonces.setdefault(each.number, set()).add(each.nonce)
+    twice = sorted(number for number, names in nonces.items() if len(names) > 1)
+    if twice:
+        problems.append(f"there were two rounds of one number: {twice}")
+    return problems

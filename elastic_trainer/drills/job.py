@@ -1,0 +1,181 @@
+"""The job that drills break: a small network on made-up data, trained until a file appears.
+
+``python -m elastic_trainer.drills.job --directory DIR`` below torchrun. It ends on all ranks behind the same step
+once any of them has seen ``DIR/stop``.
+
+*Runs in* the main thread of a worker process. *Owns* one file of digests in ``DIR/digests``.
+*Invariant*: the same data, model and order in every life of the job, so that only a fault can make a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import xxhash
+from torch import nn
+
+from elastic_trainer.clock import pause
+from elastic_trainer.drills.interludes import Interludes, Program
+from elastic_trainer.drills.wedge import Obstacles, Rows
+from elastic_trainer.settings import worker_environment
+from elastic_trainer.worker.model.replica import Reduction
+from elastic_trainer.worker.session import Session
+
+STOP_FILE, DIGESTS, CHECKPOINTS = "stop", "digests", "checkpoints"
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes a worker write the stacks of all its threads to its output, also while it is blocked in a collective."""
+FEATURES, CLASSES = 32, 8
+DIGEST_EVERY = 10
+_FOREVER = 1_000_000
+_PARTS = 8
+"""Micro-batches of a global batch."""
+
+
+class Ending:
+    """Whether all ranks are to end behind the present step. Part of the state, so that healing carries it over."""
+
+    def __init__(self) -> None:
+        self.agreed = False
+
+    def state_dict(self) -> dict[str, bool]:
+        """What is kept of it."""
+        return {"agreed": self.agreed}
+
+    def load_state_dict(self, state: Mapping[str, bool]) -> None:
+        """Take over another rank's. A job that is resumed from storage has not been asked to end."""
+        self.agreed = state["agreed"]
+
+
+class Digests:
+    """Writes what this rank's state was, as a digest of all its bytes, for a comparison of the ranks."""
+
+    def __init__(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
+        self._session, self._model, self._optimizer = session, model, optimizer
+        environment = session.environment
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{environment.node}-{environment.local_rank}-{os.getpid()}.jsonl"
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, event: str) -> None:
+        """Add a line."""
+        session = self._session
+        line = {
+            "event": event,
+            "node": session.environment.node,
+            "pid": os.getpid(),
+            "round": session.round,
+            "step": session.step_number,
+            "digest": self._digest(),
+        }
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """End the file."""
+        self._file.close()
+
+    def _digest(self) -> str:
+        hasher = xxhash.xxh3_128()
+        for tensor in self._tensors():
+            hasher.update(cast("Any", tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+        return hasher.hexdigest()
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        yield from self._model.state_dict().values()
+        kept: dict[int, dict[str, Any]] = self._optimizer.state_dict()["state"]
+        for number in sorted(kept):
+            yield from (value for _, value in sorted(kept[number].items()) if isinstance(value, torch.Tensor))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train until the file appears."""
+    options = _options(argv)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    torch.manual_seed(0)
+    model = _model(options.width, options.reduction)
+    data: torch.utils.data.TensorDataset = _data(options.samples)
+    interludes = Interludes(options.interludes, options.directory, data)
+    obstacles = Obstacles(options.directory, worker_environment().node)
+    if options.wedges:
+        data = Rows(data, obstacles)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    ending = Ending()
+    with Session(
+        checkpoint_dir=options.directory / CHECKPOINTS,
+        checkpoint_every_s=options.save_every,
+        on_checkpoint_event=interludes.hear,
+    ) as session:
+        session.register("ending", ending)
+        wrapped = session.wrap(model, optimizer=optimizer, reduction=options.reduction)
+        digests = Digests(session, model, optimizer, options.directory / DIGESTS)
+        micro = options.batch // _PARTS if options.reduction == Reduction.TREE else None
+        for batch in session.batches(data, global_batch_size=options.batch, micro_batch_size=micro, epochs=_FOREVER):
+            if ending.agreed:
+                break
+            pause(options.pause)
+            with session.step() as step:
+                if options.wedges:
+                    obstacles.inside_step(session)
+                for part in step.micro_batches(batch):
+                    loss = nn.functional.cross_entropy(wrapped(part.x), part.y)
+                    step.backward(obstacles.spoiled(loss) if options.wedges else loss)
+                ending.agreed = _asked(session, options.directory / STOP_FILE)
+                optimizer.step()
+            if step.committed and session.step_number % DIGEST_EVERY == 0:
+                digests.write("step")
+            if step.committed:
+                interludes.behind(session.step_number, session, wrapped)
+            ending.agreed |= session.step_number == options.steps
+            if ending.agreed:
+                break
+    digests.write("end")
+    digests.close()
+
+
+def _asked(session: Session, stop: Path) -> bool:
+    """Whether any rank has seen the file; all ranks hear the same within one step."""
+    return bool(session.all_reduce(torch.tensor([float(stop.exists())])).item() > 0)
+
+
+def _model(width: int, reduction: str) -> nn.Module:
+    """With the tree also what depends on the micro-batch as a whole, since that has equal bits too."""
+    between: list[nn.Module] = [nn.ReLU()]
+    if reduction == Reduction.TREE:
+        between = [nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1)]
+    return nn.Sequential(
+        nn.Linear(FEATURES, width), *between, nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES)
+    )
+
+
+def _data(samples: int) -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(
+        torch.randn(samples, FEATURES, generator=generator), torch.arange(samples) % CLASSES
+    )
+
+
+def _options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="the job that drills break", allow_abbrev=False)
+    parser.add_argument("--directory", type=Path, required=True, help="where the stop file is looked for")
+    parser.add_argument("--samples", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--reduction", choices=list(map(str, Reduction)), default=str(Reduction.DDP))
+    parser.add_argument("--wedges", action="store_true", help="get stuck when a file asks for it (see drill_wedge)")
+    parser.add_argument("--interludes", type=Program.parse, help="what takes long between steps (see drill_interludes)")
+    parser.add_argument("--steps", type=int, help="end behind this step, without being asked")
+    parser.add_argument("--save-every", type=float, help="seconds from one checkpoint to the next")
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

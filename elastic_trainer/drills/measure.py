@@ -1,0 +1,115 @@
+"""What the ledger of a job tells about a fault: who trains, how long they stood still, what they did twice. Pure.
+
+Times are monotonic seconds of one host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from elastic_trainer.local.ledger import Line, LineKind
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The newest round in which a step was committed. ``nodes`` are in rank order; ``steps`` counts theirs in it."""
+
+    round: int
+    world: int
+    nodes: tuple[str, ...]
+    pids: Mapping[str, int]
+    steps: Mapping[str, int]
+
+    def least_steps(self) -> int:
+        """The steps that all of them have committed in this round."""
+        return min(self.steps.values(), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What one fault did to those who survived it, in seconds and committed steps."""
+
+    what: str
+    recovery_s: float
+    """From the fault to the next step that all survivors have committed."""
+    gap_s: float
+    """The longest time between two committed steps of one survivor around the fault."""
+    steps_lost: int
+    """Steps that a survivor had committed and committed again."""
+    details: Mapping[str, float] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    def amended(self, details: Mapping[str, float], problems: Iterable[str]) -> Effect:
+        """The same with more ``details``, and these ``problems`` instead."""
+        return replace(self, details={**self.details, **details}, problems=tuple(problems))
+
+
+class Book:
+    """The ledger lines of a run, kept so that questions are cheap while it grows."""
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+        self._steps: dict[int, list[Line]] = {}
+        self._in_round: dict[int, dict[str, list[Line]]] = {}
+        self._opened: set[int] = set()
+
+    def add(self, lines: Iterable[Line]) -> None:
+        """Take in what was written since."""
+        for line in lines:
+            self.lines.append(line)
+            if line.event is LineKind.OPENED:
+                self._opened.add(line.pid)
+            if line.event is LineKind.STEP:
+                self._steps.setdefault(line.pid, []).append(line)
+                self._in_round.setdefault(line.round, {}).setdefault(line.node, []).append(line)
+
+    def standing(self) -> Standing | None:
+        """Who trains now; None before the first step."""
+        if not self._in_round:
+            return None
+        number = max(self._in_round)
+        last = {node: lines[-1] for node, lines in self._in_round[number].items()}
+        return Standing(
+            round=number,
+            world=max(line.world for line in last.values()),
+            nodes=tuple(sorted(last, key=lambda node: last[node].rank)),
+            pids={node: line.pid for node, line in last.items()},
+            steps={node: len(lines) for node, lines in self._in_round[number].items()},
+        )
+
+    def has_opened(self, pid: int) -> bool:
+        """Whether process ``pid`` has ever held the training state."""
+        return pid in self._opened
+
+    def first_step(self, node: str, round_: int) -> float | None:
+        """When ``node`` had committed its first step in ``round_``; None if it has not."""
+        steps = self._in_round.get(round_, {}).get(node)
+        return steps[0].t if steps else None
+
+    def steps_after(self, pid: int, t: float, round_: int = 0) -> list[Line]:
+        """Steps of process ``pid`` recorded after ``t`` in ``round_`` or later."""
+        return [line for line in self._steps.get(pid, []) if line.t > t and line.round >= round_]
+
+    def resumed_at(self, pids: Collection[int], t: float, round_: int = 0, count: int = 1) -> float | None:
+        """When all of ``pids`` had committed ``count`` steps after ``t`` in ``round_`` or later; None if not yet."""
+        steps = [self.steps_after(pid, t, round_) for pid in pids]
+        if not steps or any(len(each) < count for each in steps):
+            return None
+        return max(each[count - 1].t for each in steps)
+
+    def gap(self, pids: Collection[int], begin: float, end: float) -> float:
+        """The longest time between two steps in a row of one of ``pids`` that reaches into ``begin`` to ``end``."""
+        spans = [
+            later.t - earlier.t
+            for pid in pids
+            for earlier, later in pairwise(self._steps.get(pid, []))
+            if later.t > begin and earlier.t < end
+        ]
+        return max(spans, default=0.0)
+
+    def committed_again(self, pids: Collection[int]) -> int:
+        """Steps that one of ``pids`` committed more than once."""
+        numbers = {pid: [line.step for line in self._steps.get(pid, [])] for pid in pids}
+        return max((len(steps) - len(set(steps)) for steps in numbers.values()), default=0)

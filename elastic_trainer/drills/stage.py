@@ -1,0 +1,303 @@
+"""The stage of a drill: a real etcd, real nodes that train in place, and everything that is known of them.
+
+*Runs in* the main thread of the command or test.
+*Owns* the etcd, the nodes and a watch on the round document, from entry to exit; the directory is the caller's.
+*Fails by* DrillError when something does not come about in time, when it was not done, or when a signal asks to end.
+*Invariant*: after exit no process of the stage is left, however the drill ended.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.drills.checks import Digest, read_digest
+from elastic_trainer.drills.interludes import Program
+from elastic_trainer.drills.job import DIGESTS, STACKS_SIGNAL, STOP_FILE
+from elastic_trainer.drills.measure import Book, Standing
+from elastic_trainer.errors import PermanentError
+from elastic_trainer.local import processes
+from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
+from elastic_trainer.local.etcd import EtcdCluster, EtcdServer
+from elastic_trainer.local.interrupts import Interrupts
+from elastic_trainer.local.rounds import RoundFeed
+from elastic_trainer.local.tail import FileTail, LedgerTail
+from elastic_trainer.membership.documents import RoundDocument
+from elastic_trainer.settings import StoreSettings, parse_endpoints
+from elastic_trainer.store import connect_checked
+from elastic_trainer.store.keys import RunKeys
+
+POLL_S = 0.02
+CONNECT_S = 20.0
+SETTLED_STEPS = 12
+"""Steps in a round after which it counts as quiet; workers that live that long never back off from joining."""
+STACKS_S = 0.5
+"""What workers get to write their stacks."""
+IN_PLACE = {
+    "recovery": "in_place",
+    "last_call": "1",
+    "join_batch": "0.1",
+    "join_interval": "0.5",
+    "session_timeout": "600",  # the job is known to open one, however slow the machine
+}
+
+
+class DrillError(PermanentError):
+    """What the drill needs did not happen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a drill is played with. ``limit_s`` bounds each wait; ``options`` are the rendezvous's."""
+
+    nodes: int = 3
+    min_nodes: int = 2
+    max_nodes: int = 3
+    etcd_members: int = 1
+    samples: int = 2048
+    width: int = 256
+    pause_s: float = 0.02
+    reduction: str = "ddp"
+    wedges: bool = False
+    """Whether workers get stuck when they are asked to (see drill_wedge)."""
+    interludes: Program | None = None
+    save_every_s: float | None = None
+    limit_s: float = 90.0
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def job(self, directory: Path) -> tuple[str, ...]:
+        """What torchrun runs."""
+        words = ["-m", "elastic_trainer.drills.job", "--directory", str(directory)]
+        words += ["--samples", str(self.samples), "--width", str(self.width), "--pause", str(self.pause_s)]
+        words += ["--reduction", self.reduction]
+        words += ["--wedges"] * self.wedges
+        words += ["--interludes", str(self.interludes)] if self.interludes is not None else []
+        words += ["--save-every", str(self.save_every_s)] if self.save_every_s is not None else []
+        return tuple(words)
+
+
+class Place(Protocol):
+    """Where the processes of a stage live: on this machine's loopback, or in networks of their own."""
+
+    def etcd(self, members: int, directory: Path) -> EtcdServer | EtcdCluster: ...
+
+    def endpoint(self, etcd: EtcdServer | EtcdCluster) -> str:
+        """Where nodes reach it."""
+        ...
+
+    def cluster(self, spec: ClusterSpec) -> LocalCluster: ...
+
+
+class Loopback:
+    """All in the network of this process."""
+
+    def etcd(self, members: int, directory: Path) -> EtcdServer | EtcdCluster:
+        return EtcdServer(directory) if members == 1 else EtcdCluster(members, directory=directory)
+
+    def endpoint(self, etcd: EtcdServer | EtcdCluster) -> str:
+        return etcd.endpoint
+
+    def cluster(self, spec: ClusterSpec) -> LocalCluster:
+        return LocalCluster(spec)
+
+
+class Stage:
+    """See the module. A context manager."""
+
+    def __init__(self, setting: Setting, directory: Path, place: Place, interrupts: Interrupts | None = None) -> None:
+        self.setting, self.directory, self._place = setting, directory, place
+        self.run = f"drill-{secrets.token_hex(4)}"
+        self.book = Book()
+        self.history: list[RoundDocument] = []
+        self._interrupts = interrupts
+        self._gone: set[str] = set()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _open(self) -> None:
+        setting, directory = self.setting, self.directory
+        self.etcd: EtcdServer | EtcdCluster = self._place.etcd(setting.etcd_members, directory / "etcd")
+        self._stack.enter_context(self.etcd)
+        endpoint = self._place.endpoint(self.etcd)
+        store = connect_checked(StoreSettings(endpoints=parse_endpoints(endpoint)), Deadline.after(CONNECT_S))
+        self._stack.callback(store.close)
+        self._feed = RoundFeed.follow(store, RunKeys("/elastic_trainer", self.run).round)
+        spec = ClusterSpec(
+            run=self.run,
+            directory=directory,
+            endpoint=endpoint,
+            entry=setting.job(directory),
+            min_nodes=setting.min_nodes,
+            max_nodes=setting.max_nodes,
+            max_restarts=1000,
+            options=IN_PLACE | dict(setting.options),
+            environment={"ELASTIC_TRAINER_LOG_LEVEL": "info"},
+        )
+        self.cluster = self._stack.enter_context(self._place.cluster(spec))
+        self._ledger = LedgerTail(spec.ledger)
+        self.cluster.start(setting.nodes)
+
+    # ---- etcd
+
+    @property
+    def server(self) -> EtcdServer:
+        """The only etcd server."""
+        if not isinstance(self.etcd, EtcdServer):
+            raise DrillError("this stage has several etcd servers")
+        return self.etcd
+
+    @property
+    def servers(self) -> EtcdCluster:
+        """The etcd servers."""
+        if not isinstance(self.etcd, EtcdCluster):
+            raise DrillError("this stage has one etcd server")
+        return self.etcd
+
+    # ---- looking
+
+    def look(self) -> Standing | None:
+        """Take in what has happened; who trains now."""
+        self.book.add(self._ledger.read())
+        self.history += [document for document, _ in self._feed.take()]
+        return self.book.standing()
+
+    @property
+    def document(self) -> RoundDocument | None:
+        """The newest round document that is known."""
+        self.history += [document for document, _ in self._feed.take()]
+        return self.history[-1] if self.history else None
+
+    def until(self, holds: Callable[[], Any], what: str, limit_s: float | None = None) -> Any:
+        """Wait until ``holds()`` is true, and return it. DrillError at the limit."""
+        limit_s = self.setting.limit_s if limit_s is None else limit_s
+        deadline = Deadline.after(limit_s)
+        while not (found := holds()):
+            if self._interrupts is not None and self._interrupts.signal is not None:
+                raise DrillError(f"stopped by signal {self._interrupts.signal}")
+            if deadline.expired:
+                self._dump_stacks()
+                raise DrillError(f"{what} did not come about in {limit_s:g} s: {self.describe()}")
+            pause(POLL_S)
+        return found
+
+    def _dump_stacks(self) -> None:
+        """Let workers that train write to their logs where they are."""
+        for node in self.cluster.running:
+            worker = node.worker()
+            if worker is not None and self.book.has_opened(worker.pid):
+                processes.send([worker], STACKS_SIGNAL)
+        pause(STACKS_S)
+
+    def describe(self) -> str:
+        """What is known, for the message of a failure."""
+        standing, document = self.look(), self.document
+        told = []
+        if standing is not None:
+            told.append(f"round {standing.round} stepped with {' '.join(standing.nodes)} of {standing.world}")
+        if document is not None:
+            nodes = " ".join(member.node for member in document.members)
+            told.append(f"round document {document.number} {document.state} [{nodes}] {document.reason}")
+        told += [f"{node.name} ended with {node.exit_code()}" for node in self.cluster.nodes if not node.running]
+        return "; ".join(told) or "nothing has happened"
+
+    # ---- waiting
+
+    @property
+    def expected(self) -> set[str]:
+        """Nodes that should be training: they run, and were not asked to go."""
+        return {node.name for node in self.cluster.running if node.name not in self._gone}
+
+    def deserted(self) -> list[str]:
+        """Which nodes have ended although nobody made them."""
+        ended = [node for node in self.cluster.nodes if not node.running and node.name not in self._gone]
+        return [f"node {node.name} ended by itself with {node.exit_code()}" for node in ended]
+
+    def settled(self, steps: int = SETTLED_STEPS) -> Standing:
+        """Wait until all expected nodes train together, and have committed ``steps`` steps in that."""
+        found: Standing = self.until(lambda: self._together(steps), f"a round of {' '.join(sorted(self.expected))}")
+        return found
+
+    def _together(self, steps: int) -> Standing | None:
+        standing = self.look()
+        if standing is None or set(standing.nodes) != self.expected or standing.world != len(standing.nodes):
+            return None
+        if standing.least_steps() < steps:
+            return None
+        return standing if all(self._alive(name, pid) for name, pid in standing.pids.items()) else None
+
+    def _alive(self, name: str, pid: int) -> bool:
+        """Whether the process that stepped is there still: of one just killed nothing has been written yet."""
+        worker = self.node(name).worker()
+        return worker is not None and worker.pid == pid and processes.alive(worker)
+
+    def resumed(self, pids: Collection[int], t: float, round_: int, what: str, limit_s: float | None = None) -> float:
+        """When all of ``pids`` had committed a step after ``t`` in ``round_`` or later, once they have five."""
+        self.until(lambda: self.look() and self.book.resumed_at(pids, t, round_, 5), what, limit_s)
+        found = self.book.resumed_at(pids, t, round_)
+        if found is None:
+            raise DrillError(f"{what}: the steps are gone")
+        return found
+
+    # ---- acting
+
+    def node(self, name: str) -> Node:
+        """The node called ``name``."""
+        return self.cluster.node(name)
+
+    def retire(self, name: str) -> None:
+        """``name`` is not expected to train any more."""
+        self._gone.add(name)
+
+    def welcome(self, name: str) -> None:
+        """``name`` is expected again."""
+        self._gone.discard(name)
+
+    def restore(self) -> None:
+        """Start nodes in the place of those that are gone, and wait until all train."""
+        while len(self.expected) < self.setting.nodes:
+            self.cluster.add()
+        self.settled()
+
+    def finish(self) -> list[str]:
+        """End the job; what was wrong about the way it ended."""
+        members = sorted(self.settled().nodes)
+        problems = self.deserted()
+        (self.directory / STOP_FILE).touch()
+        self.until(lambda: not self.cluster.running, "the end of the job")
+        self.look()
+        codes = {name: self.node(name).exit_code() for name in members}
+        return problems + [f"node {name} exited with {code}" for name, code in codes.items() if code != 0]
+
+    def digests(self) -> list[Digest]:
+        """The digests that all ranks have left."""
+        files = sorted((self.directory / DIGESTS).glob("*.jsonl"))
+        found = [read_digest(text) for path in files for text in FileTail(path).read()]
+        return [each for each in found if each is not None]
+
+    def log_tails(self, lines: int = 5) -> Sequence[str]:
+        """The last words of each node."""
+        told = []
+        for node in self.cluster.nodes:
+            said = node.log.read_text(errors="replace").splitlines()[-lines:] if node.log.exists() else []
+            told += [f"{node.name}: {line}" for line in said]
+        return told
+
+
+def now() -> float:
+    """Seconds on the clock that the ledger uses."""
+    return SYSTEM.monotonic()

@@ -1,0 +1,144 @@
+"""The table of drills: what each is called, what it does, and what it is played with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elastic_trainer.drills import node_faults, partition
+from elastic_trainer.drills.busy import busy_machine
+from elastic_trainer.drills.etcd_faults import etcd_leader_loss, etcd_outage
+from elastic_trainer.drills.measure import Effect
+from elastic_trainer.drills.stage import Setting, Stage
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.local.namespaces import Segment, check_possible
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What a drill may need beside the stage. ``seconds``: how long an outage, or a load, lasts."""
+
+    seconds: float = 60.0
+    segment: Segment | None = None
+
+
+Act = Callable[[Stage, int, Circumstances], Effect]
+
+
+@dataclass(frozen=True, slots=True)
+class Drill:
+    """One drill. ``act`` strikes once and leaves the stage as it was; ``recovery_limit_s`` bounds the recovery."""
+
+    name: str
+    summary: str
+    act: Act
+    setting: Setting = field(default_factory=Setting)
+    networks: bool = False
+    """Whether each node gets a network of its own."""
+    limit_s: float | None = None
+    """What recovery may take on a machine that does nothing else."""
+    check: Callable[[], None] = lambda: None
+    """Raises ConfigError where the drill cannot be played."""
+
+
+def _plain(act: Callable[[Stage, int], Effect]) -> Act:
+    return lambda stage, repeat, _: act(stage, repeat)
+
+
+def _outage(stage: Stage, repeat: int, circumstances: Circumstances) -> Effect:
+    return etcd_outage(stage, repeat, circumstances.seconds)
+
+
+def _busy(stage: Stage, repeat: int, circumstances: Circumstances) -> Effect:
+    return busy_machine(stage, repeat, circumstances.seconds)
+
+
+def _parting(act: Callable[[Stage, int, Segment], Effect]) -> Act:
+    def strike(stage: Stage, repeat: int, circumstances: Circumstances) -> Effect:
+        if circumstances.segment is None:
+            raise RuntimeError("a partition needs a network segment")
+        return act(stage, repeat, circumstances.segment)
+
+    return strike
+
+
+_FOUR = Setting(nodes=4, max_nodes=4)
+DRILLS: dict[str, Drill] = {
+    drill.name: drill
+    for drill in (
+        Drill("worker-kill", "SIGKILL one worker process", _plain(node_faults.worker_kill)),
+        Drill("node-kill", "SIGKILL a whole node, agent and worker", _plain(node_faults.node_kill)),
+        Drill("rank0-node-kill", "SIGKILL the node that hosts rank 0", _plain(node_faults.rank0_node_kill)),
+        Drill(
+            "worker-freeze",
+            "SIGSTOP one worker whose agent lives on, then thaw it",
+            _plain(node_faults.worker_freeze),
+            limit_s=1.5,
+        ),
+        Drill(
+            "worker-hang",
+            "SIGSTOP one worker for good: its agent ends it",
+            _plain(node_faults.worker_hang),
+            Setting(options={"hang_timeout": "2"}),
+        ),
+        Drill(
+            "worker-wedge",
+            "a worker gets stuck: interpreter locked, loop, data set, collective",
+            _plain(node_faults.worker_wedge),
+            Setting(wedges=True, options={"hang_timeout": "2", "step_timeout": "2", "first_step_timeout": "30"}),
+        ),
+        Drill(
+            "node-freeze",
+            "SIGSTOP a whole node, then thaw it",
+            _plain(node_faults.node_freeze),
+            limit_s=0.6,
+        ),
+        Drill(
+            "node-partition",
+            "cut a node's network silently, then mend it (needs root)",
+            _parting(partition.node_partition),
+            networks=True,
+            limit_s=0.6,
+            check=check_possible,
+        ),
+        Drill(
+            "pair-partition",
+            "cut the way from one node to another, which both reach all others, then mend it (needs root)",
+            _parting(partition.pair_partition),
+            networks=True,
+            limit_s=2.0,
+            check=check_possible,
+        ),
+        Drill("node-join", "one more node joins", _plain(node_faults.node_join), Setting(nodes=2)),
+        Drill("node-drain", "SIGTERM to a node, which leaves by a planned change", _plain(node_faults.node_drain)),
+        Drill("double-kill", "SIGKILL two of four nodes at once", _plain(node_faults.double_kill), _FOUR),
+        Drill(
+            "kill-during-recovery",
+            "SIGKILL a second worker within 50 ms of a first",
+            _plain(node_faults.kill_during_recovery),
+            _FOUR,
+        ),
+        Drill(
+            "kill-during-join",
+            "SIGKILL a member's worker, or the newcomer's, when a join begins",
+            _plain(node_faults.kill_during_join),
+        ),
+        Drill("busy-machine", "eight busy loops beside the job for --seconds: nothing is lost by it", _busy),
+        Drill("etcd-outage", "kill etcd for --seconds; then again, and a worker meanwhile", _outage),
+        Drill(
+            "etcd-leader-loss",
+            "kill the leader of three etcd servers; then again, and a worker at once",
+            _plain(etcd_leader_loss),
+            Setting(etcd_members=3),
+        ),
+    )
+}
+
+
+def named(name: str) -> Drill:
+    """The drill called ``name``, if it can be played here. Raises ConfigError."""
+    if name not in DRILLS:
+        raise ConfigError(f"there is no drill {name!r}", hint=f"one of: {', '.join(DRILLS)}")
+    drill = DRILLS[name]
+    drill.check()
+    return drill

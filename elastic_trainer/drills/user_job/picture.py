@@ -1,0 +1,244 @@
+"""What is known of a local run at this moment, told by ledger lines, round documents, processes and faults.
+
+Pure: it is told what happened and when, and answers with the incidents worth showing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from elastic_trainer.drills.user_job.faults import FaultKind, Injected
+from elastic_trainer.drills.user_job.recovery import Recovery, recovery
+from elastic_trainer.local.ledger import Line, LineKind
+from elastic_trainer.local.wording import counted, exit_text
+from elastic_trainer.membership.documents import RoundDocument, RoundState
+
+
+class NodePhase(StrEnum):
+    """How a node looks from outside."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    REGROUPING = "regrouping"
+    """Its round is over and it does not train in the next one yet."""
+    DONE = "done"
+    KILLED = "killed"
+    FAILED = "failed"
+
+
+class IncidentKind(StrEnum):
+    """What an incident is about; the view colours by it."""
+
+    ROUND = "round"
+    FAULT = "fault"
+    RECOVERY = "recovery"
+    NODE = "node"
+    METRIC = "metric"
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One thing that happened, at ``t`` (monotonic seconds)."""
+
+    t: float
+    kind: IncidentKind
+    text: str
+
+
+@dataclass(slots=True)
+class NodePicture:
+    """One node, as last heard of."""
+
+    name: str
+    phase: NodePhase = NodePhase.STARTING
+    round: int | None = None
+    ranks: dict[int, int] = field(default_factory=dict)
+    """Global rank by local rank."""
+    step: int | None = None
+    loss: float | None = None
+    last_line: str = ""
+    struck_in: int = -1
+    """The round in which its worker was killed: lines of that one may come late."""
+
+
+class Picture:
+    """The state of a run and its history. Every method that is told something returns the incidents it makes."""
+
+    def __init__(self, run: str, started_at: float) -> None:
+        self.run = run
+        self.started_at = started_at
+        self.nodes: dict[str, NodePicture] = {}
+        self.round: int | None = None
+        self.latest: RoundDocument | None = None
+        """The round document as last seen; it may be ahead of the ledger."""
+        self.world = 0
+        self.step = 0
+        """The highest step that the job has committed so far."""
+        self.epoch = 0
+        self.loss: float | None = None
+        self.first: str | None = None
+        """The node of rank 0."""
+        self.incidents: list[Incident] = []
+        self.documents: dict[int, RoundDocument] = {}
+        """The last document seen of each round."""
+        self.lines: list[Line] = []
+        self.injected: list[Injected] = []
+        self._recovering: list[Injected] = []
+
+    @property
+    def training(self) -> list[str]:
+        """The nodes that train."""
+        return [node.name for node in self.nodes.values() if node.phase is NodePhase.TRAINING]
+
+    def can_lose_one(self, min_nodes: int, max_nodes: int) -> bool:
+        """Whether the others can go on without one of those that train, or nobody is away who could come back.
+
+        Away are those that have trained, live, and do not train now; where as many train as the job takes, it waits for
+        none of them.
+        """
+        away = any(node.phase is NodePhase.REGROUPING for node in self.nodes.values())
+        return len(self.training) > min_nodes or not away or len(self.training) >= max_nodes
+
+    def observe(self, lines: Iterable[Line]) -> list[Incident]:
+        """Take in ledger lines, in the order of their times."""
+        new: list[Incident] = []
+        read = list(lines)
+        for line in read:
+            self.lines.append(line)
+            if line.event in (LineKind.OPENED, LineKind.STEP):
+                new += self._trained(line)
+        if any(line.event is LineKind.STEP for line in read):
+            new += self._recoveries()
+        new += _metrics(read)
+        return self._note(new)
+
+    def _trained(self, line: Line) -> list[Incident]:
+        node = self.nodes.setdefault(line.node, NodePicture(line.node))
+        if node.round != line.round:
+            node.round, node.ranks = line.round, {}
+        node.ranks[line.local_rank] = line.rank
+        returns = node.phase in (NodePhase.STARTING, NodePhase.REGROUPING) and line.round > node.struck_in
+        if returns and self._stands(line.round):
+            node.phase = NodePhase.TRAINING
+        if line.event is LineKind.STEP:
+            node.step, node.loss = line.step, line.loss if line.loss is not None else node.loss
+        new = self._entered(line) if self.round is None or line.round > self.round else []
+        if line.round == self.round:
+            self.first = line.node if line.rank == 0 else self.first
+            self.epoch = line.epoch
+            if line.rank == 0 and line.loss is not None:
+                self.loss = line.loss
+        self.step = max(self.step, line.step if line.event is LineKind.STEP else 0)
+        return new
+
+    def _stands(self, number: int) -> bool:
+        """Whether a round goes on, as far as the round document tells."""
+        latest = self.latest
+        if latest is None or number != latest.number:
+            return latest is None or number > latest.number
+        return latest.state is not RoundState.BROKEN
+
+    def _entered(self, line: Line) -> list[Incident]:
+        self.round, self.world = line.round, line.world
+        begin = line.step if line.event is LineKind.OPENED else line.step - 1
+        source = f" of {line.resumed_from}" if line.resumed_from else ""
+        text = f"round {line.round} trains with {counted(line.world, 'rank')} from step {begin}{source}"
+        return [Incident(line.t, IncidentKind.ROUND, text)]
+
+    def _recoveries(self) -> list[Incident]:
+        new = []
+        for injected in list(self._recovering):
+            found = recovery(injected, self.lines)
+            if found is not None:
+                self._recovering.remove(injected)
+                t = injected.t + found.recovery_s
+                new.append(Incident(t, IncidentKind.RECOVERY, recovery_text(injected, found)))
+        return new
+
+    def document(self, document: RoundDocument, t: float) -> list[Incident]:
+        """Take in the round document as it became at about ``t``."""
+        before = self.documents.get(document.number)
+        self.documents[document.number] = document
+        self.latest = document
+        for node in self.nodes.values():
+            if node.phase is NodePhase.TRAINING and not self._stands(node.round or 0):
+                node.phase = NodePhase.REGROUPING
+        if before is not None and before.state is document.state:
+            return []
+        return self._note([Incident(t, IncidentKind.ROUND, _round_text(document))])
+
+    def node_started(self, name: str, t: float) -> list[Incident]:
+        """A node's torchrun was started."""
+        self.nodes[name] = NodePicture(name)
+        return self._note([Incident(t, IncidentKind.NODE, f"node {name} started")])
+
+    def node_said(self, name: str, text: str) -> None:
+        """The last line of a node's output."""
+        self.nodes[name].last_line = text
+
+    def node_ended(self, name: str, exit_code: int, t: float) -> list[Incident]:
+        """A node's torchrun has ended."""
+        node = self.nodes[name]
+        if node.phase is NodePhase.KILLED:
+            return []
+        node.phase = NodePhase.DONE if exit_code == 0 else NodePhase.FAILED
+        return self._note([Incident(t, IncidentKind.NODE, f"node {name} {exit_text(exit_code)}")])
+
+    def fault(self, injected: Injected) -> list[Incident]:
+        """A fault was carried out. A join is noted by its node's start."""
+        self.injected.append(injected)
+        self._recovering.append(injected)
+        if injected.fault.kind is FaultKind.JOIN:
+            return self.node_started(injected.node, injected.t)
+        whole = injected.fault.kind is FaultKind.KILL_NODE
+        node = self.nodes[injected.node]
+        node.phase, node.struck_in = NodePhase.KILLED if whole else NodePhase.REGROUPING, injected.round
+        text = f"{injected}, at step {injected.step}"
+        return self._note([Incident(injected.t, IncidentKind.FAULT, text)])
+
+    def warn(self, text: str, t: float) -> list[Incident]:
+        """Something that the user should know."""
+        return self._note([Incident(t, IncidentKind.FAULT, text)])
+
+    def _note(self, incidents: list[Incident]) -> list[Incident]:
+        self.incidents += incidents
+        return incidents
+
+
+def _metrics(lines: Iterable[Line]) -> list[Incident]:
+    """One incident for all metrics of one step."""
+    values: dict[tuple[int, int], list[Line]] = {}
+    for line in lines:
+        if line.event is LineKind.METRIC and line.value is not None:
+            values.setdefault((line.epoch, line.step), []).append(line)
+    told = {key: ", ".join(f"{line.name} {line.value:.4g}" for line in group) for key, group in values.items()}
+    return [
+        Incident(group[0].t, IncidentKind.METRIC, f"epoch {key[0]}, step {key[1]}: {told[key]}")
+        for key, group in values.items()
+    ]
+
+
+def recovery_text(injected: Injected, found: Recovery) -> str:
+    """One sentence on a recovery."""
+    repeated = f"{counted(found.steps_repeated, 'step')} repeated"
+    if injected.fault.kind is FaultKind.JOIN:
+        what = f"{injected.node} takes part {found.recovery_s:.2f} s after its start, pause {found.pause_s:.2f} s"
+    else:
+        what = f"recovered {found.recovery_s:.2f} s after {injected.fault.kind} of {injected.node}"
+    return f"{what}: step {found.step} in round {found.round} with {counted(found.world, 'rank')}, {repeated}"
+
+
+def _round_text(document: RoundDocument) -> str:
+    because = f": {document.reason}" if document.reason else ""
+    match document.state:
+        case RoundState.ACTIVE:
+            names = " ".join(member.node for member in document.members)
+            return f"round {document.number} formed of {names} ({counted(document.world_size, 'rank')}){because}"
+        case RoundState.BROKEN:
+            return f"round {document.number} broken{because}"
+        case RoundState.DRAINING:
+            return f"round {document.number} ends by plan{because}"
+        case RoundState.CLOSED:
+            return f"run closed, {document.result or 'without a result'}{because}"

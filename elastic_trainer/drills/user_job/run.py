@@ -1,0 +1,249 @@
+"""One local run from start to summary: an etcd, nodes, faults when they are due, a view, a verdict.
+
+*Runs in* the main thread of ``elastic-trainer local`` (it handles signals).
+*Owns* the run directory, the embedded etcd and the cluster; all processes are gone when :func:`run_local` returns.
+*Fails by* ConfigError or StoreUnavailableError before anything runs; a job that fails is a summary, not an error.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from elastic_trainer.agent.health.health_store import told_by_all
+from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+from elastic_trainer.drills.user_job import faults, report
+from elastic_trainer.drills.user_job.faults import Fault
+from elastic_trainer.drills.user_job.job import entry
+from elastic_trainer.drills.user_job.picture import Incident, Picture
+from elastic_trainer.drills.user_job.summary import Ending, Summary, summarize
+from elastic_trainer.drills.user_job.view import Display, display
+from elastic_trainer.errors import ConfigError, StorageError
+from elastic_trainer.local.cluster import ClusterSpec, LocalCluster
+from elastic_trainer.local.etcd import EtcdServer
+from elastic_trainer.local.interrupts import Interrupts
+from elastic_trainer.local.ports import HOST, free_ports
+from elastic_trainer.local.rounds import RoundFeed
+from elastic_trainer.local.tail import FileTail, LedgerTail
+from elastic_trainer.membership.health import NodeHealth, added_up
+from elastic_trainer.settings import StoreSettings, parse_endpoints
+from elastic_trainer.store import connect_checked
+from elastic_trainer.store.keys import RunKeys
+
+POLL_S = 0.05
+STOP_GRACE_S = 10.0
+"""How long nodes get to end by themselves when the run is stopped."""
+CONNECT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """What to run and what to do to it."""
+
+    words: tuple[str, ...]
+    min_nodes: int
+    max_nodes: int
+    start: int
+    workers: int = 1
+    max_restarts: int = 3
+    faults: tuple[Fault, ...] = ()
+    run_dir: Path | None = None
+    keep: bool = False
+    backend: str = "etcd3"
+    options: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float | None = None
+
+
+def run_local(options: LocalOptions, console: Console) -> Summary:
+    """Run it, show it, write ``summary.json``; the summary's verdict is the exit status."""
+    faults.check(options.faults, options.start, options.min_nodes, options.workers)
+    run = f"local-{secrets.token_hex(4)}"
+    directory = run_directory(options, run)
+    words = entry(options.words, directory)
+    _create(directory)
+    summary = _run(options, run, directory, words, console)
+    report.write(summary, directory / "summary.json")
+    report.show(summary, console)
+    if options.run_dir is None and not options.keep and summary.verdict.exit_code == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+    else:
+        console.print(f"{'kept':>10}  {directory}", markup=False, highlight=False, soft_wrap=True)
+    return summary
+
+
+def run_directory(options: LocalOptions, run: str) -> Path:
+    """Where the run keeps its files: as asked, else below ``runs`` (kept) or the system's temporary directory."""
+    if options.run_dir is not None:
+        return options.run_dir.absolute()
+    if options.keep:
+        return (Path("runs") / run).absolute()
+    return Path(tempfile.gettempdir()) / f"elastic-trainer-{run}"
+
+
+def _create(directory: Path) -> None:
+    if (directory / "ledger").exists():
+        raise ConfigError(f"--run-dir {directory} holds an earlier run", hint="name a new directory, or remove it")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot create {directory}: {error.strerror}", hint="choose another --run-dir") from error
+
+
+def _run(options: LocalOptions, run: str, directory: Path, words: tuple[str, ...], console: Console) -> Summary:
+    with Interrupts() as interrupts, _meeting_point(options, run, directory) as (endpoint, feed, told):
+        spec = ClusterSpec(
+            run=run,
+            directory=directory,
+            endpoint=endpoint,
+            entry=words,
+            min_nodes=options.min_nodes,
+            max_nodes=options.max_nodes,
+            workers=options.workers,
+            max_restarts=options.max_restarts,
+            backend=options.backend,
+            options=options.options,
+        )
+        with LocalCluster(spec) as cluster:
+            following = Following(cluster, options, feed, told, interrupts)
+            return following.to_the_end(display(console))
+
+
+@contextmanager
+def _meeting_point(options: LocalOptions, run: str, directory: Path) -> Iterator[tuple[str, RoundFeed | None, Told]]:
+    """Where the nodes meet: an etcd of our own, or a port for torchrun's c10d backend, which has no round document."""
+    if options.backend == "c10d":
+        yield f"{HOST}:{free_ports(1)[0]}", None, dict
+        return
+    with EtcdServer(directory / "etcd") as etcd:
+        settings = StoreSettings(
+            endpoints=parse_endpoints(etcd.endpoint), prefix=options.options.get("prefix", "/elastic_trainer")
+        )
+        store = connect_checked(settings, Deadline.after(CONNECT_S))
+        try:
+            keys = RunKeys(settings.prefix, run)
+            yield etcd.endpoint, RoundFeed.follow(store, keys.round), partial(told_by_all, store, keys)
+        finally:
+            store.close()
+            etcd.wipe()  # what etcd pre-allocates is larger than all that is worth keeping
+
+
+Told = Callable[[], Mapping[str, NodeHealth]]
+"""What the nodes have published of their workers, by name."""
+
+
+class Following:
+    """Watches a cluster until it has ended, strikes when faults are due, and tells the display."""
+
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        options: LocalOptions,
+        feed: RoundFeed | None,
+        told: Told,
+        interrupts: Interrupts,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._cluster, self._options, self._feed, self._interrupts = cluster, options, feed, interrupts
+        self._told = told
+        self._clock = clock
+        self._picture = Picture(cluster.spec.run, clock.monotonic())
+        self._ledger = LedgerTail(cluster.spec.ledger)
+        self._logs: dict[str, FileTail] = {}
+        self._ended: set[str] = set()
+        self._pending = list(options.faults)
+        self._timed_out = False
+
+    def to_the_end(self, shown: Display) -> Summary:
+        """Start the nodes and follow them until none runs, a signal or the time limit."""
+        try:
+            news = self._start()
+            while self._goes_on():
+                shown.update(self._picture, [*news, *self._look(), *self._strike()], self._clock.monotonic())
+                news = []
+                pause(POLL_S, clock=self._clock)
+            shown.update(self._picture, [*news, *self._look()], self._clock.monotonic())
+            self._stop()
+            shown.update(self._picture, self._look(), self._clock.monotonic())
+        finally:
+            shown.close()
+        return self._summary()
+
+    def _start(self) -> list[Incident]:
+        nodes = self._cluster.start(self._options.start)
+        now = self._clock.monotonic()
+        return [incident for node in nodes for incident in self._picture.node_started(node.name, now)]
+
+    def _goes_on(self) -> bool:
+        limit = self._options.timeout_s
+        self._timed_out = limit is not None and self._clock.monotonic() - self._picture.started_at > limit
+        return bool(self._cluster.running) and self._interrupts.signal is None and not self._timed_out
+
+    def _look(self) -> list[Incident]:
+        """Take in what has changed since the last look."""
+        # Exit codes first: a node that has ended has written its last line.
+        ended = [(node.name, node.exit_code()) for node in self._cluster.nodes if node.name not in self._ended]
+        news = self._picture.observe(self._ledger.read())
+        for document, t in self._feed.take() if self._feed is not None else ():
+            news += self._picture.document(document, t)
+        for node in self._cluster.nodes:
+            tail = self._logs.setdefault(node.name, FileTail(node.log))
+            said = [line for line in tail.read() if line.strip()]
+            if said:
+                self._picture.node_said(node.name, said[-1])
+        for name, code in ended:
+            if code is not None:
+                self._ended.add(name)
+                news += self._picture.node_ended(name, code, self._clock.monotonic())
+        return news
+
+    def _strike(self) -> list[Incident]:
+        """Carry out what is due. A fault whose victim is not there stays pending: a worker may be restarting.
+
+        Where the choice is left to us, it is made once the job can lose a node, so perhaps behind a recovery.
+        """
+        news: list[Incident] = []
+        picture, options = self._picture, self._options
+        at = (picture.round or 0, picture.step)
+        for fault in faults.due(self._pending, picture.step):
+            if fault.chooses and not picture.can_lose_one(options.min_nodes, options.max_nodes):
+                continue
+            injected = faults.perform(fault, self._cluster, picture.training, picture.first, at, self._clock)
+            if injected is not None:
+                self._pending.remove(fault)
+                news += picture.fault(injected)
+        return news
+
+    def _stop(self) -> None:
+        """End what still runs; a second signal ends the patience."""
+        for node in self._cluster.running:
+            node.terminate()
+        patience = Deadline.after(STOP_GRACE_S, self._clock)
+        while self._cluster.running and not patience.expired and not self._interrupts.again:
+            pause(POLL_S, clock=self._clock)
+        self._cluster.stop(grace_s=0.0)
+
+    def _summary(self) -> Summary:
+        picture = self._picture
+        return summarize(
+            run=picture.run,
+            entry=self._cluster.spec.entry,
+            duration_s=self._clock.monotonic() - picture.started_at,
+            lines=picture.lines,
+            documents=picture.documents,
+            injected=picture.injected,
+            ending=Ending(
+                exit_codes={node.name: node.exit_code() for node in self._cluster.nodes},
+                unmet=tuple(self._pending),
+                signal=self._interrupts.signal,
+                timed_out=self._timed_out,
+            ),
+            counters=added_up(health.counters for health in self._told().values()),
+        )

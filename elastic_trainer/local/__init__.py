@@ -1,0 +1,1 @@
+"""A cluster on one machine: real etcd, real torchrun, network namespaces."""

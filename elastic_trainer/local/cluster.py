@@ -1,0 +1,265 @@
+"""A cluster on one machine: each node is a real torchrun process with its workers, in a session of its own.
+
+*Runs in* the process that asks for it, any thread.
+*Owns* the nodes' processes and ``<run dir>/logs``.
+*Fails by* ConfigError for a node that does not exist, ClusterError for processes that cannot be killed.
+*Invariant*: every process of a node carries the run's ledger directory and the node's name in its environment, so
+that :meth:`LocalCluster.stop` finds also those that lost their parent; after it none is left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+from elastic_trainer.errors import ConfigError, PermanentError
+from elastic_trainer.local import processes
+from elastic_trainer.local.tail import FileTail
+from elastic_trainer.settings import ENV_LEDGER_DIR, ENV_NODE, without_store
+
+KILL_LIMIT_S = 60.0
+"""How long the kernel may take to bury what was killed."""
+_POLL_S = 0.05
+_SPAWNER = ThreadPoolExecutor(1, thread_name_prefix="node-spawner")
+"""A leash is tied to the *thread* that started the child: this one lives as long as the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What all nodes of a cluster have in common. ``entry`` is a script or ``-m module``, and its arguments."""
+
+    run: str
+    directory: Path
+    endpoint: str
+    entry: Sequence[str]
+    min_nodes: int
+    max_nodes: int
+    workers: int = 1
+    max_restarts: int = 3
+    backend: str = "etcd3"
+    options: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ledger(self) -> Path:
+        """Where the workers write what they did."""
+        return self.directory / "ledger"
+
+    @property
+    def logs(self) -> Path:
+        """Where each node's output goes."""
+        return self.directory / "logs"
+
+
+def threads_per_worker(cores: int, workers: int) -> int:
+    """How many threads each of ``workers`` processes should compute with on a machine of ``cores``."""
+    return max(1, cores // max(1, workers))
+
+
+def torchrun(spec: ClusterSpec, node: str, first: bool) -> list[str]:
+    """The command of one node; the ``first`` one hosts the store of torchrun's own c10d backend."""
+    options = dict(spec.options)
+    options |= {"is_host": str(first).lower()} if spec.backend == "c10d" else {"node_id": node}
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += [f"--nnodes={spec.min_nodes}:{spec.max_nodes}", f"--nproc-per-node={spec.workers}"]
+    command += [f"--max-restarts={spec.max_restarts}", f"--rdzv-id={spec.run}", f"--rdzv-backend={spec.backend}"]
+    command += [f"--rdzv-endpoint={spec.endpoint}", "--local-addr=127.0.0.1"]
+    command += ["--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in options.items())]
+    return [*command, *spec.entry]
+
+
+class ClusterError(PermanentError):
+    """The machine did not do what was asked of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """Processes that are gone, and when they were signalled (monotonic seconds)."""
+
+    pids: tuple[int, ...]
+    t: float
+
+
+class Node:
+    """One node of a local cluster. Its pid is torchrun's; workers are its descendants, each in its own session."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path, marks: Mapping[str, str]) -> None:
+        self.name = name
+        self.log = log
+        self._process = process
+        self._marks = marks
+
+    @property
+    def pid(self) -> int:
+        """Of torchrun."""
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal, as of :class:`subprocess.Popen`."""
+        return self._process.poll()
+
+    @property
+    def running(self) -> bool:
+        """Whether torchrun is alive (frozen counts)."""
+        return self.exit_code() is None
+
+    def family(self) -> list[psutil.Process]:
+        """torchrun and all its descendants, itself first."""
+        return processes.tree(self.pid) if self.running else []
+
+    def worker(self, local_rank: int = 0) -> psutil.Process | None:
+        """The worker of this local rank, or None if there is none now."""
+        for process in self.family()[1:]:
+            # A worker's own children inherit its variables: the worker is the one that torchrun started.
+            if processes.environment(process).get("LOCAL_RANK") == str(local_rank) and process.ppid() == self.pid:
+                return process
+        return None
+
+    def kill(self, clock: Clock = SYSTEM) -> Killed | None:
+        """SIGKILL the whole node at once, as when its machine fails; None if it did not run any more."""
+        family = self.family()
+        if not family:
+            return None
+        t = clock.monotonic()
+        remaining = processes.exterminate(family, self._marks, Deadline.after(KILL_LIMIT_S, clock))
+        return _killed(family, remaining, t)
+
+    def kill_worker(self, local_rank: int = 0, clock: Clock = SYSTEM) -> Killed | None:
+        """SIGKILL one worker; None if there was none."""
+        worker = self.worker(local_rank)
+        if worker is None:
+            return None
+        t = clock.monotonic()
+        processes.send([worker], signal.SIGKILL)
+        return _killed([worker], processes.wait_gone([worker], Deadline.after(KILL_LIMIT_S, clock)), t)
+
+    def freeze(self) -> list[int]:
+        """SIGSTOP the whole node; the pids that stand still now."""
+        family = self.family()
+        processes.send(family, signal.SIGSTOP)
+        return [process.pid for process in family]
+
+    def thaw(self) -> None:
+        """Let a frozen node go on."""
+        processes.send(self.family(), signal.SIGCONT)
+
+    def terminate(self) -> None:
+        """Ask torchrun to end (SIGTERM), as an eviction does; does not wait."""
+        if self.running:
+            self._process.terminate()
+
+    def wait(self, deadline: Deadline) -> int | None:
+        """Its exit code once torchrun has ended, or None at the deadline."""
+        while (code := self.exit_code()) is None and not deadline.expired:
+            pause(min(_POLL_S, deadline.remaining_s()))
+        return code
+
+
+def _killed(victims: Sequence[psutil.Process], remaining: Sequence[psutil.Process], t: float) -> Killed:
+    if remaining:
+        raise ClusterError(f"processes {[process.pid for process in remaining]} survived SIGKILL")
+    return Killed(tuple(process.pid for process in victims), t)
+
+
+def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the cluster's owner, who decides what it means
+        )
+
+
+class LocalCluster:
+    """The nodes of one run. Use as a context manager: leaving it ends every process of the run."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self.spec = spec
+        self.nodes: list[Node] = []
+        self.ledger_marks = {ENV_LEDGER_DIR: str(spec.ledger)}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, count: int) -> list[Node]:
+        """Start ``count`` nodes."""
+        return [self.add() for _ in range(count)]
+
+    def add(self) -> Node:
+        """Start one more node, named ``n0``, ``n1``, ... in order."""
+        name = f"n{len(self.nodes)}"
+        for directory in (self.spec.ledger, self.spec.logs):
+            directory.mkdir(parents=True, exist_ok=True)
+        leash = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid())]
+        log = self.spec.logs / f"{name}.log"
+        command = [*leash, *self.command(name)]
+        process = _SPAWNER.submit(_spawn, command, log, self._environment(name)).result()
+        node = Node(name, process, log, self.ledger_marks | {ENV_NODE: name})
+        self.nodes.append(node)
+        return node
+
+    def command(self, name: str) -> list[str]:
+        """What starts the next node; overridden where nodes live in networks of their own."""
+        return torchrun(self.spec, name, first=not self.nodes)
+
+    def node(self, name: str) -> Node:
+        """The node called ``name``."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        raise ConfigError(f"there is no node {name!r}", hint=f"there are {', '.join(n.name for n in self.nodes)}")
+
+    @property
+    def running(self) -> list[Node]:
+        """Nodes whose torchrun is alive."""
+        return [node for node in self.nodes if node.running]
+
+    def wait(self, deadline: Deadline) -> bool:
+        """Wait until no node runs; False at the deadline."""
+        while self.running and not deadline.expired:
+            pause(min(_POLL_S, deadline.remaining_s()))
+        return not self.running
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """End all nodes: SIGTERM, at most ``grace_s`` seconds, then SIGKILL to everything that is left of the run."""
+        nodes = self.running
+        family = [process for node in nodes for process in node.family()]
+        for node in nodes:
+            node.thaw()
+            node.terminate()
+        self.wait(Deadline.after(grace_s))
+        processes.exterminate(family, self.ledger_marks, Deadline.after(KILL_LIMIT_S))
+        for node in nodes:
+            node.wait(Deadline.after(KILL_LIMIT_S))
+
+    def log_tail(self, name: str) -> FileTail:
+        """A reader of the node's output."""
+        return FileTail(self.node(name).log)
+
+    def _environment(self, name: str) -> dict[str, str]:
+        processes_at_most = self.spec.max_nodes * self.spec.workers
+        threads = threads_per_worker(len(os.sched_getaffinity(0)), processes_at_most)
+        mine = {
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONUNBUFFERED": "1",
+            "GLOO_SOCKET_IFNAME": "lo",  # a laptop's host name may resolve to an address that moves with its network
+            "NCCL_SOCKET_IFNAME": "lo",
+        }
+        named = {ENV_LEDGER_DIR: str(self.spec.ledger), ENV_NODE: name}
+        return mine | without_store(os.environ) | dict(self.spec.environment) | named

@@ -1,0 +1,375 @@
+"""Run a real etcd on this machine: one server or a cluster of three, to be killed, frozen and restarted at will.
+
+*Runs in* tests, drills and ``elastic-trainer local``.
+*Owns* the etcd processes, and the data directory when it made one. The kernel kills an etcd whose owner dies.
+*Fails by* ConfigError without a binary, StoreUnavailableError with etcd's last log line when it does not come up.
+*Invariant*: a restart keeps ports and data.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.errors import StoreUnavailableError
+from elastic_trainer.local.etcd_binary import find_binary, spawn
+from elastic_trainer.local.ports import HOST, free_ports, is_free
+
+START_LIMIT_S = 60.0
+STOP_LIMIT_S = 10.0
+_POLL_S = 0.05
+_BIND_FAILED = b"address already in use"
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """Certificate files of a server that speaks TLS to its clients and asks for their certificates."""
+
+    ca_cert: Path
+    cert: Path
+    key: Path
+
+    def arguments(self) -> list[str]:
+        """etcd's flags."""
+        return [
+            f"--cert-file={self.cert}",
+            f"--key-file={self.key}",
+            f"--trusted-ca-file={self.ca_cert}",
+            "--client-cert-auth",
+        ]
+
+    def context(self) -> ssl.SSLContext:
+        """How to call such a server; its own certificate serves as the client's."""
+        context = ssl.create_default_context(cafile=str(self.ca_cert))
+        context.load_cert_chain(self.cert, self.key)
+        return context
+
+
+class EtcdServer:
+    """One etcd server with its data in ``directory`` (default: a temporary one, removed at the end).
+
+    A context manager: started on entry, stopped on exit.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        *,
+        binary: str | None = None,
+        enable_v2: bool = False,
+        tls: ServerTls | None = None,
+        arguments: Sequence[str] = (),
+        name: str = "default",
+        ports: tuple[int, int] | None = None,
+        peers: Mapping[str, int] | None = None,
+    ) -> None:
+        self._binary = binary if binary is not None else find_binary()
+        self._temporary = directory is None
+        self.directory = directory if directory is not None else Path(tempfile.mkdtemp(prefix="etcd-"))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.log_path = self.directory / "etcd.log"
+        self._enable_v2 = enable_v2
+        self._tls = tls
+        self._arguments = tuple(arguments)
+        self.name = name
+        self._pinned = ports is not None
+        self.client_port, self._peer_port = ports if ports is not None else free_ports(2)
+        self._peers = peers
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.dispose()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.dispose()
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients reach it: ``host:port``."""
+        return f"{HOST}:{self.client_port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Start it and wait until it serves clients; a first start moves to other ports if some were taken."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                self._start_once(Deadline.after(START_LIMIT_S))
+            except StoreUnavailableError:
+                self.kill()
+                unlucky = self.lost_its_port or not self._ports_are_free()
+                if not unlucky or attempt == _ATTEMPTS:
+                    raise
+                if not self._pinned:
+                    self.client_port, self._peer_port = free_ports(2)
+                pause(0.2 * attempt)
+            else:
+                self._pinned = True
+                return
+
+    def _start_once(self, deadline: Deadline) -> None:
+        # etcd itself takes 5 s to give up when a port is taken
+        if self.pid is None and not self._ports_are_free():
+            raise StoreUnavailableError(f"etcd cannot start: its port {self.client_port} or {self._peer_port} is taken")
+        self.launch()
+        self.wait_healthy(deadline)
+
+    def _ports_are_free(self) -> bool:
+        return is_free(self.client_port) and is_free(self._peer_port)
+
+    def launch(self) -> None:
+        """Start the process without waiting for it."""
+        if self.pid is not None:
+            return
+        with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = spawn([self._binary, *self._flags()], log)
+
+    def wait_healthy(self, deadline: Deadline) -> None:
+        """Wait until it has a leader and answers. Raises StoreUnavailableError with its last log line."""
+        while not self.is_healthy():
+            if self.pid is None:
+                raise StoreUnavailableError(f"etcd ended while starting: {self.last_log_line()}")
+            if deadline.expired:
+                raise StoreUnavailableError(f"etcd did not start in time: {self.last_log_line()}")
+            pause(_POLL_S)
+
+    def is_healthy(self) -> bool:
+        """Whether it answers clients and has a leader."""
+        try:
+            return bool(json.loads(self._http("GET", "/health", timeout_s=5.0))["health"] == "true")
+        except (OSError, http.client.HTTPException, ValueError, KeyError, StoreUnavailableError):
+            return False
+
+    def call(self, method: str, **fields: Any) -> dict[str, Any]:
+        """Ask its JSON gateway, say ``call("kv/compaction", revision=7)``; raises StoreUnavailableError."""
+        try:
+            answer = json.loads(self._http("POST", f"/v3/{method}", json.dumps(fields)))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise StoreUnavailableError(f"etcd at {self.endpoint} did not answer {method}: {error}") from error
+        return dict(answer)
+
+    def call_as(self, user: tuple[str, str], method: str, **fields: Any) -> dict[str, Any]:
+        """As :meth:`call`, with authentication on: as the user of that name and password."""
+        name, password = user
+        token = str(self.call("auth/authenticate", name=name, password=password)["token"])
+        return dict(json.loads(self._http("POST", f"/v3/{method}", json.dumps(fields), token)))
+
+    def stop(self) -> None:
+        """End it in an orderly way."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        self._end(signal.SIGKILL)
+
+    def restart(self) -> None:
+        """Kill it if it runs, and start it with the same ports and data."""
+        self.kill()
+        self.start()
+
+    def wipe(self) -> None:
+        """Kill it and remove its data; the next start is a new etcd at the same address."""
+        self.kill()
+        shutil.rmtree(self._data, ignore_errors=True)
+
+    def pause(self) -> None:
+        """Freeze it: its connections stay open and nothing answers, from now on."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # until all threads stand
+
+    def resume(self) -> None:
+        """Thaw it."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+
+    def dispose(self) -> None:
+        """Stop it and remove what was temporary."""
+        self.stop()
+        if self._temporary:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def last_log_line(self) -> str:
+        """The last thing it said."""
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except OSError:
+            return "no log"
+        return (lines or ["it logged nothing"])[-1][-500:]
+
+    @property
+    def lost_its_port(self) -> bool:
+        """Whether it ended because another process had taken one of its ports."""
+        if self.pid is not None or not self.log_path.exists():
+            return False
+        return _BIND_FAILED in self.log_path.read_bytes()[self._log_start :]
+
+    @property
+    def _data(self) -> Path:
+        return self.directory / "data"
+
+    def _flags(self) -> list[str]:
+        scheme = "https" if self._tls is not None else "http"
+        client, peer = f"{scheme}://{self.endpoint}", f"http://{HOST}:{self._peer_port}"
+        peers = self._peers if self._peers is not None else {self.name: self._peer_port}
+        return [
+            f"--name={self.name}",
+            f"--data-dir={self._data}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster={','.join(f'{name}=http://{HOST}:{port}' for name, port in peers.items())}",
+            "--auto-compaction-mode=periodic",
+            "--auto-compaction-retention=1h",  # never by default, and a run that lasts weeks would fill it
+            "--logger=zap",
+            *(["--enable-v2"] if self._enable_v2 else ()),  # etcd 3.6 does not know the flag any more
+            *(self._tls.arguments() if self._tls is not None else ()),
+            *self._arguments,
+        ]
+
+    def _http(self, verb: str, path: str, body: str | None = None, token: str = "", timeout_s: float = 30.0) -> str:
+        connection = (
+            http.client.HTTPSConnection(HOST, self.client_port, timeout=timeout_s, context=self._tls.context())
+            if self._tls is not None
+            else http.client.HTTPConnection(HOST, self.client_port, timeout=timeout_s)
+        )
+        try:
+            connection.request(verb, path, body, {"Authorization": token} if token else {})
+            response = connection.getresponse()
+            text = response.read().decode()
+        finally:
+            connection.close()
+        if response.status != http.client.OK:
+            raise StoreUnavailableError(f"etcd at {self.endpoint} answered {path} with {response.status}: {text[:200]}")
+        return text
+
+    def _end(self, how: signal.Signals) -> None:
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(how)
+            process.send_signal(signal.SIGCONT)  # a frozen process takes SIGTERM only when thawed
+        try:
+            process.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._process = None
+
+
+class EtcdCluster:
+    """Several etcd servers that form one cluster. A context manager like :class:`EtcdServer`."""
+
+    def __init__(self, size: int = 3, *, directory: Path | None = None, arguments: Sequence[str] = ()) -> None:
+        self._temporary = directory is None
+        self.directory = directory if directory is not None else Path(tempfile.mkdtemp(prefix="etcd-cluster-"))
+        self._size = size
+        self._arguments = tuple(arguments)
+        self._started = False
+        self.members = self._built()
+
+    def _built(self) -> tuple[EtcdServer, ...]:
+        ports = free_ports(2 * self._size)
+        names = [f"m{number}" for number in range(self._size)]
+        peers = dict(zip(names, ports[self._size :], strict=True))
+        return tuple(
+            EtcdServer(
+                self.directory / name, name=name, ports=(port, peers[name]), peers=peers, arguments=self._arguments
+            )
+            for name, port in zip(names, ports[: self._size], strict=True)
+        )
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.dispose()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.dispose()
+
+    @property
+    def endpoint(self) -> str:
+        """All members' endpoints, separated by commas."""
+        return ",".join(member.endpoint for member in self.members)
+
+    def start(self) -> None:
+        """Start all members that do not run, and wait until they serve clients.
+
+        A first start moves to other ports if some were taken.
+        """
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                self._start_members()
+            except StoreUnavailableError:
+                if self._started or attempt == _ATTEMPTS or not any(member.lost_its_port for member in self.members):
+                    raise
+                for member in self.members:
+                    member.wipe()
+                self.members = self._built()
+                continue
+            self._started = True
+            return
+
+    def _start_members(self) -> None:
+        for member in self.members:
+            member.launch()
+        deadline = Deadline.after(START_LIMIT_S)
+        for member in self.members:
+            member.wait_healthy(deadline)
+
+    def kill(self, index: int) -> None:
+        """Kill one member."""
+        self.members[index].kill()
+
+    def restart(self, index: int) -> None:
+        """Start a killed member again and wait until it is healthy."""
+        self.members[index].restart()
+
+    def leader(self) -> int:
+        """The index of the member that leads. Raises StoreUnavailableError when none does."""
+        for index, member in enumerate(self.members):
+            if member.pid is None:
+                continue
+            status = member.call("maintenance/status")
+            if status.get("leader") == status["header"]["member_id"]:
+                return index
+        raise StoreUnavailableError("the etcd cluster has no leader")
+
+    def dispose(self) -> None:
+        """Stop all members and remove what was temporary."""
+        for member in self.members:
+            member.stop()
+        if self._temporary:
+            shutil.rmtree(self.directory, ignore_errors=True)

@@ -1,0 +1,230 @@
+"""The ledger: what each worker process wrote about its steps, and whether the job's data was used exactly once.
+
+Pure. A job commits some steps more than once (the work of a failed round is rolled back and done again); the
+*lineage* is what survives of it: for each step number the commit of the highest round, and nothing that a later
+round has thrown away.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from elastic_trainer.local.wording import counted
+
+
+class LineKind(StrEnum):
+    """What a ledger line reports."""
+
+    OPENED = "opened"
+    STEP = "step"
+    CHECKPOINT = "checkpoint"
+    METRIC = "metric"
+    CLOSED = "closed"
+
+
+class Line(BaseModel):
+    """One line. ``t`` is seconds on the monotonic clock of this host; ``step`` counts committed steps from 1."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    event: LineKind
+    t: float
+    wall: float = 0.0
+    run: str = ""
+    node: str = ""
+    rank: int = 0
+    local_rank: int = 0
+    world: int = 1
+    round: int = 0
+    pid: int = 0
+    step: int = 0
+    epoch: int = 0
+    samples: tuple[int, ...] = ()
+    global_samples: int = 0
+    loss: float | None = None
+    name: str | None = None
+    value: float | None = None
+    duration_s: float | None = None
+    status: str | None = None
+    resumed_from: str | None = None
+
+
+def parse(text: str) -> Line | None:
+    """The line that ``text`` holds, or None if it is torn or unknown."""
+    try:
+        return Line.model_validate_json(text)
+    except ValidationError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One step as one round committed it, gathered over the ranks that recorded it."""
+
+    step: int
+    round: int
+    epoch: int
+    t: float
+    """When the first rank recorded it."""
+    world: int
+    recorded: int
+    """How many ranks recorded it; fewer than ``world`` when one died between its commit and its line."""
+    samples: tuple[int, ...]
+    global_samples: int
+    loss: float | None
+
+    @property
+    def unrecorded(self) -> int:
+        """Samples of ranks that left no line; they are known by number only."""
+        return max(0, self.global_samples - len(self.samples)) if self.recorded < self.world else 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Round and step."""
+        return self.round, self.step
+
+
+def commits(lines: Iterable[Line]) -> dict[tuple[int, int], Commit]:
+    """All commits, also those rolled back later, by (round, step)."""
+    groups: dict[tuple[int, int], list[Line]] = {}
+    for line in lines:
+        if line.event is LineKind.STEP:
+            groups.setdefault((line.round, line.step), []).append(line)
+    return {key: _gather(group) for key, group in groups.items()}
+
+
+def _gather(group: Sequence[Line]) -> Commit:
+    first = min(group, key=lambda line: line.t)
+    return Commit(
+        step=first.step,
+        round=first.round,
+        epoch=first.epoch,
+        t=first.t,
+        world=max(line.world for line in group),
+        recorded=len({line.rank for line in group}),
+        samples=tuple(sample for line in group for sample in line.samples),
+        global_samples=max(line.global_samples for line in group),
+        loss=next((line.loss for line in group if line.loss is not None), None),
+    )
+
+
+def lineage(lines: Iterable[Line]) -> tuple[Commit, ...]:
+    """The commits that survive, in step order.
+
+    A round begins where its first step says: everything at or after that step from earlier rounds is rolled back.
+    """
+    rounds: dict[int, dict[int, Commit]] = {}
+    for (round_, step), commit in commits(lines).items():
+        rounds.setdefault(round_, {})[step] = commit
+    surviving: dict[int, Commit] = {}
+    for round_ in sorted(rounds):
+        begin = min(rounds[round_])
+        surviving = {step: commit for step, commit in surviving.items() if step < begin} | rounds[round_]
+    return tuple(surviving[step] for step in sorted(surviving))
+
+
+@dataclass(frozen=True, slots=True)
+class EpochAudit:
+    """How one epoch's samples were used. ``ended`` is False for an epoch that the job stopped in."""
+
+    epoch: int
+    used: int
+    repeated: int
+    missing: int
+    unrecorded: int
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Whether each sample of each epoch was used exactly once in the surviving lineage; ``reason`` says it in words."""
+
+    exact: bool
+    reason: str
+    steps: int
+    steps_rolled_back: int
+    steps_skipped: int
+    epochs: tuple[EpochAudit, ...]
+
+    @property
+    def repeated(self) -> int:
+        """Uses beyond the first, over all epochs."""
+        return sum(epoch.repeated for epoch in self.epochs)
+
+    @property
+    def missing(self) -> int:
+        """Samples never used in an epoch that ended, over all epochs."""
+        return sum(epoch.missing for epoch in self.epochs)
+
+    @property
+    def unrecorded(self) -> int:
+        """Samples whose rank died between its commit and its line."""
+        return sum(epoch.unrecorded for epoch in self.epochs)
+
+
+def audit(lines: Sequence[Line], size: int | None = None) -> Audit:
+    """Check the lineage of ``lines`` against a data set of ``size`` samples numbered from 0.
+
+    Without ``size`` the data set is taken to reach to the highest number that any rank ever used.
+    """
+    surviving = lineage(lines)
+    everything = commits(lines)
+    known = size if size is not None else 1 + max((max(line.samples) for line in lines if line.samples), default=-1)
+    # A rank may die between its commit and its line. The others can finish that step, but no later one without it: so
+    # only at the end of a round a missing line may stand for samples that were used.
+    ends = set(dict(sorted(everything)).items())  # the last step of each round
+    by_epoch: dict[int, list[Commit]] = {}
+    for commit in surviving:
+        by_epoch.setdefault(commit.epoch, []).append(commit)
+    last = max(by_epoch, default=0)
+    epochs = tuple(_epoch(epoch, by_epoch[epoch], known, ends, followed=epoch < last) for epoch in sorted(by_epoch))
+    skipped = surviving[-1].step - len(surviving) - (surviving[0].step - 1) if surviving else 0
+    return Audit(
+        exact=bool(surviving) and known > 0 and not skipped and not any(e.repeated or e.missing for e in epochs),
+        reason=_reason(epochs, skipped, known),
+        steps=len(surviving),
+        steps_rolled_back=len(everything) - len(surviving),
+        steps_skipped=skipped,
+        epochs=epochs,
+    )
+
+
+def _epoch(epoch: int, parts: Sequence[Commit], size: int, ends: set[tuple[int, int]], *, followed: bool) -> EpochAudit:
+    uses = Counter(sample for commit in parts for sample in commit.samples)
+    unrecorded = sum(commit.unrecorded for commit in parts if commit.key in ends)
+    missing = max(0, size - len(uses) - unrecorded)
+    # The last epoch of a job may have been left early (a limit of steps). It was finished if nothing is missing, or if
+    # it reached the smaller batch at an epoch's end: then what is missing was passed over.
+    ended = followed or not missing or parts[-1].global_samples < parts[0].global_samples
+    return EpochAudit(
+        epoch=epoch,
+        used=len(uses) + unrecorded,
+        repeated=uses.total() - len(uses),
+        missing=missing if ended else 0,
+        unrecorded=unrecorded,
+        ended=ended,
+    )
+
+
+def _reason(epochs: Sequence[EpochAudit], skipped: int, size: int) -> str:
+    if not epochs:
+        return "no step was recorded"
+    if not size:
+        return "the steps name no samples"
+    faults = [f"{skipped} steps were never committed"] if skipped else []
+    for epoch in epochs:
+        if epoch.repeated:
+            faults.append(f"epoch {epoch.epoch}: {epoch.repeated} repeated")
+        if epoch.missing:
+            faults.append(f"epoch {epoch.epoch}: {epoch.missing} of {size} missing")
+    if faults:
+        return "; ".join(faults)
+    whole = sum(epoch.ended for epoch in epochs)
+    parts = [f"each of {size} samples exactly once in {counted(whole, 'epoch')}"] if whole else []
+    parts += [f"{e.used} samples of epoch {e.epoch} once, then it was left" for e in epochs if not e.ended]
+    return "; ".join(parts)

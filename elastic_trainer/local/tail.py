@@ -1,0 +1,49 @@
+"""Follow the files of a directory as other processes append lines to them.
+
+*Runs in* the local cluster's process. *Owns* nothing: files are read only, opened for each read.
+*Fails by* OSError of a file that cannot be read. *Invariant*: a line is returned once, and only when its newline
+is written, so a line torn by SIGKILL never appears.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elastic_trainer.local.ledger import Line, parse
+
+
+class FileTail:
+    """New complete lines of one file, each time it is asked; the file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[str]:
+        """Lines that were completed since the last call, without their newlines."""
+        if not self._path.exists() or self._path.stat().st_size <= self._offset:
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+class LedgerTail:
+    """New ledger lines of all processes of a run; ``unreadable`` counts those that could not be understood."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: dict[Path, FileTail] = {}
+        self.unreadable = 0
+
+    def read(self) -> list[Line]:
+        """Lines that appeared since the last call, in the order of their times."""
+        for path in self._directory.glob("*.jsonl"):
+            self._files.setdefault(path, FileTail(path))
+        texts = [text for tail in self._files.values() for text in tail.read()]
+        lines = [line for line in map(parse, texts) if line is not None]
+        self.unreadable += len(texts) - len(lines)
+        return sorted(lines, key=lambda line: line.t)

@@ -1,0 +1,69 @@
+"""Whether the store has gone back behind what this node has seen, and what to write then. Pure.
+
+An etcd that was restored from a backup, or that lost all it held, shows an older round document than the one that the
+workers train in. Round numbers only grow, so nobody may go on from there: whoever remembers more puts back the end of
+the newest round that it knows, and the next round follows on that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_trainer.membership.composition import broken
+from elastic_trainer.membership.documents import RoundDocument, RoundState
+from elastic_trainer.membership.leader_priority import SENIORS
+from elastic_trainer.membership.rules import Action, Decision
+
+OTHERS_AFTER_S = 2.0
+"""So long the first members of the round have to put it back, before all others try as well."""
+
+STATE_ORDER = {RoundState.ACTIVE: 0, RoundState.DRAINING: 1, RoundState.BROKEN: 2, RoundState.CLOSED: 3}
+"""In which order a round can have its states."""
+
+
+def position(document: RoundDocument | None) -> tuple[int, int, int]:
+    """How far a run is by its round document; that never gets less while the store keeps what it was told."""
+    if document is None:
+        return (0, -1, 0)
+    return (document.epoch, document.number, STATE_ORDER[document.state])
+
+
+@dataclass(frozen=True, slots=True)
+class Recollection:
+    """The furthest round document that this node has seen, and since when the store is behind it."""
+
+    known: RoundDocument | None = None
+    behind_since: float | None = None
+
+    def advance(self, seen: RoundDocument | None, now: float) -> Recollection:
+        """What is remembered after ``seen`` was found in the store at ``now`` (monotonic seconds)."""
+        if position(seen) >= position(self.known) and not self._is_another(seen):
+            return Recollection(seen)
+        return Recollection(self.known, now if self.behind_since is None else self.behind_since)
+
+    def _is_another(self, seen: RoundDocument | None) -> bool:
+        """Whether ``seen`` was formed, in a store that had gone back, under the number of a round that is known."""
+        if seen is None or self.known is None or position(seen) != position(self.known):
+            return False
+        return seen.nonce != self.known.nonce and seen.state in (RoundState.ACTIVE, RoundState.DRAINING)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the store is behind what this node has seen."""
+        return self.behind_since is not None
+
+    def decide(self, me: str, seen: RoundDocument | None, now: float) -> Decision:
+        """What node ``me`` does about a store that is behind."""
+        if self.known is None or self.behind_since is None:
+            return Decision(Action.WAIT, "the store is not behind")
+        first = [member.node for member in self.known.members[:SENIORS]]
+        left = 0.0 if me in first else self.behind_since + OTHERS_AFTER_S - now
+        if left > 0.0:
+            return Decision(Action.WAIT, "the first members put the round back", again_in_s=left)
+        at = "nothing" if seen is None else f"round {seen.number}, {seen.state}"
+        reason = f"the store went back to an older state ({at})"
+        if self.known.state is RoundState.CLOSED:
+            return Decision(Action.CLOSE, reason, self.known)
+        if self.known.state is RoundState.BROKEN:
+            return Decision(Action.BREAK, reason, self.known)
+        return Decision(Action.BREAK, reason, broken(self.known, reason))

@@ -1,0 +1,81 @@
+"""What the store holds of one run, decoded. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.documents import JournalEntry, RoundDocument, RoundState, Spec
+from elastic_trainer.membership.health import GONE, Incident, NodeHealth, Saved, added_up
+
+
+@dataclass(frozen=True)
+class RunDocuments:
+    """One run as last read. Journal and incidents are the newest ones, the oldest of them first.
+
+    Without slots, as sums over a thousand nodes are kept here once they are asked for.
+    """
+
+    run: str
+    spec: Spec | None = None
+    round: RoundDocument | None = None
+    progress: Progress | None = None
+    nodes: Mapping[str, NodeView] = field(default_factory=dict)
+    health: Mapping[str, NodeHealth] = field(default_factory=dict)
+    journal: tuple[JournalEntry, ...] = ()
+    incidents: tuple[Incident, ...] = ()
+    unreadable: tuple[str, ...] = ()
+    """Keys whose content this version cannot read."""
+    round_revision: int = 0
+    """Mod-revision of the round document; 0: there is none."""
+    serial: int = 0
+    """Grows when anything of the run changes."""
+
+    @property
+    def is_run(self) -> bool:
+        """Whether there is anything that makes it a run."""
+        return bool(self.spec or self.round or self.nodes or self.unreadable)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+        return self.round is not None and self.round.state is RoundState.CLOSED
+
+    @cached_property
+    def live(self) -> dict[str, NodeView]:
+        """The nodes that are there: keys left behind by excluded nodes are not."""
+        ghosts = {(each.node, each.mod_revision) for each in self.round.ghosts} if self.round is not None else set()
+        return {name: node for name, node in self.nodes.items() if (name, node.mod_revision) not in ghosts}
+
+    @cached_property
+    def counters(self) -> dict[str, float]:
+        """What all nodes have counted, those that are gone too."""
+        return added_up(health.counters for health in self.health.values())
+
+    @property
+    def first_node(self) -> str | None:
+        """The node of rank 0, now or in the last round."""
+        members = self.round.members if self.round is not None else ()
+        return next((member.node for member in members if member.first_rank == 0), None)
+
+    @property
+    def first_health(self) -> NodeHealth | None:
+        """What the node of rank 0 tells."""
+        return self.health.get(self.first_node or "")
+
+    @cached_property
+    def saved(self) -> Saved | None:
+        """The last checkpoint: what rank 0's node tells, else the furthest one that any node tells of."""
+        first = self.first_health
+        if first is not None and first.saved is not None:
+            return first.saved
+        told = (each.saved for each in self.health.values() if each.saved is not None)
+        return max(told, key=lambda saved: saved.step, default=None)
+
+    def folded(self) -> RunDocuments:
+        """The same without the nodes' details: what is kept of a run that is over."""
+        total = NodeHealth(node=GONE, wall=0.0, counters=self.counters, saved=self.saved)
+        return replace(self, nodes={}, health={GONE: total} if self.health else {})

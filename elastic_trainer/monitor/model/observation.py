@@ -1,0 +1,177 @@
+"""What one monitor has seen of a run over time: since when things are as they are, how fast they go, their course.
+
+All durations are of this monitor's own clock: nodes' clocks are never compared. What happened before it came is unknown
+to it, and it says so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from elastic_trainer.membership.health import NodeHealth, Saved
+from elastic_trainer.monitor.model import state
+from elastic_trainer.monitor.model.contents import RunDocuments
+from elastic_trainer.monitor.model.curves import Curves, Point, Recorder
+
+RATE_WINDOW_S = 30.0
+"""Rates are taken over so long: nodes tell of their counts every few seconds only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What has been seen, at the moment ``now`` (monotonic seconds) and ``wall`` (Unix time)."""
+
+    now: float = 0.0
+    wall: float = 0.0
+    state: str = state.GATHERING
+    state_since: float | None = None
+    """When the run came into its state; None if it was in it before the first look."""
+    gathering_since_wall: float = 0.0
+    """Since when ranks are gathered (Unix time); 0 while they train, and when the run is over."""
+    over_s: float | None = None
+    """How long the run has been over, or without any node."""
+    arrived: Mapping[str, float] = field(default_factory=dict)
+    """When the newest health document of each node was first seen. Not known at the first look."""
+    saved_s: float | None = None
+    """The age of the last checkpoint."""
+    samples_per_s: float | None = None
+    steps_per_s: float | None = None
+    step_s: float | None = None
+    curves: Curves = field(default_factory=lambda: Recorder().curves())
+
+
+class Rate:
+    """How fast a count grows: between the first and the last of its changes in half a minute.
+
+    Not up to now, as nodes tell of their counts in steps of some seconds; but a count that rests for the whole time has
+    the rate 0.
+    """
+
+    def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
+        self._window_s = window_s
+        self._changes: deque[tuple[float, float]] = deque()
+        self._now = 0.0
+
+    def note(self, now: float, count: float | None) -> None:
+        """The count is ``count`` now; one that is smaller than before begins anew."""
+        self._now, changes = now, self._changes
+        if count is None or (changes and count < changes[-1][1]):
+            changes.clear()
+        if count is not None and (not changes or count > changes[-1][1]):
+            changes.append((now, count))
+        while len(changes) > 1 and self._is_old(changes[0]) and (len(changes) > 2 or self._is_old(changes[-1])):
+            changes.popleft()
+
+    def per_s(self) -> float | None:
+        """The rate; None before it is known."""
+        if len(self._changes) < 2:
+            return 0.0 if self._changes and self._is_old(self._changes[0]) else None
+        (start, low), (end, high) = self._changes[0], self._changes[-1]
+        return (high - low) / (end - start)
+
+    def _is_old(self, change: tuple[float, float]) -> bool:
+        return self._now - change[0] > self._window_s
+
+
+class Observer:
+    """Sees one run again and again. One thread calls it."""
+
+    def __init__(self) -> None:
+        self._looked = False
+        self._state: tuple[str, int] | None = None
+        self._state_since: float | None = None
+        self._gathering_wall: float | None = None
+        self._over_since: float | None = None
+        self._told: dict[str, tuple[NodeHealth, float]] = {}
+        self._saved: tuple[Saved, float] | None = None
+        self._samples, self._steps = Rate(), Rate()
+        self._recorder = Recorder()
+
+    def look(self, documents: RunDocuments, now: float, wall: float) -> Observed:
+        """The run is as ``documents`` say."""
+        present = state.run_state(documents)
+        self._note_state(present, documents.round.number if documents.round is not None else 0, now)
+        first = not self._looked
+        self._looked = True
+        self._note_arrivals(documents, now)
+        step, step_s = state.current_step(documents), typical_step_s(documents)
+        counted = documents.counters.get("samples")
+        if counted is None and documents.progress is not None:
+            counted = float(documents.progress.samples)
+        self._samples.note(now, counted)
+        self._steps.note(now, None if step is None else float(step))
+        if not documents.closed:
+            ranks = state.world_size(documents)
+            self._recorder.note(Point(wall, step, state.current_loss(documents), step_s, ranks))
+        return Observed(
+            now=now,
+            wall=wall,
+            state=present,
+            state_since=self._state_since,
+            gathering_since_wall=self._gathering(documents, present, wall),
+            over_s=self._over(documents, now, wall),
+            arrived={} if first else {name: at for name, (_, at) in self._told.items()},
+            saved_s=self._saved_age(documents, now, wall),
+            samples_per_s=self._samples.per_s(),
+            steps_per_s=self._steps.per_s(),
+            step_s=step_s,
+            curves=self._recorder.curves(),
+        )
+
+    def _note_state(self, present: str, round_: int, now: float) -> None:
+        """A round that was broken and followed up between two looks began another state too."""
+        if (present, round_) != self._state:
+            self._state_since = None if self._state is None else now
+            self._state = (present, round_)
+
+    def _note_arrivals(self, documents: RunDocuments, now: float) -> None:
+        known, self._told = self._told, {}
+        for name, health in documents.health.items():
+            before = known.get(name)
+            same = before is not None and before[0] is health
+            self._told[name] = before if same and before is not None else (health, now)
+
+    def _gathering(self, documents: RunDocuments, present: str, wall: float) -> float:
+        if present not in (state.GATHERING, state.RECOVERING):
+            self._gathering_wall = None
+            return 0.0
+        ended = state.ended_by(documents)
+        if ended is not None:
+            return ended.wall
+        if self._gathering_wall is None:
+            self._gathering_wall = wall
+        return self._gathering_wall
+
+    def _over(self, documents: RunDocuments, now: float, wall: float) -> float | None:
+        if not documents.closed and documents.live:
+            self._over_since = None
+            return None
+        if self._over_since is None:
+            # A run that was over before the first look: by the time of its last transition, which is another node's,
+            # as it is only a matter of forgetting it an hour later or not at all.
+            last = documents.journal[-1].wall if documents.journal else wall
+            self._over_since = now - (max(0.0, wall - last) if self._state_since is None else 0.0)
+        return now - self._over_since
+
+    def _saved_age(self, documents: RunDocuments, now: float, wall: float) -> float | None:
+        saved = documents.saved
+        if saved is None:
+            return None
+        if self._saved is None or self._saved[0] != saved:
+            before = max(0.0, wall - saved.wall) if self._saved is None else 0.0
+            self._saved = (saved, now - before)
+        return now - self._saved[1]
+
+
+def typical_step_s(documents: RunDocuments) -> float | None:
+    """How long a step takes: the median of what ranks tell, else what rank 0 told last."""
+    number = documents.round.number if documents.round is not None else 0
+    told = [
+        rank.step_s for each in documents.health.values() if each.round == number for rank in each.ranks if rank.step_s
+    ]
+    if told:
+        return median(told)
+    return documents.progress.step_time_s or None if documents.progress is not None else None

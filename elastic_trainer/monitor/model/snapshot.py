@@ -1,0 +1,368 @@
+"""One run, and the list of all, as the status page, the commands and other programs see them. Pure.
+
+The fields are the contract of ``/api/runs`` and ``/api/runs/<run>``: what is not known is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic_core import to_json, to_jsonable_python
+
+from elastic_trainer.membership import stragglers
+from elastic_trainer.membership.documents import JournalEntry, RoundMember, RunResult
+from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth, goodput
+from elastic_trainer.membership.stragglers import Stragglers, find_stragglers
+from elastic_trainer.monitor.model import state
+from elastic_trainer.monitor.model.contents import RunDocuments
+from elastic_trainer.monitor.model.curves import Curves
+from elastic_trainer.monitor.model.observation import Observed
+from elastic_trainer.telemetry.families import PHASES
+
+MOST_ROUNDS = 200
+MOST_INCIDENTS = 100
+MOST_NAMES = 4000
+"""Node names in all the rounds together; of older rounds only the numbers are told."""
+GONE_STATE = "gone"
+"""The state of a member of the newest round whose key is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One rank. Of a rank that its node has told nothing of, only its numbers are known."""
+
+    rank: int | None
+    local_rank: int
+    pid: int | None = None
+    phase: str | None = None
+    phase_s: float | None = None
+    still_s: float | None = None
+    step: int | None = None
+    step_s: float | None = None
+    compute_s: float | None = None
+    device: str | None = None
+    slowdown: float | None = None
+    straggler: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One node. ``age_s``: how long ago its last news of its ranks came."""
+
+    node: str
+    host: str
+    state: str
+    in_round: bool
+    metrics: str
+    age_s: float | None
+    ranks: tuple[RankStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStatus:
+    """The last checkpoint, and how many there were."""
+
+    step: int
+    age_s: float | None
+    bytes: int
+    duration_s: float
+    interval_s: float
+    saved: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStatus:
+    """One transition of the journal."""
+
+    number: int
+    state: str
+    wall: float
+    reason: str
+    world_size: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """Whether the store answers, and how old what is shown is."""
+
+    connected: bool
+    age_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSnapshot:
+    """``/api/runs/<run>``."""
+
+    run: str
+    state: str
+    state_s: float | None
+    epoch: int | None
+    min_nodes: int | None
+    max_nodes: int | None
+    recovery: str | None
+    round: int | None
+    round_reason: str
+    world_size: int
+    step: int | None
+    loss: float | None
+    samples: int | None
+    samples_per_s: float | None
+    steps_per_s: float | None
+    step_s: float | None
+    data_epoch: int | None
+    goodput: float | None
+    seconds: Mapping[str, float]
+    checkpoint: CheckpointStatus | None
+    limits: Mapping[str, float]
+    nodes: tuple[NodeStatus, ...]
+    rounds: tuple[RoundStatus, ...]
+    incidents: tuple[Mapping[str, Any], ...]
+    curves: Curves
+    unreadable: tuple[str, ...]
+    wall: float
+    store: StoreStatus = field(default=StoreStatus(True, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One row of ``/api/runs``."""
+
+    run: str
+    state: str
+    state_s: float | None
+    step: int | None
+    loss: float | None
+    round: int | None
+    world_size: int
+    nodes: int
+    min_nodes: int | None
+    max_nodes: int | None
+    recovery: str | None
+    goodput: float | None
+    samples_per_s: float | None
+    stragglers: int
+    last_incident: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """``/api/runs``: runs that go on first, then by name."""
+
+    runs: tuple[RunSummary, ...]
+    store: StoreStatus
+    wall: float
+
+
+def as_json(value: object) -> bytes:
+    """The JSON of a snapshot or listing; numbers that are not finite become null."""
+    return to_json(value, inf_nan_mode="null")
+
+
+def as_values(value: object) -> dict[str, Any]:
+    """The same as plain values."""
+    values: dict[str, Any] = to_jsonable_python(value, inf_nan_mode="null")
+    return values
+
+
+def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = StoreStatus(True, 0.0)) -> RunSnapshot:
+    """All that is known of a run."""
+    spec, round_, counters = documents.spec, documents.round, documents.counters
+    samples = counters.get("samples")
+    return RunSnapshot(
+        run=documents.run,
+        state=seen.state,
+        state_s=None if seen.state_since is None else seen.now - seen.state_since,
+        epoch=spec.epoch if spec is not None else None,
+        min_nodes=spec.min_nodes if spec is not None else None,
+        max_nodes=spec.max_nodes if spec is not None else None,
+        recovery=str(spec.recovery) if spec is not None else None,
+        round=round_.number if round_ is not None else None,
+        round_reason=round_.reason if round_ is not None else "",
+        world_size=state.world_size(documents),
+        step=state.current_step(documents),
+        loss=state.current_loss(documents),
+        samples=None if samples is None else int(samples),
+        samples_per_s=seen.samples_per_s,
+        steps_per_s=seen.steps_per_s,
+        step_s=seen.step_s,
+        data_epoch=documents.progress.epoch if documents.progress is not None else None,
+        goodput=goodput(counters),
+        seconds={phase: counters.get(f"seconds.{phase}", 0.0) for phase in PHASES},
+        checkpoint=checkpoint(documents, seen),
+        limits={"straggler_ratio": stragglers.RATIO, "straggler_least_s": stragglers.LEAST_EXCESS_S},
+        nodes=nodes(documents, seen),
+        rounds=rounds(documents.journal),
+        incidents=tuple(incident(each) for each in documents.incidents[: -MOST_INCIDENTS - 1 : -1]),
+        curves=seen.curves,
+        unreadable=documents.unreadable,
+        wall=seen.wall,
+        store=store,
+    )
+
+
+def summary(documents: RunDocuments, seen: Observed) -> RunSummary:
+    """The row of a run in the list."""
+    spec = documents.spec
+    last = documents.incidents[-1] if documents.incidents else None
+    return RunSummary(
+        run=documents.run,
+        state=seen.state,
+        state_s=None if seen.state_since is None else seen.now - seen.state_since,
+        step=state.current_step(documents),
+        loss=state.current_loss(documents),
+        round=documents.round.number if documents.round is not None else None,
+        world_size=state.world_size(documents),
+        nodes=len(documents.live),
+        min_nodes=spec.min_nodes if spec is not None else None,
+        max_nodes=spec.max_nodes if spec is not None else None,
+        recovery=str(spec.recovery) if spec is not None else None,
+        goodput=goodput(documents.counters),
+        samples_per_s=seen.samples_per_s,
+        stragglers=len(straggling(documents).ranks),
+        last_incident=incident(last) if last is not None else None,
+    )
+
+
+def listing(runs: Sequence[RunSummary], store: StoreStatus, wall: float) -> Listing:
+    """The list of all runs."""
+    over = (str(RunResult.SUCCEEDED), str(RunResult.FAILED))
+    return Listing(tuple(sorted(runs, key=lambda each: (each.state in over, each.run))), store, wall)
+
+
+def checkpoint(documents: RunDocuments, seen: Observed) -> CheckpointStatus | None:
+    """The last checkpoint; None before there is one."""
+    saved, counters = documents.saved, documents.counters
+    if saved is None:
+        return None
+    return CheckpointStatus(
+        step=saved.step,
+        age_s=seen.saved_s,
+        bytes=saved.bytes,
+        duration_s=saved.duration_s,
+        interval_s=save_interval_s(documents),
+        saved=int(counters.get("save.ok", 0)),
+        failed=int(counters.get("save.failed", 0)),
+    )
+
+
+def save_interval_s(documents: RunDocuments) -> float:
+    """How often checkpoints are to be saved; 0: not by time."""
+    first = documents.first_health
+    if first is not None and first.save_interval_s:
+        return first.save_interval_s
+    return max((each.save_interval_s for each in documents.health.values()), default=0.0)
+
+
+def rounds(journal: Sequence[JournalEntry]) -> tuple[RoundStatus, ...]:
+    """The newest transitions, the newest last."""
+    told, names = [], 0
+    for entry in reversed(journal[-MOST_ROUNDS:]):
+        names += len(entry.nodes)
+        nodes_ = entry.nodes if names <= MOST_NAMES else ()
+        told.append(RoundStatus(entry.round, str(entry.state), entry.wall, entry.reason, entry.world_size, nodes_))
+    return tuple(reversed(told))
+
+
+def incident(each: Incident) -> Mapping[str, Any]:
+    """An incident with its total."""
+    return {**each.model_dump(mode="json", exclude={"version"}), "total_s": each.total_s}
+
+
+def straggling(documents: RunDocuments, members: Mapping[str, RoundMember] | None = None) -> Stragglers:
+    """The judgment on the ranks of the newest round."""
+    taking_part = members if members is not None else state.members(documents)
+    told = (_numbered(member, documents.health.get(name)) for name, member in taking_part.items())
+    return find_stragglers({number: rank.compute_s for ranks in told for number, rank in ranks})
+
+
+def _numbered(member: RoundMember, health: NodeHealth | None) -> list[tuple[int, RankHealth]]:
+    """What a node tells of its ranks, with their numbers in the newest round."""
+    ranks = health.ranks if health is not None else ()
+    return [(member.first_rank + rank.local_rank, rank) for rank in ranks if rank.local_rank < member.local_world_size]
+
+
+def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
+    """The nodes that are there, and members of the newest round that are missing; by rank, then those without."""
+    taking_part = state.members(documents)
+    judgment = straggling(documents, taking_part)
+    live = documents.live
+    found = [
+        NodeStatus(
+            node=name,
+            host=view.record.host,
+            state=str(view.record.state),
+            in_round=name in taking_part,
+            metrics=_metrics(documents.health.get(name)),
+            age_s=_age(seen, name),
+            ranks=_ranks(taking_part.get(name), view.record.local_world_size, documents.health.get(name), judgment),
+        )
+        for name, view in live.items()
+    ]
+    first = {name: member.first_rank for name, member in taking_part.items()}
+    found.sort(key=lambda node: (node.node not in first, first.get(node.node, 0), node.node))
+    return (*found, *_missing(documents, seen))
+
+
+def _missing(documents: RunDocuments, seen: Observed) -> list[NodeStatus]:
+    """Members of the newest round without a key."""
+    if documents.round is None or documents.closed:
+        return []
+    live = documents.live
+    return [
+        NodeStatus(
+            node=member.node,
+            host="",
+            state=GONE_STATE,
+            in_round=True,
+            metrics="",
+            age_s=_age(seen, member.node),
+            ranks=_ranks(member, member.local_world_size, None, Stragglers(frozenset(), None, "")),
+        )
+        for member in documents.round.members
+        if member.node not in live
+    ]
+
+
+def _metrics(health: NodeHealth | None) -> str:
+    return health.metrics if health is not None else ""
+
+
+def _age(seen: Observed, name: str) -> float | None:
+    return seen.now - seen.arrived[name] if name in seen.arrived else None
+
+
+def _ranks(
+    member: RoundMember | None, count: int, health: NodeHealth | None, judgment: Stragglers
+) -> tuple[RankStatus, ...]:
+    """The ranks of a node: as it tells, else by the round alone."""
+    first = member.first_rank if member is not None else None
+    told = {rank.local_rank: rank for rank in health.ranks} if health is not None else {}
+    known = sorted({*range(count), *told})
+    return tuple(
+        _rank(first, told[local], judgment)
+        if local in told
+        else RankStatus(None if first is None else first + local, local)
+        for local in known
+    )
+
+
+def _rank(first: int | None, told: RankHealth, judgment: Stragglers) -> RankStatus:
+    number = None if first is None else first + told.local_rank
+    return RankStatus(
+        rank=number,
+        local_rank=told.local_rank,
+        pid=told.pid,
+        phase=told.phase,
+        phase_s=told.phase_s,
+        still_s=told.still_s,
+        step=told.step,
+        step_s=told.step_s or None,
+        compute_s=told.compute_s or None,
+        device=told.device,
+        slowdown=None if number is None else judgment.slowdown(told.compute_s),
+        straggler=number in judgment.ranks,
+    )

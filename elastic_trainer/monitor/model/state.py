@@ -1,0 +1,77 @@
+"""Which state a run is in, by what the store holds of it. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from elastic_trainer.membership.documents import JournalEntry, RoundMember, RoundState, RunResult
+from elastic_trainer.monitor.model.contents import RunDocuments
+
+GATHERING: Final = "gathering"
+TRAINING: Final = "training"
+CHANGING: Final = "changing"
+RECOVERING: Final = "recovering"
+SUCCEEDED: Final = "succeeded"
+FAILED: Final = "failed"
+
+
+def run_state(documents: RunDocuments) -> str:
+    """One of families.RUN_STATES.
+
+    A round that no node is left of is no round: all of them may have died at once, and nobody broke it.
+    """
+    round_, live = documents.round, documents.live
+    if documents.closed:
+        return SUCCEEDED if round_ is not None and round_.result is RunResult.SUCCEEDED else FAILED
+    if round_ is None or not live:
+        return GATHERING
+    if round_.state is RoundState.BROKEN:
+        least = documents.spec.min_nodes if documents.spec is not None else 1
+        return RECOVERING if len(live) >= least else GATHERING
+    return CHANGING if round_.state is RoundState.DRAINING else TRAINING
+
+
+def world_size(documents: RunDocuments) -> int:
+    """Ranks that train; 0 while there is no round."""
+    trains = run_state(documents) in (TRAINING, CHANGING)
+    return documents.round.world_size if trains and documents.round is not None else 0
+
+
+def ended_by(documents: RunDocuments) -> JournalEntry | None:
+    """The transition that ended the newest round (broke or closed it); None while it lasts."""
+    round_ = documents.round
+    if round_ is None or round_.state not in (RoundState.BROKEN, RoundState.CLOSED):
+        return None
+    mine = (each for each in documents.journal if (each.round, each.state) == (round_.number, round_.state))
+    return next(mine, None)
+
+
+def members(documents: RunDocuments) -> dict[str, RoundMember]:
+    """Who of the nodes that are there is a member of the newest round, in its present life."""
+    named = documents.round.members if documents.round is not None else ()
+    live = documents.live
+    return {each.node: each for each in named if each.node in live and live[each.node].incarnation == each.incarnation}
+
+
+def current_step(documents: RunDocuments) -> int | None:
+    """The newest committed step that is known."""
+    round_, progress = documents.round, documents.progress
+    number = round_.number if round_ is not None else 0
+    if progress is not None and progress.round == number:
+        return progress.step
+    told = [rank.step for each in documents.health.values() if each.round == number for rank in each.ranks]
+    known = [*told, *([progress.step] if progress is not None else [])]
+    if round_ is not None and round_.last_step is not None:
+        known.append(round_.last_step)
+    return max(known, default=None)
+
+
+def current_loss(documents: RunDocuments) -> float | None:
+    """The newest loss that is known: progress comes every second, health every few."""
+    progress, first = documents.progress, documents.first_health
+    number = documents.round.number if documents.round is not None else 0
+    if progress is not None and progress.round == number and progress.loss is not None:
+        return progress.loss
+    if first is not None and first.loss is not None:
+        return first.loss
+    return progress.loss if progress is not None else None

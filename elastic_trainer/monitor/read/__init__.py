@@ -1,0 +1,1 @@
+"""Reads all runs from the store."""

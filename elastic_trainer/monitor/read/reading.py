@@ -1,0 +1,225 @@
+"""Reads all runs of the store at a bounded rate, for everybody who asks: a request to the monitor is none to etcd.
+
+Each run that goes on is read in one request for each 500 nodes, and decoded where it changed. A run that is over, or
+that no node is left of, rests: it is only asked for signs of life, many runs in one request.
+
+*Runs in* the thread that calls :meth:`Reader.poll`: of the monitor its own, of a command the main one.
+*Owns* what it has read. *Fails by* nothing in :meth:`Reader.poll`: a store that is away leaves what was read before,
+and :attr:`Reading.store` says how old that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from elastic_trainer.clock import SYSTEM, Clock, Deadline
+from elastic_trainer.errors import ElasticTrainerError
+from elastic_trainer.model import is_name
+from elastic_trainer.monitor.model.contents import RunDocuments
+from elastic_trainer.monitor.model.observation import Observed, Observer
+from elastic_trainer.monitor.model.snapshot import StoreStatus
+from elastic_trainer.monitor.read.feed import RunFeed
+from elastic_trainer.store.api import Read, Snapshot, Store, prefix_end
+from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.telemetry.logs import logger
+
+EVERY_S = 1.0
+SHARE = 0.2
+"""A poll that takes long is followed by a pause that keeps the store, and this process, so busy at most."""
+DISCOVER_EVERY_S = 5.0
+QUIET_S = 60.0
+"""A run without nodes that has not changed for so long rests."""
+READ_LIMIT_S = 5.0
+FORGET_S = 3600.0
+DESERTED_S = 86400.0
+REST_S = 600.0
+"""So does, at once, one that had been over for so long before the first look."""
+DISCOVER_LIMIT_S = 2.0
+"""A poll looks for runs so long at most; the next one goes on where it stopped."""
+MOST_RUNS = 2000
+AFTER_SLASH = chr(ord("/") + 1)
+RESTING_BATCH = 50
+"""Runs asked for signs of life in one request: two reads each, and etcd takes 128."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunReading:
+    """One run as read and as seen over time."""
+
+    documents: RunDocuments
+    seen: Observed
+
+    def forgotten(self, forget_s: float) -> bool:
+        """Whether it has been over for so long, or without any node for a day, that nobody watches it any more."""
+        limit_s = forget_s if self.documents.closed else max(forget_s, DESERTED_S)
+        return self.seen.over_s is not None and self.seen.over_s >= limit_s
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """All runs by name."""
+
+    runs: Mapping[str, RunReading] = field(default_factory=dict)
+    store: StoreStatus = field(default=StoreStatus(False, None))
+    read_at: float | None = None
+    """When the store was last read (monotonic seconds); None: never."""
+    read_wall: float | None = None
+    """The same as Unix time."""
+    wall: float = 0.0
+    serial: int = 0
+    """Grows with each poll."""
+    problem: str = ""
+
+
+class _Followed:
+    """A run that is read again and again."""
+
+    def __init__(self, store: Store, keys: RunKeys, now: float) -> None:
+        self._store, self.keys = store, keys
+        self._feed = RunFeed(store, keys)
+        self._observer = Observer()
+        self._changed_at = now
+        self.documents = RunDocuments(keys.run_id)
+        self.resting = False
+        self._folded = False
+
+    def read(self, deadline: Deadline, now: float) -> None:
+        documents = self._feed.read(deadline)
+        if documents.serial != self.documents.serial:
+            self._changed_at = now
+        self._folded, self.documents = False, documents
+        self.resting = not documents.nodes and now - self._changed_at >= QUIET_S
+
+    def look(self, now: float, wall: float, forget_s: float) -> RunReading:
+        reading = RunReading(self.documents, self._observer.look(self.documents, now, wall))
+        self.resting |= not self.documents.nodes and (reading.seen.over_s or 0.0) >= REST_S
+        if self.resting and not self._folded and reading.forgotten(forget_s):
+            self._folded, self.documents = True, self.documents.folded()
+            self._feed = RunFeed(self._store, self.keys, serial=self.documents.serial + 1)
+        return reading
+
+    @property
+    def signs_of_life(self) -> tuple[Read, Read]:
+        """What to ask for to see whether a resting run goes on."""
+        nodes = Read(self.keys.nodes, prefix_end(self.keys.nodes), limit=1, keys_only=True)
+        return Read(self.keys.round, keys_only=True), nodes
+
+    def lives(self, round_: Snapshot, nodes: Snapshot) -> bool:
+        """Whether it goes on, by the answers to that."""
+        revision = round_.first.mod_revision if round_.first is not None else 0
+        return bool(nodes.items) or revision != self.documents.round_revision
+
+
+class Reader:
+    """See the module. ``only``: the one run to read. ``forget_s``: see RunReading.forgotten."""
+
+    def __init__(
+        self, store: Store, prefix: str, *, only: str | None = None, forget_s: float = FORGET_S, clock: Clock = SYSTEM
+    ) -> None:
+        self._store, self._prefix, self._only, self._forget_s, self._clock = store, prefix, only, forget_s, clock
+        self._followed: dict[str, _Followed] = {}
+        self._discover_at = clock.monotonic()
+        self._found: set[str] = set()
+        self._found_last = ""
+        self._too_many = False
+        self._read_at: float | None = None
+        self._read_wall: float | None = None
+        self._serial = 0
+        self._problem = ""
+
+    def poll(self, limit_s: float = READ_LIMIT_S) -> Reading:
+        """Read what can have changed; a store that does not tell of one run within ``limit_s`` seconds is away."""
+        try:
+            self._read(limit_s)
+        except ElasticTrainerError as error:
+            if not self._problem:
+                logger().warning("store.lost", error=str(error))
+            self._problem = str(error)
+        else:
+            if self._problem:
+                logger().info("store.regained")
+            self._problem = ""
+            self._read_at, self._read_wall = self._clock.monotonic(), self._clock.wall()
+        return self._reading()
+
+    def _read(self, limit_s: float) -> None:
+        self._discover(limit_s)
+        self._wake([each for each in self._followed.values() if each.resting], limit_s)
+        for followed in self._followed.values():
+            if not followed.resting:
+                followed.read(Deadline.after(limit_s, self._clock), self._clock.monotonic())
+
+    def _discover(self, limit_s: float) -> None:
+        start = self._clock.monotonic()
+        if start < self._discover_at:
+            return
+        complete = self._look_for_runs(limit_s)
+        for run in sorted(self._found - self._followed.keys()):
+            self._followed[run] = _Followed(self._store, RunKeys(self._prefix, run), start)
+        if not complete:
+            return
+        for run in self._followed.keys() - self._found:
+            del self._followed[run]
+        self._found, self._found_last, now = set(), "", self._clock.monotonic()
+        self._discover_at = now + max(DISCOVER_EVERY_S, (now - start) / SHARE)
+
+    def _look_for_runs(self, limit_s: float) -> bool:
+        """Note the names that there are; whether they are all."""
+        if self._only is not None:
+            self._found.add(self._only)
+            return True
+        limit = Deadline.after(DISCOVER_LIMIT_S, self._clock)
+        for name in run_names(self._store, self._prefix, limit_s, after=self._found_last, clock=self._clock):
+            self._found.add(name)
+            self._found_last = name
+            if limit.expired or len(self._found) >= MOST_RUNS:
+                break
+        else:
+            return True
+        if len(self._found) < MOST_RUNS:
+            return False
+        if not self._too_many:
+            logger().warning("runs.too_many", prefix=self._prefix, shown=MOST_RUNS)
+        self._too_many = True
+        return True
+
+    def _wake(self, resting: Sequence[_Followed], limit_s: float) -> None:
+        for start in range(0, len(resting), RESTING_BATCH):
+            batch = resting[start : start + RESTING_BATCH]
+            reads = [read for followed in batch for read in followed.signs_of_life]
+            answers = self._store.transact([], reads, deadline=Deadline.after(limit_s, self._clock)).reads
+            for followed, round_, nodes in zip(batch, answers[::2], answers[1::2], strict=True):
+                followed.resting = not followed.lives(round_, nodes)
+
+    def _reading(self) -> Reading:
+        now, wall = self._clock.monotonic(), self._clock.wall()
+        self._serial += 1
+        looked = {run: each.look(now, wall, self._forget_s) for run, each in self._followed.items()}
+        runs = {run: reading for run, reading in looked.items() if reading.documents.is_run}
+        age_s = None if self._read_at is None else now - self._read_at
+        store = StoreStatus(connected=not self._problem, age_s=age_s)
+        return Reading(runs, store, self._read_at, self._read_wall, wall, self._serial, self._problem)
+
+
+def run_names(store: Store, prefix: str, limit_s: float, *, after: str = "", clock: Clock = SYSTEM) -> Iterator[str]:
+    """The runs below ``prefix``, found by one small read each, however many keys they have.
+
+    In the order of their keys, from the one that follows run ``after``; each read may take ``limit_s`` seconds.
+    """
+    root = f"{prefix}/"
+    start = f"{root}{after}{AFTER_SLASH}" if after else root
+    while True:
+        read = Read(start, prefix_end(root), limit=1, keys_only=True)
+        first = store.transact([], [read], deadline=Deadline.after(limit_s, clock)).reads[0].first
+        if first is None:
+            return
+        name, slash, _rest = first.key.removeprefix(root).partition("/")
+        start = f"{root}{name}{AFTER_SLASH}" if slash else first.key + "\0"
+        if slash and is_name(name):
+            yield name
+
+
+def pause_s(poll_s: float, connected: bool, every_s: float = EVERY_S) -> float:
+    """How long to wait after a poll that took ``poll_s`` seconds; one that was in vain was no work."""
+    return max(every_s - poll_s, poll_s * (1 - SHARE) / SHARE) if connected else every_s

@@ -1,0 +1,1 @@
+"""Answers of the monitor over HTTP: page, streams, metrics, targets."""

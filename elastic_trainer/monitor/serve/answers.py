@@ -1,0 +1,142 @@
+"""What is answered to which request: paths in, answers out. Knows no sockets.
+
+*Runs in* the threads that answer. *Owns* nothing. *Fails by* nothing that a request can cause.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+
+from elastic_trainer.membership.documents import join_address
+from elastic_trainer.monitor import page
+from elastic_trainer.monitor.model.snapshot import as_values
+from elastic_trainer.monitor.read.reading import FORGET_S, Reading, RunReading
+from elastic_trainer.monitor.serve.board import Board
+from elastic_trainer.monitor.serve.metrics import MonitorCollector
+from elastic_trainer.monitor.serve.streams import snapshots
+from elastic_trainer.web.access import Access
+from elastic_trainer.web.answers import HTML, JSON, NO_STORE, Answer, Body, Request, Stream, metrics, text
+from elastic_trainer.web.gate import guarded
+
+UNREAD_LIMIT_S = 60.0
+"""A monitor that has not read the store for so long is not ready."""
+STUCK_S = 120.0
+"""A poll is bounded to seconds: one that has not ended for so long never will."""
+STATIC_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+TARGET = re.compile(r"(https?)://([^\s/@?#]+:\d{1,5})/?")
+
+
+class MonitorSite:
+    """All there is to be asked for."""
+
+    def __init__(self, board: Board, access: Access, *, forget_s: float = FORGET_S) -> None:
+        self._board, self._access, self._forget_s = board, access, forget_s
+        self._collector = MonitorCollector(lambda: board.reading, forget_s=forget_s)
+
+    def answer(self, request: Request) -> Answer | Stream:
+        """The answer to ``request``."""
+        return guarded(
+            request,
+            self._access,
+            health=self._health,
+            readiness=self._readiness,
+            content=lambda: self._content(request.path, request),
+        )
+
+    def _content(self, path: str, request: Request) -> Answer | Stream:
+        match path.split("/")[1:]:
+            case [""]:
+                return self._page(self._board.body("page", self._runs_page))
+            case ["runs", run] if run in self._board.reading.runs:
+                return self._page(self._board.body(f"page/{run}", lambda: self._run_page(run)))
+            case ["runs", run]:
+                return self._no_run(run)
+            case ["static", name]:
+                return _static(name, request.headers.get("if-none-match", ""))
+            case ["api", "runs"]:
+                return self._json(self._board.list_body())
+            case ["api", "runs", run]:
+                return self._json(self._board.run_body(run)) if run in self._board.reading.runs else self._no_run(run)
+            case ["api", "runs", run, "stream"]:
+                return self._stream(run) if run in self._board.reading.runs else self._no_run(run)
+            case ["metrics"]:
+                return metrics(self._collector, request.headers.get("accept", ""))
+            case ["sd", "nodes"]:
+                return self._targets()
+        return text(404, "there is nothing here")
+
+    def _health(self) -> Answer:
+        stuck = self._board.published_s > STUCK_S
+        return text(503, "the store is not being read any more") if stuck else text(200, "ok")
+
+    def _readiness(self) -> Answer:
+        unread_s = self._board.unread_s
+        if unread_s is None:
+            return text(503, "the store has not been read yet")
+        if unread_s > UNREAD_LIMIT_S:
+            return text(503, f"the store was last read {unread_s:.0f} s ago")
+        return text(200, "ready")
+
+    def _no_run(self, run: str) -> Answer:
+        names = ", ".join(sorted(self._board.reading.runs)[:20]) or "none"
+        return text(404, f"there is no run {run[:128]!r}; there are: {names}")
+
+    def _json(self, body: Body | None) -> Answer:
+        return text(404, "there is nothing here") if body is None else Answer(200, JSON, body, NO_STORE)
+
+    def _page(self, body: Body | None) -> Answer:
+        return text(404, "there is nothing here") if body is None else Answer(200, HTML, body, NO_STORE)
+
+    def _runs_page(self) -> bytes:
+        return page.runs_page(as_values(self._board.listing())).encode()
+
+    def _run_page(self, run: str) -> bytes | None:
+        found = self._board.snapshot(run)
+        return None if found is None else page.run_page(as_values(found)).encode()
+
+    def _stream(self, run: str) -> Stream:
+        return Stream(run, lambda: snapshots(self._board, run))
+
+    def _targets(self) -> Answer:
+        reading = self._board.reading
+        if reading.read_at is None:  # Prometheus keeps the targets it has, and an empty list would drop them
+            return text(503, "the store has not been read yet")
+        return Answer(200, JSON, Body.of(json.dumps(targets(reading, self._forget_s)).encode()), NO_STORE)
+
+
+def targets(reading: Reading, forget_s: float = FORGET_S) -> list[dict[str, object]]:
+    """The endpoints of all nodes that are there, as Prometheus' http_sd reads them."""
+    return [
+        {"targets": [address], "labels": {"__scheme__": scheme, "run": run, "node": node}}
+        for run, each in sorted(reading.runs.items())
+        if not each.forgotten(forget_s)
+        for node, scheme, address in _endpoints(each)
+    ]
+
+
+def _endpoints(run: RunReading) -> list[tuple[str, str, str]]:
+    """Name, scheme and address of each node with an endpoint, as it tells itself or by its key."""
+    found = []
+    for name, view in sorted(run.documents.live.items()):
+        health, record = run.documents.health.get(name), view.record
+        told = TARGET.fullmatch(health.metrics) if health is not None else None
+        if told is not None:
+            found.append((name, told[1], told[2]))
+        elif health is None and record.metrics_port:
+            found.append((name, "http", join_address(record.address, record.metrics_port)))
+    return found
+
+
+def _static(name: str, known: str) -> Answer:
+    """A file of the page, by its name alone: it is looked up among those that there are, never opened as a path."""
+    found = page.static(name) if STATIC_NAME.fullmatch(name) else None
+    if found is None:
+        return text(404, "there is no such file")
+    content, kind = found
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {"ETag": tag, "Cache-Control": "no-cache"}  # kept, and asked about each time
+    if tag in {each.strip().removeprefix("W/") for each in known.split(",")}:
+        return Answer(304, kind, Body(b"", None), headers)
+    return Answer(200, kind, Body.of(content), headers)

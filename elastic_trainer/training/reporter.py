@@ -1,0 +1,85 @@
+"""Everything that rank 0 tells people about a run: progress on the terminal, ``steps.jsonl``, TensorBoard.
+
+*Runs in* every rank, main thread; only rank 0 tells, and rank 0 may move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from elastic_trainer.training.config import LoggingConfig
+from elastic_trainer.training.progress import Moment, Progress, Rate, Silent, progress
+from elastic_trainer.training.step_log import StepLog
+from elastic_trainer.training.task import Exhibits
+from elastic_trainer.training.tensorboard import Board
+
+
+class Telling:
+    """See the module."""
+
+    def __init__(self, config: LoggingConfig, directory: Path) -> None:
+        self._config, self._directory = config, directory
+        self._leads = False
+        self._round: int | None = None
+        self._progress: Progress = Silent()
+        self._log: StepLog | None = None
+        self._board: Board | None = None
+        self._rate = Rate()
+
+    @property
+    def wants_exhibits(self) -> bool:
+        """Whether anybody would show what a task exhibits."""
+        return self._board is not None
+
+    def lead(self, leads: bool, moment: Moment, reason: str) -> None:
+        """Tell, or stop telling, as rank 0 moves; ``reason`` is that of the present round."""
+        if leads and not self._leads:
+            self.close()
+            self._progress = progress(self._config, leader=True)
+            self._log = StepLog(self._directory)
+            self._board = Board(self._directory, moment.step) if self._config.tensorboard else None
+        elif self._leads and not leads:
+            self.close()
+        self._leads = leads
+        if self._log is not None and moment.round != self._round:
+            self._log.round(moment, reason)
+        self._round = moment.round
+
+    def counted(self, samples: int) -> None:
+        """One more step was committed, on ``samples`` samples."""
+        self._progress.count(samples)
+        self._rate.count(samples)
+
+    @property
+    def due(self) -> bool:
+        """Whether people want to know where the run stands."""
+        return self._progress.due()
+
+    def stands(self, moment: Moment, loss: float) -> None:
+        """Show where the run stands."""
+        self._progress.report(moment, loss)
+
+    def looked(self, moment: Moment, loss: float, lr: float) -> None:
+        """The loss of the step at ``moment`` is known, about a step later."""
+        if self._log is None:
+            return
+        samples_per_s = self._rate.read()[0]
+        self._log.loss(moment, loss, lr, samples_per_s)
+        if self._board is not None:
+            self._board.loss(moment, loss, lr, samples_per_s)
+
+    def evaluated(self, moment: Moment, metrics: Mapping[str, float], exhibits: Exhibits) -> None:
+        """The result of an evaluation."""
+        self._progress.evaluated(moment, metrics)
+        if self._log is not None:
+            self._log.evaluated(moment, metrics)
+        if self._board is not None:
+            self._board.evaluated(moment, metrics, exhibits)
+
+    def close(self) -> None:
+        """Nothing more comes from here."""
+        self._progress.close()
+        if self._board is not None:
+            self._board.close()
+        self._progress, self._log, self._board = Silent(), None, None

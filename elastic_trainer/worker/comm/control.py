@@ -1,0 +1,219 @@
+"""Small collectives between the ranks of a round, on a gloo group of their own: agreement, never gradients.
+
+Sums travel in vectors of one fixed width that carry what they are for. So ranks that do different things at the same
+moment (one saves while another evaluates) get an error that says so, instead of a hang or another's numbers.
+
+*Runs in* the worker's main thread.
+*Fails by* RoundBrokenError when a peer is gone or does not answer in time, ConfigError when ranks do different things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_trainer.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ElasticTrainerError,
+    NonFiniteError,
+    PermanentError,
+    RoundBrokenError,
+    StorageError,
+    TransientError,
+)
+from elastic_trainer.worker.comm.waits import Aside, Works
+
+_PAYLOAD = 6
+_WIDTH = _PAYLOAD + 2
+
+
+class Purpose(IntEnum):
+    """What a sum is for. The values travel."""
+
+    BOUNDARY = 1
+    LOSS = 2
+    SAVE = 3
+    EVALUATE = 4
+    BARRIER = 5
+    AGREE = 6
+    STOP = 7
+    FINISH = 8
+    COUNT = 9
+    PLAN = 10
+    TRAINED = 11
+    COMPARE = 12
+
+
+class Pending:
+    """A sum under way. ``vector`` must stay alive until it is done."""
+
+    __slots__ = ("_control", "_purpose", "_vector", "_work")
+
+    def __init__(self, control: Control, work: Any, vector: torch.Tensor, purpose: Purpose) -> None:
+        self._control, self._work, self._vector, self._purpose = control, work, vector, purpose
+
+    def wait(self) -> list[float]:
+        """The sums over all ranks."""
+        if self._work is not None:
+            self._control.finish(self._work, self._purpose.name.lower())
+        return self._control.checked(self._vector.tolist(), self._purpose)
+
+
+class Control:
+    """The collectives. Without a group the process is alone and everything is its own answer."""
+
+    def __init__(self, group: Any = None, rank: int = 0, world_size: int = 1, works: Works | None = None) -> None:
+        self._group, self.rank, self.world_size = group, rank, world_size
+        self.works = works if works is not None else Works()
+        """All collectives under way in the round."""
+        self._transfer_limit = timedelta(0)
+        """How long sending and receiving may take; 0: as long as the group was given when it was made."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self.world_size == 1
+
+    # ---- sums
+
+    def start(self, purpose: Purpose, values: Sequence[float]) -> Pending:
+        """Begin to sum up to six ``values`` over all ranks."""
+        padding = [0.0] * (_PAYLOAD - len(values))
+        vector = torch.tensor([float(purpose), float(purpose) ** 2, *values, *padding], dtype=torch.float64)
+        return Pending(self, None if self.alone else self._begin("allreduce", [vector]), vector, purpose)
+
+    def sum(self, purpose: Purpose, values: Sequence[float] = ()) -> list[float]:
+        """Sum up to six ``values`` over all ranks; everyone waits for everyone."""
+        return self.start(purpose, values).wait()
+
+    def checked(self, summed: list[float], purpose: Purpose) -> list[float]:
+        """The payload of a summed vector, if all ranks summed for the same purpose (all equal <=> no variance)."""
+        if summed[0] != purpose * self.world_size or summed[1] != purpose**2 * self.world_size:
+            raise ConfigError(
+                f"rank {self.rank} reached '{purpose.name.lower()}' while another rank did something else",
+                hint="call save(), evaluate(), barrier() and step.loss on all ranks, never on rank 0 alone",
+            )
+        return summed[2:]
+
+    # ---- anything
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """The ``values`` (equally many everywhere) of all ranks, by rank."""
+        mine = torch.tensor(values, dtype=torch.int64)
+        if self.alone:
+            return [mine.tolist()]
+        out = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self.finish(self._begin("allgather", [out], [mine]), "gather")
+        return [row.tolist() for row in out]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The ``data`` of all ranks, by rank."""
+        if self.alone:
+            return [data]
+        sizes = [row[0] for row in self.gather([len(data)])]
+        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        if data:
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        out = [torch.empty_like(mine) for _ in sizes]
+        self.finish(self._begin("allgather", [out], [mine]), "gather")
+        return [bytes(row[:size].numpy().tobytes()) for row, size in zip(out, sizes, strict=True)]
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill ``tensor`` (contiguous, on the CPU) with that of ``source``."""
+        if not self.alone:
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            options.rootTensor = 0
+            self.finish(self._begin("broadcast", [tensor], options), "broadcast")
+
+    def broadcast_bytes(self, data: bytes, source: int) -> bytes:
+        """The ``data`` of ``source``; other ranks' are ignored."""
+        if self.alone:
+            return data
+        size = torch.tensor([len(data)], dtype=torch.int64)
+        self.broadcast(size, source)
+        if not int(size):
+            return b""
+        mine = self.rank == source
+        buffer = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8) if mine else torch.empty(int(size), dtype=torch.uint8)
+        )
+        self.broadcast(buffer, source)
+        return bytes(buffer.numpy().tobytes())
+
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        """Send ``tensor`` (contiguous, on the CPU) to rank ``target`` alone."""
+        self.finish(self._begin("send", [tensor], target, 0, aside=True), "send")
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill ``tensor`` with what ``source`` sends to this rank."""
+        self.finish(self._begin("recv", [tensor], source, 0, aside=True), "receive")
+
+    def add_up(self, vector: torch.Tensor) -> None:
+        """Sum ``vector`` (contiguous, on the CPU) over all ranks, in place."""
+        if not self.alone:
+            self.finish(self._begin("allreduce", [vector]), "all_reduce")
+
+    def agree(self, error: ElasticTrainerError | None) -> None:
+        """Raise on all ranks if any rank has an ``error``: its own where there is one, else the first rank's."""
+        if not self.sum(Purpose.AGREE, [float(error is not None)])[0]:
+            return
+        texts = self.gather_bytes(b"" if error is None else f"{_kind(error)}:{error}".encode())
+        if error is not None:
+            raise error
+        rank, text = next((rank, text.decode()) for rank, text in enumerate(texts) if text)
+        kind, _, message = text.partition(":")
+        raise _KINDS[kind](f"rank {rank}: {message}")
+
+    # ---- the group
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a collective may take from now on.
+
+        To gloo's connections nobody can tell it any more, so a transfer, which goes by theirs, is told each time.
+        """
+        self._group._set_default_timeout(timeout)
+        self._transfer_limit = timeout
+
+    def close(self) -> None:
+        """Give the group up, and wait for its threads unless somebody else holds it."""
+        self._group = None
+
+    def _begin(self, name: str, *arguments: Any, aside: bool = False) -> Any:
+        if self._group is None:
+            raise RoundBrokenError(f"the round of rank {self.rank} has been left")
+        try:
+            work = getattr(self._group, name)(*arguments)
+            return self.works.begun(Aside(partial(work.wait, self._transfer_limit)) if aside else work)
+        except RuntimeError as error:
+            raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({name}: {_first_line(error)})") from error
+
+    def finish(self, work: Any, what: str) -> None:
+        """Wait for ``work``."""
+        try:
+            self.works.wait(work)
+        except RuntimeError as error:
+            raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({what}: {_first_line(error)})") from error
+
+
+_KINDS: dict[str, type[ElasticTrainerError]] = {
+    kind.__name__: kind
+    for kind in (StorageError, CheckpointError, DataError, ConfigError, NonFiniteError, TransientError, PermanentError)
+}
+
+
+def _kind(error: ElasticTrainerError) -> str:
+    """The nearest kind of error that all ranks know how to make."""
+    return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), PermanentError.__name__)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,137 @@
+"""The collectives under way in one round, waited for in a way that the round's end always interrupts.
+
+gloo tells an operation that its connection was lost only if none of its bytes have moved yet: one that was cut in the
+middle of a message stays blocked until the group's timeout, whatever happens to its sockets. So nobody waits for an
+operation itself for longer than a moment at a time; between two moments the wait asks whether the round is over.
+
+*Runs in* the worker's main thread, which waits; any thread may say that the round is over.
+*Owns* the operations until they end, also those that nobody waits for any more.
+*Fails by* RoundBrokenError when the round is over; what an operation raises passes through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+from elastic_trainer.errors import RoundBrokenError
+from elastic_trainer.worker.report.heartbeat import Tracker
+
+MOMENT_S = 0.02
+_MOMENT = timedelta(seconds=MOMENT_S)
+
+
+class Work(Protocol):
+    """What is used of an operation of ``torch.distributed``."""
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Aside:
+    """What a thread of its own does, or waits for: sending or receiving, and the making of a group.
+
+    gloo closes the connection when the wait for a transfer ends early, while it only looks at the clock in a wait for
+    any other operation. And nothing ends the making of a group that waits for a peer to connect.
+
+    ``brief``: the end of the interpreter waits for it. C++ answers with an abort if a thread comes back to Python
+    later.
+    """
+
+    def __init__(self, act: Callable[[], object], *, brief: bool = False) -> None:
+        self._act = act
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self.result: Any = None
+        threading.Thread(target=self._run, name="aside", daemon=not brief).start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._act()
+        except BaseException as error:  # noqa: BLE001 - the edge of a thread: whoever waits raises it
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until it has ended. RuntimeError if it failed, or is still under way after ``timeout``."""
+        if not self._ended.wait(timeout.total_seconds() if timeout is not None else None):
+            raise RuntimeError("this is still under way")
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+class Works:
+    """See the module. ``interruptible`` False: operations are waited for in one go (a round that lasts for good)."""
+
+    def __init__(self, *, interruptible: bool = False) -> None:
+        self._interruptible = interruptible
+        self._over = threading.Event()
+        self._why = ""
+        self._open: dict[int, Work] = {}
+        self.tracker: Tracker | None = None
+        """Who is told that this process waits for others."""
+
+    def begun(self, work: Work) -> Work:
+        """``work`` is under way."""
+        self._open[id(work)] = work
+        return work
+
+    def wait(self, work: Work) -> None:
+        """Wait until ``work`` has ended: as long as its group allows, and in place no longer than the round lasts."""
+        if self.tracker is not None:
+            self.tracker.waits()
+        try:
+            if self._interruptible:
+                self._wait_by_moments(work)
+            else:
+                work.wait()
+        finally:
+            if self.tracker is not None:
+                self.tracker.goes_on()
+            if work.is_completed():
+                self._open.pop(id(work), None)
+
+    def _wait_by_moments(self, work: Work) -> None:
+        while True:
+            try:
+                work.wait(_MOMENT)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    self._outcome(work)  # the moment may have ended first
+                    return
+            if self._over.is_set():
+                raise RoundBrokenError(self._why)
+
+    def _outcome(self, work: Work) -> None:
+        """What came of ``work``, which has ended: a failure after the end of its round is that end."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if self._over.is_set():
+                raise RoundBrokenError(self._why) from error
+            raise
+
+    def end(self, why: str) -> None:
+        """Nobody waits any longer, because of ``why``. From any thread."""
+        self._why = self._why or why
+        self._over.set()
+
+    def outlive(self) -> int:
+        """Wait until all operations have ended, however they end; how many there were."""
+        left = list(self._open.values())
+        for work in left:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+        self._open.clear()
+        return len(left)

@@ -1,0 +1,258 @@
+"""A worker's link to its node's agent in place: rounds come and go while the process stays.
+
+*Runs in* a worker: a thread named ``session-link`` reads what the agent says and holds the life mutex, so that the
+kernel tells the agent of this process's death at once.
+*Owns* the connection, the mutex and the thread.
+*Fails by* ending the process: with the agent's code when it says so, 1 when the agent is gone (nobody else would end an
+orphan that holds a device).
+*Invariant*: news of a round never undoes news of a later one, in whatever order they come.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.errors import EXIT_FAILURE, ConfigError, RejoinError
+from elastic_trainer.ipc import messages
+from elastic_trainer.ipc.channel import ChannelClosedError, connect
+from elastic_trainer.ipc.mutex import LifeMutex
+from elastic_trainer.settings import WorkerEnvironment
+from elastic_trainer.telemetry.logs import last_words, logger
+from elastic_trainer.worker.comm.link import Formation, Progress, StoreAddress
+
+WELCOME_TIMEOUT_S = 30.0
+REPORT_EVERY_S = 0.2
+IDLE_EVERY_S = 1.0
+FAREWELL_TIMEOUT_S = 60.0
+"""The agent takes note at once, unless it stands still: then torchrun, which waits for the worker, does so too."""
+GIVEN_UP_S = 5.0
+"""The same for a script that has failed, whose death says as much."""
+LAST_WORDS_S = 15.0
+"""What a script that has failed gets to end: its node can do nothing before."""
+
+
+class ChannelLink:
+    """See the module. ``on_over(round)`` is called from the link's thread when rounds up to ``round`` are broken."""
+
+    def __init__(self, environment: WorkerEnvironment, clock: Clock = SYSTEM) -> None:
+        if environment.channel is None:
+            raise ConfigError("in-place recovery needs an agent, and there is none", hint="start the job with torchrun")
+        self._environment, self._clock = environment, clock
+        self.on_over: Callable[[int], None] = lambda _: None
+        self._changed = threading.Condition()
+        self._welcome: messages.Welcome | None = None
+        self._formation: messages.Formation | None = None
+        self._over = 0
+        self._over_reason = ""
+        self._drain: messages.Drain | None = None
+        self._round = 0
+        self._closing = False
+        self._reported_at = 0.0
+        self._connection = connect(environment.channel)
+        self._mutex = self._make_mutex(environment.channel.parent)
+        self._thread = threading.Thread(target=self._listen, name="session-link", daemon=True)
+        self._thread.start()
+        self._await(lambda: self._welcome is not None, WELCOME_TIMEOUT_S)
+        if self._welcome is None:
+            raise RejoinError("the node's agent did not answer in time")
+
+    # ---- the Link port
+
+    def formation(self) -> Formation:
+        """Not known before the worker is ready: see :meth:`await_formation`."""
+        raise RejoinError("in place a worker's rank is known only once its model is ready")
+
+    def broken(self, round: int) -> str | None:
+        """Why ``round`` is over, or None."""
+        return self._over_reason if round and round <= self._over else None
+
+    def report_due(self) -> bool:
+        """Now and then."""
+        return self._clock.monotonic() - self._reported_at >= REPORT_EVERY_S
+
+    def report(self, progress: Progress) -> None:
+        """Tell the agent; dropped rather than waited for."""
+        self._reported_at = self._clock.monotonic()
+        self._send(
+            messages.Progress(
+                round=self._round,
+                step=progress.step,
+                epoch=progress.epoch,
+                samples=progress.samples,
+                step_time_s=progress.step_s,
+            )
+        )
+
+    def close(self, status: str) -> None:
+        """Say how this worker ended, and hang up."""
+        if self._closing:
+            return
+        self._closing = True
+        well = status in ("done", "stopped")
+        self._send(messages.Leaving(status=status if well else "failed", step=0))
+        # The agent hangs up when it has taken note. Ending earlier could tell of the death before the farewell.
+        if self._thread is not threading.current_thread():
+            self._thread.join(FAREWELL_TIMEOUT_S if well else GIVEN_UP_S)
+        self._connection.close()
+        if not well:
+            last = threading.Timer(LAST_WORDS_S, self._end, (EXIT_FAILURE, "the script failed, and did not end"))
+            last.daemon = True
+            last.start()
+
+    def descriptors(self) -> list[int]:
+        """What it holds open."""
+        return [self._connection.fileno()]
+
+    # ---- rounds
+
+    def ready(
+        self,
+        number: int,
+        state: messages.StateReport | None,
+        *,
+        planned: bool = False,
+        joinable: bool = True,
+        newcomer: bool = False,
+        step_time_s: float = 0.0,
+    ) -> None:
+        """This worker is free for round ``number`` or a later one, and holds ``state``."""
+        self._send(
+            messages.Ready(
+                number=number,
+                state=state,
+                planned=planned,
+                joinable=joinable,
+                newcomer=newcomer,
+                step_time_s=step_time_s,
+            )
+        )
+
+    @property
+    def over(self) -> int:
+        """The newest round that is known to be over; 0 for none."""
+        return self._over
+
+    def await_formation(self, number: int, idle: Callable[[], None] = lambda: None) -> Formation | None:
+        """Wait for a round of at least ``number`` that is not broken already, however long that takes.
+
+        None when round ``number`` is over before this worker could take its place: then it is free for a later one,
+        which nobody knows before it says so. ``idle()`` is called about once a second meanwhile. The agent ends the
+        process when the wait is hopeless.
+        """
+        while True:
+            self._await(lambda: self._usable(number) is not None or self._over >= number, IDLE_EVERY_S)
+            found = self._usable(number)
+            if found is not None:
+                return self.place(found)
+            if self._over >= number:
+                return None
+            idle()
+
+    def place(self, formation: messages.Formation) -> Formation:
+        """The agent's message as the session's own value."""
+        self._round = formation.number
+        host, _, port = formation.store.rpartition(":")
+        return Formation(
+            round=formation.number,
+            rank=formation.rank,
+            world_size=formation.world_size,
+            local_rank=self._environment.local_rank,
+            local_world_size=self._environment.local_world_size,
+            store=StoreAddress(host.strip("[]"), int(port), serve=False, prefix=formation.nonce),
+            reason=formation.reason,
+        )
+
+    def failed(self, number: int, error: str, *, forming: bool = False) -> None:
+        """A collective of round ``number`` failed here; ``forming``: before the round had begun."""
+        self._send(messages.Failed(number=number, error=error, forming=forming))
+
+    def evicted(self, reason: str) -> None:
+        """This process was asked to end."""
+        self._send(messages.Evicted(reason=reason))
+
+    def drain(self, number: int) -> messages.Drain | None:
+        """The planned change that ends round ``number``, or None."""
+        drain = self._drain
+        return drain if drain is not None and drain.number == number else None
+
+    def await_over(self, number: int) -> bool:
+        """Wait until round ``number`` is known to be broken: always True, or the process is ended meanwhile.
+
+        While the store is unreachable that takes as long as the outage: nobody can form another round either.
+        """
+        self._await(lambda: self._over >= number, None)
+        return True
+
+    # ---- the link's thread
+
+    def _listen(self) -> None:
+        if self._mutex is not None:
+            self._mutex.hold()
+        path = None if self._mutex is None else str(self._mutex.path)
+        environment = self._environment
+        self._send(messages.Hello(pid=os.getpid(), local_rank=environment.local_rank, mutex=path))
+        try:
+            for line in self._connection.lines():
+                self._hear(messages.read_from_agent(line))
+        except messages.MessageError as error:
+            self._end(EXIT_FAILURE, str(error))
+        if not self._closing:
+            self._end(EXIT_FAILURE, "the node's agent is gone")
+
+    def _hear(self, message: messages.Message) -> None:
+        if isinstance(message, messages.Exit):
+            if not self._closing:  # else it ends by itself, and has a reason of its own to tell: a traceback, say
+                self._end(message.code, message.reason)
+            return
+        if isinstance(message, messages.Ping):
+            self._send(messages.Pong())
+            return
+        with self._changed:
+            if isinstance(message, messages.Welcome):
+                self._welcome = message
+            elif isinstance(message, messages.Formation):
+                self._take(message)
+            elif isinstance(message, messages.Drain):
+                if self._drain is None or message.number > self._drain.number:
+                    self._drain = message
+            elif isinstance(message, messages.Over) and message.number > self._over:
+                self._over, self._over_reason = message.number, message.reason
+            self._changed.notify_all()
+        if isinstance(message, messages.Over):
+            self.on_over(message.number)
+
+    def _take(self, formation: messages.Formation) -> None:
+        if self._formation is None or formation.number > self._formation.number:
+            self._formation = formation
+
+    def _usable(self, number: int) -> messages.Formation | None:
+        found = self._formation
+        return found if found is not None and found.number >= number and found.number > self._over else None
+
+    def _await(self, holds: Callable[[], bool], timeout_s: float | None) -> None:
+        with self._changed:
+            self._changed.wait_for(holds, timeout_s)
+
+    def _send(self, message: messages.Message) -> None:
+        try:
+            self._connection.send(message)
+        except ChannelClosedError:
+            logger().debug("link.unsent", kind=type(message).__name__)  # the reading thread meets the same end
+
+    def _end(self, code: int, reason: str) -> NoReturn:
+        logger().warning("worker.ended", reason=reason, exit_code=code)
+        last_words()
+        os._exit(code)
+
+    @staticmethod
+    def _make_mutex(directory: Path) -> LifeMutex | None:
+        try:
+            return LifeMutex(directory / f"life-{os.getpid()}")
+        except (OSError, AttributeError) as error:
+            logger().info("mutex.unavailable", error=str(error))
+            return None

@@ -1,0 +1,92 @@
+"""Sums gradients over the ranks while the backward pass runs, so that the end of a round can interrupt the wait.
+
+DistributedDataParallel waits for its buckets inside the backward pass, where nothing reaches it. Here its communication
+hook starts a bucket's sum and says at once that it is done; gradients are views of the buckets, so nothing is copied;
+and the session waits for the sums after the backward pass (:mod:`elastic_trainer.worker.comm.waits`).
+
+The hook does not divide by the number of ranks: that would be a pass of its own over all gradients. The loss is
+divided instead (``share``).
+
+*Runs in* the worker's main thread. *Fails by* what the collectives raise, RoundBrokenError when the round is over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_trainer.errors import RoundBrokenError
+from elastic_trainer.worker.comm.failures import collective
+from elastic_trainer.worker.comm.waits import Work, Works
+
+
+class _Sums:
+    """The sums of one backward pass. The hook holds it, so it must not hold the module: nobody sees such a cycle."""
+
+    def __init__(self, group: Any, works: Works) -> None:
+        self._group, self._works = group, works
+        self.begun: list[Work] = []
+        self.complete = False
+        """Whether the last bucket has been begun: buckets are, in order, once they are full."""
+        self._lost: RoundBrokenError | None = None
+
+    def begin(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        self.complete = bucket.is_last()
+        try:
+            with collective("all_reduce"):
+                self.begun.append(self._works.begun(self._group.allreduce([buffer])))
+        except RoundBrokenError as error:
+            self._lost = error  # C++ calls this: raised behind it
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    def wait(self) -> bool:
+        """Wait for all of them; whether there were any."""
+        begun, self.begun = self.begun, []
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            raise lost
+        with collective("all_reduce"):
+            for work in begun:
+                self._works.wait(work)
+        return bool(begun)
+
+
+class Gradients:
+    """The gradients of one round."""
+
+    def __init__(self, parallel: DistributedDataParallel, works: Works) -> None:
+        self._parallel = parallel
+        self._summed = False
+        group = parallel.process_group
+        self.share = 1.0 / group.size()
+        """What a loss is to be multiplied by, so that summed gradients are those of the mean."""
+        self._sums = sums = _Sums(group, works)
+        parallel.register_comm_hook(None, lambda state, bucket: sums.begin(bucket))
+
+    def begin_step(self) -> None:
+        """There are no gradients yet."""
+        self._summed = self._sums.complete = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients of the step are in the sums."""
+        return self._sums.complete
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass, and the sums over all ranks unless they are to be left for a later one."""
+        if self._summed:
+            self._divide()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._summed = self._sums.wait()
+
+    def _divide(self) -> None:
+        """What was summed before will be summed again, together with what is added from now on."""
+        with torch.no_grad():
+            grads = [each.grad for each in self._parallel.module.parameters() if each.grad is not None]
+            if grads:  # the script may have dropped them
+                torch._foreach_mul_(grads, self.share)

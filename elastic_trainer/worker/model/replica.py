@@ -1,0 +1,284 @@
+"""This rank's copy of the model: the bare module, and what forward passes go through while ranks train together.
+
+DistributedDataParallel is built with ``init_sync=False``: the states are equal already, and its own broadcast would
+overwrite a rank that is ahead. It sends rank 0's buffers (BatchNorm statistics) to all ranks in the first forward pass
+after a synchronised one, hence exactly once per step however many micro-batches a rank has; so rank 0's buffers are the
+ones that count, and the ones that are saved. Rank 0 always has samples of its own, never a filler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.groups import all_reduce
+from elastic_trainer.worker.comm.placement import Placement
+from elastic_trainer.worker.model.buffers import Buffers
+from elastic_trainer.worker.model.ddp_sums import Gradients
+from elastic_trainer.worker.model.sync_batchnorm import Company, share_batchnorm
+from elastic_trainer.worker.model.trainable import check_members
+from elastic_trainer.worker.model.tree import TreeReduction
+from elastic_trainer.worker.report.heartbeat import Tracker
+
+
+class Reduction(StrEnum):
+    """How the gradients of micro-batches become one."""
+
+    DDP = "ddp"
+    """By DistributedDataParallel: as fast as can be; how sums are rounded depends on the number of ranks."""
+    TREE = "tree"
+    """In one fixed order: the same bits at any number of ranks (see tree)."""
+
+
+_OWN = ("init_sync", "device_ids", "output_device", "process_group")
+
+
+class Runner(nn.Module):
+    """What a script calls in place of its model, for as long as it lives: rounds change what lies behind it.
+
+    Like DistributedDataParallel it holds the bare module as ``module``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.__dict__["through"] = module  # not a submodule: it holds the same parameters
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the module, through whatever averages its gradients now."""
+        return self.__dict__["through"](*inputs, **named)
+
+
+class Replica:
+    """The model of this rank. ``lasting``: rounds come and go beneath it (in-place recovery)."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: Placement,
+        options: Mapping[str, Any],
+        *,
+        sync: bool,
+        lasting: bool = False,
+        reduction: Reduction = Reduction.DDP,
+    ) -> None:
+        check_options(options)
+        if reduction is Reduction.TREE and (sync or options):
+            raise ConfigError(
+                f"reduction='tree' does not go with {'sync_batchnorm' if sync else 'ddp_options'}",
+                hint="leave it out: the tree does not use DistributedDataParallel",
+            )
+        self._lasting: Runner | None = None
+        self._buffers: Buffers | None = None
+        self._placement, self._options = placement, dict(options)
+        self.module = module.to(placement.device)
+        self._company = Company()
+        if sync and placement.device.type != "cuda":
+            self.module = share_batchnorm(self.module, self._company)
+        self.even = sync
+        """Whether all ranks need equally many micro-batches (collectives in the forward pass)."""
+        self._parallel: DistributedDataParallel | None = None
+        self._gradients: Gradients | None = None
+        self.tracker = Tracker()
+        """Who is told that this process waits for others."""
+        self.tree: TreeReduction | None = None
+        """What combines gradients, if that is the tree."""
+        if lasting:
+            self._prepare_to_last()
+        if reduction is Reduction.TREE:
+            self._check_trainable()
+            self._buffers = Buffers(self.module)
+            self.tree = TreeReduction(self.module, self._buffers.live, self._buffers.kept)
+
+    def _prepare_to_last(self) -> None:
+        if self.even and self._placement.device.type == "cuda":
+            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
+        self._lasting = Runner(self.module)
+        self._buffers = Buffers(self.module)
+
+    def begin_step(self, *, counts: bool = True) -> None:
+        """A step begins: the forward pass moves buffers (BatchNorm) before anything is committed.
+
+        ``counts``: whether the samples at hand do (they are no filler).
+        """
+        self._company.counts = counts
+        replaced = self._buffers.keep() if self._buffers is not None else None
+        if self._gradients is not None:
+            self._gradients.begin_step()
+        if self.tree is not None:
+            if replaced is not None:
+                raise ConfigError(
+                    f"buffer {replaced!r} was replaced, and reduction='tree' needs the one that was wrapped",
+                    hint="change it in place, with copy_()",
+                )
+            self.tree.begin_step()
+
+    def begin_micro_batch(self, *, counts: bool = True) -> None:
+        """In the tree each micro-batch begins with the buffers that the step began with."""
+        self._company.counts = counts
+        if self.tree is not None and self._buffers is not None:
+            self._buffers.restore()
+
+    def undo(self) -> None:
+        """The step is to be repeated."""
+        if self._buffers is not None:
+            self._buffers.undo()
+
+    @property
+    def lasting(self) -> bool:
+        """Whether rounds come and go beneath it."""
+        return self._lasting is not None
+
+    @property
+    def runner(self) -> nn.Module:
+        """What forward passes go through."""
+        if self._lasting is not None:
+            return self._lasting
+        return self._parallel if self._parallel is not None else self.module
+
+    def bind(self, control: Control) -> None:
+        """Average gradients over the ranks of the present round; all ranks must hold the same state."""
+        self.release()
+        self._check_trainable()
+        if self.tree is not None and self._buffers is not None:
+            self.tree = TreeReduction(self.module, self._buffers.live, self._buffers.kept)
+            self.tree.bind(control, None if control.alone else dist.group.WORLD)
+            return
+        if control.alone:
+            return
+        cuda = self._placement.device.type == "cuda"
+        if self.even and cuda and self._lasting is None:
+            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
+        if self.even and not cuda:
+            self._company.bind(control.rank, control.world_size, partial(all_reduce, control))
+        ids = [self._placement.device.index] if cuda else None
+        # Else gradients are copied back, and held twice. With DDP's own mixed precision they would leave their bucket.
+        options = {"gradient_as_bucket_view": "mixed_precision" not in self._options, **self._options}
+        interruptible = self._lasting is not None and not cuda and options["gradient_as_bucket_view"]
+        self._parallel = DistributedDataParallel(self.module, device_ids=ids, init_sync=False, **options)
+        if interruptible:
+            self._gradients = Gradients(self._parallel, control.works)
+        if self._lasting is not None:
+            self._lasting.__dict__["through"] = self._parallel
+
+    @property
+    def fitted(self) -> bool:
+        """Whether what adds gradients up was made for the parameters that required one then."""
+        return self._parallel is not None or self.tree is not None
+
+    def fit(self, control: Control, change: str) -> None:
+        """Follow a ``change`` of the parameters that require a gradient, between two steps, on all ranks alike."""
+        if self._parallel is not None and self._lasting is None:
+            raise ConfigError(
+                f"{change} after session.wrap(), and DistributedDataParallel sums what was trained then",
+                hint="decide before wrap() (lr=0 holds a group still), or use reduction='tree' or in-place recovery",
+            )
+        self.bind(control)
+
+    @property
+    def summed(self) -> bool:
+        """Whether the gradients are sums over all ranks, as far as that is known."""
+        return self._gradients is None or self._gradients.complete
+
+    def _check_trainable(self) -> None:
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            raise ConfigError("no parameter of the model requires a gradient", hint="unfreeze what is to be trained")
+
+    def release(self) -> None:
+        """Let go of the round that the gradients were averaged in."""
+        self._company.bind(0, 1, lambda tensor: None)
+        if self.tree is not None:
+            self.tree.unbind()
+        self._parallel = self._gradients = None
+        if self._lasting is not None:
+            self._lasting.__dict__["through"] = self.module
+
+    @property
+    def share(self) -> float:
+        """What a loss is to be multiplied by, so that gradients become means over the ranks."""
+        return 1.0 if self._gradients is None else self._gradients.share
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of ``loss``; gradients are averaged over the ranks unless that is left for a later one."""
+        if self._gradients is not None:
+            self._gradients.backward(loss)
+        elif self._parallel is None or not self._parallel.require_backward_grad_sync or not loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self._backward_of_ddp(loss)
+
+    def _backward_of_ddp(self, loss: torch.Tensor) -> None:
+        """DistributedDataParallel waits for the sums in the last callback of the backward pass: tell so in the first.
+
+        (Callbacks are called in the order in which they were queued; the loss's own hook comes before any layer's.)
+        """
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        loss.register_hook(lambda gradient: queue(self.tracker.waits))  # type: ignore[no-untyped-call]
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            self.tracker.goes_on()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients by ``factor``."""
+        grads = [each.grad for each in self.module.parameters() if each.grad is not None]
+        if grads and factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """A context in which backward passes only add up locally."""
+        return nullcontext() if self._parallel is None else self._parallel.no_sync()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The bare module if ``model`` is this replica's runner, else ``model`` itself."""
+        if model is self._parallel or model is self._lasting:
+            return self.module
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def align_buffers(self, control: Control) -> None:
+        """Give all ranks rank 0's buffers, as the next forward pass would (unless the options say otherwise)."""
+        if self._parallel is None or not forwards_buffers(self._parallel):
+            return
+        for buffer in self.module.buffers():
+            copy = buffer.detach().cpu().contiguous()
+            control.broadcast(copy, 0)
+            if control.rank != 0:
+                with torch.no_grad():
+                    buffer.copy_(copy)
+
+
+def forwards_buffers(parallel: DistributedDataParallel) -> bool:
+    """Whether buffers follow rank 0's (torch 2.13 renamed the option ``broadcast_buffers``)."""
+    old: bool = getattr(parallel, "broadcast_buffers", True)
+    new: bool = getattr(parallel, "forward_sync_buffers", old)
+    return new
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """ConfigError for options of DistributedDataParallel that cannot work here."""
+    if options.get("static_graph"):
+        raise ConfigError("ddp_options: static_graph cannot survive a change of ranks", hint="leave it out")
+    for name in _OWN:
+        if name in options:
+            raise ConfigError(f"ddp_options: '{name}' is set by the session", hint="leave it out")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """ConfigError for an optimizer that talks to other ranks itself, or trains what is not in the model."""
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("torch.distributed.optim"):
+            raise ConfigError(
+                f"{kind.__name__} communicates with other ranks and cannot survive a change of ranks",
+                hint="use the ordinary optimizer that it wraps",
+            )
+    check_members(optimizer, module)

@@ -1,0 +1,123 @@
+"""Which parameters a training has, and which of them it trains; a change by the script is seen before it does harm.
+
+What sums gradients over the ranks is made for the parameters that require one. Of another that requires one later each
+rank would keep its own gradient, and train a model of its own.
+
+A look at all flags takes 30 ns a parameter, about what it takes to drop a gradient.
+
+*Runs in* the worker's main thread.
+*Fails by* ConfigError for a change that cannot be followed, naming the first parameter that it is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from operator import attrgetter
+
+import torch
+import xxhash
+from torch import nn
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.comm.control import Control, Purpose
+from elastic_trainer.worker.comm.likeness import Likeness
+
+_required = attrgetter("requires_grad")
+
+
+class Trainable:
+    """The parameters of ``module``, and which of them are in the groups of ``optimizer``."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._module, self._optimizer = module, optimizer
+        self._names, self.parameters = _listed(module)
+        self.look()
+
+    def look(self) -> None:
+        """What is so now is what is trained from now on. ConfigError if a parameter is not the model's."""
+        groups = self._optimizer.param_groups
+        check_members(self._optimizer, self._module)
+        names, parameters = _listed(self._module)
+        if list(map(id, parameters)) != list(map(id, self.parameters)):
+            raise ConfigError(
+                f"parameter {_first_new(self, names, parameters)!r} is not the one that session.wrap() was given",
+                hint="make all parameters before wrap(), and freeze those that are to be trained later",
+            )
+        self._flags, self._groups = list(map(_required, parameters)), len(groups)
+        held = {id(each) for group in groups for each in group["params"]}
+        self.outside = [each for each in parameters if id(each) not in held]
+        """Those that the optimizer does not have."""
+
+    @property
+    def regrouped(self) -> bool:
+        """Whether the optimizer has got another group."""
+        return len(self._optimizer.param_groups) != self._groups
+
+    @property
+    def switched(self) -> bool:
+        """Whether a parameter was frozen or unfrozen since."""
+        return list(map(_required, self.parameters)) != self._flags
+
+    def switch(self) -> str:
+        """The first such parameter, and what was done to it, in words."""
+        pairs = zip(self._names, self.parameters, self._flags, strict=True)
+        name, now = next((name, each.requires_grad) for name, each, flag in pairs if each.requires_grad != flag)
+        return f"parameter {name!r} was {'unfrozen' if now else 'frozen'}"
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """The parameters that are the same on all ranks: the model may name some that are not, to torch."""
+        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
+        pairs = zip(self._names, self.parameters, strict=True)
+        return [(name, each) for name, each in pairs if name not in ignored]
+
+    # ---- between ranks
+
+    @property
+    def frozen(self) -> list[str]:
+        """The names of those that are not trained."""
+        return [name for name, each in zip(self._names, self.parameters, strict=True) if not each.requires_grad]
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Train all but these: so does the rank that this one gets its state from."""
+        for name, parameter in zip(self._names, self.parameters, strict=True):
+            parameter.requires_grad_(name not in names)
+
+    def agree(self, control: Control) -> None:
+        """ConfigError on all ranks unless they train the same parameters; all of them ask it in the same step."""
+        flags = bytes(self._flags)
+        if control.alone or Likeness(control, Purpose.TRAINED, xxhash.xxh3_64_intdigest(flags)).wait():
+            return
+        rows = control.gather_bytes(flags)
+        if len({len(row) for row in rows}) > 1:
+            raise ConfigError("ranks train models of different sizes", hint="make the same model on all ranks")
+        rank, place = next(
+            (rank, place) for rank, row in enumerate(rows) for place, flag in enumerate(row) if flag != rows[0][place]
+        )
+        raise ConfigError(
+            f"parameter {self._names[place]!r} is trained on rank {rank if rows[rank][place] else 0} and frozen on"
+            f" rank {0 if rows[rank][place] else rank}",
+            hint="freeze and unfreeze parameters at the same step on all ranks",
+        )
+
+
+def check_members(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """ConfigError for an optimizer that trains what is not in the model."""
+    known = set(map(id, module.parameters()))
+    for number, group in enumerate(optimizer.param_groups):
+        if any(id(parameter) not in known for parameter in group["params"]):
+            raise ConfigError(
+                f"parameter group {number} of the optimizer holds a parameter that is not in the model",
+                hint="make the optimizer from this model's parameters, and put all trained modules in one model",
+            )
+
+
+def _listed(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
+    named = list(module.named_parameters())
+    return [name for name, _ in named], [parameter for _, parameter in named]
+
+
+def _first_new(known: Trainable, names: list[str], parameters: list[nn.Parameter]) -> str:
+    """The name of the first parameter that was not there before, or is there no more."""
+    before = set(map(id, known.parameters))
+    added = [name for name, each in zip(names, parameters, strict=True) if id(each) not in before]
+    return [*added, *sorted(set(known._names) - set(names)), *names][0]

@@ -1,0 +1,247 @@
+"""Adds gradients up in one fixed order, so that a training has the same bits at any number of ranks.
+
+The gradient of each micro-batch is a leaf of the tree of :mod:`elastic_trainer.worker.model.tree_blocks`. A rank adds
+up its own leaves as far as the tree allows; then each rank gets one slice of every rank's sums, adds these up as the
+tree says, and the finished slices are gathered by all. With each gradient travel what BatchNorm has moved in its
+buffers, the weighted loss, and which parameters had a gradient at all.
+
+What one micro-batch computes must have the same bits on all hosts too; :mod:`elastic_trainer.worker.model.arithmetic`
+looks at that.
+
+*Runs in* the worker's main thread. *Owns* the gradients between a backward pass and the update.
+*Fails by* ConfigError for gradients that have no place in the tree, RoundBrokenError when the round is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.failures import collective
+from elastic_trainer.worker.comm.waits import Work
+from elastic_trainer.worker.model.tree_blocks import Block, Stack, blocks_of, fold
+
+_ALIGNED = 16
+"""Tensors begin at multiples of so many elements in a slice, as they do where they lie alone."""
+SEGMENT_BYTES = 16 << 20
+"""So much travels at once: while one segment is added up, the next is under way."""
+
+Leaf = list[torch.Tensor | None]
+"""Gradients by parameter, and as the last entry all small values in one vector."""
+
+
+class TreeReduction:
+    """The gradients of ``module``. ``kept`` are copies of its ``buffers`` as they were when the step began."""
+
+    def __init__(self, module: nn.Module, buffers: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> None:
+        self._parameters = [each for each in module.parameters() if each.requires_grad]
+        if not all(map(_fills_its_memory, self._parameters)):
+            raise ConfigError("a parameter is a part of another tensor", hint="make it one of its own, with clone()")
+        pairs = [(buffer, old) for buffer, old in zip(buffers, kept, strict=True) if buffer.is_floating_point()]
+        self._moving, self._kept = [buffer for buffer, _ in pairs], [old for _, old in pairs]
+        tensors = [*self._parameters, *self._moving]
+        self.dtype = torch.float64 if any(each.dtype is torch.float64 for each in tensors) else torch.float32
+        self._places: list[slice] = []
+        """Where each tensor of a leaf lies in the flat vector."""
+        end = 0
+        for count in [*(each.numel() for each in self._parameters), self._small_size()]:
+            self._places.append(slice(end, end + count))
+            end += -(-count // _ALIGNED) * _ALIGNED
+        self._length = end
+        self._control = Control()
+        self._group: Any = None
+        self._stack: Stack[Leaf] = Stack(_added)
+        self._rooms: dict[str, torch.Tensor] = {}
+        self.loss: float | None = None
+        """The mean loss over the global batch, once gradients are combined."""
+
+    def _small_size(self) -> int:
+        return 1 + len(self._parameters) + sum(each.numel() for each in self._moving)
+
+    def bind(self, control: Control, group: Any) -> None:
+        """Combine over the ranks of this round, whose process group for gradients is ``group`` (None: alone)."""
+        self._control, self._group = control, group
+
+    def unbind(self) -> None:
+        """Let go of the round: its group is to end, and its memory may still be written to."""
+        self._control, self._group, self._rooms = Control(), None, {}
+
+    def begin_step(self) -> None:
+        """There are no gradients yet."""
+        self._stack = Stack(_added)
+        self.loss = None
+
+    def capture(self, number: int, fraction: float, loss: torch.Tensor) -> None:
+        """Take the gradients of micro-batch ``number``, which is this ``fraction`` of the global batch, off the module.
+
+        ``loss`` is its mean times the fraction, as are the gradients.
+        """
+        leaf: Leaf = []
+        for parameter in self._parameters:
+            grad, parameter.grad = parameter.grad, None
+            leaf.append(None if grad is None else self._dense(grad, parameter))
+        present = [float(grad is not None) for grad in leaf]
+        moved = [(new - old).to(self.dtype).mul_(fraction) for new, old in zip(self._moving, self._kept, strict=True)]
+        first = self._parameters[0].device
+        parts = [loss.detach().reshape(1).to(first, self.dtype), torch.tensor(present, dtype=self.dtype, device=first)]
+        leaf.append(torch.cat([*parts, *(each.reshape(-1).to(first) for each in moved)]))
+        self._stack.push(number, leaf)
+
+    def discard(self) -> None:
+        """Drop what a filler has left: it belongs to no micro-batch."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _dense(self, grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """``grad`` in the tree's precision, in the order in memory that its parameter has."""
+        if grad.layout is not torch.strided:
+            raise ConfigError("a gradient is sparse", hint="use dense embeddings with reduction='tree'")
+        if grad.dtype is self.dtype and grad.stride() == parameter.stride():
+            return grad
+        return torch.empty_like(parameter, dtype=self.dtype).copy_(grad)
+
+    # ---- all leaves are there
+
+    def combine(self, total: int) -> None:
+        """Give the module the gradient of the global batch of ``total`` micro-batches, and its buffers what they moved.
+
+        All ranks call it alike.
+        """
+        held = dict(self._stack.held)
+        self._stack = Stack(_added)
+        leaf = fold(total, held, _added) if self._control.alone else self._exchanged(total, held)
+        self._give(leaf)
+
+    def _give(self, leaf: Leaf) -> None:
+        small = leaf[-1]
+        if small is None:
+            raise RuntimeError("a leaf without its small values")
+        count = len(self._parameters)
+        loss, *present = small[: count + 1].tolist()
+        self.loss = loss
+        for parameter, grad, seen in zip(self._parameters, leaf[:-1], present, strict=True):
+            parameter.grad = grad.to(parameter.dtype) if grad is not None and seen else None
+        begin = count + 1
+        with torch.no_grad():
+            for buffer, old in zip(self._moving, self._kept, strict=True):
+                moved = small[begin : begin + buffer.numel()].view(buffer.shape)
+                buffer.copy_(old.to(self.dtype) + moved.to(buffer.device))
+                begin += buffer.numel()
+
+    # ---- between ranks
+
+    def _exchanged(self, total: int, held: dict[Block, Leaf]) -> Leaf:
+        world = self._control.world_size
+        plan = [blocks_of(total, world, rank) for rank in range(world)]
+        slice_size = -(-self._length // (world * _ALIGNED)) * _ALIGNED
+        mine = self._room("mine", len(held) * world * slice_size).view(len(held), world * slice_size)
+        for row, block in zip(mine, plan[self._control.rank], strict=True):
+            self._write(held.pop(block), row)
+        result = self._room("result", world * slice_size)
+        most = max(_ALIGNED, SEGMENT_BYTES // result.element_size() // world)
+        segments = [(begin, min(begin + most, slice_size)) for begin in range(0, slice_size, most)]
+        sent = [self._send(mine.view(len(mine), world, slice_size), plan, *segment) for segment in segments]
+        gathered = []
+        for (begin, end), (work, received) in zip(segments, sent, strict=True):
+            self._wait(work)
+            summed = self._summed(total, plan, received, end - begin)
+            whole = result if len(segments) == 1 else self._room(f"whole {begin}", world * (end - begin))
+            with collective("tree"):
+                work = self._group._allgather_base(whole, summed.contiguous())
+            gathered.append((self._begun(work), whole, begin, end))
+        for work, whole, begin, end in gathered:
+            self._wait(work)
+            if whole is not result:
+                result.view(world, slice_size)[:, begin:end] = whole.view(world, end - begin)
+        return self._read(result)
+
+    def _room(self, name: str, count: int) -> torch.Tensor:
+        """Memory for ``count`` elements, the same as in the last step of this round: fresh memory is slow."""
+        room = self._rooms.get(name)
+        if room is None or room.numel() != count:
+            device = self._parameters[0].device
+            room = self._rooms[name] = torch.zeros(count, dtype=self.dtype, device=device)
+        return room
+
+    def _send(
+        self, mine: torch.Tensor, plan: Sequence[Sequence[Block]], begin: int, end: int
+    ) -> tuple[Work, torch.Tensor]:
+        """Begin to give each rank its slice of all sums held here. Shape of ``mine``: (blocks, ranks, slice)."""
+        part = mine[:, :, begin:end].transpose(0, 1)
+        if not part.is_contiguous():
+            part = self._room(f"out {begin}", part.numel()).view(part.shape).copy_(part)
+        sizes = [len(blocks) * (end - begin) for blocks in plan]
+        incoming = self._room(f"in {begin}", sum(sizes))
+        with collective("tree"):
+            work: Work = self._group.alltoall_base(
+                incoming, part.view(-1), sizes, [mine.shape[0] * (end - begin)] * len(plan)
+            )
+        return self._begun(work), incoming
+
+    def _begun(self, work: Work) -> Work:
+        """An operation is under way. On CUDA it is the device's: a wait with a limit would abort it there."""
+        return work if self._parameters[0].is_cuda else self._control.works.begun(work)
+
+    def _wait(self, work: Work) -> None:
+        with collective("tree"):
+            if self._parameters[0].is_cuda:
+                work.wait()  # what is computed next waits on the device; the session looks at it before the update
+            else:
+                self._control.works.wait(work)
+
+    @staticmethod
+    def _summed(total: int, plan: Sequence[Sequence[Block]], received: torch.Tensor, size: int) -> torch.Tensor:
+        """One slice of the sum over all micro-batches."""
+        order = [block for blocks in plan for block in blocks]
+        rows: tuple[torch.Tensor, ...] = received.view(len(order), size).unbind()
+        return fold(total, dict(zip(order, rows, strict=True)), _plus)
+
+    def _write(self, leaf: Leaf, row: torch.Tensor) -> None:
+        pairs = [(row[place], each) for place, each in zip(self._places, leaf, strict=True)]
+        for target in (target for target, each in pairs if each is None):
+            target.zero_()
+        torch._foreach_copy_(
+            [target for target, each in pairs if each is not None],
+            [_flat(each) for _, each in pairs if each is not None],
+        )
+
+    def _read(self, flat: torch.Tensor) -> Leaf:
+        *gradients, small = [flat[place] for place in self._places]
+        shaped = [
+            part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+            for part, parameter in zip(gradients, self._parameters, strict=True)
+        ]
+        return [*shaped, small]
+
+
+def _added(left: Leaf, right: Leaf) -> Leaf:
+    both = [(mine, other) for mine, other in zip(left, right, strict=True) if mine is not None and other is not None]
+    if both:
+        torch._foreach_add_([mine for mine, _ in both], [other for _, other in both])
+    return [other if mine is None else mine for mine, other in zip(left, right, strict=True)]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in the order that they have in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _plus(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    left.add_(right)
+    return left
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,57 @@
+"""The metrics of one worker process where no agent exports them: under torchrun's own rendezvous, or alone.
+
+*Runs in* a worker: threads of the server. *Owns* nothing; the session closes what is opened here.
+*Fails by* ConfigError when it cannot listen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.ipc.page import PageReader, Reading
+from elastic_trainer.settings import WorkerEnvironment
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.web.node import NodeEndpoint
+from elastic_trainer.web.node_metrics import NodeCollector
+from elastic_trainer.worker.report.heartbeat import Tracker
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    metrics_address: str
+    metrics_port: int
+    metrics_token_file: Path | None
+    metrics_cert: Path | None
+    metrics_key: Path | None
+
+
+def open_endpoint(environment: WorkerEnvironment, tracker: Tracker) -> NodeEndpoint | None:
+    """This process's own endpoint, if one is asked for and no agent reads its page."""
+    if environment.pages is not None or not environment.metrics_base_port:
+        return None
+    if (environment.metrics_cert is None) != (environment.metrics_key is None):
+        raise ConfigError(
+            "environment: ELASTIC_TRAINER_METRICS_CERT and ELASTIC_TRAINER_METRICS_KEY go together",
+            hint="set both, or none",
+        )
+    reader = PageReader.of(tracker.page.memory)
+
+    def look() -> list[Reading]:
+        reading = reader.read()
+        return [reading] if reading is not None else []
+
+    collector = NodeCollector(
+        environment.run_id, environment.node, look, lambda reading: reading.pulse.nonfinite, dict, None
+    )
+    options = _Options(
+        environment.metrics_address,
+        environment.metrics_base_port + environment.local_rank,
+        environment.metrics_token_file,
+        environment.metrics_cert,
+        environment.metrics_key,
+    )
+    endpoint = NodeEndpoint(options, collector)
+    logger().info("endpoint.opened", url=endpoint.url(options.metrics_address))
+    return endpoint

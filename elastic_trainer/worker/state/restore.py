@@ -1,0 +1,173 @@
+"""All ranks begin with one state: the newest good checkpoint that any node can read, else rank 0's fresh state.
+
+Each node names its newest checkpoint; the highest (round, step) wins and the lowest rank breaks a tie. The winner
+loads and verifies it and sends it to all. If it turns out damaged, that node names its next one and the choice is made
+again, over all nodes.
+
+*Runs in* the worker's main thread of all ranks at once.
+*Fails by* CheckpointError on all ranks: when there are checkpoints but none is good, when the state does not fit this
+job, or when ranks differ afterwards. *Invariant*: either all ranks continue, with equal states, or none does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_trainer.checkpoint import CheckpointManager, Loaded
+from elastic_trainer.checkpoint.fingerprint import fingerprint
+from elastic_trainer.clock import SYSTEM
+from elastic_trainer.errors import CheckpointError, ElasticTrainerError
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.state.transfer import share_state
+
+Tree = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Candidate:
+    """The state that a node can offer, ordered by age."""
+
+    round: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the state came from: a checkpoint, with the ``fields`` and the ``run`` it was saved with, or nowhere."""
+
+    name: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    run: str | None = None
+
+
+def choose(candidates: Sequence[Candidate | None]) -> int | None:
+    """The rank whose candidate is the newest, the lowest of several; None if there is none. Pure."""
+    best: int | None = None
+    for rank, candidate in enumerate(candidates):
+        if candidate is not None and (best is None or candidate > (candidates[best] or candidate)):
+            best = rank
+    return best
+
+
+class Inventory:
+    """What this rank can offer; only one rank of each node looks at its storage."""
+
+    def __init__(self, manager: CheckpointManager | None, tracker: Tracker | None = None) -> None:
+        self._manager = manager
+        self._tracker = tracker if tracker is not None else Tracker()
+        self._loaded: Loaded | None = None
+        self.error: CheckpointError | None = None
+
+    def candidate(self) -> Candidate | None:
+        """The newest one, or None."""
+        if self._manager is None:
+            return None
+        if self._loaded is not None:
+            return Candidate(self._loaded.manifest.round, self._loaded.manifest.step)
+        try:
+            entry = self._manager.newest()
+        except CheckpointError as error:
+            self.error = error
+            return None
+        return None if entry is None else Candidate(entry.manifest.round, entry.manifest.step)
+
+    def load(self, wanted: Candidate) -> Loaded | None:
+        """Load it. None if an older one, or none, turned out to be the newest good one: choose again."""
+        if self._manager is None:
+            raise RuntimeError("this rank has no checkpoints to load")
+        if self._loaded is None:
+            began = SYSTEM.monotonic()
+            try:
+                self._loaded = self._manager.load_newest()
+            except CheckpointError as error:
+                self.error, self._manager = error, None
+                self._tracker.operated("load", SYSTEM.monotonic() - began, ok=False)
+                return None
+            self._tracker.operated("load", SYSTEM.monotonic() - began, ok=True)
+            if self._loaded is None:
+                self._manager = None
+        return self._loaded if self._loaded is not None and self.candidate() == wanted else None
+
+
+def restore(
+    control: Control,
+    manager: CheckpointManager | None,
+    collect: Callable[[], Tree],
+    apply: Callable[[Tree], None],
+    unfit: CheckpointError | None = None,
+    tracker: Tracker | None = None,
+    check: Callable[[Origin], None] = lambda origin: None,
+) -> Origin:
+    """Bring all ranks to one state. ``collect`` gives this rank's present state, ``apply`` takes a new one over.
+
+    ``unfit`` says why nobody may begin with the present state of this rank, if so; ``check`` raises, on all ranks
+    alike, where a checkpoint is none to begin with.
+    """
+    inventory = Inventory(manager, tracker)
+    source, loaded = _elect(control, inventory)
+    if source is None:
+        control.agree(inventory.error or unfit)
+    mine = control.rank == (source or 0)
+    tree: Tree | None = None
+    if mine:
+        tree = loaded.state if loaded is not None else collect()
+    header = _origin_of(control, source, loaded)
+    check(header)
+    shared = share_state(control, source or 0, tree)
+    if source is not None or not mine:
+        _apply_everywhere(control, apply, shared)
+    else:
+        control.agree(None)
+    _compare(control, collect)
+    return header
+
+
+def _elect(control: Control, inventory: Inventory) -> tuple[int | None, Loaded | None]:
+    while True:
+        mine = inventory.candidate()
+        row = [1, mine.round, mine.step] if mine is not None else [0, 0, 0]
+        candidates = [Candidate(r, s) if known else None for known, r, s in control.gather(row)]
+        winner = choose(candidates)
+        if winner is None:
+            return None, None
+        wanted = candidates[winner]
+        loaded = inventory.load(wanted) if control.rank == winner and wanted is not None else None
+        (done,) = control.gather([int(loaded is not None)])[winner]
+        if done:
+            return winner, loaded
+
+
+def _origin_of(control: Control, source: int | None, loaded: Loaded | None) -> Origin:
+    if source is None:
+        return Origin()
+    text = b""
+    if loaded is not None:
+        text = json.dumps([loaded.name, dict(loaded.manifest.fields), loaded.manifest.run]).encode()
+    return Origin(*json.loads(control.broadcast_bytes(text, source)))
+
+
+def _apply_everywhere(control: Control, apply: Callable[[Tree], None], state: Tree) -> None:
+    problem: ElasticTrainerError | None = None
+    try:
+        apply(state)
+    except ElasticTrainerError as error:
+        problem = error
+    control.agree(problem)
+
+
+def _compare(control: Control, collect: Callable[[], Tree]) -> None:
+    """Random generators differ between ranks on purpose."""
+    if control.alone:
+        return
+    state = {name: part for name, part in collect().items() if name != "random"}
+    digests = control.gather([fingerprint(state)])
+    different = [rank for rank, row in enumerate(digests) if row != digests[0]]
+    if different:
+        raise CheckpointError(
+            f"after resuming, rank {different[0]} holds another state than rank 0",
+            hint="a registered object's load_state_dict() must restore what its state_dict() gave, alike on all ranks",
+        )

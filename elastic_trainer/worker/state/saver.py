@@ -1,0 +1,181 @@
+"""When the state is saved, and saving it.
+
+*Runs in* the worker's main thread; only rank 0 writes. *Owns* the checkpoint directory's manager.
+*Fails by* CheckpointError (StorageError: the directory refuses) or NonFiniteError from :meth:`Saver.save`;
+:meth:`Saver.attempt` returns them.
+*Invariant*: a state with non-finite parameters is never saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_trainer.checkpoint import CheckpointManager, Committed, SaveInfo
+from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
+from elastic_trainer.model import Phase
+from elastic_trainer.settings import WorkerEnvironment
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.state.training_state import TrainingState
+
+
+@dataclass(frozen=True, slots=True)
+class Cadence:
+    """How often to save. Steps are counted alike on all ranks; the seconds are rank 0's."""
+
+    every_steps: int | None = None
+    every_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None and self.every_steps < 1:
+            raise ConfigError(f"checkpoint_every_steps is {self.every_steps}", hint="it must be at least 1, or None")
+        if self.every_s is not None and self.every_s <= 0:
+            raise ConfigError(f"checkpoint_every_s is {self.every_s}", hint="it must be positive, or None")
+
+
+class Saver:
+    """Saves the state of this rank. ``on_saved`` hears of every checkpoint with the seconds that it took."""
+
+    def __init__(
+        self,
+        manager: CheckpointManager | None,
+        cadence: Cadence,
+        on_saved: Callable[[Committed], None],
+        tracker: Tracker | None = None,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._tracker = tracker if tracker is not None else Tracker()
+        self._tracker.pulse.save_interval_s = cadence.every_s or 0.0
+        self._manager, self._cadence, self._on_saved, self._clock = manager, cadence, on_saved, clock
+        self._last_s = clock.monotonic()
+        self._last_step: int | None = None
+        self._state: TrainingState | None = None
+        self._world_size = 1
+        self._fields: Callable[[], Mapping[str, Any]] = dict
+
+    def bind(self, state: TrainingState, world_size: int, fields: Callable[[], Mapping[str, Any]]) -> None:
+        """Save ``state`` from now on; ``fields()`` goes with it, for whoever resumes."""
+        self._state, self._world_size, self._fields = state, world_size, fields
+
+    def serve(self, manager: CheckpointManager | None) -> None:
+        """Save through ``manager`` from now on; None: another rank saves."""
+        self._manager = manager
+
+    def resumed(self) -> None:
+        """The state at hand was just read from a checkpoint."""
+        self._last_step = self._bound.position.step
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether a step was committed since the last save."""
+        if self._manager is None or self._state is None:
+            return False
+        return self._state.position.step != self._last_step
+
+    @property
+    def _bound(self) -> TrainingState:
+        if self._state is None:
+            raise ConfigError("there is nothing to save yet", hint="call session.wrap(model, optimizer=...) first")
+        return self._state
+
+    def due_by_step(self, step: int) -> bool:
+        """Whether this step is one to save after."""
+        return self._cadence.every_steps is not None and step % self._cadence.every_steps == 0
+
+    def due_by_time(self) -> bool:
+        """Whether enough seconds have passed since the last save or attempt."""
+        every_s = self._cadence.every_s
+        return self._manager is not None and every_s is not None and self._clock.monotonic() - self._last_s >= every_s
+
+    def save(self, metrics: Mapping[str, float], *, best: bool = False) -> Committed | None:
+        """Commit the state durably; None without a checkpoint directory."""
+        self._last_s = self._clock.monotonic()
+        if self._manager is None:
+            return None
+        began = self._clock.monotonic()
+        try:
+            with self._tracker.during(Phase.CHECKPOINT):
+                committed = self._commit(self._manager, metrics, best=best)
+        except (CheckpointError, NonFiniteError) as error:
+            self._tracker.operated("save", self._clock.monotonic() - began, ok=False)
+            if isinstance(error, NonFiniteError):  # the manager has told of all else
+                logger().error("checkpoint.failed", step=self._bound.position.step, reason=str(error))
+            raise
+        self._last_s, self._last_step = self._clock.monotonic(), self._bound.position.step
+        self._tracker.saved(self._last_step, committed.size, committed.duration_s)
+        self._on_saved(committed)
+        return committed
+
+    def _commit(self, manager: CheckpointManager, metrics: Mapping[str, float], *, best: bool) -> Committed:
+        state = self._bound
+        check_finite(state.module)
+        position = state.position
+        info = SaveInfo(
+            step=position.step,
+            round=position.generation,
+            epoch=position.cursor.epoch,
+            samples=position.cursor.samples,
+            world_size=self._world_size,
+            metrics=metrics,
+            best=best,
+            fields=self._fields(),
+        )
+        return manager.save(state.collect(), info)
+
+    def attempt(self) -> CheckpointError | NonFiniteError | None:
+        """Save on schedule. What goes wrong has been logged, and is returned: it must not end the training."""
+        try:
+            self.save({})
+        except (CheckpointError, NonFiniteError) as error:
+            return error
+        return None
+
+
+def check_storage(manager: CheckpointManager | None, control: Control, environment: WorkerEnvironment) -> None:
+    """Rank 0 must be able to write checkpoints. Raises on all ranks if it cannot.
+
+    Not where a process takes up a training that was under way: the directory could be written when that began.
+    """
+    problem: ElasticTrainerError | None = None
+    if manager is not None and control.rank == 0:
+        try:
+            manager.check_writable()
+            manager.sweep()
+        except CheckpointError as error:
+            if _goes_on(manager, environment):
+                logger().error("storage.refused", step=environment.reached, error=str(error))
+            else:
+                problem = error
+    control.agree(problem)
+
+
+def _goes_on(manager: CheckpointManager, environment: WorkerEnvironment) -> bool:
+    """Whether the training has been under way: steps are known, or it left a checkpoint."""
+    try:
+        return environment.reached > 0 or (environment.midway and manager.newest() is not None)
+    except CheckpointError:
+        return False
+
+
+def check_finite(module: torch.nn.Module) -> None:
+    """NonFiniteError naming the first parameter that holds a NaN or an infinity."""
+    with torch.no_grad():
+        named = [(name, each) for name, each in module.named_parameters() if each.is_floating_point() and each.numel()]
+        if not named:
+            return
+        wide = [each.sum(dtype=torch.float64 if each.device.type == "cpu" else torch.float32) for _, each in named]
+        finite = torch.isfinite(torch.stack(wide))
+        if bool(finite.all()):
+            return
+        for name, each in named:
+            if not bool(torch.isfinite(each).all()):
+                raise NonFiniteError(
+                    f"parameter {name!r} is not finite any more; this state is not saved",
+                    hint="lower the learning rate, clip gradients, or look for bad samples",
+                )

@@ -1,0 +1,267 @@
+"""The whole training state of a rank as one tree of plain values, and back: strictly, and all or nothing.
+
+*Runs in* the worker's main thread.
+*Fails by* CheckpointError naming the first thing that does not fit, before anything was changed.
+*Invariant*: after a failed :meth:`TrainingState.apply` the state is what it was before.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from elastic_trainer.errors import CheckpointError, ConfigError
+from elastic_trainer.model import Cursor
+from elastic_trainer.worker.state import rng
+
+FORMAT = 1
+_HINT = "the checkpoint is of a different model or optimizer; use another checkpoint_dir, or the code that wrote it"
+
+
+class Stateful(Protocol):
+    """What can be registered: anything with the two methods of torch's own objects.
+
+    A part may also have ``check_state(state_dict)``, which raises a ConfigError or CheckpointError for a state that is
+    not for this job. It is called before anything else of a state is compared or changed.
+    """
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+@dataclass(slots=True)
+class Position:
+    """How far training has come. ``generation`` orders the states of different lives of the job."""
+
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    generation: int = 0
+    lineage: int = 0
+    """The generation in which the last step was committed: with the step number it names the state."""
+    best: dict[str, float] = field(default_factory=dict)
+    """The metrics of the best state so far."""
+
+
+@dataclass(slots=True)
+class TrainingState:
+    """The parts. ``user`` are registered objects, ``pending`` states of objects that have not been registered yet."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: Any
+    position: Position
+    user: dict[str, Stateful]
+    pending: dict[str, Any]
+    device: torch.device
+    average: AveragedModel | None = None
+    """A running average of the parameters."""
+
+    # ---- out
+
+    def collect(self) -> dict[str, Any]:
+        """The state; tensors are the live ones, not copies."""
+        cursor = self.position.cursor
+        return {
+            "format": FORMAT,
+            "position": {
+                "step": self.position.step,
+                "generation": self.position.generation,
+                "lineage": self.position.lineage,
+                "epoch": cursor.epoch,
+                "samples": cursor.samples,
+                "best": dict(self.position.best),
+            },
+            "model": self.module.state_dict(),
+            "optimizer": {
+                "kind": type(self.optimizer).__name__,
+                "parameters": parameter_names(self.module, self.optimizer),
+                "state": self.optimizer.state_dict(),
+            },
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "average": None if self.average is None else self.average.state_dict(),
+            "user": {**self.pending, **{name: each.state_dict() for name, each in self.user.items()}},
+            "random": random_state(self.device),
+        }
+
+    def committed(self) -> dict[str, Any]:
+        """The parts that the commit of a step changes, and nothing else does."""
+        return {
+            "parameters": {name: each.detach() for name, each in self.module.named_parameters()},
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    # ---- in
+
+    def apply(self, state: Mapping[str, Any], *, first_rank: bool) -> None:
+        """Make ``state`` the present one. Only the first rank takes over the random generators."""
+        self._check(state)
+        waiting = {name: part for name, part in state["user"].items() if name not in self.user}
+        small = [(self.user[name], state["user"][name]) for name in self.user if name in state["user"]]
+        small += [(part, state[name]) for name, part in self._optional().items() if part is not None]
+        _load_all(small)
+        self.optimizer.load_state_dict(state["optimizer"]["state"])
+        self.module.load_state_dict(state["model"])
+        if self.average is not None:
+            self._apply_average(self.average, state)
+        self.pending.clear()
+        self.pending.update(waiting)
+        where = state["position"]
+        self.position.step, self.position.generation = where["step"], where["generation"]
+        self.position.lineage = where["lineage"]
+        self.position.cursor, self.position.best = Cursor(where["epoch"], where["samples"]), dict(where["best"])
+        if first_rank:
+            set_random_state(state["random"], self.device)
+
+    def _apply_average(self, average: AveragedModel, state: Mapping[str, Any]) -> None:
+        """A checkpoint without an average lets it begin at the parameters."""
+        if state.get("average") is not None:
+            average.load_state_dict(state["average"])
+        else:
+            average.module.load_state_dict(state["model"])
+            average.n_averaged.zero_()
+
+    def register(self, name: str, part: Stateful) -> None:
+        """Keep ``part`` with the state from now on; if a resumed state has it, it is loaded now."""
+        check_part(name, part, self.user)
+        if name in self.pending:
+            _load_all([(part, self.pending[name])])
+            del self.pending[name]
+        self.user[name] = part
+
+    def _optional(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler, "scaler": self.scaler}
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        if state.get("format") != FORMAT:
+            raise CheckpointError(f"the state has format {state.get('format')!r}, not {FORMAT}", hint=_HINT)
+        for name, registered in self.user.items():
+            if name in state["user"] and hasattr(registered, "check_state"):
+                registered.check_state(state["user"][name])
+        check_module(self.module, state["model"])
+        check_optimizer(self.module, self.optimizer, state["optimizer"])
+        if self.average is not None and state.get("average") is not None:
+            check_module(self.average, state["average"])
+        for name, part in self._optional().items():
+            if (part is None) != (state[name] is None):
+                has = "has no" if state[name] is None else "has a"
+                raise CheckpointError(
+                    f"the checkpoint {has} {name}, this job {'has no' if part is None else 'has'} one", hint=_HINT
+                )
+
+
+def check_part(name: str, part: Any, taken: Mapping[str, Any]) -> None:
+    """ConfigError unless ``part`` can be registered as ``name``."""
+    for method in ("state_dict", "load_state_dict"):
+        if not callable(getattr(part, method, None)):
+            raise ConfigError(f"register({name!r}): {type(part).__name__} has no {method}()", hint="give it one")
+    if name in taken:
+        raise ConfigError(f"register({name!r}): the name is taken", hint="use another name")
+
+
+def check_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
+    """CheckpointError naming the first tensor of ``saved`` that does not fit ``module``."""
+    for name, mine in module.state_dict().items():
+        if name not in saved:
+            raise CheckpointError(f"model tensor {name!r} is not in the checkpoint", hint=_HINT)
+        theirs = saved[name]
+        if isinstance(mine, torch.Tensor) and (mine.shape != theirs.shape or mine.dtype != theirs.dtype):
+            raise CheckpointError(
+                f"model tensor {name!r} is {_described(mine)} here and {_described(theirs)} in the checkpoint",
+                hint=_HINT,
+            )
+    known = module.state_dict()
+    for name in saved:
+        if name not in known:
+            raise CheckpointError(f"model tensor {name!r} of the checkpoint is not in this model", hint=_HINT)
+
+
+def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """CheckpointError naming the first part of ``saved`` that does not fit ``optimizer``."""
+    if saved["kind"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the optimizer is {type(optimizer).__name__} here and {saved['kind']} in the checkpoint", hint=_HINT
+        )
+    mine, theirs = optimizer.param_groups, saved["state"]["param_groups"]
+    if len(mine) != len(theirs):
+        raise CheckpointError(
+            f"the optimizer has {len(mine)} parameter groups here and {len(theirs)} in the checkpoint", hint=_HINT
+        )
+    named = parameter_names(module, optimizer)
+    for group, (here, there) in enumerate(zip(named, saved["parameters"], strict=True)):
+        if len(here) != len(there):
+            raise CheckpointError(
+                f"optimizer group {group} has {len(here)} parameters here and {len(there)} in the checkpoint",
+                hint=_HINT,
+            )
+        for mine_name, their_name in zip(here, there, strict=True):
+            if mine_name != their_name:
+                raise CheckpointError(
+                    f"optimizer group {group} has {mine_name!r} where the checkpoint has {their_name!r}", hint=_HINT
+                )
+
+
+def parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names of the optimizer's parameters by group; its state knows them by position only."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _described(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return type(tensor).__name__
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _load_all(parts: list[tuple[Any, Any]]) -> None:
+    """Load each part; if one refuses, all get back what they had."""
+    before = [(part, copy.deepcopy(part.state_dict())) for part, _ in parts]
+    try:
+        for part, state in parts:
+            part.load_state_dict(state)
+    except Exception as error:
+        for part, state in before:
+            part.load_state_dict(state)
+        raise CheckpointError(
+            f"a registered part refused its state: {type(error).__name__}: {error}", hint=_HINT
+        ) from error
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of all random generators of this process."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = cast("tuple[Any, ...]", np.random.get_state(legacy=True))
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Bring the generators to ``state``; a CUDA state is left out where there is no such device, and vice versa."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def reseed(seed: int, position: Position, rank: int, device: torch.device) -> None:
+    """Streams of their own for ranks that do not continue the saved one."""
+    rng.seed_all(rng.key(rng.START, seed, position.generation, position.step, rank), device)

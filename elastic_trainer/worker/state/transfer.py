@@ -1,0 +1,90 @@
+"""Brings one rank's state to all ranks, as the bytes of the checkpoint format, in pieces of bounded size.
+
+*Runs in* the worker's main thread of all ranks at once.
+*Fails by* RoundBrokenError when a peer is gone, CheckpointError naming a value that cannot be kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+
+from elastic_trainer.checkpoint import codec, tensorfile, tensors
+from elastic_trainer.checkpoint.image import FileImage, Image
+from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE
+from elastic_trainer.errors import ElasticTrainerError
+from elastic_trainer.worker.comm.control import Control
+
+CHUNK = 32 << 20
+"""Bytes per broadcast."""
+
+
+def share_state(control: Control, source: int, state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The ``state`` of rank ``source`` on every rank; other ranks' argument is ignored. Tensors are on the CPU."""
+    image: Image | None = None
+    problem: ElasticTrainerError | None = None
+    try:
+        image = codec.encode(state) if state is not None and control.rank == source else None
+    except ElasticTrainerError as error:
+        problem = error
+    control.agree(problem)
+    if control.alone:
+        return dict(state or {})
+    if image is None:
+        return _receive(control, source)
+    files = {file.name: file for file in image.files}
+    _send(control, source, files[STATE_FILE], files[TENSORS_FILE])
+    return dict(state or {})
+
+
+def _send(control: Control, source: int, skeleton: FileImage, data: FileImage) -> None:
+    control.broadcast_bytes(json.dumps([data.body_size]).encode(), source)
+    control.broadcast_bytes(b"".join(skeleton.body()), source)
+    control.broadcast_bytes(data.head, source)
+    buffer = torch.empty(min(CHUNK, max(1, data.body_size)), dtype=torch.uint8)
+    view, filled = _bytes_of(buffer), 0
+    for piece in _cut(data.body()):
+        begin = 0
+        while begin < len(piece):
+            size = min(len(piece) - begin, len(view) - filled)
+            view[filled : filled + size] = piece[begin : begin + size]
+            begin, filled = begin + size, filled + size
+            if filled == len(view):
+                control.broadcast(buffer, source)
+                filled = 0
+    if filled:
+        control.broadcast(buffer[:filled], source)
+
+
+def _receive(control: Control, source: int) -> dict[str, Any]:
+    (size,) = json.loads(control.broadcast_bytes(b"", source))
+    skeleton = control.broadcast_bytes(b"", source)
+    head = control.broadcast_bytes(b"", source)
+    placed = tensorfile.parse(head, size, "the state of another rank")
+    slabs = tensors.allocate(placed)
+    targets = _cut(slab.view for slab in slabs)
+    target, left = memoryview(b""), size
+    buffer = torch.empty(min(CHUNK, max(1, size)), dtype=torch.uint8)
+    while left:
+        part = buffer[: min(left, len(buffer))]
+        control.broadcast(part, source)
+        view = _bytes_of(part)
+        while len(view):
+            if not len(target):
+                target = next(targets)
+            count = min(len(view), len(target))
+            target[:count] = view[:count]
+            view, target = view[count:], target[count:]
+        left -= len(part)
+    return codec.decode(skeleton, tensors.build(placed, slabs), "the state of another rank")
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(cast("Any", tensor.numpy()))
+
+
+def _cut(views: Iterable[memoryview]) -> Iterator[memoryview]:
+    return (view for view in views if len(view))

@@ -1,0 +1,352 @@
+"""The steps of a training: opening one, the moment that it counts, and its end.
+
+That moment, the commit, is the hook behind the one optimizer step. Scheduler, scaler, step number and cursor advance
+there together, so nothing that is raised later can make a step count twice or not at all.
+
+*Runs in* the worker's main thread. *Owns* two hooks of the optimizer.
+*Fails by* ConfigError when a step is used in a way that would train wrongly; what the body raises passes through.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from elastic_trainer.data.sampler import Batch
+from elastic_trainer.errors import ConfigError, RoundBrokenError
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.model.loss_scaling import Scaling
+from elastic_trainer.worker.model.replica import Replica
+from elastic_trainer.worker.model.trainable import Trainable
+from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.state import rng
+from elastic_trainer.worker.state.training_state import Position
+from elastic_trainer.worker.steps import closures
+from elastic_trainer.worker.steps.plan_agreement import UNNAMED, Accord
+from elastic_trainer.worker.steps.step import Step
+
+_MOST_UNCHECKED = 64
+
+
+class Steps:
+    """Opens, commits and closes the steps of one model and optimizer.
+
+    ``boundary`` is called at the end of each committed step, ``committed`` at the commit itself.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        scaling: Scaling,
+        position: Position,
+        *,
+        seed: int,
+        device: torch.device,
+        boundary: Callable[[Step], None],
+        average: AveragedModel | None = None,
+        absorb: Callable[[Step, BaseException], bool] = lambda step, error: False,
+    ) -> None:
+        self.absorb = absorb
+        self.check_gradients: Callable[[], None] = lambda: None
+        """Raises if the gradients at hand are not those of all ranks (asked right before the update)."""
+        self.lr_factor: Callable[[], float] = lambda: 1.0
+        """What the learning rate is multiplied by during an update."""
+        self.accord = Accord(UNNAMED, dict)
+        """Whether all ranks cut the data alike."""
+        self._lost: RoundBrokenError | None = None
+        """The round ended before the body of the present step began."""
+        self._own_lrs: list[Any] = []
+        self.dirty = False
+        """Between the optimizer's first change and the commit: this state is neither the old nor the new one."""
+        self._before: closures.Before | None = None
+        """What the optimizer at work had before, where its update asks other ranks."""
+        self.replica, self.scaling, self.position = replica, scaling, position
+        self.control = Control()
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._stream, self._sample_stream = rng.key(rng.STEP, seed), rng.key(rng.SAMPLE, seed)
+        self._seed_all, self._boundary = rng.seeder(device), boundary
+        self._epoch, self._epoch_stream = -1, 0
+        self._current: Step | None = None
+        self._average = average
+        self.trainable = Trainable(replica.module, optimizer)
+        self._agreed = False
+        """Whether all ranks of the round are known to train the same parameters."""
+        self._schedule_count = _count(scheduler)
+        self._unchecked: list[torch.Tensor] = []
+        self._nonfinite = False
+        self._loss, self._substituted = math.nan, False
+        self.tracker = Tracker()
+        """Who is told what a step does."""
+        optimizer.register_step_pre_hook(self._before_update)
+        optimizer.register_step_post_hook(self._after_update)
+
+    def bind(self, control: Control) -> None:
+        """Work in the round of ``control``, from a state that was just resumed."""
+        self.control = control
+        self.trainable.look()
+        self._agreed = False
+        self._schedule_count = _count(self._scheduler)
+        self._unchecked.clear()
+
+    @property
+    def inside(self) -> bool:
+        """Whether a step is open."""
+        return self._current is not None
+
+    @property
+    def uncommitted(self) -> int | None:
+        """The number of the step that is open and not committed, if there is one."""
+        step = self._current
+        return step.number if step is not None and not step.committed else None
+
+    def begin(self, batch: Batch | None) -> Step:
+        """The next step, about ``batch``."""
+        if batch is not None and batch.used:
+            raise ConfigError("this batch has been committed already", hint="open one session.step() for each batch")
+        return Step(self, batch)
+
+    def opened(self, step: Step) -> None:
+        """The body begins."""
+        if self._current is not None:
+            raise ConfigError("session.step() inside another one", hint="end the first step before the next")
+        self._lost = self._meet()
+        self._current = step
+        self.tracker.step_begins(step.number)
+        self.scaling.begin()
+        self._follow()
+        self.replica.begin_step(counts=step.batch is None or step.batch.weight > 0.0)
+        self._drop_gradients()
+        batch = step.batch
+        if batch is None:
+            self._seed_all(rng.key(self.position.step, self.control.rank, start=self._stream))
+        else:
+            self._seed(batch)
+
+    def _meet(self) -> RoundBrokenError | None:
+        """Compare with the other ranks. The end of the round is kept for the body: only there it can be absorbed."""
+        try:
+            self.accord.at_step(self.position.cursor.epoch)
+        except RoundBrokenError as error:
+            return error
+        return None
+
+    def check_round(self) -> None:
+        """RoundBrokenError if the round had ended when the body began."""
+        if self._lost is not None:
+            raise self._lost
+
+    def _follow(self) -> None:
+        """Train what the script has frozen, unfrozen and grouped by now."""
+        if self.replica.fitted and self.trainable.switched:
+            self.replica.fit(self.control, self.trainable.switch())
+            self._agreed = False
+            self.trainable.look()
+        elif self.trainable.regrouped:
+            self.trainable.look()
+
+    def agree(self) -> None:
+        """Before a backward pass: what is trained is the same on all ranks. They may come to see a change apart."""
+        if not self._agreed:
+            self.trainable.agree(self.control)
+            self._agreed = True
+
+    def begin_micro_batch(self, part: Batch) -> None:
+        """``part`` is computed now: it draws the random numbers that are its own at any number of ranks."""
+        self.replica.begin_micro_batch(counts=part.weight > 0.0)
+        self._seed(part)
+
+    def _seed(self, part: Batch) -> None:
+        if part.epoch != self._epoch:
+            self._epoch, self._epoch_stream = part.epoch, rng.key(part.epoch, start=self._sample_stream)
+        self._seed_all(rng.key(part.start, start=self._epoch_stream))
+
+    def closed(self, step: Step, error: BaseException | None) -> bool:
+        """The body has ended. True if its ``error`` was the end of a round, and has been dealt with."""
+        if self._current is not step:
+            return False
+        try:
+            if error is None and not step.committed and self.scaling.skipped():
+                self._commit(step)
+            if step.committed:
+                self.scaling.after_update()
+        finally:
+            self._current = None
+            self._restore_lr()
+        if error is not None:
+            return self.absorb(step, error)
+        if not step.committed:
+            raise ConfigError("the step ended without optimizer.step()", hint="call it once inside session.step()")
+        try:
+            self._boundary(step)
+        except (RoundBrokenError, RuntimeError) as broken:
+            if not self.absorb(step, broken):
+                raise
+        return False
+
+    def _drop_gradients(self) -> None:
+        """Of all parameters, whether the optimizer has them or not: what stays would be summed over the ranks again.
+
+        ``zero_grad()`` of torch's optimizers takes many times as long, since it tells the profiler about itself.
+        """
+        if type(self._optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+            self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self.trainable.parameters:
+            parameter.grad = None
+
+    def disown(self) -> None:
+        """In a forked child: the open step, if any, is the parent's."""
+        self._current = None
+
+    def undo(self) -> None:
+        """Take back what a step that was not committed has left behind: gradients, buffers, the scaler's stage.
+
+        An update that was not completed stays (:attr:`dirty`), unless what was before it has been kept.
+        """
+        if self._before is not None:
+            self._before.restore()
+            self._before, self.dirty = None, False
+        self._drop_gradients()
+        self.replica.undo()
+        self.scaling.reset()
+        self.tracker.gave_up()
+
+    def knows_loss(self, mean: float | None) -> None:
+        """The newest mean loss (None: unknown)."""
+        self._loss = self._loss if mean is None else mean
+        self.tracker.knows_loss(mean)
+
+    def loss_before(self, step: Step, reason: str) -> float:
+        """The last loss that is known, for a ``step`` that has none of its own; the log says so the first time."""
+        if not self._substituted:
+            self._substituted = True
+            hint = "ask for step.loss under `if step.committed:`"
+            logger().warning("loss.substituted", step=step.number, reason=reason, given=self._loss, hint=hint)
+        return self._loss
+
+    def nonfinite(self) -> bool:
+        """Whether a loss since the beginning (or :meth:`forgive`) was NaN or infinite. Waits for the device once."""
+        if self._unchecked:
+            self._nonfinite |= not bool(torch.isfinite(torch.stack(self._unchecked)).all())
+            self.tracker.knows_loss(float(self._unchecked[-1]), own=True)
+            self._unchecked.clear()
+        return self._nonfinite
+
+    def forgive(self) -> None:
+        """What was not finite has been told of: look at the losses that follow."""
+        self._nonfinite = False
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        step = self._current
+        if step is None:
+            raise ConfigError("optimizer.step() outside session.step()", hint="wrap the step in `with session.step()`")
+        closure, changed = closures.of(args, kwargs), None
+        if closure is None:
+            self._check(step)
+        else:
+            changed = (optimizer,), {**kwargs, "closure": self._called(step, closure, optimizer)}
+        self.scaling.before_update()
+        self._scale_lr(optimizer)
+        self.dirty = True
+        return changed
+
+    def _check(self, step: Step) -> None:
+        self.check_round()
+        step.ready()
+        self._check_trained()
+        self.check_gradients()
+
+    def _called(self, step: Step, closure: closures.Closure, optimizer: torch.optim.Optimizer) -> closures.Closure:
+        """What the optimizer is to call in place of the ``closure``."""
+        if closures.calls_once_first(optimizer):
+            with torch.enable_grad():
+                loss = closure()
+            self._check(step)
+            return lambda: loss
+        if self.scaling.enabled:
+            raise ConfigError(
+                f"a GradScaler does not go with {type(optimizer).__name__}, which computes gradients during its update",
+                hint="use bfloat16, which needs no scaler",
+            )
+        if self.replica.lasting:
+            self._before = closures.Before(optimizer)
+
+        def called() -> torch.Tensor:
+            step.again()
+            closure()
+            self._check(step)
+            return step.mean_of_pass()
+
+        return called
+
+    def _check_trained(self) -> None:
+        if self.replica.fitted and self.trainable.switched:
+            raise ConfigError(
+                f"{self.trainable.switch()} inside a step", hint="freeze and unfreeze parameters between two steps"
+            )
+        if not self.replica.summed:
+            self.trainable.look()
+            raise ConfigError(
+                "gradients were not summed over the ranks: a parameter had none, or the loss is not of what"
+                " session.wrap() returned",
+                hint="call the wrapped model; if parameters are unused, ddp_options={'find_unused_parameters': True}",
+            )
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._restore_lr()
+        if self._current is not None:
+            self._commit(self._current)
+
+    def _scale_lr(self, optimizer: torch.optim.Optimizer) -> None:
+        self._restore_lr()
+        factor = self.lr_factor()
+        if factor != 1.0:
+            self._own_lrs = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
+
+    def _restore_lr(self) -> None:
+        if not self._own_lrs:
+            return
+        for group, own in zip(self._optimizer.param_groups, self._own_lrs, strict=True):
+            group["lr"] = own
+        self._own_lrs = []
+
+    def _commit(self, step: Step) -> None:
+        if self._average is not None:
+            self._average.update_parameters(self.replica.module)
+        self._before, self.dirty = None, False
+        self.position.step += 1
+        self.position.lineage = self.position.generation
+        step.committed = True
+        if step.batch is not None:
+            step.batch.used = True
+            self.position.cursor = step.batch.following or self.position.cursor
+        samples = len(step.batch.ids) if step.batch is not None else 0
+        self.tracker.committed(self.position.step, samples, self.position.cursor)
+        if not self.scaling.enabled:
+            self._unchecked += step.finite_evidence()
+            if len(self._unchecked) > _MOST_UNCHECKED:
+                self.nonfinite()
+        self._advance_schedule()
+
+    def _advance_schedule(self) -> None:
+        if self._scheduler is None:
+            return
+        if _count(self._scheduler) != self._schedule_count:
+            raise ConfigError(
+                "the scheduler was advanced by the script, and the session advances it at each step",
+                hint="remove scheduler.step(); to step it otherwise, register() it instead of passing it to wrap()",
+            )
+        self._scheduler.step()
+        self._schedule_count = _count(self._scheduler)
+
+
+def _count(scheduler: Any) -> Any:
+    return getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", None))

@@ -1,0 +1,178 @@
+"""Every so many steps, whether all ranks still hold the same parameters: what makes them differ is found, not assumed.
+
+A number for each parameter is taken behind a step; all of them together are compared by a sum that is started behind
+the next step and read behind the one after. So nobody waits, and all ranks learn of a difference at the same point.
+Only then each rank's numbers are gathered, to name the parameter and the ranks.
+
+Buffers are left out, since each rank moves its own, and what DistributedDataParallel was asked to ignore. A round that
+ends takes its comparison with it: those who form the next bring their states together anyway.
+
+*Runs in* the worker's main thread.
+*Fails by* DifferError on all ranks, RoundBrokenError when a peer is gone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+import torch
+import xxhash
+
+from elastic_trainer.errors import DifferError
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker.comm.control import Control, Purpose
+from elastic_trainer.worker.comm.likeness import Likeness
+from elastic_trainer.worker.model import digests
+from elastic_trainer.worker.report.heartbeat import Tracker
+
+EVERY_STEPS = 100
+
+
+class OnDifference(StrEnum):
+    """What becomes of ranks that differ."""
+
+    STOP = "stop"
+    HEAL = "heal"
+    """They take over the state that most ranks hold."""
+
+
+Row = Sequence[int]
+"""A number for each parameter."""
+
+
+class Compared(Protocol):
+    """What is compared, as :class:`~elastic_trainer.worker.model.trainable.Trainable` has it."""
+
+    def named(self) -> Sequence[tuple[str, torch.Tensor]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """``others`` hold another ``parameter`` than ``source`` (the first of ``count`` that differ)."""
+
+    source: int
+    others: tuple[int, ...]
+    parameter: str
+    count: int
+
+
+def difference(names: Sequence[str], rows: Sequence[Row]) -> Difference | None:
+    """How the ``rows`` of all ranks differ from those that most of them have (of two, rank 0's). Pure."""
+    whole = [tuple(row) for row in rows]
+    most = Counter(whole)  # it keeps the order of the ranks
+    wanted = max(most, key=lambda row: most[row])
+    others = tuple(rank for rank, row in enumerate(whole) if row != wanted)
+    places = [
+        place for place in range(len(names)) if any(len(row) <= place or row[place] != wanted[place] for row in whole)
+    ]
+    if not others:
+        return None
+    first = names[places[0]] if places else "(their number)"
+    return Difference(whole.index(wanted), others, first, len(places))
+
+
+class Comparison:
+    """See the module. ``heal`` gives the state of a difference's source to the others; None: the training stops."""
+
+    def __init__(
+        self,
+        control: Control,
+        compared: Compared,
+        every_steps: int | None,
+        tracker: Tracker,
+        heal: Callable[[Difference], None] | None,
+    ) -> None:
+        self._control, self._compared, self._tracker, self._heal = control, compared, tracker, heal
+        self._every = 0 if every_steps is None or control.alone else every_steps
+        self._taken: _Taken | None = None
+        self._asked: tuple[_Taken, Likeness] | None = None
+
+    def after_step(self, step: int) -> None:
+        """The boundary behind ``step``, which all ranks pass."""
+        if not self._every:
+            return
+        if self._asked is not None:
+            self._answer()
+        if self._taken is not None:
+            self._ask()
+        if step % self._every == 0:
+            self._take(step)
+
+    def end(self, step: int) -> None:
+        """All ranks are behind the last step: compare what is held now, and wait for it."""
+        if not self._every:
+            return
+        if self._asked is not None:
+            self._answer()
+        self._take(step)
+        self._ask()
+        self._answer()
+
+    def _take(self, step: int) -> None:
+        named = self._compared.named()
+        parameters = [each for _, each in named]
+        names = [name for name, _ in named]
+        self._taken = _Taken(step, names, digests.on_device(parameters), digests.begun(parameters))
+
+    def _ask(self) -> None:
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            number = xxhash.xxh3_64_intdigest(taken.bytes())
+            self._asked = taken, Likeness(self._control, Purpose.COMPARE, number)
+
+    def _answer(self) -> None:
+        asked, self._asked = self._asked, None
+        if asked is None or asked[1].wait():
+            return
+        taken = asked[0]
+        rows = [np.frombuffer(row, np.uint64).tolist() for row in self._control.gather_bytes(taken.bytes())]
+        if len({row[0] for row in rows}) > 1:
+            logger().warning("ranks.not_compared", reason="some train on a CUDA device, and others do not")
+            self._every, self._taken = 0, None
+            return
+        found = difference(taken.names, [row[1:] for row in rows])
+        if found is not None:
+            self._taken = None
+            self._meet(taken.step, found)
+
+    def _meet(self, step: int, found: Difference) -> None:
+        if self._control.rank == 0:
+            self._tracker.differed()
+        logger().error(
+            "ranks.differed",
+            step=step,
+            parameter=found.parameter,
+            parameters=found.count,
+            ranks=list(found.others),
+            source=found.source,
+        )
+        if self._heal is None:
+            raise DifferError(
+                f"after step {step} {_ranks(found.others)} another {found.parameter!r} than rank {found.source}"
+                f" (the first of {found.count} such parameters)",
+                hint="look for what changes parameters outside of optimizer.step(), or on some ranks only;"
+                " on_difference='heal' goes on with the state that most ranks hold",
+            )
+        self._heal(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    step: int
+    names: Sequence[str]
+    on_device: bool
+    numbers: digests.Numbers
+
+    def bytes(self) -> bytes:
+        return np.array([self.on_device, *self.numbers()], np.uint64).tobytes()
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} holds"
+    return f"ranks {', '.join(map(str, ranks))} hold"

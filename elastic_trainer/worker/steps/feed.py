@@ -1,0 +1,214 @@
+"""What a session trains on next: epochs and batches from the job's position in the data.
+
+The position moves when a step commits, not when a batch is drawn; so a batch comes again until it has been committed.
+
+*Runs in* the worker's main thread. *Owns* what draws the samples, with its data worker processes.
+*Fails by* DataError for a data set that cannot be used, ConfigError for one that is not the resumed one or not that of
+the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from elastic_trainer.data.bad_samples import Tally
+from elastic_trainer.data.loading import Loading
+from elastic_trainer.data.plan import EpochPlan, LrRule
+from elastic_trainer.data.reader import Drawn
+from elastic_trainer.data.requests import Request
+from elastic_trainer.data.sampler import Batch, Collate, Fetcher, Sampler, Source
+from elastic_trainer.data.sources import checked_length, is_stream
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.model import Cursor
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.state.fields import check_fields
+from elastic_trainer.worker.state.training_state import Position
+from elastic_trainer.worker.steps.plan_agreement import UNNAMED, Accord
+
+
+class Awaited:
+    """A source of samples; the time that it takes is told."""
+
+    def __init__(self, source: Source, tracker: Tracker) -> None:
+        self._source, self._tracker = source, tracker
+        self.follow = source.follow
+
+    def draw(self, request: Request) -> Drawn:
+        """The samples of ``request``."""
+        before = self._tracker.draws()
+        try:
+            return self._source.draw(request)
+        finally:
+            self._tracker.enter(before)
+
+
+class Feed:
+    """``batch`` is the one at hand; ``fields`` describe how the data is cut and go into every checkpoint."""
+
+    def __init__(
+        self,
+        position: Position,
+        seed: int,
+        device: torch.device,
+        allow_changed: Collection[str],
+        tracker: Tracker | None = None,
+        node: str = UNNAMED,
+    ) -> None:
+        self._tracker = tracker if tracker is not None else Tracker()
+        self._position, self._seed, self._device, self._allow_changed = position, seed, device, allow_changed
+        self.batch: Batch | None = None
+        self._drawn_at: tuple[Cursor, int, int] | None = None
+        self.fields: dict[str, Any] = {}
+        self._resumed: Mapping[str, Any] = {}
+        self._control = Control()
+        self._even = self._fixed = False
+        self._last_epoch: int | None = None
+        """How many epochs there are, inside of epochs()."""
+        self._sampler: Sampler | None = None
+        self._source: Fetcher | None = None
+        self._source_for: tuple[Any, ...] = ()
+        self.tally = Tally()
+        self.accord = Accord(node, self._cut)
+        self._idle = (0, 0)
+        """Ranks and micro-batches when it was last said that there are too few of the latter."""
+        self.change: Callable[[], bool] = lambda: False
+        """Called before a batch is drawn: lets the ranks change there; whether they did."""
+
+    def bind(
+        self, control: Control, resumed: Mapping[str, Any], given: Mapping[str, Any], *, even: bool, fixed: bool
+    ) -> None:
+        """Draw for the rank of the present round. ``resumed``: the fields of the checkpoint that it began from.
+
+        ``given``: those of the plan that the rank trains by whose state was taken over, if any.
+
+        ``fixed``: nothing that is drawn may depend on the number of ranks.
+        """
+        self._control, self._resumed, self._even, self._fixed = control, resumed, even, fixed
+        self.accord.bind(control, given)
+
+    def redraw(self) -> None:
+        """The ranks changed between a batch and its step: make it this rank's part of what comes next now."""
+        batch, sampler, cursor = self.batch, self._sampler, self._position.cursor
+        if batch is None or batch.used or sampler is None or self._drawn_at == self._place:
+            return
+        if sampler.plan.ended(cursor):
+            batch.used = True  # by the others
+        else:
+            batch.become(self._draw(sampler))
+
+    @property
+    def _place(self) -> tuple[Cursor, int, int]:
+        """What decides this rank's part: the position, the rank, the number of ranks."""
+        return self._position.cursor, self._control.rank, self._control.world_size
+
+    @property
+    def next_size(self) -> int:
+        """How many samples the next step takes, job-wide; 0 where that is not known, and at the end of an epoch."""
+        fields = self.fields or self._resumed
+        left = int(fields.get("length", 0)) - self._position.cursor.samples
+        size = int(fields.get("global_batch", 0))
+        if self._sampler is not None:
+            size = self._sampler.plan.at(self._control.world_size).global_batch
+        return max(0, min(size, left))
+
+    def _cut(self) -> Mapping[str, Any]:
+        return asdict(self._sampler.plan) if self._sampler is not None else {}
+
+    def lr_factor(self) -> float:
+        """What the learning rate is multiplied by at the present number of ranks."""
+        return 1.0 if self._sampler is None else self._sampler.plan.lr_factor(self._control.world_size)
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """The epochs from the position's to ``total - 1``; the position moves on when the body of one ends."""
+        try:
+            while self._position.cursor.epoch < total:
+                self._last_epoch = total
+                yield self._position.cursor.epoch
+                self._next_epoch()
+        finally:
+            self._last_epoch = None
+            self.close()
+
+    def batches(
+        self,
+        dataset: Any,
+        size: int,
+        micro: int | None,
+        *,
+        shuffle: bool,
+        scale_from: int | None,
+        lr_rule: LrRule,
+        collate: Collate | None,
+        epochs: int | None,
+        loading: Loading,
+    ) -> Iterator[Batch]:
+        """See ``Session.batches``. Mistakes are raised here, not at the first batch."""
+        if epochs is None and self._last_epoch is None:
+            raise ConfigError("batches() does not know how many epochs", hint="say epochs=N, or loop over epochs(N)")
+        if shuffle and is_stream(dataset):
+            raise ConfigError(
+                f"{type(dataset).__name__} is a stream, which cannot be shuffled from outside",
+                hint="say shuffle=False; a stream may order each epoch itself, in read_from(epoch, position)",
+            )
+        if self._fixed and scale_from is not None:
+            raise ConfigError(
+                "reduction='tree' gives the same bits at any number of ranks, and scale_from another batch at each",
+                hint="leave one of them out",
+            )
+        plan = EpochPlan(checked_length(dataset), size, micro, self._seed, shuffle, scale_from, lr_rule)
+        self.accord.check(asdict(plan))
+        self.fields = check_fields(plan, self._resumed, self.fields, self._allow_changed)
+        self._tracker.describe(length=plan.length, batch=plan.at(self._control.world_size).global_batch)
+        source = self._source_of(dataset, collate, loading, plan)
+        until = epochs if epochs is not None else self._last_epoch or 0
+        told: Source = source if source.immediate else Awaited(source, self._tracker)
+        return self._drawn(Sampler(told, plan, even=self._even, until=until), epochs)
+
+    def _source_of(self, dataset: Any, collate: Collate | None, loading: Loading, plan: EpochPlan) -> Fetcher:
+        """The one of the epoch before, if it is for the same: its data workers go on."""
+        asked = (id(dataset), id(collate), loading, plan.length, plan.shuffle)  # the source keeps both of them alive
+        if self._source is None or asked != self._source_for:
+            self.close()
+            self._source = Fetcher(dataset, self._device, collate, seed=self._seed, loading=loading, tally=self.tally)
+            self._source_for = asked
+        return self._source
+
+    def close(self) -> None:
+        """Nothing is drawn any more, or from something else."""
+        if self._source is not None:
+            self._source.close()
+        self._source, self._source_for = None, ()
+
+    def _drawn(self, sampler: Sampler, epochs: int | None) -> Iterator[Batch]:
+        position = self._position
+        self._sampler = sampler
+        while epochs is None or position.cursor.epoch < epochs:
+            while not sampler.plan.ended(position.cursor):
+                if self.change():
+                    continue
+                self.batch = self._draw(sampler)
+                yield self.batch
+            self.batch = None
+            if epochs is None:
+                return
+            self._next_epoch()
+        if self._sampler is sampler:
+            self.close()
+
+    def _draw(self, sampler: Sampler) -> Batch:
+        self._drawn_at = cursor, rank, world = self._place
+        parts = sampler.plan.at(world).most_parts
+        if world > parts and self._idle != (world, parts):
+            self._idle = (world, parts)
+            if rank == 0:
+                logger().warning("ranks.idle", idle=world - parts, world_size=world, micro_batches=parts)
+        return sampler.draw(cursor, rank, world)
+
+    def _next_epoch(self) -> None:
+        self._position.cursor = Cursor(self._position.cursor.epoch + 1, 0)

@@ -1,0 +1,342 @@
+"""One training step: from its micro-batches to the gradient of the mean over the global batch.
+
+*Runs in* the worker's main thread.
+*Fails by* ConfigError when a step is used in a way that would train wrongly; what the body raises passes through.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from elastic_trainer.data.sampler import Batch
+from elastic_trainer.errors import ConfigError, RoundBrokenError
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker.comm.control import Control, Pending, Purpose
+from elastic_trainer.worker.model.tree import TreeReduction
+
+if TYPE_CHECKING:
+    from elastic_trainer.worker.steps.commit import Steps
+
+
+def _mean_of(losses: Pending, control: Control) -> float:
+    """The mean over the global batch, from the sum of all ranks' weighted losses."""
+    return losses.wait()[0] / control.world_size
+
+
+class LaterLoss:
+    """The mean loss of a step over its global batch, on its way. It holds nothing of the step's data."""
+
+    __slots__ = ("_control", "_mean", "_pending", "_steps")
+
+    def __init__(self, steps: Steps, control: Control, pending: Pending | None, mean: float | None) -> None:
+        self._steps, self._control, self._pending, self._mean = steps, control, pending, mean
+
+    def read(self) -> float | None:
+        """The loss, waited for if need be; any rank may ask, at any time, and once.
+
+        None where the ranks have changed since, or lose each other meanwhile: whoever needs the others next finds that
+        out and deals with it. ConfigError if another rank did something else in place of its step.
+        """
+        if self._control is not self._steps.control:
+            return None
+        mean, pending = self._mean, self._pending
+        if mean is None and pending is not None:
+            try:
+                mean = _mean_of(pending, self._control)
+            except RoundBrokenError as error:
+                logger().info("loss.unknown", reason=str(error))
+                return None
+        self._steps.knows_loss(mean)
+        return mean
+
+
+class Step:
+    """A step in progress, then its result. ``committed`` says whether it counts."""
+
+    __slots__ = (
+        "_batch",
+        "_control",
+        "_count_here",
+        "_done",
+        "_losses",
+        "_mean",
+        "_normalized",
+        "_open_parts",
+        "_part",
+        "_pending",
+        "_steps",
+        "_wanted",
+        "committed",
+        "generation",
+        "number",
+        "rank",
+        "recorded",
+        "world_size",
+    )
+
+    def __init__(self, steps: Steps, batch: Batch | None) -> None:
+        self._steps, self._batch, self._control = steps, batch, steps.control
+        self._part = batch
+        self._losses: list[tuple[torch.Tensor, float]] = []
+        self._mean: float | None = None
+        self._wanted = False
+        self._pending: Pending | None = None
+        """The sum of the losses, under way since the last backward pass."""
+        self._count_here: float | None = None
+        """The items counted on this rank, if losses are sums."""
+        self._normalized = False
+        self._done: set[int] = set()
+        """Where the micro-batches begin that have had a backward pass."""
+        self._open_parts = False
+        self.committed = self.recorded = False
+        self.generation, self.rank, self.world_size = (
+            steps.position.generation,
+            steps.control.rank,
+            steps.control.world_size,
+        )
+        self.number = steps.position.step + 1
+
+    def __enter__(self) -> Step:
+        self._steps.opened(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        return self._steps.closed(self, error)
+
+    def micro_batches(self, batch: Batch | None = None) -> Iterator[Batch]:
+        """The parts of ``batch`` to compute one after another; gradients are averaged over ranks with the last one."""
+        whole = self._batch
+        if whole is None:
+            raise ConfigError("there is no batch to divide", hint="draw it with session.batches()")
+        if batch is not None and batch is not whole:
+            raise ConfigError(
+                "step.micro_batches() of another batch than the step is about",
+                hint="give it the batch that session.batches() drew last, or none",
+            )
+        parts = whole.micro_batches
+        self._open_parts = True
+        for part in parts[:-1]:
+            self._begin(part)
+            with self._steps.replica.accumulating():
+                yield part
+            part.release()
+        self._begin(parts[-1])
+        self._open_parts = False
+        yield parts[-1]
+
+    def _begin(self, part: Batch) -> None:
+        self._part = part
+        self._steps.begin_micro_batch(part)
+
+    def backward(self, loss: torch.Tensor, count: float | None = None) -> None:
+        """Add the gradient of ``loss``, the mean over the micro-batch (or batch) at hand.
+
+        It is weighted so that the average over ranks becomes the gradient of the mean over the global batch.
+
+        With ``count``, ``loss`` is instead the *sum* over so many items (tokens that count, say), and the gradient
+        becomes that of the sum over the global batch divided by the count of the global batch: each item weighs the
+        same, however unevenly they lie. Say it for all micro-batches of a step or for none. Until the count of the
+        global batch is known, gradients are as large as those of a sum over one sample: a GradScaler for float16 should
+        begin lower than usual. Where nothing counts in the whole global batch the gradient is zero, and the update is
+        made all the same.
+        """
+        self._steps.check_round()
+        if self._done and (count is None) != (self._count_here is None):
+            raise ConfigError("backward(loss, count) for some micro-batches only", hint="say the count for all or none")
+        self._steps.agree()
+        part, replica = self._part, self._steps.replica
+        if part is not None and part.outdated:
+            raise ConfigError(
+                "the loss is of data read before the ranks changed, and this rank's part of the batch is another now",
+                hint="read batch.x, batch.y or batch.data again for each session.step(), or draw the batch anew",
+            )
+        fraction = self._fraction(part) if replica.tree is not None else 1.0
+        weight = fraction if part is None or replica.tree is not None else part.weight
+        self._done.add(0 if part is None else part.start)
+        self._complete()
+        pending = self._pending = None
+        if count is not None:
+            weight = self._count(float(count), counts=weight > 0.0)
+            if not self._open_parts:
+                pending = self._control.start(Purpose.COUNT, [self._count_here or 0.0])
+        self._losses.append((loss.detach(), weight))
+        factor = weight * replica.share
+        replica.backward(self._steps.scaling.scaled(loss if factor == 1.0 else loss * factor))
+        if replica.tree is not None:
+            self._grow(replica.tree, fraction, loss.detach() * weight)
+        if pending is not None:
+            self._normalize(pending.wait()[0])
+        if self._wanted and not self._open_parts and self._mean is None:
+            # Behind the pass, which has just brought the ranks together, and whose kernels a device has by now.
+            self._pending = self._sum_losses()
+
+    def want_loss(self) -> None:
+        """:attr:`loss` will be asked for: it is found beside the update, so that nobody waits for it afterwards.
+
+        Call it before the backward pass, on all ranks or on none.
+        """
+        self._wanted = True
+
+    def _count(self, count: float, *, counts: bool) -> float:
+        """Note the ``count``; what the sum is multiplied by until the count of the global batch is known."""
+        if not math.isfinite(count) or count < 0:
+            raise ConfigError(
+                f"backward(loss, count) with a count of {count:g}", hint="count the items that the loss sums"
+            )
+        if self._normalized:
+            raise ConfigError("a second backward(loss, count) of one batch", hint="add the losses up first")
+        self._count_here = (self._count_here or 0.0) + (count if counts else 0.0)
+        world = 1 if self._steps.replica.tree is not None else self._control.world_size
+        return world / self._items if counts else 0.0
+
+    @property
+    def _items(self) -> int:
+        """The samples of the global batch: what sums of losses are divided by at first, the same on all ranks."""
+        return max(1, self._part.global_size) if self._part is not None else 1
+
+    def _normalize(self, total: float) -> None:
+        """Gradients and losses are sums divided by ``_items``; the global batch has ``total`` that count."""
+        self._normalized = True
+        factor = self._items / total if total else 0.0
+        self._steps.replica.scale_gradients(factor)
+        self._losses = [(loss, weight * factor) for loss, weight in self._losses]
+        if self._mean is not None:  # the tree's: no other is known before the commit
+            self._mean *= factor
+
+    def _fraction(self, part: Batch | None) -> float:
+        """How much of the global batch the micro-batch at hand is; the same at any number of ranks."""
+        if part is None or (part.number is None and part.weight):
+            raise ConfigError(
+                "reduction='tree' adds up micro-batches",
+                hint="draw with session.batches(..., micro_batch_size=...), and loop over step.micro_batches()",
+            )
+        if part.start in self._done:
+            raise ConfigError("a second backward pass of one micro-batch", hint="add the losses up first")
+        return len(part.ids) / part.global_size
+
+    def _complete(self) -> None:
+        """ConfigError unless each micro-batch has had its backward pass when the last one has."""
+        if self._batch is None or self._part is self._batch:
+            return
+        parts = self._batch.micro_batches
+        if not self._open_parts and len(self._done) < len({part.start for part in parts}):
+            raise ConfigError(
+                "a micro-batch had no backward pass, so the gradient would lack its samples",
+                hint="call step.backward(loss) for each, with a loss of zero where nothing counts",
+            )
+
+    def _grow(self, tree: TreeReduction, fraction: float, loss: torch.Tensor) -> None:
+        part = self._part
+        if part is None or part.number is None:
+            tree.discard()
+        else:
+            tree.capture(part.number, fraction, loss)
+        if not self._open_parts and self._batch is not None:
+            tree.combine(self._batch.parts)
+            self._mean = tree.loss
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
+        self._steps.scaling.unscale(self._steps.trainable.outside)
+        return torch.nn.utils.clip_grad_norm_(self._steps.replica.module.parameters(), max_norm)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the global batch; before the commit, or without one, the last that is known (NaN: none).
+
+        Found when first asked for behind the commit, by a collective: ask on all ranks or on none. If the ranks have
+        changed since, it is the mean over this rank's own samples. A step that was given up asks nobody.
+        """
+        if not self.committed:
+            return self._steps.loss_before(self, "the step has not committed")
+        if self._mean is None:
+            try:
+                self._mean = self._global_mean()
+            except RoundBrokenError as error:
+                if not self._steps.absorb(self, error):
+                    raise
+                self._mean = self.local_mean()  # the round ended meanwhile: what is known here must do
+        if self._mean is None:
+            return self._steps.loss_before(self, "the ranks have changed, and this one had no samples")
+        self._steps.knows_loss(self._mean)
+        return self._mean
+
+    def later_loss(self) -> LaterLoss:
+        """:attr:`loss` for who asks a step later, when nobody has to wait for it any more.
+
+        After the commit, and :meth:`want_loss` before; else ConfigError, unless the ranks have changed since.
+        """
+        unknown = not self.committed or (self._mean is None and self._pending is None)
+        if unknown and self._control is self._steps.control:
+            raise ConfigError(
+                "later_loss() of a step that has none",
+                hint="call want_loss() before backward(), and later_loss() behind optimizer.step()",
+            )
+        return LaterLoss(self._steps, self._control, self._pending, self._mean)
+
+    def _global_mean(self) -> float | None:
+        control = self._control
+        if control is not self._steps.control:
+            return self.local_mean()  # its ranks are together no more, and others may have come
+        pending = self._pending if self._pending is not None else self._sum_losses()
+        return _mean_of(pending, control)
+
+    def _sum_losses(self) -> Pending:
+        return self._control.start(Purpose.LOSS, [self.local_sum()])
+
+    def local_sum(self) -> float:
+        """This rank's weighted losses; their sum over ranks is W times the global mean."""
+        return sum(float(loss) * weight for loss, weight in self._losses if weight)
+
+    def local_mean(self) -> float | None:
+        """The mean loss over this rank's own samples; None if it had none."""
+        if self._count_here is not None:
+            own = self._count_here
+            return sum(float(loss) for loss, weight in self._losses if weight) / own if own else None
+        total = sum(weight for _, weight in self._losses)
+        return self.local_sum() / total if total else None
+
+    @property
+    def batch(self) -> Batch | None:
+        """What the step is about, if it was drawn with ``session.batches``."""
+        return self._batch
+
+    # ---- for Steps
+
+    def ready(self) -> None:
+        """ConfigError unless the gradients are complete and right."""
+        if self.committed:
+            raise ConfigError("a second optimizer step in one session.step()", hint="open one step for each")
+        if not self._done:
+            raise ConfigError(
+                "optimizer.step() without step.backward(loss)",
+                hint="call step.backward(loss) in place of loss.backward(), which would weight ranks wrongly",
+            )
+        if self._open_parts:
+            raise ConfigError(
+                "not all micro-batches were used before optimizer.step()", hint="do not leave the loop over them early"
+            )
+        self._complete()
+
+    def again(self) -> None:
+        """The pass over the batch that follows counts, and none before it."""
+        self._losses, self._done, self._normalized = [], set(), False
+        self._mean = self._pending = self._count_here = None
+        self._part = self._batch
+
+    def mean_of_pass(self) -> torch.Tensor:
+        """The mean loss of the pass that is complete, over the global batch: the same on all ranks."""
+        if self._mean is None:
+            self._mean = self._global_mean()
+        return torch.tensor(self._mean, dtype=torch.float64)
+
+    def finite_evidence(self) -> list[torch.Tensor]:
+        """Losses to be looked at when it costs nothing."""
+        return [loss for loss, weight in self._losses if weight]

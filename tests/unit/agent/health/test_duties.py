@@ -1,0 +1,445 @@
+"""A node's health duties: who hangs is ended, who only waits is not, and what happened is told once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.agent.health import duties as module
+from elastic_trainer.agent.health.duties import LEAST_INTERVAL_S, REPEATED_INCIDENT_S, Health, row
+from elastic_trainer.agent.health.incidents import Incidents
+from elastic_trainer.agent.health.pages import Pages
+from elastic_trainer.agent.health.stragglers import Straggling
+from elastic_trainer.agent.workers.hang_rules import Limits
+from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.errors import StoreUnavailableError
+from elastic_trainer.ipc.page import Reading
+from elastic_trainer.membership.documents import RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth
+from elastic_trainer.model import Cause, Phase
+from elastic_trainer.store.keys import RunKeys
+from tests.support.crew import LIMIT_S
+from tests.support.memory_store import ManualClock, MemoryStore
+from tests.unit.agent.readings import rank, reading, round_of, told_by
+
+LIMITS = Limits(step_s=10.0, first_step_s=100.0, phase_s=1000.0)
+
+
+class Judge(Verdicts):
+    """Notes whom it would have ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[int] = []
+
+    def end(self, pid: int, reason: str, *, local_rank: int) -> None:
+        if self.reason(pid) is None:
+            self._reasons[pid] = reason
+            self.ended.append(pid)
+            self.count()
+
+
+class Readings(Pages):
+    """Pages that the test makes up."""
+
+    def __init__(self, clock: ManualClock, root: Path) -> None:
+        super().__init__(clock, root)
+        self.living: list[Reading] = []
+
+    def look(self) -> list[Reading]:
+        return [] if self._closed else list(self.living)
+
+
+@dataclass
+class Desk:
+    """The duties of node ``a``, a turn at a time."""
+
+    clock: ManualClock
+    pages: Readings
+    judge: Judge = field(default_factory=Judge)
+    incidents: Incidents = field(default_factory=lambda: Incidents("a"))
+    round: RoundDocument | None = None
+    told: dict[str, NodeHealth] = field(default_factory=dict)
+    stalled: list[tuple[int, str]] = field(default_factory=list)
+    written: list[NodeHealth] = field(default_factory=list)
+    kept: list[Incident] = field(default_factory=list)
+    away: bool = False
+
+    def __post_init__(self) -> None:
+        self.health = self.health_with(LIMITS)
+
+    def health_with(self, limits: Limits) -> Health:
+        return Health(
+            "a",
+            self.pages,
+            limits,
+            self.judge,
+            self.incidents,
+            lambda: self.round,
+            self.written.append,
+            self._keep,
+            lambda: self.told,
+            lambda number, reason: self.stalled.append((number, reason)),
+            self.nobody_is_slow(),
+            self.clock,
+            host="h",
+        )
+
+    def nobody_is_slow(self) -> Straggling:
+        """That part of the duties has tests of its own."""
+        return Straggling("a", MemoryStore(), RunKeys("/p", "run"), dict, evicts=False, clock=self.clock)
+
+    def _keep(self, incident: Incident) -> None:
+        if self.away:
+            raise StoreUnavailableError("away")
+        self.kept.append(incident)
+
+    def turns(self, seconds: float) -> None:
+        """So much time passes, with a look each second quarter of one."""
+        for _ in range(round(seconds / 0.5)):
+            self.clock.advance(0.5)
+            self.health.look()
+
+    def worker(self, pid: int = 1, **more: object) -> Reading:
+        """One that has just got on."""
+        values: dict[str, object] = {"pid": pid, "moved_at": self.clock.monotonic(), **more}
+        return reading(**values)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    clock = ManualClock()
+    desk = Desk(clock, Readings(clock, tmp_path))
+    yield desk
+    desk.pages.close()
+
+
+# ---- the watchdog
+
+
+def test_culprits_are_ended_once_and_victims_never(desk: Desk) -> None:
+    """Who waits for others is not to blame; a worker that dies slowly is not ended again."""
+    desk.pages.living = [desk.worker(1), desk.worker(2, waits=True)]
+    desk.turns(10.0)
+    assert desk.judge.ended == []
+    desk.turns(30.0)
+    assert desk.judge.ended == [1]
+    assert desk.pages.counters()["workers_killed"] == 1.0
+    assert "it has not got on for 10.5 s" in str(desk.judge.reason(1))
+
+
+def test_a_victim_is_not_ended_when_it_is_freed(desk: Desk) -> None:
+    """Between the end of its wait and its next step it looks as a culprit does; it gets a limit of its own."""
+    victim = desk.worker(1, waits=True)
+    desk.pages.living = [victim]
+    desk.turns(40.0)
+    desk.pages.living = [replace(victim, waits=False)]
+    desk.turns(9.5)
+    assert desk.judge.ended == []
+    desk.turns(2.0)
+    assert desk.judge.ended == [1]
+
+
+def test_victims_alone_are_left_alone(desk: Desk) -> None:
+    """Their culprit is elsewhere, and its node finds it."""
+    desk.round = round_of(1, "a", "b")
+    desk.told = {"a": told_by("a", rank(0)), "b": told_by("b", rank(1, waits=False))}
+    desk.pages.living = [desk.worker(1, waits=True)]
+    desk.turns(60.0)
+    assert (desk.judge.ended, desk.stalled) == ([], [])
+
+
+def test_an_agent_that_stood_still_excuses_everybody(desk: Desk) -> None:
+    """A whole node that was frozen: each worker gets all the time that it still had, and no more."""
+    desk.pages.living = [desk.worker(1)]
+    desk.turns(4.0)
+    desk.clock.advance(500.0)
+    desk.health.look()
+    desk.turns(6.0)
+    assert desk.judge.ended == []
+    desk.turns(0.5)
+    assert desk.judge.ended == [1]
+
+
+def test_an_agent_that_stands_still_often_finds_hangs_nevertheless(desk: Desk) -> None:
+    """On a machine that is much too busy: only the time of its own standing still is taken off."""
+    desk.pages.living = [desk.worker(1)]
+    for _ in range(6):
+        desk.turns(2.0)
+        desk.clock.advance(5.0)
+        desk.health.look()
+    desk.turns(1.0)
+    assert desk.judge.ended == [1]
+
+
+def test_limits_of_zero_end_nobody(desk: Desk) -> None:
+    """However long it takes."""
+    desk.health = desk.health_with(Limits(0.0, 0.0, 0.0))
+    desk.pages.living = [desk.worker(1), desk.worker(2, waits=True)]
+    desk.round, desk.told = round_of(1, "a"), {"a": told_by("a", rank(0))}
+    desk.turns(200.0)
+    assert (desk.judge.ended, desk.stalled) == ([], [])
+
+
+@pytest.mark.parametrize("head", ["a", "b"])
+@pytest.mark.parametrize("others", ["wait", "silent", "busy"])
+@pytest.mark.parametrize("state", [RoundState.ACTIVE, RoundState.BROKEN])
+def test_a_round_in_which_all_wait_for_each_other_is_given_up(
+    desk: Desk, head: str, others: str, state: RoundState
+) -> None:
+    """By rank 0's node, if all nodes tell that their ranks wait, and only while the round is on."""
+    desk.round = round_of(7, *sorted(("a", "b"), key=lambda name: name != head), state=state)
+    told = {"wait": told_by("b", rank(1), number=7), "busy": told_by("b", rank(1, waits=False), number=7)}
+    desk.told = {"a": told_by("a", rank(0), number=7)}
+    if others in told:
+        desk.told["b"] = told[others]
+    desk.pages.living = [desk.worker(1, waits=True)]
+    desk.turns(LIMITS.step_s)
+    assert desk.stalled == []
+    desk.turns(0.5)
+    assert desk.judge.ended == []
+    if (head, others, state) == ("a", "wait", RoundState.ACTIVE):
+        assert desk.stalled == [(7, "all ranks have waited for each other for 10.5 s")]
+    else:
+        assert desk.stalled == []
+
+
+def test_who_stands_still_with_all_its_workers_tells_so_at_once(desk: Desk) -> None:
+    """Rank 0's node can only give the round up when it knows; the next regular word may be seconds away. Once: in a
+    job of a thousand nodes all tell."""
+    desk.round = round_of(1, "b", "a")
+    desk.pages.living = [desk.worker(1, waits=True)]
+    desk.turns(LIMITS.step_s)
+    assert not desk.health._hurry.is_set()
+    desk.turns(0.5)
+    assert desk.health._hurry.is_set()
+    desk.health._await_turn()
+    assert desk.health.report(desk.pages.living, {}).ranks[0].waits_s == pytest.approx(LIMITS.step_s, abs=0.5)
+    desk.turns(20.0)
+    assert not desk.health._hurry.is_set()
+
+
+def test_a_round_with_a_culprit_here_is_not_given_up(desk: Desk) -> None:
+    """Ending the culprit ends it."""
+    desk.round, desk.told = round_of(1, "a"), {"a": told_by("a", rank(0))}
+    desk.pages.living = [desk.worker(1, waits=True), desk.worker(2)]
+    desk.turns(60.0)
+    assert (desk.judge.ended, desk.stalled) == ([2], [])
+
+
+# ---- telling
+
+
+def test_what_is_published_is_what_the_pages_say(desk: Desk) -> None:
+    """Ranks that have a place; loss and checkpoint of rank 0."""
+    saved = {"step": 4, "wall": 1.0, "bytes": 9, "duration_s": 0.5}
+    desk.round = round_of(3, "a")
+    desk.pages.living = [
+        desk.worker(1, rank=0, step=5, loss=1.25, notes={"saved": saved, "device": "cuda:0"}, save_interval_s=60.0),
+        desk.worker(2, rank=-1),
+    ]
+    desk.health.metrics = "http://h:1"
+    desk.health.publish()
+    (health,) = desk.written
+    assert (health.node, health.host, health.round, health.metrics) == ("a", "h", 3, "http://h:1")
+    assert health.ranks == (row(desk.pages.living[0], desk.clock.monotonic()),)
+    assert (health.loss, health.save_interval_s, health.ranks[0].device) == (1.25, 60.0, "cuda:0")
+    assert health.saved is not None
+    assert health.saved.model_dump() == saved
+    names = {f"seconds.{phase}" for phase in Phase} | {"samples", "steps", "nonfinite_steps"}
+    assert set(health.counters) == names
+    assert NodeHealth.decode(health.encode(), "key") == health
+
+
+def test_nothing_is_invented_where_rank_0_is_elsewhere(desk: Desk) -> None:
+    """Neither a loss nor a checkpoint; a loss that is not known is none."""
+    desk.pages.living = [desk.worker(1, rank=1, loss=1.0)]
+    desk.health.publish()
+    desk.pages.living = [desk.worker(1, rank=0)]
+    desk.health.publish()
+    assert [(health.loss, health.saved, health.round) for health in desk.written] == [(None, None, 0)] * 2
+
+
+def test_a_row_tells_how_long(desk: Desk) -> None:
+    """It has been in its phase, and has not got on."""
+    now = desk.clock.monotonic()
+    one = desk.worker(9, slot=2, rank=6, waits=True, moved_at=now - 3.0, phase_at=now - 4.0, step_s=0.5, compute_s=0.25)
+    assert row(one, now) == RankHealth(6, 2, 9, "training", 4.0, 3.0, 0, 0.5, 0.25, "cpu", waits=True)
+
+
+def recovered(desk: Desk) -> None:
+    """A round ends and the next one makes a step."""
+    now = desk.clock.monotonic()
+    for document in (
+        round_of(1, "a", "b"),
+        round_of(1, "a", "b", state=RoundState.BROKEN, cause=Cause.NODE_LOST),
+        round_of(2, "a", cause=Cause.NODE_LOST),
+    ):
+        desk.incidents.see(document, now, now)
+        desk.round = document
+    desk.pages.living = [desk.worker(1, round=2, step=11, fresh=1, first_at=now + 0.75)]
+    desk.clock.advance(1.0)
+    desk.health.look()
+
+
+def test_an_incident_is_counted_and_told(desk: Desk) -> None:
+    """By its cause, and by how long it took."""
+    recovered(desk)
+    desk.health.publish()
+    counters = desk.written[-1].counters
+    assert counters["ended.node_lost"] == 1.0
+    assert counters["recovery_s.failure.le.1"] == counters["recovery_s.failure.count"] == 1.0
+    assert counters["recovery_s.failure.sum"] == 0.75
+    assert [incident.next_round for incident in desk.kept] == [2]
+
+
+def test_incidents_outlast_an_outage_of_the_store(desk: Desk) -> None:
+    """They are told in order when it is back, each once; what the workers do is tried to be told anyway."""
+    desk.away = True
+    recovered(desk)
+    for _ in range(3):
+        desk.health.publish()
+    assert (desk.kept, len(desk.written)) == ([], 3)
+    desk.away = False
+    desk.health.publish()
+    desk.health.publish()
+    assert [incident.round for incident in desk.kept] == [1]
+
+
+def test_closing_in_an_outage_ends_and_raises_nothing(desk: Desk) -> None:
+    """A node leaves whatever the store does."""
+    desk.away = True
+    recovered(desk)
+    desk.health.close()
+    desk.health.close()
+    assert len(desk.written) == 1
+
+
+def test_the_failure_of_the_run_is_told_though_the_agent_ends_at_once(desk: Desk) -> None:
+    """No turn comes between the two: closing looks once more."""
+    desk.round = round_of(1, "a", "b")
+    desk.incidents.see(desk.round, 1.0, 1.0)
+    closed = round_of(1, "a", "b", state=RoundState.CLOSED, result=RunResult.FAILED, cause=Cause.WORKER_LOST)
+    desk.incidents.see(closed, 2.0, 2.0)
+    desk.health.close()
+    assert [(incident.cause, incident.next_round) for incident in desk.kept] == [(Cause.WORKER_LOST, None)]
+    counters = desk.written[-1].counters
+    assert counters["ended.worker_lost"] == 1.0
+    assert "recovery_s.failure.count" not in counters
+
+
+def test_threads_that_publish_at_once_tell_an_incident_once(desk: Desk) -> None:
+    """The writer's turn, and the end of the run."""
+    recovered(desk)
+    inside, go_on, keep = threading.Event(), threading.Event(), desk.kept.append
+
+    def slow(incident: Incident) -> None:
+        inside.set()
+        assert go_on.wait(LIMIT_S)
+        keep(incident)
+
+    desk.health._write_incident = slow
+    threads = [threading.Thread(target=desk.health.publish) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert inside.wait(LIMIT_S)
+    go_on.set()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert len(desk.kept) == 1
+    assert len(desk.written) == 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "every_s"), [(0, LEAST_INTERVAL_S), (2, LEAST_INTERVAL_S), (250, 2.0), (1000, 8.0), (2000, 16.0)]
+)
+def test_nodes_write_less_often_the_more_there_are(desk: Desk, nodes: int, every_s: float) -> None:
+    """All together a bounded number of times a second; the document says how often."""
+    desk.round = round_of(1, "a", *(f"n{number}" for number in range(nodes - 1))) if nodes else None
+    assert desk.health.every_s() == every_s
+    desk.health.publish()
+    assert desk.written[-1].every_s == every_s
+
+
+@pytest.mark.parametrize(
+    ("count", "kind"), [("save.failed", "checkpoint_failed"), ("nonfinite_steps", "nonfinite_loss")]
+)
+def test_what_goes_wrong_again_and_again_is_told_now_and_then(desk: Desk, count: str, kind: str) -> None:
+    """At once, and then at most every ten minutes; nothing is told without anything new."""
+    desk.round = round_of(3, "a", "b")
+    desk.health.publish()
+    assert desk.kept == []
+    for _ in range(5):
+        desk.pages.count(count)
+        desk.health.publish()
+        desk.clock.advance(10.0)
+    assert [(incident.kind, incident.round, incident.nodes) for incident in desk.kept] == [(kind, 3, ("a",))]
+    desk.clock.advance(REPEATED_INCIDENT_S)
+    desk.health.publish()
+    assert len(desk.kept) == 1
+    desk.pages.count(count)
+    desk.health.publish()
+    assert len(desk.kept) == 2
+
+
+def test_a_loss_that_all_ranks_find_is_told_by_one_node(desk: Desk) -> None:
+    """That of rank 0; a node that becomes it later does not tell of what was before."""
+    desk.round = round_of(3, "b", "a")
+    desk.pages.count("nonfinite_steps")
+    desk.health.publish()
+    desk.round = round_of(4, "a")
+    desk.health.publish()
+    assert desk.kept == []
+
+
+def test_the_duties_run_and_end(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads; a turn that fails is followed by another."""
+    desk.pages.living = [desk.worker(1)]
+    seen, failed = threading.Event(), threading.Event()
+
+    def look() -> list[Reading]:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("once")
+        seen.set()
+        return []
+
+    monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.001)
+    slow, write = desk.nobody_is_slow(), desk.written.append
+    health = Health(
+        "a", desk.pages, LIMITS, desk.judge, desk.incidents, lambda: None, write, desk._keep, dict, _no, slow
+    )
+    monkeypatch.setattr(desk.pages, "look", look)
+    health.start()
+    assert seen.wait(LIMIT_S)
+    health.close()
+    assert not any(thread.name.startswith("health") for thread in threading.enumerate())
+    assert len(desk.written) >= 1
+
+
+def _no(number: int, reason: str) -> None:
+    raise AssertionError("no round is on")
+
+
+def test_nodes_in_no_round_write_as_seldom_as_all_of_them_may(desk: Desk) -> None:
+    """A thousand spares, or nodes that wait for a first round, are as many writers as a thousand members."""
+    slow, write = desk.nobody_is_slow(), desk.written.append
+    duties = Health(
+        "a",
+        desk.pages,
+        LIMITS,
+        desk.judge,
+        desk.incidents,
+        lambda: None,
+        write,
+        desk._keep,
+        dict,
+        _no,
+        slow,
+        max_nodes=1000,
+    )
+    assert duties.every_s() == 8.0

@@ -1,0 +1,280 @@
+"""One record of each round's end, told by one node, with what ended it and how it went on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from elastic_trainer.agent.health.incidents import SILENT_S, Incidents
+from elastic_trainer.ipc.page import Reading
+from elastic_trainer.membership.documents import RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.health import Incident
+from elastic_trainer.model import Cause, Phase
+from tests.unit.agent.readings import reading, round_of
+
+BROKEN, DRAINING, CLOSED = RoundState.BROKEN, RoundState.DRAINING, RoundState.CLOSED
+WALL = 1_700_000_000.0
+
+
+@dataclass
+class Run:
+    """The agents of several nodes, that see the same documents; and what they tell."""
+
+    nodes: dict[str, Incidents]
+    now: float = 1000.0
+    present: tuple[str, ...] = ()
+    told: list[tuple[str, Incident, str]] = field(default_factory=list)
+
+    def see(self, document: RoundDocument, after_s: float = 0.0) -> Run:
+        self.now += after_s
+        for each in self.nodes.values():
+            each.see(document, self.now, WALL + self.now, self.present)
+        return self
+
+    def look(self, *readings: Reading, after_s: float = 0.0) -> Run:
+        """All agents see workers like these."""
+        self.now += after_s
+        for name, each in self.nodes.items():
+            self.told += [(name, incident, kind) for incident, kind in each.look(readings, self.now)]
+        return self
+
+    @property
+    def only(self) -> tuple[str, Incident, str]:
+        """What was told, by whom: one record."""
+        (one,) = self.told
+        return one
+
+
+def run_of(*names: str) -> Run:
+    return Run({name: Incidents(name) for name in names}, present=names)
+
+
+def stepping(round_: int, step: int, now: float, *, fresh: int = 1, **more: object) -> Reading:
+    """A worker that has just made ``step``."""
+    return reading(round=round_, step=step, fresh=fresh, first_at=now, moved_at=now, **more)  # type: ignore[arg-type]
+
+
+def trained(*names: str, step: int = 10) -> Run:
+    """Nodes in round 1 that have come to ``step``."""
+    run = run_of(*names).see(round_of(1, *names))
+    return run.look(stepping(1, step, run.now, fresh=step), after_s=5.0)
+
+
+@pytest.mark.parametrize("seen", [{"round": 1, "phase": Phase.RENDEZVOUS}, {"round": 2, "phase": Phase.TRAINING}])
+@pytest.mark.parametrize("told", ["of the end", "of the next round alone"])
+def test_who_is_freed_by_the_end_of_a_round_does_not_shorten_what_it_took_to_find(
+    seen: dict[str, Any], told: str
+) -> None:
+    """A victim meets the others as soon as the culprit is dead, and may be in the next round before its node has read
+    that this one is over: the time to find the fault runs from the last step on."""
+    run = trained("a", "b")
+    run.look(reading(step=10, fresh=0, moved_at=run.now + 7.0, **seen), after_s=7.0)
+    if told == "of the end":
+        run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_HUNG, reason="its worker 0 hung"), 0.01)
+    run.see(round_of(2, "a", "b!2", cause=Cause.WORKER_HUNG, reason="node b's worker hung"), 0.5)
+    run.look(stepping(2, 11, run.now), after_s=1.0)
+    assert run.only[1].detect_s == pytest.approx(12.0, abs=0.6)
+
+
+def test_a_worker_that_is_killed_is_one_incident() -> None:
+    """The node of rank 0 tells it when the next round has made a step, with the node and the ranks it was about."""
+    run = trained("a", "b")
+    run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_LOST, reason="its worker 0 was lost"), 2.0)
+    run.look(stepping(1, 10, run.now), after_s=0.5)
+    run.see(round_of(2, "a", "b!2", cause=Cause.WORKER_LOST, reason="node b lost a worker"), 0.5)
+    run.look(stepping(1, 10, run.now), after_s=1.0)
+    assert run.told == []
+    run.look(stepping(2, 11, run.now), after_s=3.0)
+    teller, incident, kind = run.only
+    assert (teller, kind) == ("a", "failure")
+    assert incident == Incident(
+        wall=WALL + 1007.0,
+        by="a",
+        cause=Cause.WORKER_LOST,
+        round=1,
+        next_round=2,
+        reason="node b lost a worker",
+        nodes=("b",),
+        ranks=(1,),
+        world_before=2,
+        world_after=2,
+        step=10,
+        steps_lost=0,
+        detect_s=7.0,
+        regroup_s=1.0,
+        resume_s=1.0,
+    )
+    run.look(stepping(2, 12, run.now), after_s=1.0)
+    assert len(run.told) == 1
+
+
+def test_a_node_that_is_killed_is_named_with_its_ranks() -> None:
+    """The next round lacks it."""
+    run = trained("a", "b", "c")
+    run.see(round_of(1, "a", "b", "c", state=BROKEN, cause=Cause.CONTACT_LOST), 1.0)
+    run.see(round_of(2, "a", "c", cause=Cause.NODE_LOST, reason="node b was lost"), 1.0)
+    run.look(stepping(2, 11, run.now + 1.0), after_s=1.0)
+    teller, incident, _ = run.only
+    assert (teller, incident.cause, incident.nodes, incident.ranks) == ("a", Cause.NODE_LOST, ("b",), (1,))
+    assert (incident.world_before, incident.world_after) == (3, 2)
+
+
+def test_the_end_of_rank_0s_node_is_told_by_the_next_rank_0s() -> None:
+    """Whoever comes first in the next round was in the one before."""
+    run = trained("a", "b", "c")
+    del run.nodes["a"]
+    run.see(round_of(1, "a", "b", "c", state=BROKEN, cause=Cause.NODE_LOST), 1.0)
+    run.see(round_of(2, "b", "c", cause=Cause.NODE_LOST), 1.0).look(stepping(2, 11, run.now))
+    teller, incident, _ = run.only
+    assert (teller, incident.nodes, incident.ranks) == ("b", ("a",), (0,))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "cause", "concerned"),
+    [
+        (("a",), ("a", "b"), Cause.NODE_JOINED, ("b",)),
+        (("a", "b"), ("a",), Cause.NODE_LEFT, ("b",)),
+        (("a", "b"), ("a", "c"), Cause.NODE_LEFT, ("b", "c")),
+    ],
+)
+def test_a_planned_change_took_only_the_pause(
+    before: tuple[str, ...], after: tuple[str, ...], cause: Cause, concerned: tuple[str, ...]
+) -> None:
+    """They trained on until they changed over: what a worker spent in pauses is what it cost."""
+    run = trained(*before)
+    run.look(reading(round=1, step=10, seconds={Phase.RENDEZVOUS: 1.0}, phase_at=run.now))
+    planned = round_of(2, *after)
+    run.see(round_of(1, *before, state=DRAINING, next=planned), 1.0).see(planned, 30.0)
+    spent = {Phase.RENDEZVOUS: 1.5, Phase.HEALING: 0.25}
+    run.look(stepping(2, 21, run.now + 1.0, seconds=spent), after_s=1.0)
+    teller, incident, kind = run.only
+    assert (teller, kind, incident.cause, incident.nodes) == ("a", "planned", cause, concerned)
+    assert (incident.total_s, incident.detect_s, incident.steps_lost) == (0.75, 0.0, 0)
+
+
+def test_a_planned_change_that_restarts_workers_took_all_between() -> None:
+    """The new process knows nothing of the pauses of the old one."""
+    run = trained("a")
+    run.look(reading(pid=1, round=1, step=10, seconds={Phase.RENDEZVOUS: 9.0}, phase_at=run.now))
+    run.see(round_of(1, "a", state=DRAINING), 1.0).see(round_of(2, "a!2", "b"), 5.0)
+    run.look(after_s=1.0)
+    run.look(stepping(2, 11, run.now + 4.0, pid=2), after_s=5.0)
+    _, incident, kind = run.only
+    assert (kind, incident.cause) == ("planned", Cause.NODE_JOINED)
+    assert (incident.regroup_s, incident.resume_s) == (5.0, 5.0)
+
+
+def test_a_failure_goes_before_the_planned_change_that_was_under_way() -> None:
+    """What is broken is the round behind it; it is one incident, and a failure."""
+    run = trained("a", "b")
+    planned = round_of(2, "a", "b", "c")
+    run.see(round_of(1, "a", "b", state=DRAINING, next=planned), 1.0)
+    run.see(planned.model_copy(update={"state": BROKEN, "cause": Cause.NODE_LOST}), 1.0)
+    run.see(round_of(3, "a", "b", cause=Cause.NODE_LOST), 1.0).look(stepping(3, 11, run.now + 1.0))
+    _, incident, kind = run.only
+    assert (kind, incident.cause, incident.round, incident.next_round) == ("failure", Cause.NODE_LOST, 2, 3)
+    assert incident.nodes == ("c",)
+
+
+def test_a_round_whose_end_was_not_seen_has_ended() -> None:
+    """The store was away, or two documents came as one."""
+    run = trained("a", "b").see(round_of(2, "a", cause=Cause.NODE_LOST), 3.0)
+    run.look(stepping(2, 11, run.now + 1.0), after_s=1.0)
+    _, incident, _ = run.only
+    assert (incident.cause, incident.round, incident.regroup_s, incident.resume_s) == (Cause.NODE_LOST, 1, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_round_that_ends_before_its_first_step_leaves_an_incident_behind(seen: bool) -> None:
+    """Both ends are told: the first is no recovery, since nothing went on."""
+    run = trained("a", "b", "c")
+    run.see(round_of(1, "a", "b", "c", state=BROKEN, cause=Cause.WORKER_LOST), 1.0)
+    run.see(round_of(2, "a", "b!2", "c", cause=Cause.WORKER_LOST), 1.0).look(after_s=1.0)
+    if seen:
+        run.see(round_of(2, "a", "b!2", "c", state=BROKEN, cause=Cause.NODE_LOST), 1.0)
+    run.see(round_of(3, "a", "b!2", cause=Cause.NODE_LOST), 1.0)
+    run.look(stepping(3, 11, run.now + 1.0), after_s=1.0)
+    told = [(teller, incident.cause, incident.round, kind) for teller, incident, kind in run.told]
+    assert told == [("a", Cause.WORKER_LOST, 1, ""), ("a", Cause.NODE_LOST, 2, "failure")]
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_run_that_failed_ends_with_an_incident(broken: bool) -> None:
+    """There is no next round; one node tells it, and it is no recovery."""
+    run = trained("a", "b")
+    if broken:
+        run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_LOST), 1.0)
+    closing = {"state": CLOSED, "result": RunResult.FAILED, "reason": "3 failures", "cause": Cause.WORKER_LOST}
+    run.see(round_of(1, "a", "b").model_copy(update=closing), 2.0).look()
+    teller, incident, kind = run.only
+    assert (teller, kind, incident.next_round, incident.reason) == ("a", "", None, "3 failures")
+    assert (incident.cause, incident.world_after) == (Cause.WORKER_LOST, 0)
+    assert incident.regroup_s == (2.0 if broken else 0.0)
+
+
+def test_a_run_that_failed_with_rank_0s_node_is_told_by_another() -> None:
+    """The first of the round that is still there."""
+    run = trained("a", "b", "c")
+    del run.nodes["a"]
+    run.present = ("b", "c")
+    run.see(round_of(1, "a", "b", "c", state=BROKEN, cause=Cause.NODE_LOST), 1.0)
+    run.see(round_of(1, "a", "b", "c", state=CLOSED, result=RunResult.FAILED), 1.0).look()
+    assert run.only[0] == "b"
+
+
+def test_a_run_that_failed_while_it_recovered_has_two_incidents() -> None:
+    """The round before, and the one that never made a step."""
+    run = trained("a", "b")
+    run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_LOST), 1.0)
+    run.see(round_of(2, "a", "b!2"), 1.0)
+    run.see(round_of(2, "a", "b!2", state=CLOSED, result=RunResult.FAILED), 1.0).look()
+    assert [(incident.round, incident.next_round) for _, incident, _ in run.told] == [(1, 2), (2, None)]
+
+
+def test_a_run_that_succeeded_is_no_incident() -> None:
+    """Nor what comes of a document that was read again."""
+    run = trained("a", "b").see(round_of(1, "a", "b", state=CLOSED, result=RunResult.SUCCEEDED), 1.0)
+    run.look().see(round_of(1, "a", "b", state=CLOSED, result=RunResult.FAILED)).look()
+    assert run.told == []
+
+
+def test_a_run_that_goes_on_after_it_was_closed_begins_anew() -> None:
+    """Reopened: its first round follows nothing."""
+    run = trained("a").see(round_of(1, "a", state=CLOSED, result=RunResult.SUCCEEDED), 1.0)
+    run.see(round_of(2, "a!2"), 60.0).look(stepping(2, 11, run.now))
+    assert run.told == []
+
+
+def test_scripts_without_a_session_are_told_of_as_well() -> None:
+    """Nothing tells of a step: a minute after the agreement the incident is closed with what is known."""
+    run = run_of("a", "b").see(round_of(1, "a", "b"))
+    run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_LOST), 5.0)
+    run.see(round_of(2, "a!2", "b!2", cause=Cause.WORKER_LOST), 2.0)
+    run.look(after_s=SILENT_S)
+    assert run.told == []
+    run.look(after_s=1.0)
+    _, incident, _ = run.only
+    assert (incident.regroup_s, incident.resume_s, incident.step) == (2.0, 0.0, 0)
+    assert incident.nodes == ()
+
+
+def test_steps_behind_the_checkpoint_are_lost() -> None:
+    """From the newest that any worker is known to have made, also in the moment behind the last look."""
+    run = trained("a", "b", step=110)
+    run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.NODE_LOST), 0.1)
+    run.look(stepping(1, 112, run.now))
+    run.see(round_of(2, "a!2", cause=Cause.NODE_LOST), 1.0)
+    run.look(stepping(2, 103, run.now, fresh=3, pid=2), after_s=1.0)
+    _, incident, _ = run.only
+    assert (incident.step, incident.steps_lost) == (112, 12)
+
+
+def test_the_first_round_is_no_incident() -> None:
+    """Nothing ended; and a node that waits outside tells of nobody else's."""
+    run = run_of("a", "z").see(round_of(1, "a")).look(stepping(1, 1, 1000.0))
+    assert run.told == []
+    run.see(round_of(1, "a", state=DRAINING), 1.0).see(round_of(2, "a", "z"), 1.0)
+    run.look(stepping(2, 2, run.now + 1.0), after_s=1.0)
+    assert run.only[0] == "a"

@@ -1,0 +1,176 @@
+"""Ports of a node: one that tells that it lives, one that stays free for rank 0's store."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPort, own_address
+from elastic_trainer.ipc.listening import listen, store_at
+from elastic_trainer.membership.probe import refuses
+from elastic_trainer.settings import Endpoint
+from tests.support.crew import LIMIT_S
+
+LOCAL = "127.0.0.1"
+RESERVED = 60
+HELD = 200
+"""Ports held at a time, so that the choice moves on and few descriptors are needed."""
+TRIES = 3000
+"""With so many ports reserved, so many random ones would hit one of them by chance all but surely (e to the -6)."""
+
+LISTEN = """
+import sys
+from elastic_trainer.agent.rendezvous.addresses import LivenessPort
+print(LivenessPort(sys.argv[1]).port, flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def reserved() -> Iterator[dict[int, ReservedPort]]:
+    """Many reserved ports."""
+    ports = [ReservedPort(LOCAL) for _ in range(RESERVED)]
+    yield {port.port: port for port in ports}
+    for port in ports:
+        port.close()
+
+
+def test_a_store_listens_on_a_reserved_port_and_serves_clients() -> None:
+    """torch's own store takes the port while it is reserved, several times one after the other."""
+    port = ReservedPort(LOCAL)
+    for turn in range(3):
+        server = TCPStore(LOCAL, port.port, is_master=True, wait_for_workers=False)
+        client = TCPStore(LOCAL, port.port, is_master=False)
+        client.set("turn", str(turn))
+        assert server.get("turn") == str(turn).encode()
+        del client, server
+    port.close()
+
+
+def test_nobody_listens_on_a_reserved_port_before_the_store_does() -> None:
+    """A worker that is too early is refused at once, and tries again."""
+    with closing(ReservedPort(LOCAL)) as port:
+        assert refuses(LOCAL, port.port, timeout_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_reserved_port_is_never_given_to_who_asks_for_any(reserved: dict[int, ReservedPort], reuse: bool) -> None:
+    """``bind(0)`` passes it over, with and without SO_REUSEADDR."""
+    for _ in range(0, TRIES, HELD):
+        with ExitStack() as held:
+            for _ in range(HELD):
+                other = held.enter_context(closing(socket.socket()))
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+                other.bind((LOCAL if reuse else "", 0))
+                assert other.getsockname()[1] not in reserved
+
+
+def test_a_reserved_port_is_never_a_client_s_own(reserved: dict[int, ReservedPort]) -> None:
+    """Outgoing connections pass it over too."""
+    with closing(socket.create_server((LOCAL, 0), backlog=128)) as server:
+        for _ in range(0, TRIES, HELD):
+            with ExitStack() as held:
+                for _ in range(HELD):
+                    client = socket.create_connection(server.getsockname(), timeout=LIMIT_S)
+                    held.enter_context(closing(client))
+                    held.enter_context(closing(server.accept()[0]))
+                    assert client.getsockname()[1] not in reserved
+
+
+def test_a_port_that_was_given_up_is_free_again() -> None:
+    """Each life of a node reserves another one; the old one is left to others."""
+    port = ReservedPort(LOCAL)
+    port.close()
+    with socket.socket() as other:
+        other.bind(("", port.port))
+
+
+def test_a_living_process_does_not_refuse() -> None:
+    """However often it is asked."""
+    with closing(LivenessPort(LOCAL)) as port:
+        assert not any(refuses(LOCAL, port.port, timeout_s=LIMIT_S) for _ in range(10))
+
+
+def test_a_closed_liveness_port_refuses() -> None:
+    """And its thread is gone."""
+    port = LivenessPort(LOCAL)
+    port.close()
+    assert refuses(LOCAL, port.port, timeout_s=LIMIT_S)
+    port._thread.join(LIMIT_S)
+    assert not port._thread.is_alive()
+
+
+def test_a_killed_process_refuses_and_a_frozen_one_does_not() -> None:
+    """A frozen agent may come back: only its death counts."""
+    command = [sys.executable, "-c", LISTEN, LOCAL]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        process.send_signal(signal.SIGSTOP)
+        assert not refuses(LOCAL, port, timeout_s=0.5)
+        process.kill()
+        process.wait(LIMIT_S)
+        assert refuses(LOCAL, port, timeout_s=LIMIT_S)
+
+
+def test_silence_and_unknown_hosts_prove_nothing() -> None:
+    """A full backlog (nobody accepts, nobody answers) and a name without an address are no deaths."""
+    with socket.socket() as silent, ExitStack() as held:
+        silent.bind((LOCAL, 0))
+        silent.listen(0)
+        host, port = address = silent.getsockname()
+        for _ in range(4):
+            filler = held.enter_context(closing(socket.socket()))
+            filler.setblocking(False)
+            filler.connect_ex(address)
+        assert not refuses(host, port, timeout_s=0.2)
+    assert not refuses("no-such-host.invalid", 1, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("family", ["127.0.0.1", "::1"])
+def test_ports_of_both_address_families(family: str) -> None:
+    """A node that is reached by IPv6 has its ports there."""
+    if family == "::1" and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    with closing(LivenessPort(family)) as alive, closing(ReservedPort(family)) as reserved:
+        assert not refuses(family, alive.port, timeout_s=LIMIT_S)
+        assert refuses(family, reserved.port, timeout_s=LIMIT_S)
+
+
+def test_own_address_is_the_one_that_reaches_the_store() -> None:
+    """Towards the loopback it is the loopback; where no route is known the host name must do."""
+    assert own_address(Endpoint(host=LOCAL, port=2379)) == LOCAL
+    assert own_address(Endpoint(host="no-such-host.invalid", port=2379)) == socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("address", "bound"), [("127.0.0.2", "127.0.0.2"), ("localhost", LOCAL), ("::1", "::1"), ("192.0.2.1", "0.0.0.0")]
+)
+def test_a_port_is_opened_at_the_announced_address_alone(address: str, bound: str) -> None:
+    """On all addresses only where it is none of this machine's, which a translation of addresses may explain."""
+    with closing(listen(address)) as listener:
+        assert listener.getsockname()[0] == bound
+
+
+def test_a_name_may_lead_elsewhere_for_others() -> None:
+    """As on machines that call themselves 127.0.1.1: such a port would be reached by nobody else."""
+    with closing(listen("some-host")) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.2", "192.0.2.1"])
+def test_the_store_of_rounds_is_opened_there_too(address: str) -> None:
+    """torch's own would listen on all addresses; where it must, it does so."""
+    store = store_at(address, timedelta(seconds=LIMIT_S))
+    client = TCPStore("127.0.0.2", store.port, is_master=False)
+    client.set("key", "value")
+    assert store.get("key") == b"value"
+    assert refuses(LOCAL, store.port, LIMIT_S) is (address == "127.0.0.2")

@@ -1,0 +1,133 @@
+"""The check before a node joins: what comes of a finding, in a store in memory, with measurements that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from elastic_trainer.agent.rendezvous import preflight_gate
+from elastic_trainer.agent.rendezvous.preflight_gate import Candidate, ensure_fit
+from elastic_trainer.clock import SYSTEM, Deadline
+from elastic_trainer.errors import EXIT_UNFIT, UnfitError
+from elastic_trainer.membership.health import Incident
+from elastic_trainer.model import PreflightMode
+from elastic_trainer.preflight.examination import Examination, Subject
+from elastic_trainer.preflight.finding import Finding, Status
+from elastic_trainer.preflight.report import published
+from elastic_trainer.settings import RendezvousOptions
+from elastic_trainer.store.keys import RunKeys
+from tests.support.memory_store import MemoryBackend, MemoryStore
+
+KEYS = RunKeys("/p", "run")
+VERSIONS = {"torch": "2.13.0"}
+
+
+class Cluster:
+    """A store, and nodes that are checked one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.backend = MemoryBackend()
+        self.store = MemoryStore(self.backend)
+        self._monkeypatch = monkeypatch
+        self.subjects: list[Subject] = []
+
+    def check(self, node: str, *findings: Finding, mode: str = "refuse", speed: float = 100.0, **options: Any) -> None:
+        measured = Finding("matmul.cpu.fp32", Status.OK, f"{speed}", speed, "GFLOP/s")
+
+        def examine(subject: Subject, deadline: Deadline) -> Examination:
+            self.subjects.append(subject)
+            return Examination((measured, *findings), VERSIONS)
+
+        self._monkeypatch.setattr(preflight_gate, "examine", examine)
+        given = RendezvousOptions(preflight=PreflightMode(mode), preflight_wait=0.0, **options)
+        ensure_fit(self.store, KEYS, given, Candidate(node, "127.0.0.1", 2, 3), SYSTEM)
+
+    def incidents(self) -> list[Incident]:
+        items = self.store.range(KEYS.incidents, Deadline.after(5.0)).items
+        return [Incident.decode(item.value, item.key) for item in items]
+
+    def fit(self) -> dict[str, bool]:
+        return {each.report.node: each.report.fit for each in published(self.store, KEYS, Deadline.after(5.0))}
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    return Cluster(monkeypatch)
+
+
+@pytest.fixture
+def log() -> Iterator[list[Any]]:
+    with structlog.testing.capture_logs() as entries:
+        yield entries
+
+
+SICK = Finding("disk", Status.BAD, "/checkpoints cannot be written: no such device", hint="check its mount")
+
+
+def test_a_good_node_joins_and_nobody_is_told(cluster: Cluster, log: list[Any]) -> None:
+    """Its report is in the run for others; no incident."""
+    cluster.check("a")
+    assert cluster.fit() == {"a": True}
+    assert cluster.incidents() == []
+    told = [entry["event"] for entry in log if entry["event"].startswith(("preflight.", "node."))]
+    assert told == ["preflight.begun", "preflight.done"]
+
+
+def test_a_sick_node_is_refused_with_one_sentence(cluster: Cluster, log: list[Any]) -> None:
+    """An exit code that is not that of a wrong configuration, a hint, an incident, and lines in the log."""
+    with pytest.raises(UnfitError) as raised:
+        cluster.check("a", SICK)
+    assert raised.value.exit_code == EXIT_UNFIT
+    assert str(raised.value) == f"node a is not fit: disk: {SICK.text} (check its mount)"
+    (incident,) = cluster.incidents()
+    assert (incident.kind, incident.nodes, incident.by) == ("node_unfit", ("a",), "a")
+    assert "it stays out" in incident.reason
+    assert [entry["check"] for entry in log if entry["event"] == "node.unfit"] == ["disk"]
+    assert cluster.fit() == {"a": False}
+
+
+def test_a_sick_node_may_be_let_in_with_a_warning(cluster: Cluster) -> None:
+    """People read why in the incident."""
+    cluster.check("a", SICK, mode="warn")
+    (incident,) = cluster.incidents()
+    assert "it joins all the same" in incident.reason
+    assert SICK.text in incident.reason
+
+
+def test_a_warning_refuses_nobody(cluster: Cluster, log: list[Any]) -> None:
+    """It is logged."""
+    cluster.check("a", Finding("shm", Status.WARN, "64 MiB free", hint="more"))
+    assert cluster.incidents() == []
+    assert [entry["check"] for entry in log if entry["event"] == "node.doubted"] == ["shm"]
+
+
+def test_a_slow_node_is_refused_once_there_are_two_to_compare_with(cluster: Cluster) -> None:
+    """The third is compared with the first two, the fourth not with the refused third."""
+    cluster.check("a")
+    cluster.check("b", speed=90.0)
+    with pytest.raises(UnfitError, match=r"matmul.cpu.fp32: 20 GFLOP/s is 0.21 of the median of 2 other nodes, 95"):
+        cluster.check("c", speed=20.0)
+    assert cluster.fit() == {"a": True, "b": True, "c": False}
+    cluster.check("d", speed=60.0)
+    cluster.check("e", speed=20.0, preflight_ratio=0.1)
+
+
+def test_a_store_that_is_gone_refuses_nobody(cluster: Cluster, log: list[Any]) -> None:
+    """A node that is well passes, though the comparison failed; a sick one is refused all the same."""
+    cluster.backend.outage(True)
+    cluster.check("a")
+    (done,) = [entry for entry in log if entry["event"] == "preflight.done"]
+    assert (done["fit"], len(cluster.subjects)) == (True, 1)
+    with pytest.raises(UnfitError, match="/checkpoints cannot be written"):
+        cluster.check("b", SICK)
+
+
+def test_the_options_reach_the_checks(cluster: Cluster) -> None:
+    """Directory, needed space, ratio, workers."""
+    cluster.check("a", preflight_dir="/checkpoints", preflight_min_disk=2, preflight_compute=False)
+    (subject,) = cluster.subjects
+    assert (str(subject.directory), subject.workers, subject.compute) == ("/checkpoints", 2, False)
+    assert subject.limits.disk_bytes == 2 << 30

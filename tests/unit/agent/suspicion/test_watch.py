@@ -1,0 +1,315 @@
+"""Nobody is asked while steps come in time; who does not answer when others wait is suspected, and nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from elastic_trainer.agent.suspicion import watch
+from elastic_trainer.agent.suspicion.asking import Address, Heard
+from elastic_trainer.agent.suspicion.neighbours import Peers, Suspects
+from elastic_trainer.agent.suspicion.questions import Notice, WorkerStanding
+from elastic_trainer.agent.suspicion.watch import LATE_S, TURN_S, Suspicion
+from elastic_trainer.agent.workers import doubt
+from elastic_trainer.agent.workers.roster import Worker
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import StoreUnavailableError
+from elastic_trainer.ipc.page import Reading
+from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.documents import Ghost, RoundDocument, RoundState
+from elastic_trainer.model import Phase
+from tests.support.memory_store import ManualClock
+from tests.unit.agent.readings import reading, round_of
+from tests.unit.membership.scenes import node
+
+ROUND = round_of(3, "a", "b", "c")
+PID = 1
+
+
+@dataclass
+class Room:
+    """A node ``a`` of one worker, and the agents of two others; also all that the thread stands on."""
+
+    clock: ManualClock = field(default_factory=ManualClock)
+    document: RoundDocument | None = ROUND
+    page: Reading = field(default_factory=lambda: reading(pid=PID))
+    state: str = "sleeping"
+    suspects_now: Suspects | None = None
+    asked: int = 0
+    accused: list[tuple[Ghost, ...]] = field(default_factory=list)
+    passed_over: list[str] = field(default_factory=list)
+    pings: int = 0
+
+    def __post_init__(self) -> None:
+        connection = cast("Any", SimpleNamespace(send=self._pinged))
+        self.worker = Worker(connection, PID, 0, life=1)
+        self.notice = Notice("run", "a", self.clock)
+        here = cast("Any", self)
+        self.suspicion = Suspicion(here, here, self.notice, here, self.clock)
+
+    # what the thread asks of its conductor, pages and peers
+
+    def at_work(self) -> tuple[RoundDocument | None, list[Worker]]:
+        return self.document, [self.worker]
+
+    def glance(self) -> list[Reading]:
+        return [self.page]
+
+    def ask(self, document: RoundDocument) -> None:
+        self.asked += 1
+
+    def suspects(self, now: float, awake_at: float) -> Suspects | None:
+        self.awake_at = awake_at
+        return self.suspects_now
+
+    def accuse(self, document: RoundDocument, ghosts: tuple[Ghost, ...], reason: str) -> None:
+        self.accused.append(ghosts)
+
+    def pass_over(self, worker: Worker, why: str) -> None:
+        worker.stuck = True
+        self.passed_over.append(why)
+
+    def _pinged(self, message: object) -> None:
+        self.pings += 1
+
+    # what happens
+
+    def turns(self, seconds: float) -> None:
+        """Turns in time, for so long."""
+        for _ in range(round(seconds / TURN_S)):
+            self.clock.advance(TURN_S)
+            self.suspicion.turn()
+
+    def waits(self) -> None:
+        """The worker waits for others from now on."""
+        self.page = replace(self.page, waits=True)
+
+    def asked_by_others(self) -> None:
+        assert self.notice.answer(b'{"version": 1, "run": "run", "node": "b"}\n') is not None
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Room:
+    room = Room()
+    monkeypatch.setattr(watch, "process_state", lambda pid: room.state)
+    return room
+
+
+def test_nobody_is_asked_while_steps_come_in_time(room: Room) -> None:
+    """Each waits for the others in each of its steps; no message is sent, no process looked at."""
+    room.waits()
+    for _ in range(50):
+        room.turns(doubt.LEAST_WAIT_S - TURN_S)
+        room.page = replace(room.page, pulse=replace(room.page.pulse, moved_at=room.clock.monotonic()))
+    assert (room.asked, room.pings) == (0, 0)
+
+
+def test_who_waits_for_too_long_asks_and_the_silent_are_suspected_once(room: Room) -> None:
+    """Again when that had no effect."""
+    room.waits()
+    room.turns(2 * doubt.LEAST_WAIT_S)
+    assert (room.asked, room.accused) == (1, [])
+    room.suspects_now = Suspects((Ghost(node="b", mod_revision=2),), "b is silent")
+    room.turns(0.9)
+    assert room.accused == [room.suspects_now.ghosts]
+    room.turns(0.5)
+    assert len(room.accused) == 2
+
+
+def test_steps_of_long_are_given_longer(room: Room) -> None:
+    """Three of its own steps."""
+    room.page = reading(pid=PID, waits=True, step_s=0.5)
+    room.turns(1.2)
+    assert room.asked == 0
+    room.turns(0.6)
+    assert room.asked == 1
+
+
+def test_time_in_which_this_agent_stood_still_counts_for_nobody(room: Room) -> None:
+    """The wait begins anew, and so does what others had to answer."""
+    room.waits()
+    room.turns(0.9 * doubt.LEAST_WAIT_S)
+    room.clock.advance(10.0 + LATE_S)
+    room.turns(0.9 * doubt.LEAST_WAIT_S)
+    assert room.asked == 0
+    room.turns(doubt.LEAST_WAIT_S)
+    assert room.asked == 1
+    assert room.awake_at > 10.0
+
+
+def test_a_round_that_is_new_is_waited_for_from_its_beginning(room: Room) -> None:
+    """What went before was another's fault."""
+    room.page = reading(Phase.RENDEZVOUS, pid=PID)
+    room.document = round_of(3, "a", "b", "c", state=RoundState.BROKEN)
+    room.turns(5.0)
+    room.document = round_of(4, "a", "b")
+    room.turns(0.9 * doubt.LEAST_WAIT_S)
+    assert room.asked == 0
+
+
+def test_a_node_in_no_round_asks_nobody(room: Room) -> None:
+    """It is not waited for, and waits for nobody."""
+    room.document = None
+    room.waits()
+    room.asked_by_others()
+    room.turns(2.0)
+    assert (room.asked, room.pings, room.passed_over) == (0, 0, [])
+
+
+def test_a_stopped_worker_is_passed_over_when_others_ask(room: Room) -> None:
+    """Not before: as long as nobody waits it harms nobody. And not for the blink of an eye."""
+    room.state = "stopped"
+    room.turns(5.0)
+    room.asked_by_others()
+    room.turns(TURN_S)
+    room.state = "sleeping"
+    room.turns(TURN_S)
+    assert room.passed_over == []
+    room.state = "stopped"
+    room.turns(2 * TURN_S)
+    assert room.passed_over == ["its process is stopped"]
+
+
+def test_a_worker_that_answers_nothing_is_passed_over(room: Room) -> None:
+    """It is asked at once, and gets its time; who answers is left alone."""
+    for answers in (True, False):
+        for _ in range(4):
+            room.asked_by_others()
+            room.turns(0.2)
+            if answers:
+                room.worker.ponged(room.clock.monotonic())
+    assert len(room.passed_over) == 1
+    assert "answered nothing" in room.passed_over[0]
+    assert room.pings > 1
+
+
+def test_in_a_round_that_is_over_those_are_looked_at_who_are_not_free(room: Room) -> None:
+    """Others wait for their report."""
+    room.document = round_of(3, "a", "b", "c", state=RoundState.BROKEN)
+    room.state = "stopped"
+    room.turns(2 * TURN_S)
+    assert room.passed_over == ["its process is stopped"]
+
+
+def test_what_is_answered_is_what_the_worker_does(room: Room) -> None:
+    """Put up in each turn: nobody who asks waits for this thread."""
+    room.waits()
+    room.turns(0.3)
+    answer = room.notice.answer(b'{"version": 1, "run": "run", "node": "b"}\n')
+    assert answer is not None
+    assert b'"round":3' in answer
+    standing = WorkerStanding(local_rank=0, phase="training", waits=True).model_dump_json()
+    assert standing.partition(',"waits_s"')[0].encode() in answer
+
+
+# ---- who is silent
+
+
+@dataclass
+class Line:
+    """An asker that hears what the test says."""
+
+    clock: ManualClock
+    open: dict[str, float] = field(default_factory=dict)
+    heard: list[Heard] = field(default_factory=list)
+
+    def ask(self, node: str, address: Address) -> None:
+        self.open.setdefault(node, self.clock.monotonic())
+
+    def hear(self, timeout_s: float) -> list[Heard]:
+        heard, self.heard = self.heard, []
+        return heard
+
+    def forget(self, node: str) -> None:
+        self.open.pop(node, None)
+
+    def answer(self, *nodes: str, dead: bool = False) -> None:
+        """Those answer now."""
+        now = self.clock.monotonic()
+        self.heard += [Heard(name, now - self.open.pop(name), dead=dead) for name in nodes]
+
+
+@dataclass
+class Around:
+    """The agents around node ``a``, which were asked just now."""
+
+    clock: ManualClock = field(default_factory=ManualClock)
+    store: bool = True
+
+    def __post_init__(self) -> None:
+        self.line = Line(self.clock)
+        self.peers = Peers("run", "a", self._nodes, self.clock, cast("Any", self.line))
+        self.peers.ask(ROUND)
+
+    def _nodes(self, names: Sequence[str], deadline: Deadline) -> dict[str, NodeView]:
+        if not self.store:
+            raise StoreUnavailableError("no store")
+        return {name: node(name, ord(name), mod=7) for name in names}
+
+    def after(self, seconds: float, *answering: str, dead: bool = False) -> list[str]:
+        """Those answer after ``seconds``; who is suspected then."""
+        self.clock.advance(seconds)
+        self.line.answer(*answering, dead=dead)
+        self.peers.hear(0.0)
+        found = self.peers.suspects(self.clock.monotonic(), awake_at=0.0)
+        return [each.node for each in found.ghosts] if found is not None else []
+
+
+def test_who_answers_too_late_is_suspected() -> None:
+    """By the key that it has now, so that whatever it writes next withdraws it."""
+    around = Around()
+    assert around.after(0.01, "a", "b") == []
+    assert around.after(doubt.ANSWER_S) == ["c"]
+    found = around.peers.suspects(around.clock.monotonic(), 0.0)
+    assert found is not None
+    assert found.ghosts == (Ghost(node="c", mod_revision=7),)
+    assert found.reason.startswith("node c does not answer its peer a (0.2")
+
+
+def test_a_node_that_does_not_answer_itself_suspects_nobody() -> None:
+    """Nor one that was slow to: others may be as slow."""
+    around = Around()
+    assert around.after(60.0) == []
+    around = Around()
+    assert around.after(0.2, "a") == []
+    assert around.after(0.5) == []
+    assert sorted(around.after(0.2)) == ["b", "c"]
+
+
+def test_a_dead_agent_is_suspected_at_once() -> None:
+    """Its machine says so."""
+    around = Around()
+    assert around.after(0.01, "c", dead=True) == ["c"]
+
+
+def test_who_was_late_before_is_given_longer() -> None:
+    """A busy machine is not suspected again and again."""
+    around = Around()
+    around.after(0.01, "a", "b")
+    assert around.after(0.5) == ["c"]
+    assert around.after(0.0, "c") == []
+    around.peers.ask(ROUND)
+    assert around.after(0.01, "a", "b") == []
+    assert around.after(0.9) == []
+    assert around.after(0.2) == ["c"]
+
+
+def test_time_before_this_agent_was_awake_does_not_count() -> None:
+    """It could not have heard the answer."""
+    around = Around()
+    around.after(0.01, "a", "b")
+    around.clock.advance(10.0)
+    now = around.clock.monotonic()
+    assert around.peers.suspects(now, awake_at=now - 0.1) is None
+
+
+def test_without_the_store_nobody_is_suspected() -> None:
+    """Nobody could be told, and this node may be the one that is cut off."""
+    around = Around()
+    around.after(0.01, "a", "b")
+    around.store = False
+    assert around.after(1.0) == []

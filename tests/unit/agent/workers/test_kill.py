@@ -1,0 +1,60 @@
+"""Workers that are ended by force, and why."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.agent.workers.kill import Verdicts, end_now
+from tests.support.crew import LIMIT_S
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    """Something that stays."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_a_hung_worker_is_ended_and_counted_once(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """Both watchdogs may find it; whoever tells the others learns why, for each worker."""
+    verdicts, counted, asked = Verdicts(), list[int](), list[int]()
+    verdicts.count = lambda: counted.append(1)
+
+    def page_of(pid: int) -> Path:
+        asked.append(pid)
+        return tmp_path / "0-1.page"
+
+    verdicts.page_of = page_of
+    verdicts.end(process.pid, "it stood still", local_rank=0)
+    verdicts.end(process.pid, "it said nothing", local_rank=0)
+    assert process.wait(LIMIT_S) == -signal.SIGKILL
+    assert (counted, asked) == ([1], [process.pid])
+    assert verdicts.reason(process.pid) == "it stood still"
+    assert verdicts.reason(1) is None
+
+
+def test_a_reason_is_taken_once(process: subprocess.Popen[bytes]) -> None:
+    """The next failure of the node's workers is another one."""
+    verdicts = Verdicts()
+    assert verdicts.take_any() is None
+    verdicts.end(process.pid, "it stood still", local_rank=0)
+    assert verdicts.take_any() == "it stood still"
+    assert verdicts.take_any() is None
+
+
+def test_who_is_gone_is_not_counted(process: subprocess.Popen[bytes]) -> None:
+    """Somebody was faster."""
+    verdicts, counted = Verdicts(), list[int]()
+    verdicts.count = lambda: counted.append(1)
+    process.kill()
+    process.wait(LIMIT_S)
+    assert not end_now(process.pid, "again")
+    verdicts.end(process.pid, "it stood still", local_rank=0)
+    assert counted == []

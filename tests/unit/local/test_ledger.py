@@ -1,0 +1,154 @@
+"""The ledger audit: what survives of a job, and whether its data was used exactly once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.local.ledger import Line, LineKind, audit, lineage, parse
+from tests.support.story import committed, epochs
+
+
+def divide(samples: Sequence[int], world: int) -> list[tuple[int, ...]]:
+    """A contiguous division of a batch over ranks, some of which may get nothing."""
+    each = -(-len(samples) // world)
+    return [tuple(samples[rank * each : (rank + 1) * each]) for rank in range(world)]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[Line], int, int]:
+    """A correct job under an arbitrary schedule of failures: its lines, the data set's size, steps rolled back."""
+    size, batch = draw(st.integers(1, 40)), draw(st.integers(1, 12))
+    plan = [step for epoch in epochs(size, batch, draw(st.integers(1, 3))) for step in epoch]
+    lines: list[Line] = []
+    done, round_, t, rolled_back = 0, 0, 0.0, 0
+    while done < len(plan):
+        round_ += 1
+        world = draw(st.integers(1, 4))
+        last = round_ >= 6
+        until = len(plan) if last else draw(st.integers(done, len(plan)))
+        for index in range(done, until):
+            epoch, samples = plan[index]
+            for rank, part in enumerate(divide(samples, world)):
+                t += 0.01
+                lines.append(
+                    committed(index + 1, round_, t, samples=part, of=len(samples), epoch=epoch, rank=rank, world=world)
+                )
+        resume = until if until == len(plan) else draw(st.integers(done, until))
+        rolled_back += until - resume
+        done = resume
+    return draw(st.permutations(lines)), size, rolled_back
+
+
+@given(histories())
+def test_any_schedule_of_failures_is_exact_when_each_round_resumes_where_it_says(
+    history: tuple[list[Line], int, int],
+) -> None:
+    """Work that is rolled back and repeated in a later round counts once, in whatever order the lines are read."""
+    lines, size, rolled_back = history
+    result = audit(lines, size)
+    assert result.exact, result.reason
+    assert result.steps_rolled_back == rolled_back
+    assert (result.repeated, result.missing, result.unrecorded, result.steps_skipped) == (0, 0, 0, 0)
+    assert [commit.step for commit in lineage(lines)] == list(range(1, result.steps + 1))
+
+
+@given(histories(), st.data())
+def test_a_sample_that_a_living_rank_did_not_use_is_missing(
+    history: tuple[list[Line], int, int], data: st.DataObject
+) -> None:
+    """Taking one sample out of one surviving line makes the audit say so, and how many."""
+    lines, size, _ = history
+    surviving = {(commit.round, commit.step) for commit in lineage(lines)}
+    index = data.draw(
+        st.sampled_from([i for i, line in enumerate(lines) if line.samples and (line.round, line.step) in surviving])
+    )
+    lines = list(lines)
+    lines[index] = lines[index].model_copy(update={"samples": lines[index].samples[1:]})
+    result = audit(lines, size)
+    last = max(line.epoch for line in lines)
+    if lines[index].epoch < last:
+        assert result.missing == 1
+    if result.exact:  # only where the job might have been stopped there: then it is not claimed to be whole
+        assert not result.epochs[-1].ended
+
+
+@given(histories(), st.data())
+def test_a_sample_used_twice_is_repeated(history: tuple[list[Line], int, int], data: st.DataObject) -> None:
+    """Adding an already used sample to a surviving line is found, whichever it is."""
+    lines, size, _ = history
+    surviving = {(commit.round, commit.step) for commit in lineage(lines)}
+    index = data.draw(
+        st.sampled_from([i for i, line in enumerate(lines) if line.samples and (line.round, line.step) in surviving])
+    )
+    line = lines[index]
+    lines = [*lines[:index], line.model_copy(update={"samples": (*line.samples, line.samples[0])}), *lines[index + 1 :]]
+    result = audit(lines, size)
+    assert not result.exact
+    assert result.repeated == 1
+    assert f"epoch {line.epoch}: 1 repeated" in result.reason
+
+
+def test_steps_that_a_later_round_threw_away_do_not_survive_even_if_it_never_got_so_far() -> None:
+    """A round that begins at step 3 ends the life of steps 3 to 5 of the round before."""
+    lines = [committed(step, 1, step, samples=[step]) for step in range(1, 6)] + [committed(3, 2, 9.0, samples=[3])]
+    assert [(commit.round, commit.step) for commit in lineage(lines)] == [(1, 1), (1, 2), (2, 3)]
+    assert audit(lines).steps_rolled_back == 3
+
+
+def test_the_commit_of_a_rank_that_died_before_its_line_counts_by_number() -> None:
+    """With one line of two ranks missing its two samples are unrecorded, not missing."""
+    whole = [committed(1, samples=[0, 1], of=4, rank=0, world=2)]
+    result = audit([*whole, committed(2, 2, samples=[], of=0, epoch=1)], size=4)
+    assert result.epochs[0].unrecorded == 2
+    assert result.missing == 0
+
+
+def test_a_rank_that_is_silent_in_the_middle_of_a_round_has_not_used_its_samples() -> None:
+    """Others cannot commit a second step without it, so its samples are missing."""
+    silent = [committed(step, samples=[2 * step - 2], of=2, rank=0, world=2) for step in (1, 2, 3)]
+    result = audit([*silent, committed(4, 2, epoch=1)], size=6)
+    assert (result.exact, result.unrecorded, result.missing) == (False, 1, 2)
+
+
+def test_an_epoch_that_was_left_early_is_not_called_whole() -> None:
+    """A job that stops in an epoch has missed nothing, and the reason says how far it came."""
+    result = audit([committed(1, samples=range(4))], size=12)
+    assert result.exact
+    assert result.reason == "4 samples of epoch 0 once, then it was left"
+
+
+def test_an_epoch_that_reached_its_smaller_last_batch_is_judged_whole() -> None:
+    """Samples passed over before the tail batch are missing even in the last epoch."""
+    result = audit([committed(1, samples=[0, 1, 2]), committed(2, samples=[5])], size=6)
+    assert (result.exact, result.missing) == (False, 2)
+
+
+def test_a_step_that_no_round_committed_is_found() -> None:
+    """A gap in the step numbers is not exact."""
+    result = audit([committed(1, samples=[0]), committed(3, samples=[1])])
+    assert (result.exact, result.steps_skipped) == (False, 1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [([], "no step was recorded"), ([committed(1)], "the steps name no samples")],
+)
+def test_nothing_recorded_is_not_exact(lines: list[Line], reason: str) -> None:
+    """Silence proves nothing."""
+    result = audit(lines)
+    assert (result.exact, result.reason) == (False, reason)
+
+
+def test_lines_are_read_leniently_about_new_fields_and_strictly_about_the_rest() -> None:
+    """An unknown field is passed over, NaN is a loss, and a torn or foreign line is None."""
+    good = {"event": "step", "t": 1.5, "step": 3, "samples": [1, 2], "loss": float("nan"), "later": True}
+    line = parse(json.dumps(good))
+    assert line is not None
+    assert (line.event, line.step, line.samples) == (LineKind.STEP, 3, (1, 2))
+    assert parse(json.dumps(good)[:-5]) is None
+    assert parse('{"event": "dance", "t": 1}') is None

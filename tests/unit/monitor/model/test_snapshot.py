@@ -1,0 +1,187 @@
+"""A run as the page, the commands and other programs see it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.documents import NodeState, RoundState
+from elastic_trainer.membership.health import GONE, Saved
+from elastic_trainer.monitor.model.contents import RunDocuments
+from elastic_trainer.monitor.model.observation import Observed, Observer
+from elastic_trainer.monitor.model.snapshot import (
+    MOST_NAMES,
+    StoreStatus,
+    as_json,
+    as_values,
+    listing,
+    rounds,
+    snapshot,
+    summary,
+)
+from tests.support.monitored import entry, health, incident, rank, record, run
+
+SEEN = Observed(now=100.0, wall=5000.0, state="training", arrived={"n0": 97.5})
+CONTRACT = {
+    *("run", "state", "state_s", "epoch", "min_nodes", "max_nodes", "recovery", "round", "round_reason", "world_size"),
+    *("step", "loss", "samples", "samples_per_s", "goodput", "seconds", "checkpoint", "limits", "nodes", "rounds"),
+    *("incidents", "curves"),
+}
+
+
+def test_the_fields_are_those_of_the_contract() -> None:
+    """The status page is written against them; there may be more."""
+    values = json.loads(as_json(snapshot(run(), SEEN)))
+    assert set(values) >= CONTRACT
+    assert set(values["nodes"][0]) == {"node", "host", "state", "in_round", "metrics", "age_s", "ranks"}
+    assert set(values["nodes"][0]["ranks"][0]) == {
+        *("rank", "local_rank", "pid", "phase", "phase_s", "still_s", "step", "step_s", "compute_s", "device"),
+        *("slowdown", "straggler"),
+    }
+    assert set(values["curves"]) == {"wall", "step", "loss", "step_s", "world_size"}
+    row = json.loads(as_json(listing([summary(run(), SEEN)], StoreStatus(True, 0.0), 5000.0)))
+    assert set(row) == {"runs", "store", "wall"}
+    wanted = {"run", "state", "step", "world_size", "min_nodes", "max_nodes", "goodput", "loss", "last_incident"}
+    assert set(row["runs"][0]) >= wanted
+
+
+def test_without_health_documents_ranks_are_those_of_the_round() -> None:
+    """Numbers and nodes are right from the round and the keys alone; the rest is not known."""
+    told = snapshot(run(2, 2), SEEN)
+    assert [(node.node, [each.rank for each in node.ranks]) for node in told.nodes] == [("n0", [0, 1]), ("n1", [2, 3])]
+    assert all(node.in_round for node in told.nodes)
+    assert (told.world_size, told.round, told.min_nodes, told.max_nodes) == (4, 1, 1, 4)
+    assert {each.phase for node in told.nodes for each in node.ranks} == {None}
+    assert (told.step, told.loss, told.goodput, told.checkpoint) == (None, None, None, None)
+
+
+def test_ranks_are_shown_as_their_node_tells_with_the_numbers_of_the_newest_round() -> None:
+    """What was written a round ago has old numbers; a rank of which nothing is told is there all the same."""
+    told = {"n1": health("n1", [rank(5, 1, phase="checkpoint", pid=77)])}
+    n1 = snapshot(run(2, 2, health=told), SEEN).nodes[1]
+    assert [(each.rank, each.phase, each.pid) for each in n1.ranks] == [(2, None, None), (3, "checkpoint", 77)]
+
+
+def test_a_newcomer_has_no_rank_and_a_lost_member_is_gone() -> None:
+    """Members come first, by rank; then those without; then members whose key is not there."""
+    documents = run(3, 1)
+    nodes = {"n9": NodeView("n9", 50, 50, record(1, state=NodeState.WARMING)), **documents.nodes}
+    del nodes["n1"]
+    told = snapshot(run(3, 1, nodes=nodes, health={"n9": health("n9", [rank(0)])}), SEEN).nodes
+    assert [(node.node, node.state, node.in_round) for node in told] == [
+        ("n0", "ready", True),
+        ("n2", "ready", True),
+        ("n9", "warming", False),
+        ("n1", "gone", True),
+    ]
+    assert [each.rank for node in told for each in node.ranks] == [0, 2, None, 1]
+
+
+def test_ages_are_of_the_monitor_s_own_clock() -> None:
+    """Since the document arrived; a node that never told anything has none."""
+    told = snapshot(run(2), SEEN).nodes
+    assert (told[0].age_s, told[1].age_s) == (2.5, None)
+
+
+def test_stragglers_are_marked_among_the_ranks_of_the_round() -> None:
+    """With how much slower they are; a newcomer's leftovers do not count."""
+    told = {
+        "n0": health("n0", [rank(0, 0), rank(1, 1)]),
+        "n1": health("n1", [rank(2, 0, compute_s=0.25), rank(3, 1)]),
+        "n9": health("n9", [rank(0, 0, compute_s=9.0)]),
+    }
+    documents = run(2, 2, health=told)
+    ranks = [each for node in snapshot(documents, SEEN).nodes for each in node.ranks]
+    assert [each.straggler for each in ranks] == [False, False, True, False]
+    assert ranks[2].slowdown == pytest.approx(2.5)
+    assert summary(documents, SEEN).stragglers == 1
+
+
+def test_counts_are_of_all_nodes_that_ever_told_anything() -> None:
+    """Goodput, seconds and samples hold those of nodes that are gone."""
+    told = {
+        "n0": health("n0", counters={"seconds.training": 80.0, "seconds.data": 10.0, "samples": 100.0}),
+        "n7": health("n7", counters={"seconds.training": 5.0, "samples": 50.0}),
+        GONE: health(GONE, counters={"seconds.repeated": 5.0}),
+    }
+    values = snapshot(run(health=told), SEEN)
+    assert values.goodput == pytest.approx(0.85)
+    assert values.seconds["training"] == 85.0
+    assert values.seconds["waiting"] == 0.0
+    assert values.samples == 150
+
+
+def test_the_checkpoint_is_that_of_rank_0_s_node() -> None:
+    """An earlier first node's last one may be further, but has been left behind; without rank 0's, the furthest."""
+    saved = {"n0": Saved(step=8, wall=1.0, bytes=5), "n1": Saved(step=9, wall=1.0)}
+    told = {
+        name: health(name, counters={"save.ok": 2.0}, saved=each, save_interval_s=60.0) for name, each in saved.items()
+    }
+    found = snapshot(run(health=told), Observed(saved_s=12.0)).checkpoint
+    assert found is not None
+    assert (found.step, found.bytes, found.age_s, found.interval_s, found.saved) == (8, 5, 12.0, 60.0, 4)
+    told["n0"] = health("n0")
+    other = snapshot(run(health=told), SEEN).checkpoint
+    assert other is not None
+    assert (other.step, other.interval_s) == (9, 60.0)
+
+
+def test_incidents_come_newest_first_and_transitions_newest_last() -> None:
+    """At most a hundred, with their totals; at most two hundred."""
+    documents = run(
+        incidents=tuple(incident(number) for number in range(150)),
+        journal=tuple(entry(number) for number in range(250)),
+    )
+    values = as_values(snapshot(documents, SEEN))
+    assert [each["round"] for each in values["incidents"]] == list(range(149, 49, -1))
+    assert values["incidents"][0]["total_s"] == pytest.approx(0.08)
+    assert values["incidents"][0]["cause"] == "worker_lost"
+    assert [each["number"] for each in values["rounds"]] == list(range(50, 250))
+    assert summary(documents, SEEN).last_incident == values["incidents"][0]
+
+
+def test_the_names_in_old_transitions_of_large_runs_are_left_out() -> None:
+    """Else two hundred rounds of a thousand nodes would be megabytes, each second."""
+    names = tuple(f"node-{i}" for i in range(1000))
+    told = rounds([entry(number, nodes=names, world_size=8000) for number in range(10)])
+    assert sum(len(each.nodes) for each in told) == MOST_NAMES
+    assert len(told[-1].nodes) == 1000
+    assert (told[0].nodes, told[0].world_size) == ((), 8000)
+
+
+def test_numbers_that_are_not_finite_become_null() -> None:
+    """JSON has none, and a browser would refuse the whole document."""
+    progress = Progress(round=1, step=3, epoch=0, samples=1, loss=math.nan)
+    told = {"n0": health("n0", [rank(0, compute_s=math.inf)])}
+    text = as_json(snapshot(run(progress=progress, health=told), SEEN))
+    values = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert values["loss"] is None
+    assert values["nodes"][0]["ranks"][0]["compute_s"] is None
+
+
+def test_of_a_run_that_is_not_known_yet_everything_is_null() -> None:
+    """A spec alone, or nothing at all, is shown too."""
+    values = as_values(snapshot(RunDocuments("r"), Observed()))
+    assert (values["state"], values["world_size"], values["nodes"]) == ("gathering", 0, [])
+    assert [values[name] for name in ("epoch", "round", "step", "recovery", "state_s")] == [None] * 5
+
+
+def test_runs_that_go_on_are_listed_first() -> None:
+    """Then those that are over, each by name."""
+    over = run(state=RoundState.CLOSED, round_={"result": "succeeded"}, run="a")
+    rows = [summary(each, Observer().look(each, 0.0, 0.0)) for each in (over, run(run="c"), run(run="b"))]
+    assert [each.run for each in listing(rows, StoreStatus(True, 0.0), 0.0).runs] == ["b", "c", "a"]
+
+
+def test_a_folded_run_keeps_its_sums() -> None:
+    """What is kept of a run that is long over: no nodes, but its counts, its last checkpoint and its incidents."""
+    last = Saved(step=8, wall=1.0)
+    told = {"n0": health("n0", [rank(0)], {"samples": 5.0}, saved=last), "n1": health("n1", (), {"samples": 1.0})}
+    folded = run(health=told, incidents=(incident(1),)).folded()
+    assert folded.counters == {"samples": 6.0}
+    assert (len(folded.nodes), len(folded.health), len(folded.incidents)) == (0, 1, 1)
+    assert folded.saved == last

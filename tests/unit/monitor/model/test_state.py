@@ -1,0 +1,77 @@
+"""Which state a run is in, and what is the newest step and loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_trainer.ipc.messages import Progress
+from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.documents import Ghost, RoundState, RunResult, Spec
+from elastic_trainer.monitor.model import state
+from elastic_trainer.monitor.model.contents import RunDocuments
+from elastic_trainer.telemetry.families import RUN_STATES
+from tests.support.monitored import health, rank, record, run
+
+
+@pytest.mark.parametrize(
+    ("documents", "expected"),
+    [
+        (RunDocuments("r"), "gathering"),
+        (run(round=None), "gathering"),
+        (run(), "training"),
+        (run(state=RoundState.DRAINING), "changing"),
+        (run(state=RoundState.BROKEN), "recovering"),
+        (run(1, state=RoundState.BROKEN, spec=Spec(min_nodes=2, max_nodes=2)), "gathering"),
+        (run(0), "gathering"),
+        (run(0, state=RoundState.CLOSED, round_={"result": RunResult.SUCCEEDED}), "succeeded"),
+        (run(state=RoundState.CLOSED, round_={"result": RunResult.FAILED}), "failed"),
+    ],
+)
+def test_the_state_follows_from_round_and_nodes(documents: RunDocuments, expected: str) -> None:
+    """Each of the states that the metrics know; a round that no node is left of is none."""
+    assert state.run_state(documents) == expected
+    assert expected in RUN_STATES
+    assert (state.world_size(documents) > 0) is (expected in ("training", "changing"))
+
+
+def test_a_ghost_is_no_node() -> None:
+    """The key of an excluded node lasts until its lease ends; it counts again once it changes."""
+    documents = run(2, round_={"ghosts": (Ghost(node="n1", mod_revision=21),)})
+    assert set(documents.live) == {"n0"}
+    assert set(run(2, round_={"ghosts": (Ghost(node="n1", mod_revision=20),)}).live) == {"n0", "n1"}
+
+
+def test_a_member_in_another_life_is_not_in_the_round() -> None:
+    """The round means one life of a node's workers: after a restart, or under a new key, it is a newcomer."""
+    documents = run(3)
+    nodes = dict(documents.nodes)
+    nodes["n1"] = NodeView("n1", 11, 30, record(life=2))
+    nodes["n2"] = NodeView("n2", 99, 99, record())
+    assert set(state.members(run(3, nodes=nodes))) == {"n0"}
+
+
+def progress(round_: int, step: int, loss: float | None = 0.5) -> Progress:
+    return Progress(round=round_, step=step, epoch=0, samples=64, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("more", "step", "loss"),
+    [
+        ({}, None, None),
+        ({"round_": {"last_step": 7}}, 7, None),
+        ({"progress": progress(1, 20)}, 20, 0.5),
+        ({"progress": progress(1, 20, None), "health": {"n0": health("n0", loss=0.4)}}, 20, 0.4),
+        ({"health": {"n0": health("n0", [rank(0, step=9)], loss=0.3)}, "progress": progress(0, 5)}, 9, 0.3),
+        ({"health": {"n1": health("n1", [rank(0, step=9)], loss=0.2)}}, 9, None),
+        ({"progress": progress(0, 5)}, 5, 0.5),
+    ],
+)
+def test_the_newest_step_and_loss_come_from_whoever_knows_them(
+    more: dict[str, Any], step: int | None, loss: float | None
+) -> None:
+    """Progress of this round, else what its ranks tell, else what an earlier round left. The loss is rank 0's."""
+    documents = run(**more)
+    assert state.current_step(documents) == step
+    assert state.current_loss(documents) == loss

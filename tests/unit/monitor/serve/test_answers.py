@@ -1,0 +1,214 @@
+"""What is answered to which request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+
+from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.monitor import page
+from elastic_trainer.monitor.model.observation import Observer
+from elastic_trainer.monitor.model.snapshot import StoreStatus
+from elastic_trainer.monitor.read.reading import Reading, RunReading
+from elastic_trainer.monitor.serve.answers import MonitorSite, targets
+from elastic_trainer.monitor.serve.board import Board
+from elastic_trainer.web.access import Access
+from elastic_trainer.web.answers import Answer, Request, Stream
+from tests.support.memory_store import ManualClock
+from tests.support.monitored import health, record, run
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    """Moved by the test."""
+    return ManualClock(1000.0)
+
+
+@pytest.fixture
+def board(clock: ManualClock) -> Board:
+    """With one run."""
+    board = Board(clock)
+    seen = RunReading(
+        run(health={"n0": health("n0", metrics="https://10.0.0.1:9000")}), Observer().look(run(), 1.0, 2.0)
+    )
+    board.publish(Reading({"r": seen}, StoreStatus(True, 0.0), read_at=1000.0, read_wall=5.0, serial=1))
+    return board
+
+
+def ask(board: Board, target: str, method: str = "GET", access: Access | None = None, **headers: str) -> Answer:
+    """The answer, which is no stream."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    answer = MonitorSite(board, access if access is not None else Access()).answer(Request(method, target, named))
+    assert isinstance(answer, Answer)
+    return answer
+
+
+def content(answer: Answer) -> Any:
+    assert answer.status == 200, answer.body.plain
+    return json.loads(answer.body.plain)
+
+
+def test_the_list_and_a_run_are_served_as_json(board: Board) -> None:
+    """Never kept by anybody on the way."""
+    assert [each["run"] for each in content(ask(board, "/api/runs"))["runs"]] == ["r"]
+    answer = ask(board, "/api/runs/r?ignored=1")
+    assert content(answer)["run"] == "r"
+    assert (answer.kind, answer.headers["Cache-Control"]) == ("application/json", "no-store")
+
+
+def test_each_reading_is_encoded_once(board: Board) -> None:
+    """However many ask; a new reading is encoded anew."""
+    first = ask(board, "/api/runs/r").body
+    assert ask(board, "/api/runs/r").body is first
+    board.publish(Reading(board.reading.runs, read_at=1.0, serial=2))
+    assert ask(board, "/api/runs/r").body is not first
+
+
+def test_pages_are_made_of_the_same_values(board: Board) -> None:
+    """As HTML, by the page's module."""
+    assert ask(board, "/").body.plain.decode() == page.runs_page(content(ask(board, "/api/runs")))
+    assert ask(board, "/runs/r").body.plain.decode() == page.run_page(content(ask(board, "/api/runs/r")))
+    assert ask(board, "/runs/r").kind.startswith("text/html")
+
+
+@pytest.mark.parametrize("path", ["/runs/x", "/api/runs/x", "/api/runs/x/stream"])
+def test_a_run_that_is_not_there_is_404_and_the_others_are_named(board: Board, path: str) -> None:
+    """Whoever mistypes sees what there is."""
+    answer = ask(board, path)
+    assert (answer.status, answer.body.plain) == (404, b"there is no run 'x'; there are: r\n")
+
+
+def test_the_stream_of_a_run_is_one(board: Board) -> None:
+    """The server sends it."""
+    assert MonitorSite(board, Access()).answer(Request("GET", "/api/runs/r/stream")) == Stream("r", lambda: iter(()))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/static/../page/__init__.py", "/static/..%2f__init__.py", "/static/%2e%2e/x", "/static//etc/passwd"),
+        *("/static/", "/static/.hidden", "/static/a/b", "/static/%00", "/static/__init__.py", "/../x", "//", "/static"),
+        *("/nothing", "/api", "/api/runs/r/x", "/runs", "http://other/x"),
+    ],
+)
+def test_nothing_but_what_there_is_can_be_asked_for(board: Board, path: str) -> None:
+    """No path leads out of the static files."""
+    assert ask(board, path).status == 404
+
+
+def test_static_files_are_kept_by_browsers_and_asked_about(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a tag of their content: unchanged, they are not sent again."""
+    monkeypatch.setattr(page, "static", {"a.css": (b"x", "text/css")}.get)
+    answer = ask(board, "/static/a.css")
+    assert (answer.status, answer.kind, answer.body.plain) == (200, "text/css", b"x")
+    again = ask(board, "/static/a.css", if_none_match=f'"other", W/{answer.headers["ETag"]}')
+    assert (again.status, again.body.plain) == (304, b"")
+    monkeypatch.setattr(page, "static", {"a.css": (b"y", "text/css")}.get)
+    assert ask(board, "/static/a.css", if_none_match=answer.headers["ETag"]).status == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+def test_nothing_can_be_changed(board: Board, method: str) -> None:
+    """The answer says what is allowed."""
+    answer = ask(board, "/api/runs", method)
+    assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/runs/r", "/api/runs", "/api/runs/r", "/metrics", "/sd/nodes", "/static/x", "/x"]
+)
+def test_without_the_token_nothing_of_a_run_is_told(board: Board, path: str) -> None:
+    """Not even whether a path exists; browsers are told to ask for it."""
+    access = Access("token")
+    answer = ask(board, path, access=access)
+    assert (answer.status, answer.body.plain) == (401, b"a token is needed\n")
+    assert answer.headers["WWW-Authenticate"].startswith("Basic ")
+    assert ask(board, path, access=access, authorization="Bearer token").status in (200, 404)
+
+
+def test_probes_need_no_token(board: Board) -> None:
+    """The kubelet has none."""
+    assert [ask(board, path, access=Access("token")).status for path in ("/healthz", "/readyz")] == [200, 200]
+
+
+def test_other_names_are_refused_on_a_loopback_port_without_a_token(board: Board) -> None:
+    """See Access; probes are answered all the same."""
+    assert ask(board, "/api/runs", host="evil.example").status == 421
+    assert ask(board, "/api/runs", host="localhost:9470").status == 200
+    assert ask(board, "/healthz", host="evil.example").status == 200
+
+
+def test_it_is_ready_once_the_store_was_read_and_while_that_is_not_long_ago(board: Board, clock: ManualClock) -> None:
+    """503 before, and after a minute without an answer of the store."""
+    assert ask(Board(clock), "/readyz").status == 503
+    clock.advance(59.0)
+    assert ask(board, "/readyz").status == 200
+    clock.advance(2.0)
+    answer = ask(board, "/readyz")
+    assert (answer.status, answer.body.plain) == (503, b"the store was last read 61 s ago\n")
+
+
+def test_it_is_alive_while_it_polls(board: Board, clock: ManualClock) -> None:
+    """Whatever the store does: a restart would not mend that. A poll that never ends is no life."""
+    clock.advance(119.0)
+    assert ask(board, "/healthz").status == 200
+    clock.advance(2.0)
+    assert ask(board, "/healthz").status == 503
+    board.publish(Reading())
+    assert ask(board, "/healthz").status == 200
+
+
+def test_metrics_come_in_the_format_that_is_asked_for(board: Board) -> None:
+    """OpenMetrics if accepted, else the plain text."""
+    plain = ask(board, "/metrics")
+    assert plain.kind.startswith("text/plain; version=0.0.4")
+    assert b'elastic_trainer_world_size{run="r"} 4.0\n' in plain.body.plain
+    strict = ask(board, "/metrics", accept="application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
+    assert strict.kind.startswith("application/openmetrics-text")
+    assert list(parse_openmetrics(strict.body.plain.decode()))  # type: ignore[no-untyped-call]
+
+
+def test_the_endpoints_of_nodes_are_targets(board: Board) -> None:
+    """One group each, as Prometheus' http_sd wants them."""
+    assert content(ask(board, "/sd/nodes")) == [
+        {"targets": ["10.0.0.1:9000"], "labels": {"__scheme__": "https", "run": "r", "node": "n0"}}
+    ]
+
+
+def test_before_the_store_was_read_there_is_no_list_of_targets(clock: ManualClock) -> None:
+    """An empty one would make Prometheus drop all that it has; an error does not."""
+    assert ask(Board(clock), "/sd/nodes").status == 503
+
+
+def test_only_live_nodes_with_a_usable_endpoint_are_targets() -> None:
+    """The key's port serves until the node has told of its endpoint; what is none is passed over."""
+    views = {
+        name: NodeView(name, 1, 1, record(1, metrics_port=port))
+        for name, port in (("early", 9100), ("odd", 9100), ("told", 9100), ("without", 0))
+    }
+    told = {
+        "told": health("told", metrics="http://[::1]:9000/"),
+        "odd": health("odd", metrics="http://user@host:1/../x"),
+        "gone": health("gone", metrics="http://10.0.0.9:9000"),
+    }
+    documents = run(nodes=views, health=told)
+    found = targets(Reading({"r": RunReading(documents, Observer().look(documents, 0.0, 0.0))}))
+    assert [(each["labels"], each["targets"]) for each in found] == [
+        ({"__scheme__": "http", "run": "r", "node": "early"}, ["127.0.0.1:9100"]),
+        ({"__scheme__": "http", "run": "r", "node": "told"}, ["[::1]:9000"]),
+    ]
+
+
+def test_the_nodes_of_a_run_that_is_long_over_are_no_targets() -> None:
+    """A key may stay that nobody removes."""
+    over, observer = (
+        run(state=RoundState.CLOSED, nodes={"n0": NodeView("n0", 1, 1, record(metrics_port=1))}),
+        Observer(),
+    )
+    observer.look(over, 0.0, 0.0)
+    assert targets(Reading({"r": RunReading(over, observer.look(over, 10.0, 10.0))}))
+    assert not targets(Reading({"r": RunReading(over, observer.look(over, 4000.0, 4000.0))}))

@@ -1,0 +1,189 @@
+"""The language model as a task: batches and budgets in tokens, exact metrics, samples that disturb nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_trainer.data.sampler import Batch, Fetcher
+from elastic_trainer.errors import EXIT_CONFIG, ConfigError
+from elastic_trainer.tasks.language.gpt import Gpt, token_losses
+from elastic_trainer.tasks.language.sampling import Manner, continued, drawn
+from elastic_trainer.tasks.language.transformer import Transformer
+from elastic_trainer.training.config import JobConfig
+from elastic_trainer.training.loading import load_job
+from elastic_trainer.training.schedule import run_length
+
+TEXT = "It was the best of times, it was the worst of times. " * 30
+SIZES = {"layers": 1, "heads": 2, "width": 8, "context": 16}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    """A file of 1,590 characters."""
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def _task(text: str, data: dict[str, Any] | None = None, **values: Any) -> Gpt:
+    options = {"batch_tokens": 64, "max_tokens": 640}
+    values = {"task": "gpt", "options": options, **values}
+    return Gpt(JobConfig.model_validate({"model": SIZES, "data": {"files": text, **(data or {})}, **values}))
+
+
+def _batch(task: Gpt, count: int = 5) -> Batch:
+    ids = np.arange(count)
+    return Batch(Fetcher(task.datasets().train, torch.device("cpu")), ids, ids)
+
+
+def test_numbers_of_tokens_become_samples_and_steps(text: str) -> None:
+    """The effective configuration says both; it is a job file that means the same."""
+    task = _task(text)
+    assert (task.config.global_batch, task.config.max_steps) == (4, 10)
+    again = Gpt(JobConfig.model_validate(task.config.model_dump()))
+    assert again.config == task.config
+    assert run_length(task.config, len(task.datasets().train)).steps == 10
+
+
+def test_a_budget_goes_with_a_batch_in_samples(text: str) -> None:
+    """Whole steps only: what is left of the budget does not suffice for one more."""
+    task = _task(text, global_batch=3, options={"max_tokens": 250})
+    assert (task.config.global_batch, task.config.max_steps) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"options": {"batch_tokens": 60, "max_tokens": 640}}, "batch_tokens 60 is not a multiple of model.context 16"),
+        ({"options": {"batch_tokens": 8, "max_tokens": 640}}, "not a multiple of model.context 16 (set it to 16)"),
+        ({"options": {"batch_tokens": 64, "max_tokens": 63}}, "max_tokens 63 is less than the 64 tokens of one step"),
+        ({"global_batch": 5}, "task gpt: 'global_batch' is 5, but its options make it 4"),
+        ({"max_steps": 11}, "task gpt: 'max_steps' is 11, but its options make it 10"),
+        ({"options": {"max_tokens": 640}}, "task gpt: set 'epochs' or 'max_steps'"),
+        ({"options": {"batch_tokens": 64}}, "task gpt: set 'epochs' or 'max_steps'"),
+        ({"options": {"sample_tokens": 5}, "epochs": 1}, "task gpt: 'global_batch' is missing"),
+        ({"micro_batch": 5}, "'micro_batch' 5 is larger than 'global_batch' 4"),
+        ({"model": {**SIZES, "heads": 3}}, "'model.heads' 3 does not divide 'model.width' 8"),
+        ({"data": {"tokenizer": "words"}}, "'data.tokenizer' is 'words'"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_one_sentence(text: str, values: dict[str, Any], sentence: str) -> None:
+    """With the exit code of a wrong configuration."""
+    with pytest.raises(ConfigError) as caught:
+        Gpt(JobConfig.model_validate({"task": "gpt", "model": SIZES, **_defaults(), **values}))
+    assert sentence in str(caught.value)
+    assert caught.value.exit_code == EXIT_CONFIG
+
+
+def _defaults() -> dict[str, Any]:
+    return {"options": {"batch_tokens": 64, "max_tokens": 640}}
+
+
+def test_the_loss_is_the_cross_entropy_of_each_next_token(text: str) -> None:
+    """Computed once more by its definition, for one sample."""
+    task = _task(text)
+    model = task.model()
+    tokens = _batch(task, 1).data
+    chances = model(tokens[:, :-1])[0].softmax(dim=-1)
+    expected = [-math.log(float(chances[place, tokens[0, place + 1]].detach())) for place in range(16)]
+    assert token_losses(model, tokens).tolist() == pytest.approx(expected, rel=1e-4)
+    assert float(task.loss(model, _batch(task, 1)).detach()) == pytest.approx(sum(expected) / 16, rel=1e-4)
+
+
+def test_metrics_are_sums_over_tokens_and_the_perplexity_follows_from_their_mean(text: str) -> None:
+    """A mean of perplexities of parts would be another number."""
+    task = _task(text)
+    model = task.model().eval()
+    parts = [task.metrics(model, _batch(task, count))["loss"] for count in (1, 4)]
+    (whole, count) = task.metrics(model, _batch(task, 5))["loss"]
+    assert count == 5 * 16
+    assert [each[1] for each in parts] == [16, 64]
+    implied = task.implied_metrics({"loss": float(whole.detach()) / count})
+    assert math.log(implied["perplexity"]) == pytest.approx(float(whole.detach()) / count)
+    assert implied["bits_per_byte"] == pytest.approx(float(whole.detach()) / count / math.log(2))
+    assert task.implied_metrics({"loss": 1e9})["perplexity"] < math.inf
+
+
+def test_bits_are_told_of_known_units_only(text: str, tmp_path: Path) -> None:
+    """Characters are units of text, unnamed tokens are not."""
+    (tmp_path / "a.bin").write_bytes(bytes(800))
+    ids = _task(str(tmp_path / "a.bin"), {"tokenizer": "ids", "vocab_size": 3})
+    assert ids.implied_metrics({"loss": 1.0}).keys() == {"perplexity"}
+    assert "bits_per_char" in _task(text, {"tokenizer": "chars"}).implied_metrics({"loss": 1.0})
+
+
+def test_biases_and_norms_do_not_decay_whatever_the_job_says(text: str) -> None:
+    """The optimizer's weight decay goes to the matrices."""
+    task = _task(text, optimizer={"name": "adamw", "weight_decay": 0.3})
+    groups = task.optimizer(task.model()).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    assert all(parameter.dim() == 1 for parameter in groups[1]["params"])
+
+
+def test_a_sample_text_is_the_same_each_time_and_disturbs_nothing(text: str) -> None:
+    """It draws from a generator of its own: no random stream moves, and the model trains on as before."""
+    task = _task(text, {"tokenizer": "chars"}, options={**_defaults()["options"], "prompt": "It", "sample_tokens": 30})
+    model = task.model().train()
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
+    first = task.exhibits(model, _batch(task)).texts["sample"]
+    assert task.exhibits(model, _batch(task)).texts["sample"] == first
+    after = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    assert first.startswith("It")
+    assert len(first) == 32
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_no_text_is_shown_where_none_can_be(text: str, tmp_path: Path) -> None:
+    """Of tokens without a tokenizer, and where none is wanted."""
+    (tmp_path / "a.bin").write_bytes(bytes(800))
+    ids = _task(str(tmp_path / "a.bin"), {"tokenizer": "ids", "vocab_size": 3})
+    none = _task(text, options={**_defaults()["options"], "sample_tokens": 0})
+    for task in (ids, none):
+        assert task.exhibits(task.model(), _batch(task)).texts == {}
+
+
+def test_drawing_follows_temperature_and_top_k() -> None:
+    """0 takes the likeliest; k limits the choice; the seed decides the rest."""
+    scores = torch.tensor([0.0, 2.0, 1.0, -1.0])
+
+    def draws(manner: Manner, count: int = 300) -> list[int]:
+        generator = torch.Generator().manual_seed(manner.seed)
+        return [drawn(scores, manner, generator) for _ in range(count)]
+
+    assert set(draws(Manner(temperature=0.0))) == {1}
+    assert set(draws(Manner(temperature=1.0, top_k=2))) == {1, 2}
+    assert set(draws(Manner(temperature=1.0))) == {0, 1, 2, 3}
+    assert set(draws(Manner(temperature=0.01))) == {1}
+    assert draws(Manner(seed=3)) == draws(Manner(seed=3)) != draws(Manner(seed=4))
+
+
+def test_texts_longer_than_the_context_are_continued_from_their_end(text: str) -> None:
+    """What the model cannot look at any more makes no difference, and padding is never drawn."""
+    model = _task(text, model={**SIZES, "vocab_multiple": 512}).model()
+    assert isinstance(model, Transformer)
+    ids = [7] * 40 + list(range(16))
+    long = continued(model, ids, 5, Manner(tokens=8))
+    assert long[:56] == ids
+    assert long[56:] == continued(model, list(range(16)), 5, Manner(tokens=8))[16:]
+    assert max(long[56:]) < 5
+    assert len(model.tokens.weight) == 512
+
+
+def test_the_shipped_job_files_are_right() -> None:
+    """gpt2 is the original's size and batch; gpt is small."""
+    large, small = Gpt(load_job("gpt2")), Gpt(load_job("gpt"))
+    assert (large.config.global_batch, large.config.max_steps) == (512, 600_000)
+    with torch.device("meta"):
+        model = Transformer(large.model_options, 50257)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808 + 47 * 768
+    assert (small.config.global_batch, small.config.max_steps) == (8, 1200)

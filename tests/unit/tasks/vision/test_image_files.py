@@ -1,0 +1,213 @@
+"""Class folders are read in a fixed order, or refused with one sentence that names what is wrong."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_trainer.errors import (
+    EXIT_CONFIG,
+    EXIT_FAILURE,
+    DataError,
+    ElasticTrainerError,
+    SampleError,
+    StorageReadError,
+)
+from elastic_trainer.settings import cache_directory
+from elastic_trainer.tasks.vision import digit_images
+from elastic_trainer.tasks.vision.augmentation import as_bytes
+from elastic_trainer.tasks.vision.digits import Digits
+from elastic_trainer.tasks.vision.image_files import ImageFolder, check_same_classes, image_files, read_image
+from elastic_trainer.tasks.vision.pillow import Image
+
+
+def folders(root: Path, **classes: int) -> Path:
+    """``root`` with so many images of each class."""
+    for name, count in classes.items():
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (8, 6), (number, 0, 0)).save(root / name / f"{number}.png")
+    return root
+
+
+def test_classes_are_the_sorted_names_of_folders(tmp_path: Path) -> None:
+    """Hidden folders, files beside the folders and files that are no images are passed over."""
+    folders(tmp_path, dog=2, cat=1, **{".hidden": 1})
+    (tmp_path / "README").touch()
+    (tmp_path / "dog" / "notes.txt").touch()
+    files = image_files(tmp_path)
+    assert files.classes == ("cat", "dog")
+    assert list(zip(files.paths, files.labels, strict=True)) == [("cat/0.png", 0), ("dog/0.png", 1), ("dog/1.png", 1)]
+    sample, label = ImageFolder(files, as_bytes, deterministic=True)[2]
+    assert (tuple(sample.shape), int(sample[0, 0, 0]), label) == ((3, 6, 8), 1, 1)
+
+
+def test_fewer_files_are_spread_over_all_classes(tmp_path: Path) -> None:
+    """Of each class its part, in order."""
+    files = image_files(folders(tmp_path, a=6, b=2, c=4))
+    assert [files.thinned(6).labels.count(label) for label in range(3)] == [3, 1, 2]
+    assert files.thinned(None) is files.thinned(100) is files
+
+
+@pytest.mark.parametrize(
+    ("classes", "complaint"),
+    [
+        (None, "No such file or directory"),
+        ({}, "holds no class folders"),
+        ({"a": 1, "b": 0}, "b: a class without images"),
+    ],
+)
+def test_folders_that_hold_no_data_are_named(tmp_path: Path, classes: dict[str, int] | None, complaint: str) -> None:
+    """Missing, empty, or with a class of which there is nothing."""
+    root = tmp_path / "images"
+    if classes is not None:
+        root.mkdir()
+        folders(root, **classes)
+    with pytest.raises(DataError, match=complaint) as caught:
+        image_files(root)
+    one_sentence(caught.value, root)
+
+
+def one_sentence(error: ElasticTrainerError, path: Path) -> None:
+    """What all these errors are like."""
+    assert str(path) in str(error)
+    assert "\n" not in str(error)
+    assert error.hint
+    assert error.exit_code == EXIT_CONFIG
+
+
+def test_training_and_test_classes_must_be_the_same(tmp_path: Path) -> None:
+    """Whichever side lacks one, it is named."""
+    full, part = image_files(folders(tmp_path / "x", a=1, b=1, c=1)), image_files(folders(tmp_path / "y", b=1))
+    for pair in ((full, part), (part, full)):
+        with pytest.raises(DataError, match=r"y lacks classes 'a', 'c' of .*x") as caught:
+            check_same_classes(*pair)
+        one_sentence(caught.value, tmp_path / "y")
+    check_same_classes(full, full)
+
+
+def test_a_corrupt_image_is_named_by_its_path(tmp_path: Path) -> None:
+    """Cut off anywhere, empty, or something else; also when the error comes from a data worker process."""
+    folders(tmp_path, a=0)
+    path = tmp_path / "a" / "0.png"
+    noise = np.random.default_rng(0).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    whole = path.read_bytes()
+    for length in range(0, len(whole) - 16, 37):
+        path.write_bytes(whole[:length])
+        with pytest.raises(SampleError) as caught:
+            read_image(path)
+        one_sentence(pickle.loads(pickle.dumps(caught.value)), path)
+    path.write_text("not an image")
+    with pytest.raises(SampleError, match="not an image"):
+        read_image(path)
+    path.unlink()
+    with pytest.raises(SampleError, match="No such file"):
+        read_image(path)
+
+
+def test_a_storage_that_fails_is_no_mistake_in_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exit code is one that is tried again: a file server that hesitates must not end a job for good."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Image, "open", fail)
+    with pytest.raises(StorageReadError, match="Input/output error") as caught:
+        read_image(tmp_path / "a.png")
+    assert caught.value.exit_code == EXIT_FAILURE
+    assert SampleError.exit_code == EXIT_CONFIG
+
+
+def test_grey_and_transparent_images_become_rgb(tmp_path: Path) -> None:
+    """A network sees three colours of each."""
+    for mode in ("L", "LA", "RGBA", "P", "1"):
+        path = tmp_path / f"{mode}.png"
+        Image.new(mode, (3, 2)).save(path)
+        assert read_image(path).mode == "RGB"
+
+
+def test_without_pillow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task is refused before anything is read."""
+    for name in [name for name in sys.modules if name == "PIL" or name.startswith("PIL.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.delitem(sys.modules, "elastic_trainer.tasks.vision.pillow")
+    with pytest.raises(DataError, match=r"pip install elastic-trainer\[examples\]") as caught:
+        __import__("elastic_trainer.tasks.vision.pillow")
+    assert caught.value.exit_code == EXIT_CONFIG
+
+
+def few_digits() -> Digits:
+    """1,020 of them, quickly made."""
+    labels = (np.arange(1020) % 10).astype(np.uint8)
+    return Digits(np.repeat(labels, 784).reshape(-1, 28, 28), labels)
+
+
+def test_digits_become_class_folders_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixels arrive unchanged, and a second call finds what the first one wrote."""
+    monkeypatch.setattr(digit_images, "shipped_digits", few_digits)
+    root = digit_images.digit_images(tmp_path)
+    train, test = image_files(root / "train"), image_files(root / "test")
+    assert (len(train), len(test), train.classes) == (20, 1000, tuple("0123456789"))
+    sample, label = ImageFolder(train, as_bytes, deterministic=True)[-1]
+    assert (torch.unique(sample).tolist(), label) == ([9], 9)
+    monkeypatch.setattr(digit_images, "shipped_digits", None)
+    assert digit_images.digit_images(tmp_path) == root
+
+
+def test_several_processes_may_write_the_digits_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All find them missing, all write, one is first: each gets the whole of it, and nothing else is left."""
+    ready = threading.Barrier(3)
+
+    def together() -> Digits:
+        ready.wait(30.0)
+        return few_digits()
+
+    monkeypatch.setattr(digit_images, "shipped_digits", together)
+    found: list[int] = []
+
+    def make() -> None:
+        found.append(len(image_files(digit_images.digit_images(tmp_path) / "test")))
+
+    threads = [threading.Thread(target=make) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1000] * 3
+    assert [path.name for path in tmp_path.iterdir()] == [digit_images.NAME]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the key to set."""
+    monkeypatch.setattr(digit_images, "shipped_digits", few_digits)
+    (tmp_path / "file").touch()
+    with pytest.raises(ElasticTrainerError, match=r"cannot be written.*data\.cache"):
+        digit_images.digit_images(tmp_path / "file" / "cache")
+
+
+def test_the_cache_follows_the_xdg_variable(tmp_path: Path) -> None:
+    """An absolute one; else it is in the home directory."""
+    assert cache_directory({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "elastic_trainer"
+    at_home = Path("~/.cache/elastic_trainer").expanduser()
+    assert cache_directory({}) == cache_directory({"XDG_CACHE_HOME": "relative"}) == at_home
+
+
+def test_folders_may_be_links(tmp_path: Path) -> None:
+    """Data sets are often put together of links."""
+    folders(tmp_path / "real", a=2)
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "a").symlink_to(tmp_path / "real" / "a")
+    assert len(image_files(tmp_path / "root")) == 2
+    shutil.rmtree(tmp_path / "real")
+    with pytest.raises(DataError, match="holds no class folders"):
+        image_files(tmp_path / "root")

@@ -1,0 +1,120 @@
+"""Collectives under way: waited for, interrupted, outlived."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_trainer.clock import SystemClock
+from elastic_trainer.errors import RoundBrokenError
+from elastic_trainer.worker.comm.control import Control, Purpose
+from elastic_trainer.worker.comm.waits import Works
+from elastic_trainer.worker.steps.step import LaterLoss
+
+
+class Operation:
+    """A collective that ends when told to, or fails."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.error: str | None = None
+        self.waits = 0
+
+    def end(self, error: str | None = None) -> None:
+        self.error = error
+        self.ended.set()
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.waits += 1
+        if not self.ended.wait(timeout.total_seconds() if timeout is not None else 30.0):
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        return True
+
+
+def test_an_operation_that_has_ended_is_waited_for_once() -> None:
+    """The usual case costs one call."""
+    works, operation = Works(interruptible=True), Operation()
+    operation.end()
+    works.wait(works.begun(operation))
+    assert operation.waits == 1
+    assert works.outlive() == 0
+
+
+def test_the_end_of_the_round_interrupts_a_wait() -> None:
+    """The operation itself never ends; whoever waits for it learns that the round is over."""
+    works, operation = Works(interruptible=True), Operation()
+    works.begun(operation)
+    threading.Timer(0.05, works.end, ("the round is over",)).start()
+    with pytest.raises(RoundBrokenError):
+        works.wait(operation)
+    assert not operation.is_completed()
+
+
+def test_an_operation_abandoned_in_the_middle_is_outlived() -> None:
+    """It is held until it has ended, however it ends."""
+    works, operation = Works(interruptible=True), Operation()
+    works.begun(operation)
+    works.end("the round is over")
+    with pytest.raises(RoundBrokenError):
+        works.wait(operation)
+    threading.Timer(0.05, operation.end, args=("Connection closed by peer",)).start()
+    assert works.outlive() == 1
+    assert operation.is_completed()
+    assert works.outlive() == 0
+
+
+def test_what_an_operation_raises_passes_through() -> None:
+    """Also when it fails between two moments of the wait."""
+    works, operation = Works(interruptible=True), Operation()
+    works.begun(operation)
+    threading.Timer(0.05, operation.end, args=("Connection closed by peer",)).start()
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        works.wait(operation)
+
+
+def test_an_operation_that_fails_after_the_end_of_its_round_fails_because_of_that() -> None:
+    """Whatever it says itself: it may have failed in the moment that the wait was busy with."""
+    works, operation = Works(interruptible=True), Operation()
+    works.begun(operation)
+    works.end("the round is over")
+    operation.end("Timed out waiting 500ms for recv operation to complete")
+    with pytest.raises(RoundBrokenError, match="the round is over") as caught:
+        works.wait(operation)
+    assert "500ms" in str(caught.value.__cause__)
+
+
+class Slow(Operation):
+    """One that takes ten minutes of a clock that it moves itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.now += 60.0
+        if self.now < 600.0:
+            raise RuntimeError("Operation timed out!")
+        self.end()
+        return True
+
+
+def test_a_loss_is_waited_for_as_long_as_the_round_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may be saving: whether that takes too long is for the agents to say, not for who waits for it."""
+    slow = Slow()
+    monkeypatch.setattr(SystemClock, "monotonic", lambda _: slow.now)
+    group: Any = SimpleNamespace(allreduce=lambda _: slow)
+    control = Control(group, 0, 2, Works(interruptible=True))
+    pending = control.start(Purpose.LOSS, [3.0])
+    pending._vector *= 2.0  # as if the other rank had the same loss
+    steps: Any = SimpleNamespace(control=control, knows_loss=lambda mean: None)
+    assert LaterLoss(steps, control, pending, None).read() == 3.0
+    assert slow.now == 600.0

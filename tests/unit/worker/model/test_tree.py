@@ -1,0 +1,209 @@
+"""The gradient of the tree: that of the whole batch, with equal bits at any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from elastic_trainer.data.plan import EpochPlan
+from elastic_trainer.data.sampler import Batch, Fetcher, Sampler
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.model import Cursor
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.model.tree import TreeReduction
+from elastic_trainer.worker.session import Session
+from tests.unit.worker.ranks import run_ranks
+from tests.unit.worker.toys import data, loss_of, model
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def combined(plan: EpochPlan, world: int) -> list[list[torch.Tensor]]:
+    """The gradients and the loss of the first global batch on each rank."""
+    x, y = data(plan.length).tensors
+    made = network()  # by one thread: all draw from one generator
+
+    def body(control: Control) -> list[torch.Tensor]:
+        module = deepcopy(made)
+        tree = TreeReduction(module, [], [])
+        tree.bind(control, control._group)
+        sampler = Sampler(Fetcher(TensorDataset(x, y), torch.device("cpu")), plan)
+        batch = sampler.draw(Cursor(0, 0), control.rank, control.world_size)
+        for part in batch.micro_batches:
+            grow(tree, module, part)
+        tree.combine(batch.parts)
+        return [*(each.grad.clone() for each in module.parameters() if each.grad is not None), torch.tensor(tree.loss)]
+
+    return run_ranks(world, body)
+
+
+def grow(tree: TreeReduction, module: nn.Module, part: Batch) -> None:
+    loss = nn.functional.mse_loss(module(part.x), part.y) * (len(part.ids) / part.global_size)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if part.number is None:
+        tree.discard()
+    else:
+        tree.capture(part.number, len(part.ids) / part.global_size, loss)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    length=st.integers(1, 40),
+    micro=st.integers(1, 6),
+    parts=st.integers(1, 9),
+    world=st.integers(2, 5),
+    seed=st.integers(0, 9),
+)
+def test_gradients_have_equal_bits_and_are_those_of_the_whole_batch(
+    length: int, micro: int, parts: int, world: int, seed: int
+) -> None:
+    """For any size of data set, batch and micro-batch, seed and number of ranks; on every rank."""
+    plan = EpochPlan(length, micro * parts, micro, seed)
+    (alone,) = combined(plan, 1)
+    for rank in combined(plan, world):
+        assert all(torch.equal(mine, other) for mine, other in zip(rank, alone, strict=True))
+    ids = torch.from_numpy(np.array(plan.global_batch_at(Cursor(0, 0)).ids)).long()
+    x, y = data(length).tensors
+    module = network()
+    nn.functional.mse_loss(module(x[ids]), y[ids]).backward()  # type: ignore[no-untyped-call]
+    for mine, parameter in zip(alone, module.parameters(), strict=False):
+        assert parameter.grad is not None
+        assert torch.allclose(mine, parameter.grad, atol=1e-6)
+
+
+def test_segments_of_any_size_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large models travel in several pieces."""
+    plan = EpochPlan(23, 22, 3, 1)
+    whole = combined(plan, 3)
+    monkeypatch.setattr("elastic_trainer.worker.model.tree.SEGMENT_BYTES", 1)
+    for mine, other in pairwise([*whole, *combined(plan, 3)]):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
+def test_a_16_bit_gradient_is_added_up_in_32_bits() -> None:
+    """256 micro-batches of which all but one are too small to count in bfloat16 beside the first."""
+    module = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    tree = TreeReduction(module, [], [])
+    tree.bind(Control(), None)
+    for number in range(257):
+        module.weight.grad = torch.full_like(module.weight, 1.0 if number == 0 else 2.0**-10)
+        tree.capture(number, 1.0, torch.tensor(0.0))
+    tree.combine(257)
+    assert module.weight.grad is not None
+    assert module.weight.grad.dtype is torch.bfloat16
+    assert float(module.weight.grad) == 1.25
+
+
+def in_session(body: Callable[[Any, Any, Any], None], micro: int | None = 4, **options: Any) -> None:
+    with Session(device="cpu") as session:
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer, reduction="tree", **options)
+        batch = next(session.batches(data(), global_batch_size=16, micro_batch_size=micro, epochs=1))
+        with session.step() as step:
+            body(step, wrapped, batch)
+            optimizer.step()
+
+
+def whole_batch(step: Any, wrapped: Any, batch: Any) -> None:
+    step.backward(loss_of(wrapped, batch))
+
+
+def two_losses(step: Any, wrapped: Any, batch: Any) -> None:
+    for part in step.micro_batches(batch):
+        step.backward(loss_of(wrapped, part))
+        step.backward(loss_of(wrapped, part))
+
+
+def left_out(step: Any, wrapped: Any, batch: Any) -> None:
+    for part in step.micro_batches(batch):
+        if part.number != 1:
+            step.backward(loss_of(wrapped, part))
+
+
+def replaced(step: Any, wrapped: Any, batch: Any) -> None:
+    wrapped[1].running_mean = torch.ones(8)
+    step._steps.replica.begin_step()
+
+
+def sparse(step: Any, wrapped: Any, batch: Any) -> None:
+    for part in step.micro_batches(batch):
+        parameter = wrapped[0].weight
+        parameter.grad = torch.zeros_like(parameter).to_sparse()
+        step._steps.replica.tree.capture(part.number, 1.0, torch.tensor(0.0))
+
+
+@pytest.mark.parametrize(
+    ("body", "micro", "options", "says"),
+    [
+        (whole_batch, None, {}, r"adds up micro-batches \(draw with"),
+        (whole_batch, 4, {}, r"loop over step.micro_batches\(\)"),
+        (two_losses, 4, {}, "a second backward pass of one micro-batch"),
+        (left_out, 4, {}, "had no backward pass"),
+        (replaced, 4, {}, r"buffer '1.running_mean' was replaced"),
+        (sparse, 4, {}, "a gradient is sparse"),
+        (whole_batch, 4, {"ddp_options": {"bucket_cap_mb": 1}}, "does not go with ddp_options"),
+        (whole_batch, 4, {"sync_batchnorm": True}, "does not go with sync_batchnorm"),
+    ],
+)
+def test_what_has_no_place_in_the_tree_is_refused(body: Any, micro: int | None, options: Any, says: str) -> None:
+    """In one sentence that says what to do."""
+    with pytest.raises(ConfigError, match=says):
+        in_session(body, micro, **options)
+
+
+def test_a_batch_that_follows_the_ranks_is_refused() -> None:
+    """It would be another one at each number of ranks."""
+    with Session(device="cpu") as session:
+        module = model()
+        session.wrap(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), reduction="tree")
+        with pytest.raises(ConfigError, match="leave one of them out"):
+            session.batches(data(), global_batch_size=16, micro_batch_size=4, scale_from=2, epochs=1)
+
+
+def test_a_parameter_that_is_a_part_of_another_tensor_is_refused() -> None:
+    """Its elements do not lie side by side; any order of dimensions is fine."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.randn(4, 8).t())
+    TreeReduction(module, [], [])
+    module.weight = nn.Parameter(torch.randn(4, 8)[:, :4])
+    with pytest.raises(ConfigError, match=r"clone\(\)"):
+        TreeReduction(module, [], [])
+
+
+def moved_by(count: bool) -> torch.Tensor:
+    """The running mean after one step, with mean losses or with counted sums that mean the same."""
+    with Session(device="cpu", seed=1) as session:
+        module = model(0.0)
+        torch.manual_seed(4)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer, reduction="tree")
+        batch = next(session.batches(data(), global_batch_size=16, micro_batch_size=4, epochs=1))
+        with session.step() as step:
+            for part in step.micro_batches(batch):
+                loss = loss_of(wrapped, part)
+                step.backward(*((loss * len(part), len(part)) if count else (loss,)))
+            optimizer.step()
+        mean: torch.Tensor = module[1].running_mean  # type: ignore[index]
+        return mean
+
+
+def test_what_batchnorm_moves_does_not_depend_on_how_losses_are_counted() -> None:
+    """Its statistics are of samples, whatever the losses weigh."""
+    assert moved_by(count=False).abs().max() > 0.01
+    assert torch.equal(moved_by(count=True), moved_by(count=False))

@@ -1,0 +1,606 @@
+"""What a worker tells of itself: each second belongs to one phase, and no figure that was shown becomes smaller."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_trainer.ipc.page import NUMBERS, PHASES, WORK, PageReader, PageWriter, Reading
+from elastic_trainer.ipc.stacks import stacks_of
+from elastic_trainer.model import Phase
+from elastic_trainer.settings import WorkerEnvironment, worker_environment
+from elastic_trainer.worker.report.heartbeat import Tracker, process_age_s
+from tests.support.crew import eventually
+from tests.support.memory_store import ManualClock
+
+CPU = torch.device("cpu")
+AGE_S = 3.0
+
+
+class Bench:
+    """A worker's tracker on a clock that the test moves, and the agent's look at its page."""
+
+    def __init__(self, path: Path) -> None:
+        self.clock = ManualClock()
+        self.writer = PageWriter.create(path)
+        self.tracker = Tracker(self.writer, self.clock, age_s=AGE_S)
+        self.born_at = self.clock.monotonic() - AGE_S
+        self.tracker.beat()
+        self.tracker.describe(pid=1)
+        self.reader = PageReader(path)
+        self.shown: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+
+    def close(self) -> None:
+        self.reader.close()
+        path = self.writer.path
+        assert path is not None
+        path.unlink()
+
+    def read(self) -> Reading:
+        found = self.reader.read()
+        assert found is not None
+        return found
+
+    def after(self, seconds: float) -> Bench:
+        """Let time pass."""
+        self.clock.advance(seconds)
+        return self
+
+    def spent(self) -> dict[Phase, float]:
+        """All seconds of the process so far, as if it had died now, without those of no phase."""
+        return {phase: each for phase, each in self.read().last_seconds(self.clock.monotonic()).items() if each}
+
+    def told(self) -> dict[Phase, float]:
+        """What the agent shows now."""
+        return {phase: each for phase, each in self.read().seconds(self.clock.monotonic()).items() if each}
+
+    def check(self) -> None:
+        """The two invariants, at this moment."""
+        now, reading = self.clock.monotonic(), self.read()
+        assert sum(reading.pulse.seconds) == pytest.approx(reading.pulse.phase_at - self.born_at)
+        assert sum(reading.last_seconds(now).values()) == pytest.approx(now - self.born_at)
+        told = reading.seconds(now)
+        for phase, seconds in told.items():
+            assert seconds >= self.shown[phase] - 1e-9, f"{phase} was {self.shown[phase]}, and is {seconds}"
+        self.shown = told
+
+    def step(self, number: int, seconds: float = 1.0, *, waited: float = 0.0) -> None:
+        """One step that is committed."""
+        self.tracker.step_begins(number)
+        self.clock.advance(seconds)
+        if waited:
+            self.tracker.waits()
+            self.clock.advance(waited)
+            self.tracker.goes_on()
+        self.tracker.committed(number, 4)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    """A worker that has just begun."""
+    bench = Bench(tmp_path / "0-1.page")
+    yield bench
+    bench.close()
+
+
+def placed(bench: Bench, round_: int = 1) -> Tracker:
+    """In a round, and about to train."""
+    bench.tracker.place(0, 2, round_, CPU)
+    bench.tracker.change(Phase.TRAINING)
+    return bench.tracker
+
+
+# ---- where time goes
+
+
+def test_time_goes_into_the_phase_that_it_is_spent_in(bench: Bench) -> None:
+    """From the beginning of the process on, which was before the tracker's."""
+    bench.after(1.0).tracker.change(Phase.RENDEZVOUS)
+    with bench.after(2.0).tracker.during(Phase.HEALING):
+        bench.after(4.0)
+    bench.after(8.0).tracker.change(Phase.TRAINING)
+    assert bench.told() == {Phase.STARTING: AGE_S + 1.0, Phase.RENDEZVOUS: 10.0, Phase.HEALING: 4.0}
+
+
+def test_an_exception_ends_a_phase_as_well(bench: Bench) -> None:
+    """What comes behind it is not booked as what failed."""
+    tracker = placed(bench)
+    with pytest.raises(ZeroDivisionError), tracker.during(Phase.CHECKPOINT):
+        bench.after(2.0).clock.advance(1 / 0)
+    bench.after(1.0)
+    assert bench.read().phase is Phase.TRAINING
+    assert bench.spent()[Phase.CHECKPOINT] == 2.0
+
+
+def test_phases_may_stand_in_phases(bench: Bench) -> None:
+    """A save in the middle of an evaluation is a save, and the evaluation goes on behind it."""
+    tracker = placed(bench)
+    with tracker.during(Phase.EVALUATION):
+        bench.after(1.0)
+        with tracker.during(Phase.CHECKPOINT):
+            bench.after(10.0)
+        bench.after(2.0)
+    assert bench.told() == {Phase.STARTING: AGE_S, Phase.EVALUATION: 3.0, Phase.CHECKPOINT: 10.0}
+
+
+def test_waiting_for_samples_is_a_part_of_a_step(bench: Bench) -> None:
+    """It is told with the step; an evaluation's samples are part of the evaluation."""
+    tracker = placed(bench)
+    for phase in (Phase.TRAINING, Phase.EVALUATION):
+        tracker.change(phase)
+        before = tracker.draws()
+        bench.after(2.0)
+        tracker.enter(before)
+    tracker.change(Phase.TRAINING)
+    bench.step(1)
+    assert bench.told() == {Phase.STARTING: AGE_S, Phase.DATA: 2.0, Phase.EVALUATION: 2.0, Phase.TRAINING: 1.0}
+
+
+def test_steps_that_were_made_before_are_repeated_work(bench: Bench) -> None:
+    """Up to the newest step that is known to have been committed, by anybody; a committed one is never new again."""
+    tracker = placed(bench)
+    tracker.reached = 2
+    for number in (1, 2, 3, 4):
+        bench.step(number)
+    assert tracker.reached == 4
+    placed(bench, 2)
+    bench.step(4)
+    bench.step(5)
+    told = bench.told()
+    assert (told[Phase.REPEATED], told[Phase.TRAINING]) == (3.0, 3.0)
+
+
+def test_a_step_that_was_given_up_is_lost_work(bench: Bench) -> None:
+    """All of it, whatever was told meanwhile of steps before it; what it waited for samples stays that."""
+    tracker = placed(bench)
+    bench.step(1, 1.0)
+    before = tracker.draws()
+    bench.after(0.25)
+    tracker.enter(before)
+    tracker.step_begins(2)
+    bench.after(2.0)
+    tracker.waits()
+    bench.after(4.0)
+    tracker.gave_up()
+    tracker.change(Phase.RENDEZVOUS)
+    told = bench.told()
+    assert told == {Phase.STARTING: AGE_S, Phase.TRAINING: 1.0, Phase.DATA: 0.25, Phase.REPEATED: 6.0}
+    assert not bench.read().waits
+
+
+def test_what_was_told_of_a_step_is_not_taken_back_when_it_is_given_up(bench: Bench) -> None:
+    """Something made the page be written in the middle of it: only the rest counts as lost."""
+    tracker = placed(bench)
+    bench.step(1, 1.0)
+    tracker.step_begins(2)
+    with bench.after(2.0).tracker.during(Phase.CHECKPOINT):
+        bench.after(1.0)
+    bench.check()
+    bench.after(4.0)
+    tracker.gave_up()
+    tracker.beat()
+    bench.check()
+    assert bench.told() == {
+        Phase.STARTING: AGE_S,
+        Phase.TRAINING: 3.0,
+        Phase.CHECKPOINT: 1.0,
+        Phase.REPEATED: 4.0,
+    }
+
+
+def test_waiting_while_rank_0_saves_is_the_save(bench: Bench) -> None:
+    """The ranks that do not save wait in their next step, which is no slower for that."""
+    tracker = placed(bench)
+    bench.step(1)
+    bench.step(2)
+    tracker.peer_saves()
+    tracker.step_begins(3)
+    bench.after(1.0)
+    tracker.waits()
+    assert bench.read().phase is Phase.CHECKPOINT
+    bench.after(30.0)
+    tracker.goes_on()
+    assert bench.read().phase is Phase.TRAINING
+    tracker.committed(3, 1)
+    assert bench.told() == {Phase.STARTING: AGE_S, Phase.TRAINING: 3.0, Phase.CHECKPOINT: 30.0}
+    pulse = bench.read().pulse
+    assert (pulse.step_s, pulse.compute_s) == (1.0, 1.0)
+    bench.step(4, waited=2.0)
+    assert bench.told()[Phase.CHECKPOINT] == 30.0
+
+
+def test_waiting_while_rank_0_saves_in_an_evaluation_takes_nothing_back(bench: Bench) -> None:
+    """The page has told of the evaluation's time as it went on; nor is the next step's wait one for the save."""
+    tracker = placed(bench)
+    with tracker.during(Phase.EVALUATION):
+        tracker.peer_saves()
+        bench.after(1.0)
+        tracker.waits()
+        bench.after(5.0).check()
+        tracker.goes_on()
+        tracker.moved()
+        bench.check()
+    bench.step(1, waited=2.0)
+    assert bench.told() == {Phase.STARTING: AGE_S, Phase.EVALUATION: 6.0, Phase.TRAINING: 3.0}
+
+
+def test_a_wait_in_a_wait_is_one(bench: Bench) -> None:
+    """Afterwards the worker does what it did before, and waits no more."""
+    tracker = placed(bench)
+    tracker.peer_saves()
+    tracker.step_begins(1)
+    tracker.waits()
+    tracker.waits()
+    bench.after(1.0)
+    tracker.goes_on()
+    tracker.goes_on()
+    assert (bench.read().phase, bench.read().waits) == (Phase.TRAINING, False)
+
+
+# ---- how long steps take
+
+
+def test_a_step_is_timed_with_and_without_the_wait_for_others(bench: Bench) -> None:
+    """Not the first of a round, which may compile; then a tenth of each new one moves the figure."""
+    placed(bench)
+    bench.step(1, 100.0)
+    assert (bench.read().pulse.step_s, bench.read().pulse.fresh) == (0.0, 1)
+    bench.step(2, 1.0, waited=3.0)
+    assert (bench.read().pulse.step_s, bench.read().pulse.compute_s) == (4.0, 1.0)
+    bench.step(3, 2.0, waited=12.0)
+    assert bench.read().pulse.step_s == pytest.approx(5.0)
+    assert bench.read().pulse.compute_s == pytest.approx(1.1)
+    placed(bench, 2)
+    bench.step(4, 50.0)
+    assert bench.read().pulse.step_s == pytest.approx(5.0)
+
+
+def test_waits_outside_of_steps_do_not_make_a_rank_look_fast(bench: Bench) -> None:
+    """An evaluation waits for others too, and none of its time is a step's."""
+    tracker = placed(bench)
+    bench.step(1)
+    bench.step(2)
+    with tracker.during(Phase.EVALUATION):
+        tracker.waits()
+        bench.after(60.0)
+        tracker.goes_on()
+    bench.step(3, 1.0)
+    assert (bench.read().pulse.step_s, bench.read().pulse.compute_s) == (1.0, 1.0)
+
+
+def test_a_step_is_open_until_it_is_committed_or_given_up(bench: Bench) -> None:
+    """Seen in the moment: what the script does between two steps waits for nobody."""
+    ends: list[Callable[[], None]] = [lambda: bench.tracker.committed(1, 4), bench.tracker.gave_up]
+    for end in ends:
+        assert not bench.read().inside
+        bench.tracker.step_begins(1)
+        assert bench.read().inside
+        end()
+    assert not bench.read().inside
+
+
+def test_a_commit_tells_what_was_done(bench: Bench) -> None:
+    """Steps and samples of this process, steps of this round, and when the first of them was."""
+    placed(bench, 7)
+    for number in (11, 12):
+        bench.step(number)
+    pulse = bench.read().pulse
+    assert (pulse.step, pulse.steps, pulse.fresh, pulse.samples, pulse.round) == (12, 2, 2, 8, 7)
+    assert pulse.first_at == bench.clock.monotonic() - 1.0
+    assert pulse.moved_at == pulse.stepped_wall == bench.clock.monotonic()
+    placed(bench.after(5.0), 8)
+    pulse = bench.read().pulse
+    assert (pulse.fresh, pulse.steps, pulse.first_at) == (0, 2, 0.0)
+    assert bench.read().still_s(bench.clock.monotonic()) == 0.0
+
+
+def test_a_worker_that_has_got_a_state_tells_its_step_before_it_makes_one(bench: Bench) -> None:
+    """If it dies in its first step, its node counts that as a failure behind this step, not at the beginning."""
+    placed(bench).holds(100)
+    pulse = bench.read().pulse
+    assert (pulse.step, pulse.steps, pulse.fresh) == (100, 0, 0)
+
+
+# ---- losses, checkpoints, counts
+
+
+def test_the_loss_of_all_ranks_goes_before_the_own(bench: Bench) -> None:
+    """One rank's stands for it only until it is known; what is not finite, or not known, is no loss."""
+    tracker = bench.tracker
+    tracker.knows_loss(2.0, own=True)
+    assert tracker.pulse.loss == 2.0
+    tracker.knows_loss(1.5)
+    tracker.knows_loss(9.0, own=True)
+    for nothing in (None, math.nan, math.inf):
+        tracker.knows_loss(nothing)
+    assert tracker.pulse.loss == 1.5
+
+
+def test_losses_that_are_not_finite_are_counted(bench: Bench) -> None:
+    """And told at once."""
+    for _ in range(3):
+        bench.tracker.nonfinite()
+    assert bench.read().pulse.nonfinite == 3
+
+
+def test_saves_and_loads_are_counted_with_how_long_they_took(bench: Bench) -> None:
+    """In buckets that are not cumulative; one that failed has no duration."""
+    tracker = bench.tracker
+    for duration_s in (0.02, 0.03, 1000.0):
+        tracker.saved(7, 123, duration_s)
+    tracker.operated("save", 5.0, ok=False)
+    tracker.operated("load", 2.0, ok=True)
+    notes = bench.read().notes
+    assert notes["saved"] == {"step": 7, "wall": bench.clock.wall(), "bytes": 123, "duration_s": 1000.0}
+    counts = dict(notes["counts"])
+    assert counts.pop("save_s.sum") == pytest.approx(1000.05)
+    assert counts == {
+        "save.ok": 3,
+        "save.failed": 1,
+        "load.ok": 1,
+        "save_s.le.0.03": 2,
+        "save_s.le.inf": 1,
+        "save_s.count": 3,
+        "load_s.le.3": 1,
+        "load_s.sum": 2.0,
+        "load_s.count": 1,
+    }
+
+
+# ---- any order of calls
+
+OUTER = [phase for phase in PHASES if phase not in WORK]
+CALLS = st.one_of(
+    st.tuples(st.just("step"), st.integers(0, 5)),
+    st.tuples(st.just("give_up"), st.integers(0, 5)),
+    st.tuples(st.just("draw"), st.none()),
+    st.tuples(st.just("wait"), st.none()),
+    st.tuples(st.just("broken_wait"), st.none()),
+    st.tuples(st.just("peer_saves"), st.none()),
+    st.tuples(st.just("nonfinite"), st.none()),
+    st.tuples(st.just("moved"), st.none()),
+    st.tuples(st.just("place"), st.integers(0, 3)),
+    st.tuples(st.just("change"), st.sampled_from(PHASES)),
+    st.tuples(st.just("during"), st.sampled_from(OUTER)),
+    st.tuples(st.just("fail"), st.sampled_from(OUTER)),
+    st.tuples(st.just("end"), st.none()),
+)
+TIMES = st.sampled_from([0.0, 0.001, 0.25, 1.0, 7.0])
+
+
+class Life:
+    """Drives a tracker as a worker might, with bodies of phases open as long as the calls say."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.tracker, self.bodies = bench, bench.tracker, list[ExitStack]()
+        self.number = 0
+
+    def call(self, what: str, which: object, pause_s: float) -> None:
+        """One thing that happens, with pauses in between at which the page is looked at."""
+        tracker = self.tracker
+
+        def passes() -> None:
+            self.bench.after(pause_s).check()
+
+        match what:
+            case "step" | "give_up":
+                self.number = max(1, self.number + 1 - int(str(which)))
+                tracker.step_begins(self.number)
+                passes()
+                if what == "step":
+                    tracker.committed(self.number, 1)
+                else:
+                    tracker.gave_up()
+            case "draw":
+                before = tracker.draws()
+                passes()
+                tracker.enter(before)
+            case "wait" | "broken_wait":
+                tracker.waits()
+                passes()
+                tracker.goes_on() if what == "wait" else tracker.gave_up()
+            case "place":
+                tracker.place(0, 2, int(str(which)), CPU)
+            case "change":
+                tracker.change(Phase(str(which)))
+            case "during" | "fail":
+                body = ExitStack()
+                body.enter_context(tracker.during(Phase(str(which))))
+                self.bodies.append(body)
+                if what == "fail":
+                    passes()
+                    self.end(RuntimeError("in the body"))
+            case "end":
+                self.end(None)
+            case _:
+                getattr(tracker, what)()
+        passes()
+
+    def end(self, error: Exception | None) -> None:
+        """The innermost body ends."""
+        if not self.bodies:
+            return
+        body = self.bodies.pop()
+        if error is None:
+            body.close()
+            return
+        with pytest.raises(RuntimeError), body:
+            raise error
+
+
+def test_each_second_belongs_to_one_phase_and_nothing_shown_becomes_smaller(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Whatever the order of calls, and whenever the page is read: what Prometheus counters need."""
+    directory = tmp_path_factory.mktemp("pages")
+
+    @settings(max_examples=400)
+    @given(st.lists(st.tuples(CALLS, TIMES), max_size=40))
+    def live(calls: list[tuple[tuple[str, object], float]]) -> None:
+        bench = Bench(directory / "0-1.page")
+        try:
+            life = Life(bench)
+            bench.check()
+            for (what, which), pause_s in calls:
+                life.call(what, which, pause_s)
+            while life.bodies:
+                life.end(None)
+                bench.check()
+            bench.tracker.close()
+            bench.after(1.0).check()
+        finally:
+            bench.close()
+
+    live()
+
+
+# ---- a process of its own
+
+
+def environment(directory: Path | None, **more: str) -> WorkerEnvironment:
+    """That of a worker in slot 3."""
+    told = {"LOCAL_RANK": "3", "RANK": "7", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "r"}
+    told |= {"MASTER_ADDR": "h", "MASTER_PORT": "1", "ELASTIC_TRAINER_NODE": "n1", **more}
+    if directory is not None:
+        told["ELASTIC_TRAINER_PAGES"] = str(directory)
+    return worker_environment(told)
+
+
+def test_a_worker_tells_who_it_is(tmp_path: Path) -> None:
+    """From the first look at its page on: process, place, and how old it is."""
+    tracker = Tracker.open(environment(tmp_path, ELASTIC_TRAINER_REACHED="41"))
+    try:
+        (path,) = tmp_path.glob("*.page")
+        assert path.stem.rpartition("-")[0] == f"3-{os.getpid()}"
+        reading = PageReader(path).read()
+        assert reading is not None
+        assert reading.lives
+        assert (reading.pid, reading.local_rank, reading.pulse.rank) == (os.getpid(), 3, 7)
+        assert reading.born_at == pytest.approx(reading.pulse.phase_at, abs=1.0)
+        assert reading.notes["node"] == "n1"
+        assert tracker.reached == 41
+        age_s = process_age_s()
+        assert 0.0 < age_s < 24 * 3600.0
+    finally:
+        tracker.close()
+
+
+@pytest.mark.parametrize("place", ["nowhere", None])
+def test_where_no_page_can_be_made_nobody_reads(tmp_path: Path, place: str | None) -> None:
+    """The worker works all the same, and tells itself."""
+    tracker = Tracker.open(environment(tmp_path / place if place else None))
+    tracker.place(1, 2, 3, CPU)
+    tracker.step_begins(1)
+    tracker.committed(1, 2)
+    tracker.close()
+    assert tracker.pulse.steps == 1
+    assert not list(tmp_path.rglob("*.page"))
+
+
+def test_the_age_of_a_process_is_none_where_the_kernel_does_not_tell(tmp_path: Path) -> None:
+    """Then its life begins with the tracker's."""
+    assert process_age_s(tmp_path / "missing") == 0.0
+    (tmp_path / "odd").write_text("")
+    assert process_age_s(tmp_path / "odd") == 0.0
+
+
+WORKER = """
+import os, sys, time
+from pathlib import Path
+from elastic_trainer.settings import worker_environment
+from elastic_trainer.worker.report.heartbeat import Tracker
+tracker = Tracker.open(worker_environment(dict(os.environ, ELASTIC_TRAINER_PAGES=sys.argv[1])))
+def stuck_in_this_very_function():
+    print("ready", flush=True)
+    sys.stdin.read()
+stuck_in_this_very_function()
+"""
+
+
+@pytest.fixture
+def stuck(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A worker that does not get on, and its page."""
+    command = [sys.executable, "-c", WORKER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        (page,) = tmp_path.glob("*.page")
+        yield process, page
+        process.kill()
+
+
+def test_a_stuck_worker_shows_its_stacks_and_lives_on(stuck: tuple[subprocess.Popen[bytes], Path]) -> None:
+    """Each time that it is asked, only what is new."""
+    process, page = stuck
+    for _ in range(2):
+        told = stacks_of(process.pid, page)
+        assert told.count("stuck_in_this_very_function") == 1
+    assert process.poll() is None
+
+
+def test_a_stopped_worker_has_no_stacks_and_gets_no_signal(
+    stuck: tuple[subprocess.Popen[bytes], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not answer; asked nevertheless, it would answer when it goes on."""
+    monkeypatch.setenv("PATH", "")
+    process, page = stuck
+    process.send_signal(signal.SIGSTOP)
+    status = Path(f"/proc/{process.pid}/status")
+    eventually(lambda: "T (stopped)" in status.read_text(), "the worker stands")
+    assert stacks_of(process.pid, page).startswith("none")
+    (pending,) = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("ShdPnd")]
+    assert int(pending, 16) == 0
+
+
+def test_a_process_that_handles_no_such_signal_is_not_ended_by_being_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its session is closed: the signal would kill it."""
+    monkeypatch.setenv("PATH", "")
+    (tmp_path / "0-1.stacks").touch()
+    command = [sys.executable, "-c", "print('ready', flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert stacks_of(process.pid, tmp_path / "0-1.page").startswith("none")
+        assert process.poll() is None
+        process.kill()
+    assert stacks_of(process.pid, tmp_path / "0-1.page").startswith("none")
+
+
+def test_the_numbers_of_phases_are_those_of_the_page() -> None:
+    """All of them, each once."""
+    assert sorted(NUMBERS.values()) == list(range(len(Phase)))
+
+
+def test_a_process_may_open_one_session_after_the_other(tmp_path: Path) -> None:
+    """Each has a page; the agent buries the first when the second begins, and no second counts twice."""
+    environment = WorkerEnvironment(pages=tmp_path)
+    first = Tracker.open(environment)
+    first.committed(1, 8)
+    first.close()
+    second = Tracker.open(environment)
+    second.committed(2, 8)
+    readings = [reader.read() for reader in map(PageReader, sorted(tmp_path.glob("*.page"), key=_number))]
+    second.close()
+    assert [each is not None and each.lives for each in readings] == [False, True]
+    assert readings[0] is not None
+    assert readings[1] is not None
+    assert readings[1].born_at >= first.closed_at - 0.01
+    assert sum(readings[1].pulse.seconds) < sum(readings[0].pulse.seconds) + 60.0
+    assert [each.pulse.samples for each in readings if each is not None] == [8, 8]
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])

@@ -1,0 +1,176 @@
+"""One source job-wide, and equal states on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
+from elastic_trainer.checkpoint.fingerprint import fingerprint
+from elastic_trainer.errors import CheckpointError
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.state import transfer
+from elastic_trainer.worker.state.restore import Candidate, Origin, choose, restore
+from tests.unit.worker.ranks import outcome, run_ranks
+
+
+def saved(directory: Path, step: int, round: int) -> Path:
+    manager = CheckpointManager(directory)
+    state = {"value": torch.full((1000,), float(step)), "round": round}
+    manager.save(state, SaveInfo(step, round, fields={"length": step}))
+    return directory
+
+
+class Rank:
+    """A rank's state, and what a node's storage says."""
+
+    def __init__(self, control: Control, directory: Path | None) -> None:
+        self.state: dict[str, Any] = {"value": torch.full((1000,), -1.0 - control.rank), "random": control.rank}
+        self.manager = CheckpointManager(directory) if directory is not None else None
+        self.control = control
+
+    def apply(self, tree: Mapping[str, Any]) -> None:
+        self.state = {**tree, "random": self.control.rank}
+
+    def restored(self) -> tuple[Origin, float]:
+        origin = restore(self.control, self.manager, lambda: self.state, self.apply)
+        return origin, float(self.state["value"][0])
+
+
+def everywhere(directories: list[Path | None]) -> list[tuple[Origin, float]]:
+    return run_ranks(len(directories), lambda control: Rank(control, directories[control.rank]).restored())
+
+
+def damage(directory: Path, step: int) -> None:
+    (path,) = directory.glob(f"step-{step:09d}-*/tensors.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+candidates = st.lists(st.one_of(st.none(), st.builds(Candidate, st.integers(0, 3), st.integers(0, 3))), max_size=8)
+
+
+@given(rows=candidates)
+def test_the_newest_wins_and_the_lowest_rank_breaks_a_tie(rows: list[Candidate | None]) -> None:
+    """A later round beats a higher step."""
+    winner = choose(rows)
+    known = [row for row in rows if row is not None]
+    if winner is None:
+        assert not known
+        return
+    assert rows[winner] == max(known)
+    assert all(row != max(known) for row in rows[:winner])
+
+
+def test_a_fresh_job_begins_with_rank_0s_state_everywhere(tmp_path: Path) -> None:
+    """Different initial states are made equal by the same path that resumes."""
+    results = everywhere([tmp_path, None, None])
+    assert results == [(Origin(), -1.0)] * 3
+
+
+def test_the_newest_checkpoint_of_any_node_reaches_all_ranks(tmp_path: Path) -> None:
+    """Rank 1's node has a later round, rank 2's a higher step of an older one."""
+    nodes = [saved(tmp_path / "a", 10, 1), saved(tmp_path / "b", 11, 2), saved(tmp_path / "c", 99, 1)]
+    results = everywhere(list(nodes))
+    assert {value for _, value in results} == {11.0}
+    assert len({origin.name for origin, _ in results}) == 1
+    assert results[0][0].fields == {"length": 11}
+
+
+def test_a_damaged_checkpoint_makes_the_choice_fall_on_the_next_one_of_all_nodes(tmp_path: Path) -> None:
+    """Its own node has only an older one, so another node's becomes the source; the damaged one is quarantined."""
+    first, second = saved(tmp_path / "a", 20, 1), saved(tmp_path / "b", 15, 1)
+    saved(first, 10, 1)
+    damage(first, 20)
+    results = everywhere([first, second])
+    assert [value for _, value in results] == [15.0, 15.0]
+    assert list(first.glob("corrupt-*"))
+
+
+def test_checkpoints_of_which_none_is_good_stop_the_job(tmp_path: Path) -> None:
+    """Starting from scratch must be somebody's decision; all ranks say so."""
+    damage(saved(tmp_path, 20, 1), 20)
+
+    def body(control: Control) -> str:
+        return outcome(Rank(control, tmp_path if control.rank == 1 else None).restored)
+
+    first, second = run_ranks(2, body)
+    assert first.startswith("CheckpointError: rank 1: no checkpoint in")
+    assert second.startswith("CheckpointError: no checkpoint in")
+
+
+def test_a_state_that_one_rank_refuses_stops_all(tmp_path: Path) -> None:
+    """No rank trains on alone."""
+    saved(tmp_path, 5, 1)
+
+    def body(control: Control) -> str:
+        rank = Rank(control, tmp_path if control.rank == 0 else None)
+        if control.rank == 2:
+            rank.apply = lambda tree: (_ for _ in ()).throw(CheckpointError("does not fit"))  # type: ignore[method-assign]
+        return outcome(rank.restored)
+
+    assert run_ranks(3, body) == ["CheckpointError: rank 2: does not fit"] * 2 + ["CheckpointError: does not fit"]
+
+
+def test_ranks_that_differ_after_resuming_are_found(tmp_path: Path) -> None:
+    """A registered part that does not restore what it gave would make ranks drift apart."""
+    saved(tmp_path, 5, 1)
+
+    def body(control: Control) -> str:
+        rank = Rank(control, tmp_path if control.rank == 0 else None)
+        take = rank.apply
+        rank.apply = lambda tree: take({**tree, "extra": control.rank == 1})  # type: ignore[method-assign]
+        return outcome(rank.restored)
+
+    assert all("rank 1 holds another state than rank 0" in text for text in run_ranks(3, body))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_state_of_many_sizes_arrives_bit_by_bit(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces end anywhere inside tensors; empty, scalar and shared tensors included."""
+    monkeypatch.setattr(transfer, "CHUNK", 1000)
+    shared = torch.arange(10, dtype=torch.int64)
+    state = {
+        "a": torch.randn(333),
+        "b": [torch.zeros(0), torch.tensor(3.5, dtype=torch.float64), shared, shared],
+        "c": {"flag": torch.tensor([True, False]), 7: b"raw" * 3000, "nan": float("nan")},
+        "half": torch.randn(501).bfloat16(),
+    }
+
+    def body(control: Control) -> tuple[int, dict[str, Any]]:
+        got = transfer.share_state(control, world - 1, state if control.rank == world - 1 else None)
+        return fingerprint(got), got
+
+    results = run_ranks(world, body)
+    assert {number for number, _ in results} == {fingerprint(state)}
+    assert torch.equal(results[0][1]["half"], state["half"])  # type: ignore[arg-type]
+    assert torch.equal(results[0][1]["a"], state["a"])  # type: ignore[arg-type]
+
+
+def test_a_state_that_cannot_be_kept_is_refused_on_all_ranks() -> None:
+    """Before anything is sent, so that nobody waits for it."""
+
+    def body(control: Control) -> str:
+        return outcome(lambda: transfer.share_state(control, 0, {"x": object()} if control.rank == 0 else None))
+
+    first, second = run_ranks(2, body)
+    assert "cannot save state['x']" in first
+    assert second.startswith("CheckpointError: rank 0: cannot save state['x']")
+
+
+def test_the_digest_sees_every_bit() -> None:
+    """One flipped bit, or two exchanged elements, give another digest."""
+    tensor = torch.arange(100.0)
+    before = fingerprint({"t": tensor})
+    exchanged = tensor.clone()
+    exchanged[[3, 4]] = exchanged[[4, 3]]
+    assert fingerprint({"t": exchanged}) != before
+    tensor.view(torch.int32)[50] ^= 1
+    assert fingerprint({"t": tensor}) != before

@@ -1,0 +1,184 @@
+"""The whole state comes back, or nothing changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from elastic_trainer.errors import CheckpointError, ConfigError
+from elastic_trainer.model import Cursor
+from elastic_trainer.worker.state.training_state import Position, TrainingState, random_state, set_random_state
+from tests.unit.worker.toys import Counter, data
+
+CPU = torch.device("cpu")
+
+
+def make(build: Callable[[], nn.Module], optimizer: Any = torch.optim.AdamW, scheduler: bool = True) -> TrainingState:
+    module = build()
+    chosen = optimizer(module.parameters(), lr=0.1)
+    return TrainingState(
+        module=module,
+        optimizer=chosen,
+        scheduler=torch.optim.lr_scheduler.ExponentialLR(chosen, 0.9) if scheduler else None,
+        scaler=None,
+        position=Position(),
+        user={"counter": Counter()},
+        pending={},
+        device=CPU,
+    )
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def trained() -> TrainingState:
+    state = make(small)
+    x, y = data().tensors
+    for _ in range(3):
+        state.optimizer.zero_grad()
+        nn.functional.mse_loss(state.module(x), y).backward()  # type: ignore[no-untyped-call]
+        state.optimizer.step()
+        state.scheduler.step()
+    state.position.step, state.position.cursor, state.position.best = 3, Cursor(1, 7), {"accuracy": 0.5}
+    state.user["counter"].load_state_dict({"values": [1, 2]})
+    return state
+
+
+def test_everything_comes_back() -> None:
+    """Model, optimizer, schedule, position, registered parts and random generators."""
+    old, new = trained(), make(small)
+    tree = old.collect()
+    expected = (random.random(), float(np.random.rand()), float(torch.rand(1)))
+    new.apply(tree, first_rank=True)
+    assert (random.random(), float(np.random.rand()), float(torch.rand(1))) == expected
+    there = new.module.state_dict()
+    assert all(torch.equal(value, there[name]) for name, value in old.module.state_dict().items())
+    mine, theirs = new.optimizer.state_dict(), old.optimizer.state_dict()
+    assert torch.equal(mine["state"][0]["exp_avg"], theirs["state"][0]["exp_avg"])
+    assert mine["param_groups"] == theirs["param_groups"]
+    assert new.scheduler.state_dict() == old.scheduler.state_dict()
+    assert (new.position, new.user["counter"].state_dict()) == (old.position, {"values": [1, 2]})
+
+
+def test_other_ranks_keep_their_own_random_numbers() -> None:
+    """Only rank 0 continues the saved generators."""
+    tree, other = trained().collect(), make(small)
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    other.apply(tree, first_rank=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def wider() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+
+
+def shorter() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+def doubled() -> nn.Module:
+    return small().double()
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (lambda: make(wider), r"model tensor '0.weight' is float32\[5, 4\] here and float32\[3, 4\] in the checkpoint"),
+        (lambda: make(shorter), "model tensor '2.weight' of the checkpoint is not in this model"),
+        (lambda: make(lambda: nn.Sequential(small(), nn.Linear(1, 1))), "model tensor '0.0.weight' is not in"),
+        (lambda: make(doubled), r"'0.weight' is float64\[3, 4\] here and float32"),
+        (lambda: make(small, torch.optim.SGD), "the optimizer is SGD here and AdamW in the checkpoint"),
+        (lambda: make(small, scheduler=False), "has a scheduler"),
+    ],
+)
+def test_a_state_of_another_job_is_refused_and_nothing_changes(other: Any, says: str) -> None:
+    """The first tensor that does not fit is named."""
+    tree, state = trained().collect(), other()
+    before = {name: value.clone() for name, value in state.module.state_dict().items()}
+    with pytest.raises(CheckpointError, match=says):
+        state.apply(tree, first_rank=True)
+    assert all(torch.equal(before[name], value) for name, value in state.module.state_dict().items())
+    assert state.position == Position()
+
+
+def test_an_optimizer_with_other_parameter_groups_is_refused() -> None:
+    """Same model, other grouping or order: the moments would go to the wrong parameters."""
+    tree = trained().collect()
+    regrouped = make(small)
+    names = list(regrouped.module.parameters())
+    regrouped.optimizer = torch.optim.AdamW([{"params": names[:2]}, {"params": names[2:]}])
+    with pytest.raises(CheckpointError, match="2 parameter groups here and 1"):
+        regrouped.apply(tree, first_rank=True)
+    reordered = make(small)
+    reordered.optimizer = torch.optim.AdamW(list(reversed(list(reordered.module.parameters()))))
+    with pytest.raises(CheckpointError, match=r"group 0 has '2\.bias' where the checkpoint has '0\.weight'"):
+        reordered.apply(tree, first_rank=True)
+
+
+class Refusing(Counter):
+    """Cannot be loaded with what it does not know."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["values"] == [1, 2]:
+            raise KeyError("what is this?")
+        super().load_state_dict(state)
+
+
+def test_a_registered_part_that_refuses_its_state_undoes_the_others() -> None:
+    """All or nothing, also among registered parts."""
+    tree = trained().collect()
+    tree["user"]["second"] = {"values": [9]}
+    state = make(small)
+    state.user = {"second": Counter(), "counter": Refusing()}
+    with pytest.raises(CheckpointError, match="refused its state: KeyError"):
+        state.apply(tree, first_rank=True)
+    assert state.user["second"].state_dict() == {"values": []}
+    assert state.scheduler.last_epoch == 0
+
+
+class Particular(Counter):
+    """Knows a state that is not for it."""
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        if state["values"] == [1, 2]:
+            raise ConfigError("not mine")
+
+
+def test_a_part_that_checks_its_state_is_asked_before_the_model_is_compared() -> None:
+    """It knows the reason of what would only look like another model; nothing was changed by then."""
+    state = make(wider)
+    state.user = {"counter": Particular()}
+    with pytest.raises(ConfigError, match="not mine"):
+        state.apply(trained().collect(), first_rank=True)
+    assert (state.position.step, state.user["counter"].state_dict()) == (0, {"values": []})
+
+
+def test_a_part_registered_after_resuming_gets_its_state_then() -> None:
+    """Until then its state is kept and saved again."""
+    state = make(small)
+    state.user = {}
+    state.apply(trained().collect(), first_rank=True)
+    assert state.collect()["user"] == {"counter": {"values": [1, 2]}}
+    late = Counter()
+    state.register("counter", late)
+    assert (late.values, state.pending) == ([1, 2], {})
+    with pytest.raises(ConfigError, match="the name is taken"):
+        state.register("counter", late)
+    with pytest.raises(ConfigError, match=r"has no state_dict\(\)"):
+        state.register("number", 3)  # type: ignore[arg-type]
+
+
+def test_random_generators_come_back_exactly() -> None:
+    """python's, numpy's and torch's."""
+    state = random_state(CPU)
+    first = (random.gauss(0, 1), np.random.randn(3).tolist(), torch.randn(3).tolist())
+    set_random_state(state, CPU)
+    assert (random.gauss(0, 1), np.random.randn(3).tolist(), torch.randn(3).tolist()) == first

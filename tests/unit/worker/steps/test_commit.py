@@ -1,0 +1,489 @@
+"""One step counts exactly once, or not at all, whatever the script does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import pytest
+import structlog
+import torch
+
+from elastic_trainer.data.sampler import Batch
+from elastic_trainer.errors import ConfigError, NonFiniteError, RoundBrokenError
+from elastic_trainer.model import Cursor
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.step import Step
+from tests.unit.worker.toys import Job, data, loss_of, model
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with Session(device="cpu") as session:
+        yield Job(session)
+
+
+def batch_of(job: Job, **options: Any) -> Any:
+    return next(iter(job.session.batches(data(), global_batch_size=16, epochs=1, **options)))
+
+
+def test_a_step_commits_with_the_optimizer_step(job: Job) -> None:
+    """Step number, cursor and scheduler advance together, exactly once; the loss is there afterwards."""
+    batch = batch_of(job)
+    with job.session.step() as step:
+        loss = loss_of(job.wrapped, batch)
+        step.backward(loss)
+        assert (step.committed, job.session.step_number) == (False, 0)
+        job.optimizer.step()
+        assert (step.committed, job.session.step_number, job.session.cursor) == (True, 1, Cursor(0, 16))
+    assert step.loss == pytest.approx(float(loss.detach()))
+    assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.99)
+
+
+def test_a_step_without_a_commit_has_the_loss_that_was_known_last(job: Job) -> None:
+    """A number that can be formatted, NaN where there was none; the log says once that it is not the step's own."""
+    batches = job.session.batches(data(), global_batch_size=16, epochs=1)
+    seen = []
+    with structlog.testing.capture_logs() as logs:
+        for commit in (False, True, False):
+            batch, step = next(batches), job.session.step()
+            with pytest.raises(RuntimeError, match="user"):
+                failing(job, step, batch, commit=commit)
+            assert step.committed is commit
+            seen.append(f"{step.loss:.4f}")
+    assert seen[0] == "nan"
+    assert seen[1] == seen[2] != "nan"
+    assert [each["step"] for each in logs if each["event"] == "loss.substituted"] == [1]
+
+
+def failing(job: Job, step: Step, batch: Batch, *, commit: bool) -> None:
+    with step:
+        step.backward(loss_of(job.wrapped, batch))
+        if commit:
+            job.optimizer.step()
+        raise RuntimeError("user")
+
+
+def test_what_is_raised_before_the_commit_leaves_the_step_undone(job: Job) -> None:
+    """The same batch comes again."""
+    batches = job.session.batches(data(), global_batch_size=16, epochs=1)
+    first = next(batches)
+    step = job.session.step()
+    with pytest.raises(RuntimeError, match="user"):
+        failing(job, step, first, commit=False)
+    assert (step.committed, job.session.step_number, job.session.cursor) == (False, 0, Cursor(0, 0))
+    again = next(batches)
+    assert again.ids.tolist() == first.ids.tolist()
+
+
+def test_what_is_raised_after_the_commit_neither_repeats_nor_loses_the_step(job: Job) -> None:
+    """The step counts and the next batch is another one."""
+    batches = job.session.batches(data(), global_batch_size=16, epochs=1)
+    first = next(batches)
+    step = job.session.step()
+    with pytest.raises(RuntimeError, match="user"):
+        failing(job, step, first, commit=True)
+    assert (step.committed, job.session.step_number) == (True, 1)
+    assert next(batches).index == 1
+
+
+def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
+    """Accumulated in uneven parts or computed at once: the same parameters to rounding."""
+    results = []
+    for micro in (None, 3, 16):
+        with Session(device="cpu") as session:
+            module = torch.nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            wrapped = session.wrap(module, optimizer=optimizer)
+            for batch in session.batches(data(), global_batch_size=16, micro_batch_size=micro, epochs=1):
+                with session.step() as step:
+                    for part in step.micro_batches(batch):
+                        step.backward(loss_of(wrapped, part))
+                    optimizer.step()
+            results.append(module.weight.detach().clone())
+    assert torch.allclose(results[0], results[1], atol=1e-6)
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_whole_batch_can_be_used_at_once_although_it_has_micro_batches(job: Job) -> None:
+    """The simple form works with any micro_batch_size: the batch has the weight of all its parts."""
+    batch = batch_of(job, micro_batch_size=5)
+    assert (len(batch), len(batch.micro_batches), batch.weight) == (16, 4, pytest.approx(1.0))
+
+
+def two_updates(job: Job, step: Any, batch: Any) -> None:
+    step.backward(loss_of(job.wrapped, batch))
+    job.optimizer.step()
+    job.optimizer.step()
+
+
+def no_update(job: Job, step: Any, batch: Any) -> None:
+    step.backward(loss_of(job.wrapped, batch))
+
+
+def plain_backward(job: Job, step: Any, batch: Any) -> None:
+    loss_of(job.wrapped, batch).backward()  # type: ignore[no-untyped-call]
+    job.optimizer.step()
+
+
+def left_early(job: Job, step: Any, batch: Any) -> None:
+    for part in step.micro_batches(batch):
+        step.backward(loss_of(job.wrapped, part))
+        break
+    job.optimizer.step()
+
+
+def nested(job: Job, step: Any, batch: Any) -> None:
+    with job.session.step():
+        pass
+
+
+def saved_inside(job: Job, step: Any, batch: Any) -> None:
+    job.session.save()
+
+
+def schedule_twice(job: Job, step: Any, batch: Any) -> None:
+    job.optimizer.zero_grad()
+    step.backward(loss_of(job.wrapped, batch))
+    job.scheduler._step_count += 1
+    job.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (two_updates, "a second optimizer step"),
+        (no_update, "without optimizer.step"),
+        (plain_backward, "without step.backward"),
+        (left_early, "not all micro-batches"),
+        (nested, "inside another one"),
+        (saved_inside, "inside a step"),
+        (schedule_twice, "remove scheduler.step"),
+    ],
+)
+def test_a_step_that_would_train_wrongly_is_refused(job: Job, body: Any, says: str) -> None:
+    """The sentence says what to do instead."""
+    batch = batch_of(job, micro_batch_size=8)
+    with pytest.raises(ConfigError, match=says), job.session.step() as step:
+        body(job, step, batch)
+
+
+def test_an_update_outside_a_step_and_a_batch_used_twice_are_refused(job: Job) -> None:
+    """Neither would be counted."""
+    with pytest.raises(ConfigError, match=r"outside session\.step"):
+        job.optimizer.step()
+    batch = batch_of(job)
+    with job.session.step() as step:
+        step.backward(loss_of(job.wrapped, batch))
+        job.optimizer.step()
+    with pytest.raises(ConfigError, match="has been committed already"):
+        job.session.step()
+
+
+def test_random_numbers_of_a_step_depend_on_the_step_alone(job: Job) -> None:
+    """Whatever was drawn before, a repeated step draws the same; the next one draws others."""
+
+    def drawn(before: int) -> torch.Tensor:
+        torch.rand(before)
+        values = torch.zeros(3)
+        with suppress(InterruptedError), job.session.step():
+            values = torch.rand(3)
+            raise InterruptedError
+        return values
+
+    first = drawn(0)
+    assert torch.equal(first, drawn(5))
+    job.train(1, stop_at=1)
+    assert not torch.equal(first, drawn(0))
+
+
+def scaled(overflow_at: int, *, by_scaler: bool, update: bool = False) -> tuple[list[float], list[torch.Tensor], int]:
+    """Five steps with a scaler, one of which overflows: scales, weights, committed steps."""
+    with Session(device="cpu", checkpoint_every_s=None) as session:
+        module = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        wrapped = session.wrap(module, optimizer=optimizer, scaler=scaler)
+        scales, weights = [], []
+        for batch in session.batches(data(), global_batch_size=12, epochs=1):
+            with session.step() as step:
+                loss = loss_of(wrapped, batch)
+                step.backward(loss * float("inf") if session.step_number == overflow_at else loss)
+                step.clip(1.0)
+                if by_scaler:
+                    scaler.step(optimizer)
+                    if update:
+                        scaler.update()
+                else:
+                    optimizer.step()
+            assert step.committed
+            scales.append(scaler.get_scale())
+            weights.append(module.weight.detach().clone())
+        return scales, weights, session.step_number
+
+
+@pytest.mark.parametrize(("by_scaler", "update"), [(False, False), (True, False), (True, True)])
+def test_a_step_that_overflows_counts_and_changes_nothing_but_the_scale(by_scaler: bool, update: bool) -> None:
+    """With optimizer.step() or scaler.step(), with or without update() by the script."""
+    scales, weights, steps = scaled(2, by_scaler=by_scaler, update=update)
+    assert steps == 5
+    assert torch.equal(weights[1], weights[2])
+    assert not torch.equal(weights[2], weights[3])
+    assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
+
+
+def test_a_loss_that_is_not_finite_ends_the_training() -> None:
+    """Soon, with the step in the message; with nonfinite='warn' it goes on."""
+
+    def run(nonfinite: str) -> int:
+        with Session(device="cpu", nonfinite=nonfinite) as session:
+            job = Job(session)
+            for batch in session.batches(data(), global_batch_size=16, epochs=40):
+                with session.step() as step:
+                    loss = loss_of(job.wrapped, batch)
+                    step.backward(loss * float("nan") if session.step_number == 1 else loss)
+                    job.optimizer.step()
+            return session.step_number
+
+    with pytest.raises(NonFiniteError, match="NaN or infinite by step"):
+        run("raise")
+    assert run("warn") == 160
+
+
+def test_one_loss_that_is_not_finite_is_told_of_once() -> None:
+    """With nonfinite='warn', where the parameters stay finite: the count does not grow for ever after."""
+    with structlog.testing.capture_logs() as logs, Session(device="cpu", nonfinite="warn") as session:
+        job = Job(session)
+        for batch in session.batches(data(), global_batch_size=16, epochs=40):
+            with session.step() as step:
+                loss = loss_of(job.wrapped, batch)
+                step.backward(loss + float("inf") if session.step_number == 1 else loss)
+                job.optimizer.step()
+        counted = session._tracker.pulse.nonfinite
+    assert 1 <= counted <= 2  # what was on its way when it was found may count once more
+    assert [each["event"] for each in logs].count("loss.nonfinite") == counted
+
+
+def test_a_loader_of_ones_own_works_without_a_cursor() -> None:
+    """Steps about no batch count, and the position in the data stays."""
+    with Session(device="cpu") as session:
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer)
+        for _ in range(3):
+            with session.step() as step:
+                step.backward(wrapped(torch.randn(8, 4)).square().mean())
+                optimizer.step()
+        assert (session.step_number, session.cursor) == (3, Cursor())
+
+
+def counted(parts: list[tuple[float, float]], micro: int | None = 4) -> tuple[torch.Tensor, float]:
+    """The gradient and the loss of one step over 16 samples whose micro-batches weigh and count as told."""
+    with Session(device="cpu") as session:
+        module = torch.nn.Linear(4, 1, bias=False)
+        torch.nn.init.zeros_(module.weight)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer)
+        batch = next(session.batches(data(), global_batch_size=4 * len(parts), micro_batch_size=micro, epochs=1))
+        with session.step() as step:
+            for part, (weight, count) in zip(step.micro_batches(batch), parts, strict=True):
+                step.backward(weight * (wrapped(torch.ones_like(part.x)) - 1.0).sum(), count=count)
+            assert module.weight.grad is not None
+            gradient = module.weight.grad.clone()
+            optimizer.step()
+        return gradient, step.loss
+
+
+def test_a_counted_loss_is_the_sum_over_the_global_batch_divided_by_its_count() -> None:
+    """Each item weighs the same, however they lie in micro-batches; a micro-batch may have none."""
+    gradient, loss = counted([(1.0, 10.0), (3.0, 2.0), (0.0, 0.0)])
+    assert torch.allclose(gradient, torch.full((1, 4), (1.0 + 3.0) * 4 / 12.0))
+    assert loss == pytest.approx(-(1.0 + 3.0) * 4 / 12.0)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_loss_is_that_of_all_backward_passes(wanted: bool) -> None:
+    """Also where it was wanted early, and another pass has come behind the one that it was first found after."""
+    with Session(device="cpu") as session:
+        module = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer)
+        next(session.batches(data(), global_batch_size=8, epochs=1))
+        with session.step() as step:
+            if wanted:
+                step.want_loss()
+            step.backward(wrapped(torch.ones(1, 4)).sum() * 0.0 + 2.0)
+            step.backward(wrapped(torch.ones(1, 4)).sum() * 0.0 + 3.0)
+            assert math.isnan(step.loss)
+            optimizer.step()
+        assert step.loss == pytest.approx(5.0)
+
+
+class Lost:
+    """A sum that never comes."""
+
+    def wait(self) -> list[float]:
+        raise RoundBrokenError("a peer was lost")
+
+
+def test_a_loss_that_is_asked_for_later_is_the_same_or_none(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None where it cannot be known any more: whoever asks later must not be who deals with the loss of a peer."""
+    batch = batch_of(job)
+    with job.session.step() as step:
+        step.want_loss()
+        step.backward(loss_of(job.wrapped, batch))
+        with pytest.raises(ConfigError, match="later_loss"):
+            step.later_loss()
+        job.optimizer.step()
+    assert step.later_loss().read() == pytest.approx(step.local_mean())
+    monkeypatch.setattr(step, "_pending", Lost())
+    assert step.later_loss().read() is None
+    monkeypatch.setattr(step, "_control", Control())
+    monkeypatch.setattr(step, "_pending", None)
+    monkeypatch.setattr(step, "_mean", 0.5)
+    assert step.later_loss().read() is None
+    monkeypatch.undo()
+    assert step.loss == pytest.approx(step.local_mean())
+
+
+def test_a_loss_that_was_not_wanted_cannot_be_asked_for_later(job: Job) -> None:
+    """Its sum would have to be begun by all ranks at one moment."""
+    batch = batch_of(job)
+    with job.session.step() as step:
+        step.backward(loss_of(job.wrapped, batch))
+        job.optimizer.step()
+    with pytest.raises(ConfigError, match="want_loss"):
+        step.later_loss()
+
+
+def test_the_mean_over_this_ranks_own_items_is_that_of_its_counts() -> None:
+    """What the ledger keeps, and what is told where the ranks have changed since."""
+    with Session(device="cpu") as session:
+        module = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        wrapped = session.wrap(module, optimizer=optimizer)
+        batch = next(session.batches(data(), global_batch_size=8, micro_batch_size=4, epochs=1))
+        with session.step() as step:
+            for part in step.micro_batches(batch):
+                step.backward(((wrapped(part.x) - part.y) ** 2).sum(), count=2 * len(part))
+            optimizer.step()
+        assert step.local_mean() == pytest.approx(step.loss)
+
+
+def test_a_global_batch_in_which_nothing_counts_changes_nothing() -> None:
+    """Neither a division by zero nor a loss that is no number."""
+    gradient, loss = counted([(0.0, 0.0), (0.0, 0.0)])
+    assert (gradient == 0).all()
+    assert loss == 0.0
+
+
+def some_counted(job: Job, step: Step, batch: Batch) -> None:
+    for part in step.micro_batches(batch):
+        step.backward(loss_of(job.wrapped, part), count=None if part.start else 3)
+
+
+def no_number(job: Job, step: Step, batch: Batch) -> None:
+    step.backward(loss_of(job.wrapped, batch), count=float("nan"))
+
+
+def counted_twice(job: Job, step: Step, batch: Batch) -> None:
+    step.backward(loss_of(job.wrapped, batch), count=3)
+    step.backward(loss_of(job.wrapped, batch), count=3)
+
+
+def one_left_out(job: Job, step: Step, batch: Batch) -> None:
+    for part in step.micro_batches(batch):
+        if part.start:
+            step.backward(loss_of(job.wrapped, part))
+    job.optimizer.step()
+
+
+def last_left_out(job: Job, step: Step, batch: Batch) -> None:
+    for part in step.micro_batches(batch):
+        if not part.start:
+            step.backward(loss_of(job.wrapped, part))
+    job.optimizer.step()
+
+
+@pytest.mark.parametrize("body", [one_left_out, last_left_out])
+def test_a_micro_batch_without_a_backward_pass_is_refused(job: Job, body: Any) -> None:
+    """Its samples would be missing in the gradient, and nobody would know."""
+    batch = batch_of(job, micro_batch_size=8)
+    with pytest.raises(ConfigError, match="had no backward pass"), job.session.step() as step:
+        body(job, step, batch)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [(some_counted, "for all or none"), (no_number, "a count of nan"), (counted_twice, "add the losses up")],
+)
+def test_counts_that_would_weigh_wrongly_are_refused(job: Job, body: Any, says: str) -> None:
+    """The sentence says what to do instead."""
+    batch = batch_of(job, micro_batch_size=8)
+    with pytest.raises(ConfigError, match=says), job.session.step() as step:
+        body(job, step, batch)
+
+
+def test_random_numbers_of_a_micro_batch_depend_on_its_place_in_the_epoch(job: Job) -> None:
+    """Not on how many micro-batches a rank has before it; two places draw different numbers."""
+
+    def drawn(micro: int) -> dict[int, float]:
+        found: dict[int, float] = {}
+        batch = batch_of(job, micro_batch_size=micro)
+        with suppress(InterruptedError), job.session.step() as step:
+            for part in step.micro_batches(batch):
+                found[part.start] = float(torch.rand(()))
+            raise InterruptedError
+        return found
+
+    four, eight = drawn(4), drawn(8)
+    assert sorted(four) == [0, 4, 8, 12]
+    assert len(set(four.values())) == 4
+    assert eight == {start: four[start] for start in (0, 8)}
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor")  # torch's LBFGS does, by hand
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.LBFGS])
+def test_an_optimizer_may_be_given_a_closure(kind: Any) -> None:
+    """The same parameters as by hand, however often the optimizer calls it; the loss is that of its last call."""
+
+    def trained(session: Session | None) -> tuple[torch.Tensor, list[float]]:
+        torch.manual_seed(1)
+        module = torch.nn.Linear(4, 1)
+        optimizer, losses = kind(module.parameters(), lr=0.1), []
+        if session is not None:
+            session.wrap(module, optimizer=optimizer)
+        x, y = data().tensors
+        for _ in range(3):
+            with session.step() if session is not None else nullcontext() as step:
+
+                def closure(step: Any = step) -> torch.Tensor:
+                    optimizer.zero_grad()
+                    loss = torch.nn.functional.mse_loss(module(x), y)
+                    (step.backward if step is not None else torch.Tensor.backward)(loss)
+                    losses.append(loss.item())
+                    return loss
+
+                optimizer.step(closure)
+            assert step is None or step.loss == pytest.approx(losses[-1])
+        return module.weight.detach().clone(), losses
+
+    with Session(device="cpu") as session:
+        weight, losses = trained(session)
+        assert session.step_number == 3
+    expected = trained(None)
+    assert torch.equal(weight, expected[0])
+    assert losses == expected[1]
+
+
+def test_an_optimizer_that_repeats_its_closure_takes_no_scaler() -> None:
+    """It would see scaled gradients, and no overflow."""
+    with Session(device="cpu") as session:
+        module = torch.nn.Linear(4, 1)
+        optimizer: Any = torch.optim.LBFGS(module.parameters())
+        session.wrap(module, optimizer=optimizer, scaler=torch.amp.GradScaler("cpu"))
+        with pytest.raises(ConfigError, match="does not go with LBFGS"), session.step():
+            optimizer.step(lambda: module(torch.ones(1, 4)).sum())
