@@ -47,7 +47,7 @@ _LONGEST_NOTES: Final = PAGE_BYTES - _NOTES_AT - _NOTES_HEAD.size
 
 
 @dataclass(slots=True)
-class Pulse:
+class Heartbeat:
     """What changes with every step. Times are on the machine's monotonic clock, which all its processes share."""
 
     phase: Phase = Phase.STARTING
@@ -91,7 +91,7 @@ class Reading:
     """A page as it was when it was read. ``phase`` and ``waits`` are of that very moment."""
 
     path: Path
-    pulse: Pulse
+    pulse: Heartbeat
     phase: Phase
     waits: bool
     """Whether it waits for other ranks."""
@@ -196,7 +196,7 @@ class PageWriter:
         """Whether it is in a step now that it has not committed yet."""
         self.memory[_MOMENT + 2] = inside
 
-    def beat(self, pulse: Pulse, phase: int | None = None) -> None:
+    def beat(self, pulse: Heartbeat, phase: int | None = None) -> None:
         """Write ``pulse``; ``phase`` is the number of its phase, where that is known (looking it up takes a moment)."""
         self._sequence += 1
         if phase is None:
@@ -292,10 +292,10 @@ class PageReader:
         return None
 
 
-def _pulse(values: tuple[Any, ...]) -> Pulse:
+def _pulse(values: tuple[Any, ...]) -> Heartbeat:
     _, phase, rank, world, round_, step, steps, samples, epoch, used, *rest = values
     fresh, nonfinite, allocated, reserved, *times = rest
-    return Pulse(
+    return Heartbeat(
         phase=PHASES[phase] if phase < len(PHASES) else Phase.STARTING,
         rank=rank,
         world_size=world,

@@ -61,7 +61,7 @@ class Sightings:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ClusterView:
     """Everything a decision rests on."""
 
     me: str
@@ -80,14 +80,14 @@ def by_seniority(nodes: Iterable[NodeView]) -> list[NodeView]:
     return sorted(nodes, key=lambda node: node.create_revision)
 
 
-def is_ghost(view: View, node: NodeView) -> bool:
+def is_ghost(view: ClusterView, node: NodeView) -> bool:
     """Whether this key was left behind by an excluded node and has not changed since."""
     if view.round is None:
         return False
     return Ghost(node=node.id, mod_revision=node.mod_revision) in view.round.ghosts
 
 
-def live_members(view: View) -> list[tuple[RoundMember, NodeView]]:
+def live_members(view: ClusterView) -> list[tuple[RoundMember, NodeView]]:
     """Members of the round whose very key still exists, in rank order."""
     if view.round is None:
         return []
@@ -100,7 +100,7 @@ def live_members(view: View) -> list[tuple[RoundMember, NodeView]]:
     ]
 
 
-def accused(view: View) -> list[NodeView]:
+def accused(view: ClusterView) -> list[NodeView]:
     """Members of the round that it was broken without, since they did not answer, and that have shown nothing since."""
     current = view.round
     if current is None or current.state is not RoundState.BROKEN:
@@ -109,7 +109,7 @@ def accused(view: View) -> list[NodeView]:
     return [node for node in keys if is_ghost(view, node)]
 
 
-def candidates(view: View) -> list[NodeView]:
+def candidates(view: ClusterView) -> list[NodeView]:
     """Nodes that are free and willing to take part in the next round: survivors in rank order, then newcomers."""
     willing = [
         node
@@ -123,41 +123,41 @@ def candidates(view: View) -> list[NodeView]:
     return sorted(willing, key=lambda node: order.get(node.id, len(order)))
 
 
-def is_free(view: View, node: NodeView) -> bool:
+def is_free(view: ClusterView, node: NodeView) -> bool:
     """Whether this life of the node takes no part in the present round, or its workers have left it."""
     return not (same_life(view, node) or is_behind(view, node)) or node.record.reported > number_of(view)
 
 
-def is_behind(view: View, node: NodeView) -> bool:
+def is_behind(view: ClusterView, node: NodeView) -> bool:
     """Whether its key shows an earlier life than the present round means: the store has gone back to an older state,
     and the node will show again what it is now."""
     member = view.round.member(node.id) if view.round else None
     return member is not None and member.create_revision == node.create_revision and node.record.life < member.life
 
 
-def same_life(view: View, node: NodeView) -> bool:
+def same_life(view: ClusterView, node: NodeView) -> bool:
     """Whether the present round means this very life of the node."""
     member = view.round.member(node.id) if view.round else None
     return member is not None and member.incarnation == node.incarnation
 
 
-def number_of(view: View) -> int:
+def number_of(view: ClusterView) -> int:
     """The number of the present round; 0 before the first."""
     return 0 if view.round is None else view.round.number
 
 
-def newcomers(view: View) -> list[NodeView]:
+def newcomers(view: ClusterView) -> list[NodeView]:
     """Candidates that are not members of the present round."""
     members = {member.node for member, _ in live_members(view)}
     return [node for node in candidates(view) if node.id not in members]
 
 
-def next_number(view: View) -> int:
+def next_number(view: ClusterView) -> int:
     """The number of the round after the present one."""
     return number_of(view) + 1
 
 
-def losses(view: View) -> list[str]:
+def losses(view: ClusterView) -> list[str]:
     """Why the present round cannot go on, one phrase for each member that is lost or has left unplanned.
 
     While a planned change is under way only those count that the next round needs, and whoever is found dead is lost.
@@ -177,7 +177,7 @@ def losses(view: View) -> list[str]:
     return phrases
 
 
-def _newcomer(view: View, member: RoundMember) -> NodeView | None:
+def _newcomer(view: ClusterView, member: RoundMember) -> NodeView | None:
     """The node that a planned change takes in as ``member``."""
     node = view.nodes.get(member.node)
     return node if node is not None and node.create_revision == member.create_revision else None

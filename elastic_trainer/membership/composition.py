@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from elastic_trainer.membership.cluster_view import NodeView, View, candidates, is_ghost, live_members, next_number
+from elastic_trainer.membership.cluster_view import (
+    ClusterView,
+    NodeView,
+    candidates,
+    is_ghost,
+    live_members,
+    next_number,
+)
 from elastic_trainer.membership.documents import Ghost, NodeState, RoundDocument, RoundMember, RoundState, join_address
 from elastic_trainer.model import Cause
 
@@ -34,7 +41,7 @@ def broken(
 
 
 def compose(
-    view: View,
+    view: ClusterView,
     chosen: list[NodeView],
     reason: str,
     *,
@@ -79,7 +86,7 @@ def compose(
     )
 
 
-def _ghosts(view: View, chosen: set[str]) -> tuple[Ghost, ...]:
+def _ghosts(view: ClusterView, chosen: set[str]) -> tuple[Ghost, ...]:
     """Keys of members that the next round leaves out although their lease still stands."""
     left_out = {node.id: node for _, node in live_members(view)}
     left_out |= {node.id: node for node in view.nodes.values() if is_ghost(view, node)}

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_trainer.membership.cluster_view import Limits, NodeView, View, live_members
+from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, live_members
 from elastic_trainer.membership.documents import Identity, RoundDocument, RoundState
 from elastic_trainer.model import Cause
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class FailureBudget:
     """What has gone wrong since the job last came further: that was to ``step`` (None: it has not begun)."""
 
     step: int | None
@@ -37,10 +37,10 @@ class Tally:
         return f"{what} after step {self.step}, without a step committed since{_samples(self.place)}"
 
 
-def count(view: View, current: RoundDocument, ready: list[NodeView]) -> Tally:
+def count(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> FailureBudget:
     """The tally after the end of the present round, whose successor ``ready`` will make up."""
     if current.state is RoundState.DRAINING:
-        return Tally(current.last_step, current.failures, current.stalled)
+        return FailureBudget(current.last_step, current.failures, current.stalled)
     ended = [node for member, node in live_members(view) if node.record.life > member.life]
     # Whoever lives knows exactly how far the job has come; of the dead that is known only where they had a page.
     known = [node.record.identity for node in ready if node.record.identity is not None]
@@ -48,17 +48,17 @@ def count(view: View, current: RoundDocument, ready: list[NodeView]) -> Tally:
     place = max(known, key=lambda each: each.step, default=None)
     failed = int(current.worker_failed or bool(ended))
     if place is not None and (current.last_step is None or place.step > current.last_step):
-        return Tally(place.step, failed, 0, place)
-    return Tally(current.last_step, current.failures + failed, current.stalled + 1, place)
+        return FailureBudget(place.step, failed, 0, place)
+    return FailureBudget(current.last_step, current.failures + failed, current.stalled + 1, place)
 
 
-def count_lives(view: View, current: RoundDocument) -> Tally:
+def count_lives(view: ClusterView, current: RoundDocument) -> FailureBudget:
     """The tally in restart mode: lives in a row that ended by a failure of workers after the very same step.
 
     Each begins at a checkpoint, so one that ends before that step tells nothing of it: such failures are those of
     machines, which may come at any step. Nor does a life that ended with the loss of a node.
     """
-    before = Tally(current.last_step, current.failures, current.stalled, culprits=current.culprits)
+    before = FailureBudget(current.last_step, current.failures, current.stalled, culprits=current.culprits)
     ended = [node for member, node in live_members(view) if node.record.life > member.life]
     told = [node.record.reached for node in ended if node.record.reached is not None]
     place = max((each for each in told if each.round == current.number), key=lambda each: each.step, default=None)
@@ -66,8 +66,8 @@ def count_lives(view: View, current: RoundDocument) -> Tally:
     if current.state is RoundState.DRAINING or place is None or not culprits or len(ended) < len(current.members):
         return before
     if place.step != current.last_step:
-        return Tally(place.step, 1, 0, place, tuple(sorted(culprits)))
-    return Tally(place.step, current.failures + 1, 0, place, tuple(sorted(culprits.union(current.culprits))))
+        return FailureBudget(place.step, 1, 0, place, tuple(sorted(culprits)))
+    return FailureBudget(place.step, current.failures + 1, 0, place, tuple(sorted(culprits.union(current.culprits))))
 
 
 def _samples(place: Identity | None) -> str:

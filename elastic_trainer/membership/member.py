@@ -25,7 +25,7 @@ from elastic_trainer.errors import (
     StoreUnavailableError,
     TransientError,
 )
-from elastic_trainer.membership.cluster_view import Limits, NodeView, Sightings, View, live_members
+from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Sightings, live_members
 from elastic_trainer.membership.composition import broken
 from elastic_trainer.membership.delays import Delays
 from elastic_trainer.membership.documents import (
@@ -41,7 +41,7 @@ from elastic_trainer.membership.documents import (
 from elastic_trainer.membership.outlook import Outlook, RollCall, named
 from elastic_trainer.membership.presence import Presence
 from elastic_trainer.membership.probe import Prober
-from elastic_trainer.membership.rollback_guard import STATE_ORDER, Recollection, position
+from elastic_trainer.membership.rollback_guard import STATE_ORDER, RollbackGuard, position
 from elastic_trainer.membership.rules import Action, Decision, decide
 from elastic_trainer.membership.sightings import Tracker
 from elastic_trainer.membership.view import Observation, RunView
@@ -81,7 +81,7 @@ class Member:
         self._view = RunView(keys)
         self._outlook = Outlook(store, keys, presence, self._view, clock)
         self._tracker = Tracker()
-        self._memory = Recollection()
+        self._memory = RollbackGuard()
         self._delays = Delays()
         self._reloads = 0
         self._stop = threading.Event()
@@ -321,8 +321,8 @@ class Member:
         for listener in self._listeners:
             listener(seen.round)
 
-    def _as_view(self, seen: Observation) -> View:
-        return View(
+    def _as_view(self, seen: Observation) -> ClusterView:
+        return ClusterView(
             me=self.node_id,
             nodes=seen.nodes,
             round=seen.round,

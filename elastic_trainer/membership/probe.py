@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from elastic_trainer.clock import SYSTEM, Clock
-from elastic_trainer.membership.cluster_view import NodeView, View, live_members, newcomers
+from elastic_trainer.membership.cluster_view import ClusterView, NodeView, live_members, newcomers
 from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.telemetry.logs import logger
 
@@ -49,7 +49,7 @@ class Prober:
                 name for name, revision in self._dead if name in nodes and nodes[name].mod_revision == revision
             )
 
-    def look(self, view: View, found: Callable[[], None]) -> float:
+    def look(self, view: ClusterView, found: Callable[[], None]) -> float:
         """Probe the nodes that are in doubt; ``found`` is called when one is dead.
 
         Returns the seconds until the next look is due.
@@ -83,7 +83,7 @@ class Prober:
                 found()
 
 
-def doubtful(view: View) -> list[NodeView]:
+def doubtful(view: ClusterView) -> list[NodeView]:
     """The nodes that must not be dead for what comes next, of which nobody has heard just now.
 
     Members of a broken or draining round that have not said that they are free, and newcomers that are about to be
@@ -96,7 +96,7 @@ def doubtful(view: View) -> list[NodeView]:
     ]
 
 
-def _awaited(view: View) -> list[NodeView]:
+def _awaited(view: ClusterView) -> list[NodeView]:
     current = view.round
     if current is None or current.state is RoundState.CLOSED:
         return []

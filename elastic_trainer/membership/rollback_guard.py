@@ -29,17 +29,17 @@ def position(document: RoundDocument | None) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Recollection:
+class RollbackGuard:
     """The furthest round document that this node has seen, and since when the store is behind it."""
 
     known: RoundDocument | None = None
     behind_since: float | None = None
 
-    def advance(self, seen: RoundDocument | None, now: float) -> Recollection:
+    def advance(self, seen: RoundDocument | None, now: float) -> RollbackGuard:
         """What is remembered after ``seen`` was found in the store at ``now`` (monotonic seconds)."""
         if position(seen) >= position(self.known) and not self._is_another(seen):
-            return Recollection(seen)
-        return Recollection(self.known, now if self.behind_since is None else self.behind_since)
+            return RollbackGuard(seen)
+        return RollbackGuard(self.known, now if self.behind_since is None else self.behind_since)
 
     def _is_another(self, seen: RoundDocument | None) -> bool:
         """Whether ``seen`` was formed, in a store that had gone back, under the number of a round that is known."""

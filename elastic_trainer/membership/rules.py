@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from elastic_trainer.membership.cluster_view import (
+    ClusterView,
     NodeView,
-    View,
     accused,
     by_seniority,
     candidates,
@@ -24,7 +24,7 @@ from elastic_trainer.membership.cluster_view import (
 )
 from elastic_trainer.membership.composition import broken, compose
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState, RunResult
-from elastic_trainer.membership.failure_budget import Tally, count, count_lives
+from elastic_trainer.membership.failure_budget import FailureBudget, count, count_lives
 from elastic_trainer.membership.reachability import apart, left_out
 from elastic_trainer.model import Cause, RecoveryMode
 
@@ -52,7 +52,7 @@ class Decision:
     again_in_s: float | None = None
 
 
-def decide(view: View, now: float) -> Decision:
+def decide(view: ClusterView, now: float) -> Decision:
     """The rules. Every clause says in ``reason`` why it holds."""
     current = view.round
     if current is not None and current.state is RoundState.CLOSED:
@@ -69,7 +69,7 @@ def decide(view: View, now: float) -> Decision:
     return Decision(Action.WAIT, f"a more senior node decides: {decision.reason}", again_in_s=turn)
 
 
-def _turn(view: View, now: float) -> float | None:
+def _turn(view: ClusterView, now: float) -> float | None:
     """Seconds until this node may act: 0 for the most senior, more for its deputies; None if it is not present."""
     present = [
         node for node in by_seniority(view.nodes.values()) if node.id not in view.suspects and not is_ghost(view, node)
@@ -81,7 +81,7 @@ def _turn(view: View, now: float) -> float | None:
     return max(0.0, position * view.limits.deputy_delay_s - (now - changed))
 
 
-def _first_round(view: View, now: float) -> Decision:
+def _first_round(view: ClusterView, now: float) -> Decision:
     """Nobody of an earlier round is left: gather min to max nodes, with a last call."""
     limits, ready, seen = view.limits, candidates(view), view.sightings
     if len(ready) >= limits.max_nodes:
@@ -96,7 +96,7 @@ def _first_round(view: View, now: float) -> Decision:
     return Decision(Action.WAIT, "last call for more nodes", again_in_s=left)
 
 
-def _next_round(view: View, current: RoundDocument, now: float) -> Decision:
+def _next_round(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     """Members of the present round are alive: end it, break it, open it to newcomers, or follow it up."""
     done = any(node.record.state is NodeState.DONE for _, node in live_members(view))
     if done or _head_has_finished(view, current):
@@ -113,7 +113,7 @@ def _next_round(view: View, current: RoundDocument, now: float) -> Decision:
     return _regroup(view, current, now)
 
 
-def _cannot_start(view: View, current: RoundDocument) -> Decision | None:
+def _cannot_start(view: ClusterView, current: RoundDocument) -> Decision | None:
     """All members show that their workers ended at their very start, and alike: the second time that ends the run."""
     records = [node.record for member, node in live_members(view) if node.record.life == member.life]
     told = {record.false_start for record in records}
@@ -131,7 +131,7 @@ def _failed(current: RoundDocument, reason: str) -> Decision:
     return Decision(Action.CLOSE, reason, current.model_copy(update=update))
 
 
-def _planned(view: View, current: RoundDocument, now: float) -> Decision:
+def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     """An active round in which all is well: let nodes leave, take newcomers in, in batches."""
     leaving = [node.id for _, node in live_members(view) if node.record.state is NodeState.DRAINING]
     fresh = [node for node in newcomers(view) if not _tried_without(view, current, node)]
@@ -151,7 +151,7 @@ def _planned(view: View, current: RoundDocument, now: float) -> Decision:
     return Decision(Action.DRAIN, reason, current.model_copy(update=update))
 
 
-def _tried_without(view: View, current: RoundDocument, node: NodeView) -> bool:
+def _tried_without(view: ClusterView, current: RoundDocument, node: NodeView) -> bool:
     """In restart mode: whether the present round is to show how the others fare without this process of ``node``."""
     restarts = view.limits.recovery is RecoveryMode.RESTART
     return restarts and current.left_out == node.id and node.record.ended_by is not None
@@ -163,7 +163,7 @@ def _verb(names: list[str], verb: str) -> str:
     return f"node {names[0]} {verb}s" if len(names) == 1 else f"nodes {', '.join(names)} {verb}"
 
 
-def _after_drain(view: View, current: RoundDocument, joining: list[str], reason: str) -> RoundDocument | None:
+def _after_drain(view: ClusterView, current: RoundDocument, joining: list[str], reason: str) -> RoundDocument | None:
     """In place: the complete next round. None where workers are restarted, or too few nodes would be left."""
     if view.limits.recovery is RecoveryMode.RESTART:
         return None
@@ -176,7 +176,7 @@ def _after_drain(view: View, current: RoundDocument, joining: list[str], reason:
     )
 
 
-def _switching(view: View, current: RoundDocument, planned: RoundDocument) -> Decision:
+def _switching(view: ClusterView, current: RoundDocument, planned: RoundDocument) -> Decision:
     """A planned change is under way in place: it is over when all that stay have switched."""
     lost = "; ".join(losses(view))
     if lost:
@@ -188,7 +188,7 @@ def _switching(view: View, current: RoundDocument, planned: RoundDocument) -> De
     return Decision(Action.FORM, planned.reason, planned)
 
 
-def _regroup(view: View, current: RoundDocument, now: float) -> Decision:
+def _regroup(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     """A broken round, or one that is left for a restart: wait for the survivors to be free, then form the next."""
     waited_s = now - view.sightings.round_since
     silent, left = [], []
@@ -211,7 +211,7 @@ def _regroup(view: View, current: RoundDocument, now: float) -> Decision:
     return _follow(view, current, ready)
 
 
-def _without_haste(view: View, current: RoundDocument, ready: list[NodeView]) -> list[NodeView]:
+def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> list[NodeView]:
     """In place after a failure: newcomers only in the place of lost nodes, or where too few are left.
 
     Survivors in the middle of a call of the script's complete it by themselves, however few they are: nobody who comes
@@ -224,7 +224,7 @@ def _without_haste(view: View, current: RoundDocument, ready: list[NodeView]) ->
     return ready[: max(view.limits.min_nodes, len(survivors), len(current.members))]
 
 
-def _bound_s(view: View, current: RoundDocument, node: NodeView) -> float:
+def _bound_s(view: ClusterView, current: RoundDocument, node: NodeView) -> float:
     """How long ``node`` may take to leave the round, since that is over."""
     if current.state is RoundState.DRAINING and view.limits.recovery is RecoveryMode.IN_PLACE:
         return math.inf  # by agreement: the step goes on to its end, and a checkpoint is saved
@@ -235,14 +235,14 @@ def _bound_s(view: View, current: RoundDocument, node: NodeView) -> float:
     return max(2.0 * node.record.step_time_s, view.limits.report_floor_s)
 
 
-def _is_ahead(view: View, node: NodeView) -> bool:
+def _is_ahead(view: ClusterView, node: NodeView) -> bool:
     """Whether steps would be lost without ``node``: no survivor that is free holds as much as it may."""
     free = [each.record.identity for each in candidates(view) if same_life(view, each)]
     newest = max((identity.step for identity in free if identity is not None), default=None)
     return newest is None or node.record.committed > newest
 
 
-def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decision:
+def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> Decision:
     """The round after one that is over, unless the run has failed too often at one place."""
     restarts = view.limits.recovery is RecoveryMode.RESTART
     usual = ready if restarts else _without_haste(view, current, ready)
@@ -275,7 +275,7 @@ def _follow(view: View, current: RoundDocument, ready: list[NodeView]) -> Decisi
     return Decision(Action.FORM, reason, document)
 
 
-def _suspect(view: View, tally: Tally, ready: list[NodeView]) -> NodeView | None:
+def _suspect(view: ClusterView, tally: FailureBudget, ready: list[NodeView]) -> NodeView | None:
     """The one node whose own workers failed so often at one step, where the others are enough to try it without.
 
     It may be the machine. If it was the batch, the next failure there is that of another, and ends the run.
@@ -285,7 +285,7 @@ def _suspect(view: View, tally: Tally, ready: list[NodeView]) -> NodeView | None
     return next((node for node in ready if node.id in tally.culprits), None)
 
 
-def _what_was_lost(view: View, current: RoundDocument, ready: list[NodeView]) -> tuple[str, Cause | None]:
+def _what_was_lost(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> tuple[str, Cause | None]:
     """Why there is a next round: the nodes that are gone, rather than whoever noticed first."""
     here = {node.id for node in candidates(view)}
     members = live_members(view)
@@ -307,7 +307,7 @@ def _lost(names: list[str]) -> str:
     return f"node {names[0]} was lost" if len(names) == 1 else f"nodes {', '.join(names)} were lost"
 
 
-def _ending(view: View, current: RoundDocument) -> Decision:
+def _ending(view: ClusterView, current: RoundDocument) -> Decision:
     """Some member has finished its work: no further round; close when nobody is still at work in this one."""
     lives = _lives(view, current)
     working = [
@@ -330,7 +330,7 @@ def _ending(view: View, current: RoundDocument) -> Decision:
     return Decision(Action.CLOSE, reason, document)
 
 
-def _lives(view: View, current: RoundDocument) -> dict[str, NodeView]:
+def _lives(view: ClusterView, current: RoundDocument) -> dict[str, NodeView]:
     """Members that still are in the life that the round means, also where a lease was lost and their key is another."""
     return {
         member.node: view.nodes[member.node]
@@ -339,11 +339,11 @@ def _lives(view: View, current: RoundDocument) -> dict[str, NodeView]:
     }
 
 
-def _head_has_finished(view: View, current: RoundDocument) -> bool:
+def _head_has_finished(view: ClusterView, current: RoundDocument) -> bool:
     """Whether rank 0's node is done, which decides the run's result, whatever became of its lease since."""
     head = _lives(view, current).get(current.members[0].node) if current.members else None
     return head is not None and head.record.state is NodeState.DONE
 
 
-def _form(view: View, ready: list[NodeView], reason: str, cause: Cause | None = None) -> Decision:
+def _form(view: ClusterView, ready: list[NodeView], reason: str, cause: Cause | None = None) -> Decision:
     return Decision(Action.FORM, reason, compose(view, ready[: view.limits.max_nodes], reason, cause=cause))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic_trainer.membership.cluster_view import Sightings, View, candidates, losses, newcomers
+from elastic_trainer.membership.cluster_view import ClusterView, Sightings, candidates, losses, newcomers
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Tracker:
     candidates: frozenset[tuple[str, int, int]] = frozenset()
     round_revision: int = -1
 
-    def advance(self, view: View, round_revision: int, now: float) -> Tracker:
+    def advance(self, view: ClusterView, round_revision: int, now: float) -> Tracker:
         """The tracker after ``view`` was seen at ``now`` (monotonic seconds)."""
         before = self.sightings
         ready = candidates(view)

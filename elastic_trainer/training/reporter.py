@@ -12,10 +12,10 @@ from elastic_trainer.training.config import LoggingConfig
 from elastic_trainer.training.progress import Moment, Progress, Rate, Silent, progress
 from elastic_trainer.training.step_log import StepLog
 from elastic_trainer.training.task import Exhibits
-from elastic_trainer.training.tensorboard import Board
+from elastic_trainer.training.tensorboard import TensorBoard
 
 
-class Telling:
+class Reporter:
     """See the module."""
 
     def __init__(self, config: LoggingConfig, directory: Path) -> None:
@@ -24,7 +24,7 @@ class Telling:
         self._round: int | None = None
         self._progress: Progress = Silent()
         self._log: StepLog | None = None
-        self._board: Board | None = None
+        self._board: TensorBoard | None = None
         self._rate = Rate()
 
     @property
@@ -38,7 +38,7 @@ class Telling:
             self.close()
             self._progress = progress(self._config, leader=True)
             self._log = StepLog(self._directory)
-            self._board = Board(self._directory, moment.step) if self._config.tensorboard else None
+            self._board = TensorBoard(self._directory, moment.step) if self._config.tensorboard else None
         elif self._leads and not leads:
             self.close()
         self._leads = leads

@@ -30,7 +30,7 @@ def check_installed() -> None:
         )
 
 
-class Board:
+class TensorBoard:
     """Event files in ``directory``. Points behind ``step`` that an earlier life of the run wrote are hidden."""
 
     def __init__(self, directory: Path, step: int) -> None:

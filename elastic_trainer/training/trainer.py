@@ -34,7 +34,7 @@ from elastic_trainer.training.identity import Identity
 from elastic_trainer.training.loading import as_yaml
 from elastic_trainer.training.precision import arithmetic
 from elastic_trainer.training.progress import Moment
-from elastic_trainer.training.reporter import Telling
+from elastic_trainer.training.reporter import Reporter
 from elastic_trainer.training.schedule import epochs_done, evaluation_due, run_length
 from elastic_trainer.training.task import Exhibits, Task
 from elastic_trainer.training.tensorboard import check_installed
@@ -136,7 +136,7 @@ class Run:
         if session.is_rank0:
             self._write_history()
         self._place: tuple[bool, int] | None = None
-        self.told = Telling(self.config.logging, trainer.directory)
+        self.told = Reporter(self.config.logging, trainer.directory)
         self._lead()
 
     def _lead(self) -> None:

@@ -27,15 +27,15 @@ from elastic_trainer.worker.inplace.call_replay import JSON, Codec, bytes_of
 from elastic_trainer.worker.inplace.recovery import Recovery
 from elastic_trainer.worker.model import ema
 from elastic_trainer.worker.steps.boundary import Turn
-from elastic_trainer.worker.steps.rank_context import Participation
+from elastic_trainer.worker.steps.rank_context import RankContext
 
 Result = TypeVar("Result")
 
 
-class Together:
+class Collectives:
     """See the module. ``stop()`` leaves, when all ranks have agreed to stop in the middle of an evaluation."""
 
-    def __init__(self, part: Participation, recovery: Recovery | None, stop: Callable[[], None]) -> None:
+    def __init__(self, part: RankContext, recovery: Recovery | None, stop: Callable[[], None]) -> None:
         self._part, self._recovery, self._stop = part, recovery, stop
 
     def repeated(self, attempt: Callable[[], Result], codec: Codec = JSON) -> Result:

@@ -44,7 +44,7 @@ from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
 from elastic_trainer.web.node import NodeEndpoint
 from elastic_trainer.worker import evaluation, forks
-from elastic_trainer.worker.collectives import Together
+from elastic_trainer.worker.collectives import Collectives
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm import placement as device
 from elastic_trainer.worker.comm.control import Purpose
@@ -59,13 +59,13 @@ from elastic_trainer.worker.model import ema
 from elastic_trainer.worker.model.loss_scaling import Scaling
 from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer
 from elastic_trainer.worker.report.endpoint import open_endpoint
-from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.saver import Cadence
 from elastic_trainer.worker.state.training_state import Position, Stateful, TrainingState, check_part
 from elastic_trainer.worker.steps.boundary import Turn
 from elastic_trainer.worker.steps.commit import Steps
 from elastic_trainer.worker.steps.comparison import EVERY_STEPS, OnDifference
-from elastic_trainer.worker.steps.rank_context import Participation, Plan, Trained
+from elastic_trainer.worker.steps.rank_context import Plan, RankContext, Trained
 from elastic_trainer.worker.steps.second_optimizers import SecondOptimizers
 from elastic_trainer.worker.steps.signals import Signals
 from elastic_trainer.worker.steps.step import Step
@@ -138,9 +138,9 @@ class Session:
         self._position = Position()
         self._user: dict[str, Stateful] = {}
         self._pending: dict[str, Any] = {}
-        self._part: Participation | None = None
+        self._part: RankContext | None = None
         self._recovery: Recovery | None = None
-        self._tracker = Tracker()
+        self._tracker = HeartbeatReporter()
         self._endpoint: NodeEndpoint | None = None
         self._held: list[Callable[[], list[int]]] = []
         """What gives the descriptors that are this session's own."""
@@ -153,7 +153,7 @@ class Session:
     def __enter__(self) -> Self:
         if not structlog.is_configured():
             logs.configure()
-        self._tracker = Tracker.open(self.environment)
+        self._tracker = HeartbeatReporter.open(self.environment)
         self._signals = Signals(self._patience_s, self._broken, self._saving)
         self._signals.open()
         self._held = [self._signals.descriptors]
@@ -182,7 +182,7 @@ class Session:
         with self._tracker.during(Phase.RENDEZVOUS):
             sockets.forming(groups.store_ends(formation))
             forming_s = min(settings.GROUP_TIMEOUT_S, self._group_timeout_s)
-            group = groups.form(formation, part.placement, groups.Patience(forming_s, self._group_timeout_s))
+            group = groups.form(formation, part.placement, groups.FormTimeouts(forming_s, self._group_timeout_s))
             sockets.formed(group.listening)
         part.enter(group, self._signals)
         part.check_storage()
@@ -198,9 +198,9 @@ class Session:
         part = self._take_place(self.environment.local_rank, world_size=2)
         self._recovery = Recovery(rounds, part, self._signals)
 
-    def _take_place(self, local_rank: int, world_size: int) -> Participation:
+    def _take_place(self, local_rank: int, world_size: int) -> RankContext:
         placement = device.take(self._asked_device, local_rank, world_size, self._backend)
-        self._part = Participation(self._plan, self.environment, self._link, placement, self._position, self._tracker)
+        self._part = RankContext(self._plan, self.environment, self._link, placement, self._position, self._tracker)
         return self._part
 
     def __exit__(
@@ -272,7 +272,7 @@ class Session:
     # ---- where this process is
 
     @property
-    def _here(self) -> Participation:
+    def _here(self) -> RankContext:
         if self._foreign:
             raise ConfigError(
                 "this process was forked from the one that trains, and has no part in its session",
@@ -283,8 +283,8 @@ class Session:
         return self._part
 
     @property
-    def _all(self) -> Together:
-        return Together(self._here, self._recovery, self._stop)
+    def _all(self) -> Collectives:
+        return Collectives(self._here, self._recovery, self._stop)
 
     @property
     def _trained(self) -> Trained:

@@ -22,7 +22,7 @@ import psutil
 
 from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.clock import SYSTEM, Deadline, pause
-from elastic_trainer.ipc.page import PageWriter, Pulse, start_of
+from elastic_trainer.ipc.page import Heartbeat, PageWriter, start_of
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.model import Phase
 from elastic_trainer.monitor.model.observation import Observer
@@ -34,7 +34,7 @@ from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.families import FAMILIES, Family, Source
 from elastic_trainer.web.node import NodeEndpoint
 from elastic_trainer.web.node_metrics import NodeCollector
-from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from tests.bench.health_store import LIMIT_S, RANKS, SimulatedRun
 from tests.bench.report import Must, Options, Report, at_most, at_most_time, emit, median, note, parse
 
@@ -238,11 +238,11 @@ def _node_side(options: Options) -> tuple[dict[str, Any], list[Must]]:
     ]
 
 
-def _worker(directory: Path, local_rank: int) -> tuple[PageWriter, Pulse]:
+def _worker(directory: Path, local_rank: int) -> tuple[PageWriter, Heartbeat]:
     """The page of one worker, which is this process."""
     writer = PageWriter.create(directory / f"{local_rank}-{os.getpid()}.page")
     writer.note({"pid": os.getpid(), "start": start_of("self"), "local_rank": local_rank, "device": "cpu"})
-    pulse = Pulse(phase=Phase.TRAINING, rank=local_rank, world_size=RANKS, round=1, step=1000, fresh=1000)
+    pulse = Heartbeat(phase=Phase.TRAINING, rank=local_rank, world_size=RANKS, round=1, step=1000, fresh=1000)
     writer.beat(pulse)
     return writer, pulse
 
@@ -255,7 +255,7 @@ def _scrapes(endpoint: NodeEndpoint, times: int) -> list[tuple[float, bytes]]:
         endpoint.close()
 
 
-def _beat_us(writer: PageWriter, pulse: Pulse, beats: int) -> float:
+def _beat_us(writer: PageWriter, pulse: Heartbeat, beats: int) -> float:
     began = SYSTEM.monotonic()
     for step in range(beats):
         pulse.step = step
@@ -265,7 +265,7 @@ def _beat_us(writer: PageWriter, pulse: Pulse, beats: int) -> float:
 
 def _commit_us(steps: int) -> float:
     """All that a step tells, the page included."""
-    tracker = Tracker()
+    tracker = HeartbeatReporter()
     began = SYSTEM.monotonic()
     for step in range(1, steps + 1):
         tracker.step_begins(step)

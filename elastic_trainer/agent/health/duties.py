@@ -16,7 +16,7 @@ from typing import Final
 
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.pages import Pages
-from elastic_trainer.agent.health.stragglers import Straggling
+from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers import hang_rules
 from elastic_trainer.agent.workers.kill import Verdicts
 from elastic_trainer.agent.workers.watchdog import process_state
@@ -55,7 +55,7 @@ class Health:
         write_incident: Callable[[Incident], None],
         told: Callable[[], Mapping[str, NodeHealth]],
         stalled: Callable[[int, str], None],
-        straggling: Straggling,
+        straggling: StragglerWatch,
         clock: Clock = SYSTEM,
         *,
         host: str = "",

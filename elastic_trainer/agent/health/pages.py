@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
-from elastic_trainer.agent.health.time_accounting import Accounts
+from elastic_trainer.agent.health.time_accounting import TimeAccounting
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.ipc.folders import PrivateFolder
 from elastic_trainer.ipc.page import PageReader, Reading
@@ -40,7 +40,7 @@ class Pages:
         """The last worker that was buried of each local rank."""
         self._nonfinite: dict[int, int] = {}
         self._closed = False
-        self.accounts = Accounts(clock.monotonic())
+        self.accounts = TimeAccounting(clock.monotonic())
         self.reached = 0
         """The newest step that a worker of this node has committed."""
 

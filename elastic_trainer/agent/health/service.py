@@ -16,7 +16,7 @@ from elastic_trainer.agent.health.duties import Health
 from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.pages import Pages
-from elastic_trainer.agent.health.stragglers import Straggling
+from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers import hang_rules
 from elastic_trainer.agent.workers.kill import Verdicts
 from elastic_trainer.agent.workers.reachability import records_of
@@ -39,7 +39,7 @@ from elastic_trainer.web.node_metrics import NodeCollector
 _BREAK_S = 10.0
 
 
-class Vitals:
+class HealthService:
     """See the module. ``address`` is the one that other nodes reach this one by."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Vitals:
         self._reached, self._group_timeout_s = _reached_before(store, keys), options.group_timeout_s
         self._told.fold(member.look().nodes)
         records = partial(records_of, store, keys)
-        straggling = Straggling(node, store, keys, records, evicts=options.evict_stragglers, clock=clock)
+        straggling = StragglerWatch(node, store, keys, records, evicts=options.evict_stragglers, clock=clock)
         limits = hang_rules.Limits(options.step_timeout, options.first_step_timeout, options.phase_timeout)
         self.health = Health(
             node,

@@ -34,7 +34,7 @@ def _leave() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Straggling:
+class StragglerWatch:
     """See the module. ``records()`` are those of all nodes; ``evicts``: whether slow nodes are to go."""
 
     def __init__(

@@ -19,7 +19,7 @@ HELD_BACK_S: Final = 60.0
 """A slot that has been empty for longer holds no worker that will ever tell: a script without a Session."""
 
 
-class Accounts:
+class TimeAccounting:
     """See the module. ``now`` is monotonic everywhere."""
 
     def __init__(self, now: float) -> None:

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
-from elastic_trainer.agent.rendezvous.join_timeout import Patience
+from elastic_trainer.agent.rendezvous.join_timeout import JoinTimeout
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, local_workers
-from elastic_trainer.agent.rendezvous.plain_script_guard import Trap
+from elastic_trainer.agent.rendezvous.plain_script_guard import PlainScriptGuard
 from elastic_trainer.agent.rendezvous.progress import ProgressWriter
 from elastic_trainer.agent.rendezvous.restart import Etcd3RendezvousHandler
 from elastic_trainer.agent.suspicion.neighbours import Peers
 from elastic_trainer.agent.suspicion.watch import Suspicion
 from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.local_sockets import descendants
-from elastic_trainer.agent.workers.reachability import Contact, records_of
-from elastic_trainer.agent.workers.record_writer import Announcer
+from elastic_trainer.agent.workers.reachability import Reachability, records_of
+from elastic_trainer.agent.workers.record_writer import RecordWriter
 from elastic_trainer.agent.workers.session_watch import Arrival
 from elastic_trainer.agent.workers.supervisor import kill_workers, worker_pids
 from elastic_trainer.clock import Deadline, pause
@@ -59,10 +59,10 @@ class InPlaceHandler(Etcd3RendezvousHandler):
     """One node's handler in in-place mode; see the module."""
 
     _conductor: Conductor | None = None
-    _announcer: Announcer | None = None
+    _announcer: RecordWriter | None = None
     _progress: ProgressWriter | None = None
-    _trap: Trap | None = None
-    _patience: Patience | None = None
+    _trap: PlainScriptGuard | None = None
+    _patience: JoinTimeout | None = None
     _suspicion: Suspicion | None = None
     _tcp_store: Any = None
 
@@ -137,8 +137,10 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             )
         member = self._arrive()
         self._tcp_store = store_at(self._address, timedelta(seconds=300))
-        self._trap = Trap(lambda: self._fatal(ConfigError(_NO_SESSION, hint=_NO_SESSION_HINT)), self._without_session)
-        self._announcer = Announcer(member, self._clock)
+        self._trap = PlainScriptGuard(
+            lambda: self._fatal(ConfigError(_NO_SESSION, hint=_NO_SESSION_HINT)), self._without_session
+        )
+        self._announcer = RecordWriter(member, self._clock)
         self._progress = ProgressWriter(self._store, self._keys, self._clock)
         base = self._base_record(workers)
         self._conductor = Conductor(
@@ -150,7 +152,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             self._clock,
             self._options.sever_timeout,
             self._options.hang_timeout,
-            Contact(partial(records_of, self._store, self._keys)),
+            Reachability(partial(records_of, self._store, self._keys)),
             self._vitals.verdicts if self._vitals is not None else None,
             self._vitals.pages.committed if self._vitals is not None else lambda pid: None,
             self._vitals.busy if self._vitals is not None else lambda pid: "",
@@ -161,7 +163,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             peers = Peers(self._run_id, self.node_id, member.nodes, self._clock)
             self._suspicion = Suspicion(self._conductor, self._vitals.pages, self._notice, peers, self._clock)
             self._suspicion.start()
-        self._patience = Patience(member, self._options.join_timeout, self._fatal, self._clock)
+        self._patience = JoinTimeout(member, self._options.join_timeout, self._fatal, self._clock)
 
     def _base_record(self, workers: LocalWorkers) -> NodeRecord:
         import socket

@@ -20,7 +20,7 @@ from elastic_trainer.membership.view import Observation
 LOOK_EVERY_S = 0.5
 
 
-class Patience:
+class JoinTimeout:
     """Counts the time in which this node is ready and no round is on, up to ``join_timeout_s`` seconds."""
 
     def __init__(

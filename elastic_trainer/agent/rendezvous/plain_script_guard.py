@@ -23,7 +23,7 @@ PAUSE_S = 0.1
 _WAITING = 128
 
 
-class Trap:
+class PlainScriptGuard:
     """Listens on 127.0.0.1 until closed. ``suspects()`` are the processes that may not connect."""
 
     def __init__(self, caught: Callable[[], None], suspects: Callable[[], Iterable[int]]) -> None:

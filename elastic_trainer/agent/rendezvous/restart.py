@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from elastic_trainer.agent.health.service import Vitals
+from elastic_trainer.agent.health.service import HealthService
 from elastic_trainer.agent.rendezvous import sigterm
 from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPort, default_node_id, own_address
 from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
@@ -99,7 +99,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._liveness: LivenessPort | None = None
         self._port: ReservedPort | None = None
         self._supervisor: Supervisor | None = None
-        self._vitals: Vitals | None = None
+        self._vitals: HealthService | None = None
         self._worked = False
         """What :attr:`_made_steps` was when the node's part ended."""
         self._current: RoundDocument | None = None
@@ -266,7 +266,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         member.start(deadline)
         self._member = member
         atexit.register(self._at_exit)
-        self._vitals = Vitals(
+        self._vitals = HealthService(
             self._run_id,
             self.node_id,
             member,

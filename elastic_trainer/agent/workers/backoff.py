@@ -14,14 +14,14 @@ DOUBLINGS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Strikes:
+class Backoff:
     """Lives in a row that ended before they had committed :data:`ENOUGH_STEPS` steps."""
 
     count: int = 0
 
-    def after(self, steps: int) -> Strikes:
+    def after(self, steps: int) -> Backoff:
         """The strikes after a life of ``steps`` committed steps."""
-        return Strikes(0 if steps >= ENOUGH_STEPS else self.count + 1)
+        return Backoff(0 if steps >= ENOUGH_STEPS else self.count + 1)
 
     def back_off_s(self) -> float:
         """Seconds to wait before joining: 0 after the first such life, then 1, 2, 4, ... up to a minute."""

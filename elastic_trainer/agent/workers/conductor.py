@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.agent.workers.backoff import Strikes
+from elastic_trainer.agent.workers.backoff import Backoff
 from elastic_trainer.agent.workers.kill import Verdicts
 from elastic_trainer.agent.workers.quarantine import Quarantine
-from elastic_trainer.agent.workers.reachability import Contact
-from elastic_trainer.agent.workers.record_writer import Announcer
+from elastic_trainer.agent.workers.reachability import Reachability
+from elastic_trainer.agent.workers.record_writer import RecordWriter
 from elastic_trainer.agent.workers.release import Release
 from elastic_trainer.agent.workers.roster import Life, Worker
 from elastic_trainer.agent.workers.watchdog import Watchdog
@@ -69,12 +69,12 @@ class Conductor:
         run: str,
         node: str,
         base: NodeRecord,
-        announcer: Announcer,
+        announcer: RecordWriter,
         on_progress: Callable[[Progress], None],
         clock: Clock = SYSTEM,
         sever_timeout_s: float = 30.0,
         hang_timeout_s: float = 0.0,
-        contact: Contact | None = None,
+        contact: Reachability | None = None,
         verdicts: Verdicts | None = None,
         committed: Callable[[int], tuple[int, int] | None] = lambda pid: None,
         busy: Callable[[int], str] = lambda pid: "",
@@ -91,8 +91,8 @@ class Conductor:
         """How far the last life came."""
         self._ended_by: Cause | None = None
         """What ended it, unless that was agreed on."""
-        self._strikes = Strikes()
-        self._quarantine = Quarantine(node, contact or Contact(dict), lambda: self._document, self._released)
+        self._strikes = Backoff()
+        self._quarantine = Quarantine(node, contact or Reachability(dict), lambda: self._document, self._released)
         self._create_revision: Callable[[], int] = lambda: 0
         self.met = threading.Event()
         """Set when the first worker of the present life has opened a session."""

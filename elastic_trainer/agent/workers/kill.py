@@ -15,7 +15,7 @@ from elastic_trainer.ipc.stacks import stacks_of
 from elastic_trainer.telemetry.logs import logger
 
 
-def end_now(pid: int, reason: str, **more: int) -> bool:
+def kill_now(pid: int, reason: str, **more: int) -> bool:
     """SIGKILL the worker ``pid``; ``more`` goes into the log. False if it was gone."""
     try:
         os.kill(pid, signal.SIGKILL)
@@ -45,7 +45,7 @@ class Verdicts:
         page = self.page_of(pid)
         if page is not None:
             logger().warning("worker.hung", pid=pid, reason=reason, stacks=stacks_of(pid, page), local_rank=local_rank)
-        if end_now(pid, reason, local_rank=local_rank):
+        if kill_now(pid, reason, local_rank=local_rank):
             self.count()
 
     def reason(self, pid: int) -> str | None:

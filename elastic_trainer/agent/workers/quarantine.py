@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from elastic_trainer.agent.workers.backoff import Strikes
-from elastic_trainer.agent.workers.reachability import Contact
+from elastic_trainer.agent.workers.backoff import Backoff
+from elastic_trainer.agent.workers.reachability import Reachability
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.reachability import FAILED_ROUNDS
 from elastic_trainer.telemetry.logs import logger
@@ -24,7 +24,7 @@ class Quarantine:
     def __init__(
         self,
         node: str,
-        contact: Contact,
+        contact: Reachability,
         present: Callable[[], RoundDocument | None],
         released: Callable[[], None],
     ) -> None:
@@ -35,7 +35,7 @@ class Quarantine:
         """Whether this node does not offer itself."""
         self._closed = False
         self._since_round = 0
-        self._strikes = Strikes()
+        self._strikes = Backoff()
         self._timer: threading.Timer | None = None
 
     def ask(self, document: RoundDocument | None) -> None:
@@ -56,7 +56,7 @@ class Quarantine:
         """Steps are committed, or the workers are others: what was before does not count against this node."""
         self.unreachable = ()
         if not self.active:
-            self._strikes = Strikes()
+            self._strikes = Backoff()
 
     def enter(self, document: RoundDocument) -> None:
         """The round of ``document`` was formed without this node because of that: once, however often it is seen."""

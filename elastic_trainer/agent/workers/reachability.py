@@ -38,7 +38,7 @@ def reaches(host: str, port: int) -> bool:
     return True
 
 
-class Contact:
+class Reachability:
     """Tries the ports that agents listen on. ``records()`` are those of all nodes, by name."""
 
     def __init__(self, records: Callable[[], Mapping[str, NodeRecord]], try_one: Reaches = reaches) -> None:

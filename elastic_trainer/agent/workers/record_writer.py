@@ -31,7 +31,7 @@ class _Break:
     until: Deadline | None
 
 
-class Announcer:
+class RecordWriter:
     """See the module."""
 
     def __init__(self, member: Member, clock: Clock = SYSTEM) -> None:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from elastic_trainer.agent.workers.kill import end_now
+from elastic_trainer.agent.workers.kill import kill_now
 from elastic_trainer.agent.workers.roster import Life, Worker
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.telemetry.logs import logger
@@ -84,7 +84,7 @@ class Release:
                 return
             now, busy = self._clock.monotonic(), self._known(worker)
             if not busy and now - blocked_at > self.limit_s(worker):
-                end_now(worker.pid, f"it did not leave round {number}, which is over")
+                kill_now(worker.pid, f"it did not leave round {number}, which is over")
                 return
             self._note(worker, number, busy)
             self._look_later(life, worker, number, now if busy else blocked_at)

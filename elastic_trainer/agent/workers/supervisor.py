@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from elastic_trainer.agent.workers.kill import end_now
+from elastic_trainer.agent.workers.kill import kill_now
 from elastic_trainer.clock import SYSTEM, Clock
 
 
@@ -36,7 +36,7 @@ def _has_variable(environ: Path, wanted: bytes) -> bool:
 def kill_workers(run_id: str, reason: str) -> None:
     """SIGKILL this process's workers of ``run_id``."""
     for pid in worker_pids(run_id):
-        end_now(pid, reason)
+        kill_now(pid, reason)
 
 
 class Supervisor:

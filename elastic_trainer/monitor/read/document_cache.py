@@ -17,7 +17,7 @@ from elastic_trainer.telemetry.logs import logger
 DocumentT = TypeVar("DocumentT")
 
 
-class Shelf(Generic[DocumentT]):
+class DocumentCache(Generic[DocumentT]):
     """See the module; ``decode`` raises ElasticTrainerError for content that it cannot read."""
 
     def __init__(self, decode: Callable[[KeyValue], DocumentT]) -> None:

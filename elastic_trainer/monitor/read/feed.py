@@ -20,7 +20,7 @@ from elastic_trainer.membership.documents import DocumentError, JournalEntry, No
 from elastic_trainer.membership.health import GONE, Incident, NodeHealth
 from elastic_trainer.model import is_name
 from elastic_trainer.monitor.model.contents import RunDocuments
-from elastic_trainer.monitor.read.document_cache import Shelf
+from elastic_trainer.monitor.read.document_cache import DocumentCache
 from elastic_trainer.store.api import KeyValue, Read, Snapshot, Store, prefix_end
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.untrusted import cleaned, plain
@@ -42,11 +42,13 @@ class RunFeed:
     ) -> None:
         self._store, self._keys, self._first_serial = store, keys, serial
         self._most_journal, self._most_incidents = journal, incidents
-        self._single: Shelf[BaseModel] = Shelf(self._decode_single)
-        self._nodes: Shelf[NodeView] = Shelf(self._decode_node)
-        self._health: Shelf[NodeHealth] = Shelf(lambda item: NodeHealth.decode(item.value, item.key))
-        self._journal: Shelf[JournalEntry] = Shelf(lambda item: JournalEntry.decode(item.value, item.key))
-        self._incidents: Shelf[Incident] = Shelf(lambda item: Incident.decode(item.value, item.key))
+        self._single: DocumentCache[BaseModel] = DocumentCache(self._decode_single)
+        self._nodes: DocumentCache[NodeView] = DocumentCache(self._decode_node)
+        self._health: DocumentCache[NodeHealth] = DocumentCache(lambda item: NodeHealth.decode(item.value, item.key))
+        self._journal: DocumentCache[JournalEntry] = DocumentCache(
+            lambda item: JournalEntry.decode(item.value, item.key)
+        )
+        self._incidents: DocumentCache[Incident] = DocumentCache(lambda item: Incident.decode(item.value, item.key))
         self._round_revision = 0
 
     def read(self, deadline: Deadline) -> RunDocuments:
@@ -81,7 +83,7 @@ class RunFeed:
         self._newest(listed, self._journal, self._most_journal, deadline)
         self._round_revision = revision
 
-    def _newest(self, listed: Sequence[KeyValue], shelf: Shelf[Any], count: int, deadline: Deadline) -> None:
+    def _newest(self, listed: Sequence[KeyValue], shelf: DocumentCache[Any], count: int, deadline: Deadline) -> None:
         """Have ``shelf`` hold the ``count`` newest of the ``listed`` documents."""
         newest = sorted(listed, key=lambda item: item.mod_revision)[-count:]
         wanted = [item.key for item in newest if not shelf.knows(item)]
@@ -117,7 +119,13 @@ class RunFeed:
         return self._store.transact([], reads, deadline=deadline).reads
 
     def _documents(self) -> RunDocuments:
-        shelves: tuple[Shelf[Any], ...] = (self._single, self._nodes, self._health, self._journal, self._incidents)
+        shelves: tuple[DocumentCache[Any], ...] = (
+            self._single,
+            self._nodes,
+            self._health,
+            self._journal,
+            self._incidents,
+        )
         single = {key: document for key, _, document in self._single.items}
         spec, round_, progress = (single.get(key) for key in (self._keys.spec, self._keys.round, self._keys.progress))
         return RunDocuments(

@@ -29,7 +29,7 @@ from elastic_trainer.errors import (
     StorageError,
     TransientError,
 )
-from elastic_trainer.worker.comm.waits import Aside, Works
+from elastic_trainer.worker.comm.waits import Aside, InterruptibleWaits
 
 _PAYLOAD = 6
 _WIDTH = _PAYLOAD + 2
@@ -70,9 +70,11 @@ class Pending:
 class Control:
     """The collectives. Without a group the process is alone and everything is its own answer."""
 
-    def __init__(self, group: Any = None, rank: int = 0, world_size: int = 1, works: Works | None = None) -> None:
+    def __init__(
+        self, group: Any = None, rank: int = 0, world_size: int = 1, works: InterruptibleWaits | None = None
+    ) -> None:
         self._group, self.rank, self.world_size = group, rank, world_size
-        self.works = works if works is not None else Works()
+        self.works = works if works is not None else InterruptibleWaits()
         """All collectives under way in the round."""
         self._transfer_limit = timedelta(0)
         """How long sending and receiving may take; 0: as long as the group was given when it was made."""

@@ -34,7 +34,7 @@ from elastic_trainer.worker.comm.link import Formation, StoreAddress
 from elastic_trainer.worker.comm.placement import NCCL, Placement
 from elastic_trainer.worker.comm.sever import End, resolved
 from elastic_trainer.worker.comm.store_handshake import meet
-from elastic_trainer.worker.comm.waits import Aside, Works
+from elastic_trainer.worker.comm.waits import Aside, InterruptibleWaits
 
 REACH_S = 20.0
 REACH_ATTEMPT_S = 2.5
@@ -60,14 +60,14 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class FormTimeouts:
     """Seconds that the forming of groups, and later an operation of theirs, may take."""
 
     forming_s: float
     working_s: float
 
 
-def form(formation: Formation, placement: Placement, patience: Patience) -> Group:
+def form(formation: Formation, placement: Placement, patience: FormTimeouts) -> Group:
     """The groups of ``formation``; a process that is alone by nature needs none and opens no port."""
     if formation.store is None:
         return Group(formation, Control())
@@ -98,7 +98,7 @@ def _init(
     fresh: PrefixStore,
     forming: timedelta,
     working: timedelta,
-    works: Works | None = None,
+    works: InterruptibleWaits | None = None,
 ) -> Control:
     """Form both groups through ``fresh``, a store prefix that no form has used before.
 
@@ -107,7 +107,7 @@ def _init(
     reach each other, and the default group may begin with the timeout that its operations have (a script's own sends
     and receives keep that of the beginning for ever).
     """
-    works = works if works is not None else Works()
+    works = works if works is not None else InterruptibleWaits()
     rank, world_size = formation.rank, formation.world_size
     made = Aside(lambda: dist.ProcessGroupGloo(PrefixStore("control", fresh), rank, world_size, forming), brief=True)
     works.wait(works.begun(made))
@@ -157,10 +157,10 @@ def leave_torch() -> None:
 def form_in_place(
     formation: Formation,
     placement: Placement,
-    patience: Patience,
+    patience: FormTimeouts,
     begun: Callable[[], None],
     over: Callable[[], str | None],
-    works: Works,
+    works: InterruptibleWaits,
 ) -> Group:
     """The groups of a round in place: through a store connection of this form only, under the round's own prefix.
 

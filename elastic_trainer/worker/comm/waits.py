@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from elastic_trainer.errors import RoundBrokenError
-from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
 MOMENT_S = 0.02
 _MOMENT = timedelta(seconds=MOMENT_S)
@@ -70,7 +70,7 @@ class Aside:
         return True
 
 
-class Works:
+class InterruptibleWaits:
     """See the module. ``interruptible`` False: operations are waited for in one go (a round that lasts for good)."""
 
     def __init__(self, *, interruptible: bool = False) -> None:
@@ -78,7 +78,7 @@ class Works:
         self._over = threading.Event()
         self._why = ""
         self._open: dict[int, Work] = {}
-        self.tracker: Tracker | None = None
+        self.tracker: HeartbeatReporter | None = None
         """Who is told that this process waits for others."""
 
     def begun(self, work: Work) -> Work:

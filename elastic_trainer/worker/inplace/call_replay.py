@@ -1,4 +1,4 @@
-"""Calls that all ranks make together, when a round ends in the middle of one.
+"""CallReplay that all ranks make together, when a round ends in the middle of one.
 
 Some ranks may have completed the call and gone on, others not. Repeating it would leave the former in one place and the
 latter in another; so the ranks count their completed calls, and who is one behind is given the result by who is not.
@@ -66,7 +66,7 @@ def bytes_of(tensor: torch.Tensor) -> Codec:
     return Codec(encode, decode)
 
 
-class Calls:
+class CallReplay:
     """Counts completed calls. ``count`` is NEWCOMER until this rank has met others."""
 
     def __init__(self) -> None:

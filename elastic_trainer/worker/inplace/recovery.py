@@ -19,11 +19,11 @@ from elastic_trainer.ipc.messages import StateReport
 from elastic_trainer.model import Phase
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm.link import Formation
-from elastic_trainer.worker.inplace.call_replay import JSON, NEWCOMER, Calls, Codec
+from elastic_trainer.worker.inplace.call_replay import JSON, NEWCOMER, CallReplay, Codec
 from elastic_trainer.worker.inplace.rounds import Rounds
 from elastic_trainer.worker.state.heal import heal, identity
 from elastic_trainer.worker.state.restore import Origin
-from elastic_trainer.worker.steps.rank_context import Participation, Trained
+from elastic_trainer.worker.steps.rank_context import RankContext, Trained
 from elastic_trainer.worker.steps.signals import Signals
 from elastic_trainer.worker.steps.step import Step
 
@@ -35,11 +35,11 @@ Result = TypeVar("Result")
 class Recovery:
     """See the module. ``evaluating`` is set while the script evaluates: no planned change is agreed on then."""
 
-    def __init__(self, rounds: Rounds, part: Participation, signals: Signals) -> None:
+    def __init__(self, rounds: Rounds, part: RankContext, signals: Signals) -> None:
         self._rounds, self._part, self._signals = rounds, part, signals
         part.knows_change = self.knows_change
         self.evaluating = False
-        self._calls = Calls()
+        self._calls = CallReplay()
         self._valid = False
         """Whether the state held here may be given to others."""
         self._given_up: Step | None = None

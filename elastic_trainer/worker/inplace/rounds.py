@@ -24,7 +24,7 @@ from elastic_trainer.worker.comm.failures import is_collective_failure, summary,
 from elastic_trainer.worker.comm.link import Formation
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.comm.sever import Sockets
-from elastic_trainer.worker.comm.waits import Works
+from elastic_trainer.worker.comm.waits import InterruptibleWaits
 from elastic_trainer.worker.inplace.agent_link import ChannelLink
 
 SEVER_AGAIN_S = 0.005
@@ -42,7 +42,7 @@ class Rounds:
         self._sockets = Sockets()
         self._inside = threading.Event()
         self._number = 0
-        self._works = Works()
+        self._works = InterruptibleWaits()
         self._group: groups.Group | None = None
         link.on_over = self._over
 
@@ -106,7 +106,7 @@ class Rounds:
 
     def _form(self, formation: Formation, placement: Placement, settle: Callable[[groups.Group], None]) -> groups.Group:
         self._number = formation.round
-        self._works = Works(interruptible=True)
+        self._works = InterruptibleWaits(interruptible=True)
         self._sockets.forming(groups.store_ends(formation))
         self._inside.set()
         if self.link.broken(formation.round) is not None:
@@ -116,7 +116,7 @@ class Rounds:
         started = self._clock.monotonic()
         try:
             over = partial(self.link.broken, formation.round)
-            patience = groups.Patience(self._form_timeout_s, self._group_timeout_s)
+            patience = groups.FormTimeouts(self._form_timeout_s, self._group_timeout_s)
             group = groups.form_in_place(formation, placement, patience, limit.start, over, self._works)
             self._group = group
             self._sockets.formed(group.listening)

@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker.comm.failures import collective
-from elastic_trainer.worker.comm.waits import Work, Works
+from elastic_trainer.worker.comm.waits import InterruptibleWaits, Work
 
 
 class _Sums:
     """The sums of one backward pass. The hook holds it, so it must not hold the module: nobody sees such a cycle."""
 
-    def __init__(self, group: Any, works: Works) -> None:
+    def __init__(self, group: Any, works: InterruptibleWaits) -> None:
         self._group, self._works = group, works
         self.begun: list[Work] = []
         self.complete = False
@@ -59,7 +59,7 @@ class _Sums:
 class Gradients:
     """The gradients of one round."""
 
-    def __init__(self, parallel: DistributedDataParallel, works: Works) -> None:
+    def __init__(self, parallel: DistributedDataParallel, works: InterruptibleWaits) -> None:
         self._parallel = parallel
         self._summed = False
         group = parallel.process_group

@@ -28,7 +28,7 @@ from elastic_trainer.worker.model.ddp_sums import Gradients
 from elastic_trainer.worker.model.sync_batchnorm import Company, share_batchnorm
 from elastic_trainer.worker.model.trainable import check_members
 from elastic_trainer.worker.model.tree import TreeReduction
-from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
 
 class Reduction(StrEnum):
@@ -89,7 +89,7 @@ class Replica:
         """Whether all ranks need equally many micro-batches (collectives in the forward pass)."""
         self._parallel: DistributedDataParallel | None = None
         self._gradients: Gradients | None = None
-        self.tracker = Tracker()
+        self.tracker = HeartbeatReporter()
         """Who is told that this process waits for others."""
         self.tree: TreeReduction | None = None
         """What combines gradients, if that is the tree."""

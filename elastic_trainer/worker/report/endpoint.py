@@ -15,7 +15,7 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.web.node import NodeEndpoint
 from elastic_trainer.web.node_metrics import NodeCollector
-from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class _Options:
     metrics_key: Path | None
 
 
-def open_endpoint(environment: WorkerEnvironment, tracker: Tracker) -> NodeEndpoint | None:
+def open_endpoint(environment: WorkerEnvironment, tracker: HeartbeatReporter) -> NodeEndpoint | None:
     """This process's own endpoint, if one is asked for and no agent reads its page."""
     if environment.pages is not None or not environment.metrics_base_port:
         return None

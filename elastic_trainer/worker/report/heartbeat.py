@@ -23,7 +23,7 @@ import torch
 
 import elastic_trainer
 from elastic_trainer.clock import SYSTEM, Clock
-from elastic_trainer.ipc.page import NUMBERS, PHASES, PageWriter, Pulse, start_of
+from elastic_trainer.ipc.page import NUMBERS, PHASES, Heartbeat, PageWriter, start_of
 from elastic_trainer.ipc.stacks import SIGNAL
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.settings import WorkerEnvironment
@@ -40,11 +40,11 @@ _NUMBERS: Final = count(1)
 """Of the pages of this process: a script may open one session after the other."""
 
 
-_PREVIOUS: Final[list[Tracker]] = []
+_PREVIOUS: Final[list[HeartbeatReporter]] = []
 """The tracker of this process that was opened last."""
 
 
-class Tracker:
+class HeartbeatReporter:
     """See the module."""
 
     def __init__(self, page: PageWriter | None = None, clock: Clock = SYSTEM, *, age_s: float = 0.0) -> None:
@@ -53,7 +53,7 @@ class Tracker:
         self._clock = clock
         self._monotonic = clock.monotonic
         now = self._monotonic()
-        self.pulse = Pulse(phase_at=now - age_s, moved_at=now)
+        self.pulse = Heartbeat(phase_at=now - age_s, moved_at=now)
         self.page.moment(NUMBERS[Phase.STARTING])
         self._phase = NUMBERS[Phase.STARTING]
         self._notes: dict[str, Any] = {}
@@ -75,7 +75,7 @@ class Tracker:
         """The newest step that is known to have been made before: up to there steps are repeated work."""
 
     @classmethod
-    def open(cls, environment: WorkerEnvironment, clock: Clock = SYSTEM) -> Tracker:
+    def open(cls, environment: WorkerEnvironment, clock: Clock = SYSTEM) -> HeartbeatReporter:
         """That of this process, on a page that its agent reads, if there is an agent."""
         page = _page(environment)
         age_s = process_age_s()

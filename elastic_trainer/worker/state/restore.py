@@ -21,7 +21,7 @@ from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import CheckpointError, ElasticTrainerError
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.transfer import share_state
 
 Tree = Mapping[str, Any]
@@ -56,9 +56,9 @@ def choose(candidates: Sequence[Candidate | None]) -> int | None:
 class Inventory:
     """What this rank can offer; only one rank of each node looks at its storage."""
 
-    def __init__(self, manager: CheckpointManager | None, tracker: Tracker | None = None) -> None:
+    def __init__(self, manager: CheckpointManager | None, tracker: HeartbeatReporter | None = None) -> None:
         self._manager = manager
-        self._tracker = tracker if tracker is not None else Tracker()
+        self._tracker = tracker if tracker is not None else HeartbeatReporter()
         self._loaded: Loaded | None = None
         self.error: CheckpointError | None = None
 
@@ -99,7 +99,7 @@ def restore(
     collect: Callable[[], Tree],
     apply: Callable[[Tree], None],
     unfit: CheckpointError | None = None,
-    tracker: Tracker | None = None,
+    tracker: HeartbeatReporter | None = None,
     check: Callable[[Origin], None] = lambda origin: None,
 ) -> Origin:
     """Bring all ranks to one state. ``collect`` gives this rank's present state, ``apply`` takes a new one over.

@@ -21,7 +21,7 @@ from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.training_state import TrainingState
 
 
@@ -47,10 +47,10 @@ class Saver:
         manager: CheckpointManager | None,
         cadence: Cadence,
         on_saved: Callable[[Committed], None],
-        tracker: Tracker | None = None,
+        tracker: HeartbeatReporter | None = None,
         clock: Clock = SYSTEM,
     ) -> None:
-        self._tracker = tracker if tracker is not None else Tracker()
+        self._tracker = tracker if tracker is not None else HeartbeatReporter()
         self._tracker.pulse.save_interval_s = cadence.every_s or 0.0
         self._manager, self._cadence, self._on_saved, self._clock = manager, cadence, on_saved, clock
         self._last_s = clock.monotonic()

@@ -14,7 +14,7 @@ from enum import StrEnum
 from elastic_trainer.errors import NonFiniteError
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.steps.agreement import Consensus, Flags
 from elastic_trainer.worker.steps.commit import Steps
@@ -44,7 +44,7 @@ class Boundaries:
         control: Control,
         signals: Signals,
         saver: Saver,
-        tracker: Tracker,
+        tracker: HeartbeatReporter,
         *,
         fatal: bool,
         in_place: Callable[[], bool] | None = None,

@@ -23,7 +23,7 @@ from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.model.loss_scaling import Scaling
 from elastic_trainer.worker.model.replica import Replica
 from elastic_trainer.worker.model.trainable import Trainable
-from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state import rng
 from elastic_trainer.worker.state.training_state import Position
 from elastic_trainer.worker.steps import closures
@@ -82,7 +82,7 @@ class Steps:
         self._unchecked: list[torch.Tensor] = []
         self._nonfinite = False
         self._loss, self._substituted = math.nan, False
-        self.tracker = Tracker()
+        self.tracker = HeartbeatReporter()
         """Who is told what a step does."""
         optimizer.register_step_pre_hook(self._before_update)
         optimizer.register_step_post_hook(self._after_update)

@@ -28,7 +28,7 @@ from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.comm.likeness import Likeness
 from elastic_trainer.worker.model import digests
-from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
 EVERY_STEPS = 100
 
@@ -84,7 +84,7 @@ class Comparison:
         control: Control,
         compared: Compared,
         every_steps: int | None,
-        tracker: Tracker,
+        tracker: HeartbeatReporter,
         heal: Callable[[Difference], None] | None,
     ) -> None:
         self._control, self._compared, self._tracker, self._heal = control, compared, tracker, heal

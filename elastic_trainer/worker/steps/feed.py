@@ -26,7 +26,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.fields import check_fields
 from elastic_trainer.worker.state.training_state import Position
 from elastic_trainer.worker.steps.plan_agreement import UNNAMED, Accord
@@ -35,7 +35,7 @@ from elastic_trainer.worker.steps.plan_agreement import UNNAMED, Accord
 class Awaited:
     """A source of samples; the time that it takes is told."""
 
-    def __init__(self, source: Source, tracker: Tracker) -> None:
+    def __init__(self, source: Source, tracker: HeartbeatReporter) -> None:
         self._source, self._tracker = source, tracker
         self.follow = source.follow
 
@@ -57,10 +57,10 @@ class Feed:
         seed: int,
         device: torch.device,
         allow_changed: Collection[str],
-        tracker: Tracker | None = None,
+        tracker: HeartbeatReporter | None = None,
         node: str = UNNAMED,
     ) -> None:
-        self._tracker = tracker if tracker is not None else Tracker()
+        self._tracker = tracker if tracker is not None else HeartbeatReporter()
         self._position, self._seed, self._device, self._allow_changed = position, seed, device, allow_changed
         self.batch: Batch | None = None
         self._drawn_at: tuple[Cursor, int, int] | None = None

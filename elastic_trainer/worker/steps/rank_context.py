@@ -5,7 +5,7 @@ depend on the rank, so they are taken up anew in each round.
 
 *Runs in* the worker's main thread. *Owns* the ledger and the process group at hand.
 *Fails by* ConfigError when a rank is asked for where there is none; CheckpointError for what cannot be resumed,
-RoundBrokenError when a peer is lost, SystemExit 73 from :meth:`Participation.save_last`.
+RoundBrokenError when a peer is lost, SystemExit 73 from :meth:`RankContext.save_last`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elastic_trainer.worker.comm.link import Link, Progress
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model.arithmetic import FIELD, arithmetic, check_ranks, check_resumed
 from elastic_trainer.worker.model.replica import Replica
-from elastic_trainer.worker.report.heartbeat import Tracker
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.report.ledger import Ledger
 from elastic_trainer.worker.state import rng
 from elastic_trainer.worker.state.fields import check_run
@@ -79,7 +79,7 @@ class Trained:
         self.steps.dirty = False
 
 
-class Participation:
+class RankContext:
     """See the module."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Participation:
         link: Link,
         placement: Placement,
         position: Position,
-        tracker: Tracker,
+        tracker: HeartbeatReporter,
     ) -> None:
         self.plan, self.environment, self.placement, self.position = plan, environment, placement, position
         self.tracker = tracker

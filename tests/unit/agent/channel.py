@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from elastic_trainer.agent.workers.conductor import Conductor
-from elastic_trainer.agent.workers.record_writer import Announcer
+from elastic_trainer.agent.workers.record_writer import RecordWriter
 from elastic_trainer.ipc.channel import Connection, connect
 from elastic_trainer.ipc.messages import Hello, Message, Progress, Ready, StateReport, read_from_agent
 from elastic_trainer.membership.documents import Ghost, NodeRecord, RoundDocument, RoundMember, RoundState
@@ -32,7 +32,7 @@ class Break:
     suspects: tuple[Ghost, ...] = ()
 
 
-class Notebook(Announcer):
+class Notebook(RecordWriter):
     """Keeps everything instead of writing it to a store."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.ipc.page import PHASES, Pulse, Reading
+from elastic_trainer.ipc.page import PHASES, Heartbeat, Reading
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.health import NodeHealth, RankHealth
 from elastic_trainer.model import Phase
@@ -29,7 +29,7 @@ def reading(
     spent = [(seconds or {}).get(each, 0.0) for each in PHASES]
     told = {"pid": pid, "local_rank": slot, "born_at": born_at, **(notes or {})}
     values: dict[str, Any] = {"rank": slot, "round": 1, "fresh": 5} | pulse
-    pulse_ = Pulse(phase=phase, seconds=spent, **values)
+    pulse_ = Heartbeat(phase=phase, seconds=spent, **values)
     return Reading(Path(f"{slot}-{pid}"), pulse_, moment or phase, waits, told, inside)
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.ipc import page as pages
-from elastic_trainer.ipc.page import NUMBERS, PAGE_BYTES, PHASES, PageReader, PageWriter, Pulse, Reading, start_of
+from elastic_trainer.ipc.page import NUMBERS, PAGE_BYTES, PHASES, Heartbeat, PageReader, PageWriter, Reading, start_of
 from elastic_trainer.model import Phase
 
 READS = 20_000
@@ -52,7 +52,7 @@ FIELDS: dict[str, Any] = {
     "first_at": times,
     "seconds": st.lists(times, min_size=len(PHASES), max_size=len(PHASES)),
 }
-pulses = st.builds(Pulse, **FIELDS)
+pulses = st.builds(Heartbeat, **FIELDS)
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_every_field_comes_back_as_it_was_written(tmp_path_factory: pytest.TempP
     reader = PageReader(path_of(writer))
 
     @given(pulses, st.dictionaries(st.text(max_size=8), st.integers() | st.text(max_size=20), max_size=5))
-    def round_trip(pulse: Pulse, notes: dict[str, Any]) -> None:
+    def round_trip(pulse: Heartbeat, notes: dict[str, Any]) -> None:
         writer.beat(pulse)
         writer.note(notes)
         found = read(reader)
@@ -94,12 +94,12 @@ def test_every_field_comes_back_as_it_was_written(tmp_path_factory: pytest.TempP
 
 def test_the_fields_of_a_pulse_are_all_tried() -> None:
     """A field that is new has a place in the page, since the test above draws it."""
-    assert set(FIELDS) == {field.name for field in dataclasses.fields(Pulse)}
+    assert set(FIELDS) == {field.name for field in dataclasses.fields(Heartbeat)}
 
 
 def test_a_loss_that_is_not_known_stays_so(writer: PageWriter) -> None:
     """NaN is what stands for it."""
-    writer.beat(Pulse())
+    writer.beat(Heartbeat())
     writer.note(NOTES)
     assert math.isnan(read(PageReader(path_of(writer))).pulse.loss)
 
@@ -108,7 +108,7 @@ def test_a_page_is_none_until_pulse_and_notes_are_there(writer: PageWriter) -> N
     """An agent may look while a worker makes its page."""
     reader = PageReader(path_of(writer))
     assert reader.read() is None
-    writer.beat(Pulse())
+    writer.beat(Heartbeat())
     assert reader.read() is None
     writer.note(NOTES)
     assert read(reader).notes == NOTES
@@ -133,12 +133,12 @@ def test_a_page_is_made_once(writer: PageWriter) -> None:
 @pytest.mark.parametrize("at", [pages._PULSE_AT, pages._PULSE_AT + 77, pages._PULSE_SUM_AT, pages._NOTES_AT + 20])
 def test_a_damaged_record_is_none(writer: PageWriter, at: int) -> None:
     """One bit is enough, wherever it is; and the next whole record is read again."""
-    writer.beat(Pulse(step=7))
+    writer.beat(Heartbeat(step=7))
     writer.note(NOTES)
     writer.memory[at] ^= 1
     reader = PageReader(path_of(writer))
     assert reader.read() is None
-    writer.beat(Pulse(step=8))
+    writer.beat(Heartbeat(step=8))
     writer.note(NOTES)
     assert read(reader).pulse.step == 8
 
@@ -146,7 +146,7 @@ def test_a_damaged_record_is_none(writer: PageWriter, at: int) -> None:
 @pytest.mark.parametrize("length", [0, pages._LONGEST_NOTES + 1, 2**64 - 1])
 def test_notes_of_an_impossible_length_are_none(writer: PageWriter, length: int) -> None:
     """Nothing behind the page is read."""
-    writer.beat(Pulse())
+    writer.beat(Heartbeat())
     writer.note(NOTES)
     struct.pack_into("<Q", writer.memory, pages._NOTES_AT, length)
     assert PageReader(path_of(writer)).read() is None
@@ -155,7 +155,7 @@ def test_notes_of_an_impossible_length_are_none(writer: PageWriter, length: int)
 def test_notes_that_are_too_long_are_refused_and_leave_the_old_ones(writer: PageWriter) -> None:
     """The longest fit to the last byte; nothing is written behind the page."""
     reader = PageReader(path_of(writer))
-    writer.beat(Pulse())
+    writer.beat(Heartbeat())
     longest = {"x": "y" * (pages._LONGEST_NOTES - len('{"x":""}'))}
     writer.note(longest)
     assert read(reader).notes == longest
@@ -168,7 +168,7 @@ def test_notes_that_are_too_long_are_refused_and_leave_the_old_ones(writer: Page
 
 def test_the_moment_is_told_beside_the_pulse(writer: PageWriter) -> None:
     """What the worker does now is known without another pulse, which keeps what it says."""
-    writer.beat(Pulse(phase=Phase.TRAINING))
+    writer.beat(Heartbeat(phase=Phase.TRAINING))
     writer.note(NOTES)
     reader = PageReader(path_of(writer))
     for phase in PHASES:
@@ -181,7 +181,7 @@ def test_the_moment_is_told_beside_the_pulse(writer: PageWriter) -> None:
 
 def test_a_moment_of_another_version_is_passed_over(writer: PageWriter) -> None:
     """The phase of the pulse stands for it."""
-    writer.beat(Pulse(phase=Phase.DATA))
+    writer.beat(Heartbeat(phase=Phase.DATA))
     writer.note(NOTES)
     writer.moment(255)
     assert read(PageReader(path_of(writer))).phase is Phase.DATA
@@ -194,7 +194,7 @@ def _hammer(path: Path, going: Event) -> None:
         number += 1
         phase = PHASES[number % len(PHASES)]
         seconds = [float(number + i) for i in range(len(PHASES))]
-        writer.beat(Pulse(phase=phase, step=number, samples=3 * number, first_at=number / 2, seconds=seconds))
+        writer.beat(Heartbeat(phase=phase, step=number, samples=3 * number, first_at=number / 2, seconds=seconds))
         writer.note({"step": number, "long": "x" * (number % 500), "twice": 2 * number})
         if number == 10:
             going.set()
@@ -234,7 +234,7 @@ def test_a_reader_never_sees_a_torn_record(tmp_path: Path) -> None:
 
 def test_the_life_of_a_process_is_that_of_its_start(writer: PageWriter) -> None:
     """A process that has the number of a dead one is another."""
-    writer.beat(Pulse())
+    writer.beat(Heartbeat())
     reader = PageReader(path_of(writer))
     writer.note({"pid": os.getpid(), "start": start_of("self")})
     assert read(reader).lives
@@ -256,7 +256,7 @@ def test_seconds_of_steps_are_those_of_committed_ones() -> None:
     """Else what is given up later would have been told already; other phases go on while they last."""
     spent = [float(number) for number in range(len(PHASES))]
     for phase in PHASES:
-        reading = Reading(Path("x"), Pulse(phase=phase, phase_at=10.0, seconds=list(spent)), phase, False, {})
+        reading = Reading(Path("x"), Heartbeat(phase=phase, phase_at=10.0, seconds=list(spent)), phase, False, {})
         told = dict(zip(PHASES, spent, strict=True))
         grown = reading.seconds(12.5)
         if phase in pages.WORK:

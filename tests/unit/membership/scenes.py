@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_trainer.membership.cluster_view import Limits, NodeView, View
+from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView
 from elastic_trainer.membership.documents import (
     NodeRecord,
     NodeState,
@@ -83,9 +83,11 @@ class Scene:
         self.revision += 1
         return self
 
-    def view(self) -> View:
+    def view(self) -> ClusterView:
         """What the rules are given."""
-        return View(self.me, dict(self.nodes), self.round, self.limits, self.tracker.sightings, "fresh", self.suspects)
+        return ClusterView(
+            self.me, dict(self.nodes), self.round, self.limits, self.tracker.sightings, "fresh", self.suspects
+        )
 
     def decide(self, after_s: float = 0.0) -> Decision:
         """Let ``after_s`` seconds pass (looking at both ends) and decide."""

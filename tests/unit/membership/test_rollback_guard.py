@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState, RunResult
-from elastic_trainer.membership.rollback_guard import OTHERS_AFTER_S, Recollection
+from elastic_trainer.membership.rollback_guard import OTHERS_AFTER_S, RollbackGuard
 from elastic_trainer.membership.rules import Action
 
 MEMBERS = tuple(
@@ -18,8 +18,8 @@ def document(number: int, state: RoundState = RoundState.ACTIVE, nonce: str = "x
     return RoundDocument(epoch=epoch, number=number, nonce=nonce, state=state, members=MEMBERS, reason="said so")
 
 
-def remembered(known: RoundDocument, seen: RoundDocument | None) -> Recollection:
-    return Recollection().advance(known, 0.0).advance(seen, 10.0)
+def remembered(known: RoundDocument, seen: RoundDocument | None) -> RollbackGuard:
+    return RollbackGuard().advance(known, 0.0).advance(seen, 10.0)
 
 
 @pytest.mark.parametrize(
@@ -90,5 +90,5 @@ def test_only_the_first_members_write_at_once() -> None:
 
 def test_a_node_that_has_seen_nothing_waits_for_nothing() -> None:
     """At the first look there is nothing to remember."""
-    assert not Recollection().advance(None, 0.0).behind
-    assert Recollection().decide("a", None, 0.0).action is Action.WAIT
+    assert not RollbackGuard().advance(None, 0.0).behind
+    assert RollbackGuard().decide("a", None, 0.0).action is Action.WAIT

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from elastic_trainer.membership.cluster_view import Limits, NodeView, View
+from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView
 from elastic_trainer.membership.documents import Identity, NodeRecord, NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.rules import Action, decide
 from elastic_trainer.membership.sightings import Tracker
@@ -102,10 +102,10 @@ class Run(RuleBasedStateMachine):
     def act(self, agent: Agent) -> None:
         """Decide on what was seen last, which may be old."""
 
-        def view() -> View:
+        def view() -> ClusterView:
             self.made += 1
             sightings = agent.tracker.sightings
-            return View(agent.name, agent.nodes, agent.round, LIMITS, sightings, f"nonce{self.made}")
+            return ClusterView(agent.name, agent.nodes, agent.round, LIMITS, sightings, f"nonce{self.made}")
 
         agent.tracker = agent.tracker.advance(view(), agent.round_revision, self.now)
         decision = decide(view(), self.now)

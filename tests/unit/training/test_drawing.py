@@ -13,10 +13,10 @@ from elastic_trainer.cli.main import main
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
 from elastic_trainer.training.config import LoggingConfig
 from elastic_trainer.training.progress import Moment
-from elastic_trainer.training.reporter import Telling
+from elastic_trainer.training.reporter import Reporter
 from elastic_trainer.training.step_log import FILE_NAME
 from elastic_trainer.training.task import Exhibits
-from elastic_trainer.training.tensorboard import DIRECTORY, Board, check_installed
+from elastic_trainer.training.tensorboard import DIRECTORY, TensorBoard, check_installed
 
 RUN = [
     {"kind": "round", "step": 0, "round": 1, "world_size": 3, "reason": "3 nodes are here"},
@@ -86,7 +86,7 @@ def moment(step: int) -> Moment:
 
 def test_tensorboard_gets_scalars_images_and_texts(tmp_path: Path) -> None:
     """At the steps they belong to."""
-    telling = Telling(LoggingConfig(progress="none", tensorboard=True), tmp_path)
+    telling = Reporter(LoggingConfig(progress="none", tensorboard=True), tmp_path)
     telling.lead(True, moment(0), "")
     assert telling.wants_exhibits
     telling.looked(moment(10), 0.5, 0.25)
@@ -104,11 +104,11 @@ def test_tensorboard_gets_scalars_images_and_texts(tmp_path: Path) -> None:
 
 def test_points_behind_a_checkpoint_that_was_fallen_back_to_are_hidden(tmp_path: Path) -> None:
     """A run that begins again at step 10 shows its second try of step 20 only."""
-    first = Board(tmp_path, 0)
+    first = TensorBoard(tmp_path, 0)
     first.loss(moment(10), 3.0, 0.1, 1.0)
     first.loss(moment(20), 2.0, 0.1, 1.0)
     first.close()
-    second = Board(tmp_path, 10)
+    second = TensorBoard(tmp_path, 10)
     second.loss(moment(20), 1.0, 0.1, 1.0)
     second.close()
     assert points(tmp_path)[0]["train/loss"] == [(10, 3.0), (20, 1.0)]
@@ -127,7 +127,7 @@ def test_events_that_cannot_be_written_end_nothing(tmp_path: Path, monkeypatch: 
     moment = Moment(step=10, steps=100, epoch=1, world_size=2, round=1)
     (tmp_path / "refused").mkdir()
     (tmp_path / "refused" / DIRECTORY).touch()
-    refused, later = Board(tmp_path / "refused", 0), Board(tmp_path, 0)
+    refused, later = TensorBoard(tmp_path / "refused", 0), TensorBoard(tmp_path, 0)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

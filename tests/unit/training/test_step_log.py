@@ -15,7 +15,7 @@ from elastic_trainer.telemetry import logs
 from elastic_trainer.training.config import LoggingConfig
 from elastic_trainer.training.curves import curves_of, read_curves
 from elastic_trainer.training.progress import Moment
-from elastic_trainer.training.reporter import Telling
+from elastic_trainer.training.reporter import Reporter
 from elastic_trainer.training.step_log import FILE_NAME, StepLog
 from elastic_trainer.training.task import Exhibits
 
@@ -171,7 +171,7 @@ def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
 
 def test_only_rank_0_tells_and_each_round_once(tmp_path: Path) -> None:
     """Rank 0 may come here and go; a round in which it comes is told with its reason."""
-    telling = Telling(LoggingConfig(progress="none"), tmp_path)
+    telling = Reporter(LoggingConfig(progress="none"), tmp_path)
     telling.lead(False, moment(0), "begins")
     telling.looked(moment(10), 3.0, 0.1)
     assert not (tmp_path / FILE_NAME).exists()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_trainer.worker.comm import groups as groups
-from elastic_trainer.worker.comm.waits import Works
+from elastic_trainer.worker.comm.waits import InterruptibleWaits
 from elastic_trainer.worker.model.ddp_sums import Gradients
 
 Backward = Callable[[torch.Tensor], None]
@@ -37,7 +37,7 @@ def gradients(hooked: bool, sync: list[bool]) -> list[torch.Tensor]:
     module = model()
     parallel = DistributedDataParallel(module, bucket_cap_mb=0.1, gradient_as_bucket_view=True)
     if hooked:
-        ours = Gradients(parallel, Works(interruptible=True))
+        ours = Gradients(parallel, InterruptibleWaits(interruptible=True))
         train(lambda loss: ours.backward(loss * ours.share), parallel, ours.begin_step, sync)
     else:
         train(lambda loss: loss.backward(), parallel, lambda: None, sync)  # type: ignore[no-untyped-call]

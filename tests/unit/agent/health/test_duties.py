@@ -13,7 +13,7 @@ from elastic_trainer.agent.health import duties as module
 from elastic_trainer.agent.health.duties import LEAST_INTERVAL_S, REPEATED_INCIDENT_S, Health, row
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.pages import Pages
-from elastic_trainer.agent.health.stragglers import Straggling
+from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers.hang_rules import Limits
 from elastic_trainer.agent.workers.kill import Verdicts
 from elastic_trainer.errors import StoreUnavailableError
@@ -89,9 +89,9 @@ class Desk:
             host="h",
         )
 
-    def nobody_is_slow(self) -> Straggling:
+    def nobody_is_slow(self) -> StragglerWatch:
         """That part of the duties has tests of its own."""
-        return Straggling("a", MemoryStore(), RunKeys("/p", "run"), dict, evicts=False, clock=self.clock)
+        return StragglerWatch("a", MemoryStore(), RunKeys("/p", "run"), dict, evicts=False, clock=self.clock)
 
     def _keep(self, incident: Incident) -> None:
         if self.away:

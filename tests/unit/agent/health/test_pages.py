@@ -13,7 +13,7 @@ import pytest
 
 from elastic_trainer.agent.health import pages as module
 from elastic_trainer.agent.health.pages import Pages
-from elastic_trainer.ipc.page import PAGE_BYTES, PageWriter, Pulse, start_of
+from elastic_trainer.ipc.page import PAGE_BYTES, Heartbeat, PageWriter, start_of
 from elastic_trainer.model import Phase
 from tests.support.crew import LIMIT_S
 from tests.support.memory_store import ManualClock
@@ -63,7 +63,7 @@ def page_of(pages: Pages, process: Process, slot: int = 0, **pulse: object) -> P
     """The page that the worker ``process`` might write."""
     writer = PageWriter.create(directory_of(pages) / f"{slot}-{process.pid}.page")
     now = pages._clock.monotonic()
-    writer.beat(Pulse(**{"phase": Phase.TRAINING, "phase_at": now, "rank": slot} | pulse))  # type: ignore[arg-type]
+    writer.beat(Heartbeat(**{"phase": Phase.TRAINING, "phase_at": now, "rank": slot} | pulse))  # type: ignore[arg-type]
     writer.note(notes_of(process, slot, now))
     return writer
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from elastic_trainer.agent.health.stragglers import LOOK_EVERY_S, LOOKS_IN_A_ROW, Straggling
+from elastic_trainer.agent.health.stragglers import LOOK_EVERY_S, LOOKS_IN_A_ROW, StragglerWatch
 from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth
@@ -52,8 +52,8 @@ class Job:
         self.store.transact([], [Delete(key)], deadline=soon())
         return self.store.transact([], [Put(key, b"")], deadline=soon()).revision
 
-    def node(self, name: str, *, evicts: bool = True) -> Straggling:
-        return Straggling(
+    def node(self, name: str, *, evicts: bool = True) -> StragglerWatch:
+        return StragglerWatch(
             name,
             self.store,
             KEYS,
@@ -78,7 +78,7 @@ class Job:
             for at, name in enumerate("abc")
         }
 
-    def looks(self, judge: Straggling, times: int) -> list[Incident | None]:
+    def looks(self, judge: StragglerWatch, times: int) -> list[Incident | None]:
         found = []
         for _ in range(times):
             self.clock.advance(LOOK_EVERY_S)

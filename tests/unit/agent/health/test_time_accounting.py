@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.health.time_accounting import HELD_BACK_S, Accounts
+from elastic_trainer.agent.health.time_accounting import HELD_BACK_S, TimeAccounting
 from elastic_trainer.ipc.page import PHASES, Reading
 from elastic_trainer.model import Phase
 from tests.unit.agent.readings import reading
@@ -16,7 +16,7 @@ from tests.unit.agent.readings import reading
 BEGAN = 1000.0
 
 
-def told(accounts: Accounts, living: list[Reading], now: float) -> dict[str, float]:
+def told(accounts: TimeAccounting, living: list[Reading], now: float) -> dict[str, float]:
     """The seconds that are not 0, by phase."""
     accounts.settle(living, now)
     total = accounts.total(living, now)
@@ -27,12 +27,12 @@ def told(accounts: Accounts, living: list[Reading], now: float) -> dict[str, flo
 
 def test_every_phase_is_there_from_the_start() -> None:
     """So that rates of it exist."""
-    assert Accounts(0.0).total([], 0.0) == {f"seconds.{phase}": 0.0 for phase in Phase}
+    assert TimeAccounting(0.0).total([], 0.0) == {f"seconds.{phase}": 0.0 for phase in Phase}
 
 
 def test_the_time_before_a_worker_is_that_of_its_agent() -> None:
     """What the agent did between, phase by phase, up to the beginning of the worker's process."""
-    accounts = Accounts(BEGAN)
+    accounts = TimeAccounting(BEGAN)
     accounts.employ(1)
     accounts.mode(Phase.RENDEZVOUS, BEGAN + 5.0)
     accounts.mode(Phase.STARTING, BEGAN + 7.0)
@@ -43,7 +43,7 @@ def test_the_time_before_a_worker_is_that_of_its_agent() -> None:
 
 def test_a_worker_that_dies_leaves_its_counts_and_a_gap() -> None:
     """The step that it was in is lost; the gap ends where the next one begins."""
-    accounts = Accounts(BEGAN)
+    accounts = TimeAccounting(BEGAN)
     accounts.employ(1)
     accounts.mode(Phase.STARTING, BEGAN)
     first = reading(
@@ -72,7 +72,7 @@ def test_a_worker_that_dies_leaves_its_counts_and_a_gap() -> None:
 
 def test_a_slot_that_stays_empty_is_that_of_a_script_that_tells_nothing() -> None:
     """A minute later its time counts as training, once its agent has started it; before that, as what the agent did."""
-    accounts = Accounts(BEGAN)
+    accounts = TimeAccounting(BEGAN)
     accounts.employ(1)
     accounts.mode(Phase.STARTING, BEGAN + 30.0)
     assert told(accounts, [], BEGAN + HELD_BACK_S) == {}
@@ -83,7 +83,7 @@ def test_a_slot_that_stays_empty_is_that_of_a_script_that_tells_nothing() -> Non
 
 def test_a_worker_that_tells_late_is_not_booked_twice() -> None:
     """Its imports took minutes: what was given to its slot meanwhile is not given to it again, neither at its death."""
-    accounts = Accounts(BEGAN)
+    accounts = TimeAccounting(BEGAN)
     accounts.employ(1)
     accounts.mode(Phase.STARTING, BEGAN)
     told(accounts, [], BEGAN + 200.0)
@@ -97,7 +97,7 @@ def test_a_worker_that_tells_late_is_not_booked_twice() -> None:
 
 def test_two_workers_are_two_slots() -> None:
     """Each with gaps and lives of its own."""
-    accounts = Accounts(BEGAN)
+    accounts = TimeAccounting(BEGAN)
     accounts.employ(2)
     one = reading(pid=1, slot=0, born_at=BEGAN, phase_at=BEGAN + 9.0, seconds={Phase.TRAINING: 9.0})
     two = reading(pid=2, slot=1, born_at=BEGAN + 4.0, phase_at=BEGAN + 9.0, seconds={Phase.TRAINING: 5.0})
@@ -111,7 +111,7 @@ def test_two_workers_are_two_slots() -> None:
 
 def test_a_page_that_is_a_moment_behind_takes_nothing_back() -> None:
     """A worker ends a phase a moment before its page says so."""
-    accounts = Accounts(BEGAN)
+    accounts = TimeAccounting(BEGAN)
     healing = reading(Phase.HEALING, born_at=BEGAN, phase_at=BEGAN)
     assert told(accounts, [healing], BEGAN + 5.0) == {"healing": 5.0}
     training = reading(born_at=BEGAN, phase_at=BEGAN + 4.5, seconds={Phase.HEALING: 4.5})
@@ -163,7 +163,7 @@ def test_sums_never_become_smaller_and_hold_each_second_once(
     events: list[tuple[str, int, Phase, float, float]],
 ) -> None:
     """Whatever comes, dies and is told late: at the end the sum is the time of all slots, to the second."""
-    accounts, now, workers, pids = Accounts(BEGAN), BEGAN, dict[int, Worker](), 0
+    accounts, now, workers, pids = TimeAccounting(BEGAN), BEGAN, dict[int, Worker](), 0
     ended = dict.fromkeys(range(3), BEGAN)
     shown: dict[str, float] = {}
     accounts.employ(3)

@@ -1,4 +1,4 @@
-"""Patience: what counts as waiting for others, and what does not."""
+"""JoinTimeout: what counts as waiting for others, and what does not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from elastic_trainer.agent.rendezvous.join_timeout import Patience
+from elastic_trainer.agent.rendezvous.join_timeout import JoinTimeout
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import JoinTimeoutError
 from elastic_trainer.membership.cluster_view import NodeView
@@ -51,9 +51,9 @@ class Onlooker:
 
 @contextmanager
 def patient(observation: Observation, shown: NodeRecord | None = READY) -> Iterator[tuple[Onlooker, threading.Event]]:
-    """Patience with this member; the event is set when it has run out."""
+    """JoinTimeout with this member; the event is set when it has run out."""
     onlooker, given_up = Onlooker(observation, shown), threading.Event()
-    patience = Patience(cast("Member", onlooker), SHORT_S, lambda _: given_up.set())
+    patience = JoinTimeout(cast("Member", onlooker), SHORT_S, lambda _: given_up.set())
     try:
         yield onlooker, given_up
     finally:

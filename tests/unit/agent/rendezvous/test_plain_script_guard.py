@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from elastic_trainer.agent.rendezvous.plain_script_guard import Trap
+from elastic_trainer.agent.rendezvous.plain_script_guard import PlainScriptGuard
 from elastic_trainer.agent.workers.local_sockets import descendants
 from tests.support.crew import LIMIT_S
 
@@ -34,7 +34,7 @@ class Trapped:
         self.times = 0
         self.caught = threading.Event()
         self.opened: set[int] = set()
-        self.trap = Trap(self._note, lambda: descendants(os.getpid(), self.opened))
+        self.trap = PlainScriptGuard(self._note, lambda: descendants(os.getpid(), self.opened))
 
     def _note(self) -> None:
         self.times += 1

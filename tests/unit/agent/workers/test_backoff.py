@@ -1,15 +1,15 @@
-"""Strikes: how far a node keeps away whose workers get nowhere."""
+"""Backoff: how far a node keeps away whose workers get nowhere."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.agent.workers.backoff import ENOUGH_STEPS, LONGEST_S, Strikes
+from elastic_trainer.agent.workers.backoff import ENOUGH_STEPS, LONGEST_S, Backoff
 
 
-def after(*lives: int) -> Strikes:
-    strikes = Strikes()
+def after(*lives: int) -> Backoff:
+    strikes = Backoff()
     for steps in lives:
         strikes = strikes.after(steps)
     return strikes
@@ -28,5 +28,5 @@ def test_the_distance_is_bounded() -> None:
 @given(st.lists(st.integers(0, ENOUGH_STEPS - 1)))
 def test_enough_committed_steps_clear_the_node(lives: list[int]) -> None:
     """Whatever was before."""
-    assert after(*lives, ENOUGH_STEPS) == Strikes()
+    assert after(*lives, ENOUGH_STEPS) == Backoff()
     assert after(*lives).count == len(lives)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.workers.kill import Verdicts, end_now
+from elastic_trainer.agent.workers.kill import Verdicts, kill_now
 from tests.support.crew import LIMIT_S
 
 
@@ -55,6 +55,6 @@ def test_who_is_gone_is_not_counted(process: subprocess.Popen[bytes]) -> None:
     verdicts.count = lambda: counted.append(1)
     process.kill()
     process.wait(LIMIT_S)
-    assert not end_now(process.pid, "again")
+    assert not kill_now(process.pid, "again")
     verdicts.end(process.pid, "it stood still", local_rank=0)
     assert counted == []

@@ -11,7 +11,7 @@ import pytest
 from elastic_trainer.agent.workers import quarantine as quarantines
 from elastic_trainer.agent.workers import reachability as contacts
 from elastic_trainer.agent.workers.conductor import Conductor
-from elastic_trainer.agent.workers.reachability import Contact, reaches, records_of
+from elastic_trainer.agent.workers.reachability import Reachability, reaches, records_of
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.messages import Failed, Formation, Over
@@ -42,7 +42,7 @@ def test_an_answer_of_any_kind_means_that_a_host_is_reached() -> None:
 def test_those_that_do_not_answer_are_missing() -> None:
     """In the order asked for; a node without a key, or without a port, is not missing."""
     records = {"a": record("10.0.0.1"), "b": record("10.0.0.2"), "c": record("10.0.0.3"), "d": record("10.0.0.4", 0)}
-    contact = Contact(lambda: records, lambda host, port: host == "10.0.0.2")
+    contact = Reachability(lambda: records, lambda host, port: host == "10.0.0.2")
     assert contact.missing(["c", "b", "a", "d", "x"]) == ("c", "a")
     assert contact.missing([]) == ()
 
@@ -57,7 +57,7 @@ def test_a_crowd_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         enough.wait(0.05)
         return False
 
-    found = Contact(lambda: {name: record("10.0.0.1") for name in names}, nobody).missing(names)
+    found = Reachability(lambda: {name: record("10.0.0.1") for name in names}, nobody).missing(names)
     assert found is not None
     assert len(found) < len(names)
 
@@ -77,7 +77,7 @@ def test_without_the_store_nobody_is_missing(monkeypatch: pytest.MonkeyPatch) ->
         raise StoreUnavailableError("no store")
 
     monkeypatch.setattr(store, "range", away)
-    assert Contact(lambda: records_of(store, KEYS)).missing(["a"]) is None
+    assert Reachability(lambda: records_of(store, KEYS)).missing(["a"]) is None
 
 
 class Network:
@@ -108,7 +108,7 @@ def stage(network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     """A node that does not reach the other one, and looks again soon."""
     monkeypatch.setattr(quarantines, "SHORTEST_S", 0.05)
     notebook = Notebook()
-    contact = Contact(network.records, network.reaches)
+    contact = Reachability(network.records, network.reaches)
     conductor = Conductor("run", "me", BASE, notebook, lambda progress: None, contact=contact)
     conductor.know_incarnation(lambda: KEY)
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from elastic_trainer.agent.workers.record_writer import Announcer
+from elastic_trainer.agent.workers.record_writer import RecordWriter
 from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundDocument, RoundState
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.presence import Presence
@@ -26,7 +26,7 @@ class Desk:
     store: GatedStore
     gate: Gate
     member: Member
-    announcer: Announcer
+    announcer: RecordWriter
 
     def record(self) -> NodeRecord | None:
         found = MemoryStore(self.backend).get(KEYS.node("me"), soon()).first
@@ -54,7 +54,7 @@ def desk() -> Iterator[Desk]:
     session = LeaseSession(store, 2.0, soon(), clock=backend.clock)
     member = Member(store, KEYS, Presence(store, KEYS, "me", session), QUICK)
     member.start(soon())
-    announcer = Announcer(member)
+    announcer = RecordWriter(member)
     try:
         yield Desk(backend, store, gate, member, announcer)
     finally:

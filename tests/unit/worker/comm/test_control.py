@@ -10,7 +10,7 @@ import torch
 
 from elastic_trainer.errors import CheckpointError, ConfigError, RoundBrokenError, StorageError
 from elastic_trainer.worker.comm.control import Control, Purpose
-from elastic_trainer.worker.comm.waits import MOMENT_S, Works
+from elastic_trainer.worker.comm.waits import MOMENT_S, InterruptibleWaits
 from tests.unit.worker.ranks import outcome, run_ranks
 
 
@@ -93,7 +93,7 @@ def test_a_transfer_may_take_longer_than_a_moment() -> None:
     """
 
     def body(control: Control) -> list[float]:
-        own = Control(control._group, control.rank, 2, Works(interruptible=True))
+        own = Control(control._group, control.rank, 2, InterruptibleWaits(interruptible=True))
         found: list[float] = []
         for number in range(2):
             tensor = torch.full((1 << 20,), float(number + 1) * (own.rank == number))
@@ -127,7 +127,7 @@ def test_the_end_of_the_round_interrupts_a_transfer() -> None:
     """Whoever waits for what a peer never sends is free at once."""
 
     def body(control: Control) -> str:
-        works = Works(interruptible=True)
+        works = InterruptibleWaits(interruptible=True)
         own = Control(control._group, control.rank, 2, works)
         if own.rank == 1:
             own.receive(torch.zeros(1), 0)  # the word that rank 0 has been freed

@@ -12,7 +12,7 @@ import pytest
 from elastic_trainer.clock import SystemClock
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker.comm.control import Control, Purpose
-from elastic_trainer.worker.comm.waits import Works
+from elastic_trainer.worker.comm.waits import InterruptibleWaits
 from elastic_trainer.worker.steps.step import LaterLoss
 
 
@@ -42,7 +42,7 @@ class Operation:
 
 def test_an_operation_that_has_ended_is_waited_for_once() -> None:
     """The usual case costs one call."""
-    works, operation = Works(interruptible=True), Operation()
+    works, operation = InterruptibleWaits(interruptible=True), Operation()
     operation.end()
     works.wait(works.begun(operation))
     assert operation.waits == 1
@@ -51,7 +51,7 @@ def test_an_operation_that_has_ended_is_waited_for_once() -> None:
 
 def test_the_end_of_the_round_interrupts_a_wait() -> None:
     """The operation itself never ends; whoever waits for it learns that the round is over."""
-    works, operation = Works(interruptible=True), Operation()
+    works, operation = InterruptibleWaits(interruptible=True), Operation()
     works.begun(operation)
     threading.Timer(0.05, works.end, ("the round is over",)).start()
     with pytest.raises(RoundBrokenError):
@@ -61,7 +61,7 @@ def test_the_end_of_the_round_interrupts_a_wait() -> None:
 
 def test_an_operation_abandoned_in_the_middle_is_outlived() -> None:
     """It is held until it has ended, however it ends."""
-    works, operation = Works(interruptible=True), Operation()
+    works, operation = InterruptibleWaits(interruptible=True), Operation()
     works.begun(operation)
     works.end("the round is over")
     with pytest.raises(RoundBrokenError):
@@ -74,7 +74,7 @@ def test_an_operation_abandoned_in_the_middle_is_outlived() -> None:
 
 def test_what_an_operation_raises_passes_through() -> None:
     """Also when it fails between two moments of the wait."""
-    works, operation = Works(interruptible=True), Operation()
+    works, operation = InterruptibleWaits(interruptible=True), Operation()
     works.begun(operation)
     threading.Timer(0.05, operation.end, args=("Connection closed by peer",)).start()
     with pytest.raises(RuntimeError, match="Connection closed"):
@@ -83,7 +83,7 @@ def test_what_an_operation_raises_passes_through() -> None:
 
 def test_an_operation_that_fails_after_the_end_of_its_round_fails_because_of_that() -> None:
     """Whatever it says itself: it may have failed in the moment that the wait was busy with."""
-    works, operation = Works(interruptible=True), Operation()
+    works, operation = InterruptibleWaits(interruptible=True), Operation()
     works.begun(operation)
     works.end("the round is over")
     operation.end("Timed out waiting 500ms for recv operation to complete")
@@ -112,7 +112,7 @@ def test_a_loss_is_waited_for_as_long_as_the_round_lasts(monkeypatch: pytest.Mon
     slow = Slow()
     monkeypatch.setattr(SystemClock, "monotonic", lambda _: slow.now)
     group: Any = SimpleNamespace(allreduce=lambda _: slow)
-    control = Control(group, 0, 2, Works(interruptible=True))
+    control = Control(group, 0, 2, InterruptibleWaits(interruptible=True))
     pending = control.start(Purpose.LOSS, [3.0])
     pending._vector *= 2.0  # as if the other rank had the same loss
     steps: Any = SimpleNamespace(control=control, knows_loss=lambda mean: None)

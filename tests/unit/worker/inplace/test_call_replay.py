@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.inplace.call_replay import JSON, NEWCOMER, Calls, bytes_of
+from elastic_trainer.worker.inplace.call_replay import JSON, NEWCOMER, CallReplay, bytes_of
 from tests.unit.worker.ranks import run_ranks
 
 
@@ -13,7 +13,7 @@ def test_a_rank_that_is_one_call_behind_gets_the_result_of_the_others() -> None:
     """Rank 1 lost its peers before the call ended for it; ranks 0 and 2 had gone on."""
 
     def body(control: Control) -> tuple[bool, object, int]:
-        calls = Calls()
+        calls = CallReplay()
         calls.count = 4
         if control.rank != 1:
             calls.completed({"accuracy": 0.5 + control.rank}, JSON)
@@ -30,7 +30,7 @@ def test_level_ranks_are_given_nothing_and_newcomers_take_over_the_count() -> No
     """A newcomer was in no call; it counts from where the others are."""
 
     def body(control: Control) -> tuple[bool, int]:
-        calls = Calls()
+        calls = CallReplay()
         if control.rank == 0:
             calls.count = 7
         calls.meet(control, [7, NEWCOMER])

@@ -10,8 +10,8 @@ import pytest
 from elastic_trainer.model import Phase
 from elastic_trainer.worker.inplace.recovery import Recovery
 from elastic_trainer.worker.inplace.rounds import Rounds
-from elastic_trainer.worker.report.heartbeat import Tracker
-from elastic_trainer.worker.steps.rank_context import Participation
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.steps.rank_context import RankContext
 from elastic_trainer.worker.steps.signals import Signals
 
 
@@ -26,9 +26,9 @@ from elastic_trainer.worker.steps.signals import Signals
 )
 def test_a_phase_of_the_script_goes_on_in_the_next_round(before: Phase, after: Phase) -> None:
     """A collective in the middle of it met the end of the round; the rest takes long for the same good reason."""
-    tracker, seen = Tracker(), list[Phase]()
+    tracker, seen = HeartbeatReporter(), list[Phase]()
     part: Any = SimpleNamespace(tracker=tracker, feed=SimpleNamespace(), placement=None, span_s=0.0)
     rounds: Any = SimpleNamespace(enter=lambda *_, **__: seen.append(tracker.pulse.phase))
     tracker.change(before)
-    Recovery(cast("Rounds", rounds), cast("Participation", part), cast("Signals", None)).enter()
+    Recovery(cast("Rounds", rounds), cast("RankContext", part), cast("Signals", None)).enter()
     assert (seen, tracker.pulse.phase) == ([Phase.RENDEZVOUS], after)

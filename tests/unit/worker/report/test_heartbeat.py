@@ -20,7 +20,7 @@ from elastic_trainer.ipc.page import NUMBERS, PHASES, WORK, PageReader, PageWrit
 from elastic_trainer.ipc.stacks import stacks_of
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment, worker_environment
-from elastic_trainer.worker.report.heartbeat import Tracker, process_age_s
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter, process_age_s
 from tests.support.crew import eventually
 from tests.support.memory_store import ManualClock
 
@@ -34,7 +34,7 @@ class Bench:
     def __init__(self, path: Path) -> None:
         self.clock = ManualClock()
         self.writer = PageWriter.create(path)
-        self.tracker = Tracker(self.writer, self.clock, age_s=AGE_S)
+        self.tracker = HeartbeatReporter(self.writer, self.clock, age_s=AGE_S)
         self.born_at = self.clock.monotonic() - AGE_S
         self.tracker.beat()
         self.tracker.describe(pid=1)
@@ -94,7 +94,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.close()
 
 
-def placed(bench: Bench, round_: int = 1) -> Tracker:
+def placed(bench: Bench, round_: int = 1) -> HeartbeatReporter:
     """In a round, and about to train."""
     bench.tracker.place(0, 2, round_, CPU)
     bench.tracker.change(Phase.TRAINING)
@@ -479,7 +479,7 @@ def environment(directory: Path | None, **more: str) -> WorkerEnvironment:
 
 def test_a_worker_tells_who_it_is(tmp_path: Path) -> None:
     """From the first look at its page on: process, place, and how old it is."""
-    tracker = Tracker.open(environment(tmp_path, ELASTIC_TRAINER_REACHED="41"))
+    tracker = HeartbeatReporter.open(environment(tmp_path, ELASTIC_TRAINER_REACHED="41"))
     try:
         (path,) = tmp_path.glob("*.page")
         assert path.stem.rpartition("-")[0] == f"3-{os.getpid()}"
@@ -499,7 +499,7 @@ def test_a_worker_tells_who_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["nowhere", None])
 def test_where_no_page_can_be_made_nobody_reads(tmp_path: Path, place: str | None) -> None:
     """The worker works all the same, and tells itself."""
-    tracker = Tracker.open(environment(tmp_path / place if place else None))
+    tracker = HeartbeatReporter.open(environment(tmp_path / place if place else None))
     tracker.place(1, 2, 3, CPU)
     tracker.step_begins(1)
     tracker.committed(1, 2)
@@ -519,8 +519,8 @@ WORKER = """
 import os, sys, time
 from pathlib import Path
 from elastic_trainer.settings import worker_environment
-from elastic_trainer.worker.report.heartbeat import Tracker
-tracker = Tracker.open(worker_environment(dict(os.environ, ELASTIC_TRAINER_PAGES=sys.argv[1])))
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+tracker = HeartbeatReporter.open(worker_environment(dict(os.environ, ELASTIC_TRAINER_PAGES=sys.argv[1])))
 def stuck_in_this_very_function():
     print("ready", flush=True)
     sys.stdin.read()
@@ -587,10 +587,10 @@ def test_the_numbers_of_phases_are_those_of_the_page() -> None:
 def test_a_process_may_open_one_session_after_the_other(tmp_path: Path) -> None:
     """Each has a page; the agent buries the first when the second begins, and no second counts twice."""
     environment = WorkerEnvironment(pages=tmp_path)
-    first = Tracker.open(environment)
+    first = HeartbeatReporter.open(environment)
     first.committed(1, 8)
     first.close()
-    second = Tracker.open(environment)
+    second = HeartbeatReporter.open(environment)
     second.committed(2, 8)
     readings = [reader.read() for reader in map(PageReader, sorted(tmp_path.glob("*.page"), key=_number))]
     second.close()
