@@ -1,1 +1,0 @@
-"""A cluster on one machine: real etcd, real torchrun, real faults."""

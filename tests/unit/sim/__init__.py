@@ -1,1 +1,0 @@
-"""The rules of the local cluster: ledger, faults, picture, summary, view."""
