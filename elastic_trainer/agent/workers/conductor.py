@@ -269,6 +269,8 @@ class Conductor:
                 self._tell(worker, formation_of(document, mine, worker.local_rank))
 
     def _drain(self, document: RoundDocument, mine: RoundMember | None) -> None:
+        if mine is not None:
+            self._form(document, mine)  # a change may be planned before a slow member has seen its round
         following = document.next
         place = self._my_entry(following)
         for worker in self._life.workers.values():

@@ -124,6 +124,8 @@ class Run(RuleBasedStateMachine):
         mine, place = self.entry(agent, document), self.entry(agent, document.next)
         over = document.number if document.state is RoundState.BROKEN else document.number - 1
         if document.state is RoundState.DRAINING:
+            if mine and agent.inside < document.number and free:
+                agent.inside = document.number  # it learns of its round and of the planned change at once
             planned = agent.inside == document.number and (place is not None or document.next is None)
             if mine and planned and free:
                 agent.inside = place.number if place is not None else 0

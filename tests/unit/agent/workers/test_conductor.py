@@ -161,6 +161,20 @@ def test_a_planned_change_is_told_with_the_place_behind_it(stage: Stage) -> None
     assert len(worker.of(Drain)) == 1
 
 
+def test_a_member_that_sees_its_round_only_when_that_ends_by_plan_enters_it(stage: Stage) -> None:
+    """Those who leave may be gone by then, and nobody else would ever end the change that waits for this member."""
+    stage.begin()
+    worker = Worker(stage.conductor)
+    worker.ready(1)
+    stage.await_record(state=NodeState.READY)
+    following = stage.document(2, members=(stage.member(first_rank=0),))
+    stage.see(1, RoundState.DRAINING, next=following, reason="node other leaves")
+    assert worker.await_one(Formation).number == 1
+    drain = worker.await_one(Drain)
+    assert drain.next is not None
+    assert drain.next.number == 2
+
+
 def test_a_newcomer_forms_the_next_round_while_the_others_still_drain(stage: Stage) -> None:
     """It waits for them there, not they for it."""
     stage.begin()
