@@ -37,8 +37,14 @@ def fill(disk: Path) -> None:
                     file.write(b"x" * size)
 
 
-def remount(disk: Path, mode: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{mode}", str(disk)], check=True, timeout=60)
+def shield(disk: Path) -> None:
+    """Make it read-only for whoever opens anything from now on. (To remount it would take that no file is open.)"""
+    for options in (["--bind", str(disk), str(disk)], ["-o", "remount,bind,ro", str(disk)]):
+        subprocess.run(["mount", *options], check=True, timeout=60)
+
+
+def unshield(disk: Path) -> None:
+    subprocess.run(["umount", "--lazy", str(disk)], check=True, timeout=60)
 
 
 class Faults:
@@ -64,8 +70,10 @@ class Faults:
         return True
 
     def _strike(self, what: str) -> None:
-        if what in ("read_only", "writable"):
-            remount(self._disks[0], "ro" if what == "read_only" else "rw")
+        if what == "read_only":
+            shield(self._disks[0])
+        elif what == "writable":
+            unshield(self._disks[0])
         for disk in self._disks:
             if what == "full":
                 fill(disk)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable
@@ -82,10 +83,13 @@ class Kills:
         self._trained: dict[int, tuple[str, psutil.Process]] = {}
         self.done: list[Kill] = []
 
-    def rage(self, count: int) -> None:
-        """Kill ``count`` workers, then wait until everybody trains."""
+    def rage(self, count: int, least: int = 0, budget_s: float = math.inf) -> None:
+        """Kill ``count`` workers, then wait until everybody trains; ``least`` of them where they take ``budget_s``."""
         self._stage.settled()
+        enough = now() + budget_s
         for number in range(1, count + 1):
+            if number > least and now() > enough:
+                break
             moment = Moment.INTERLUDE if number % self._interlude_every == 0 else self._drawn()
             self._stage.until(partial(self._ripe, moment), f"the {moment} for kill {number}")
             pause(self._delay_s(moment))
