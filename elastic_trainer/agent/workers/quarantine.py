@@ -34,6 +34,8 @@ class Quarantine:
         self.active = False
         """Whether this node does not offer itself."""
         self._closed = False
+        self._asked_in = -1
+        self._lock = threading.Lock()
         self._since_round = 0
         self._strikes = Backoff()
         self._timer: threading.Timer | None = None
@@ -41,7 +43,10 @@ class Quarantine:
     def ask(self, document: RoundDocument | None) -> None:
         """Find out whom this node cannot reach: others could not reach it in the round of ``document``, or that was not
         the first in a row that could not be formed."""
-        if document is not None and (document.stalled >= FAILED_ROUNDS - 1 or document.accuses(self._node)):
+        if document is None or document.number == self._asked_in:
+            return
+        if document.stalled >= FAILED_ROUNDS - 1 or document.accuses(self._node):
+            self._asked_in = document.number
             self.found(self._missing(document) or ())
             if self.unreachable:
                 logger().warning("node.cut_off", node=self._node, round=document.number, unreachable=self.unreachable)
@@ -49,8 +54,8 @@ class Quarantine:
     def found(self, nodes: tuple[str, ...]) -> None:
         """``nodes`` cannot be reached. Where all are needed no round is formed: look again until they can."""
         self.unreachable = nodes
-        if nodes and not self.active:
-            self._after(SHORTEST_S, self._look_again)
+        if nodes:
+            self._after(SHORTEST_S, self._look_again, away=False)
 
     def clear(self) -> None:
         """Steps are committed, or the workers are others: what was before does not count against this node."""
@@ -62,27 +67,33 @@ class Quarantine:
         """The round of ``document`` was formed without this node because of that: once, however often it is seen."""
         if document.number <= self._since_round:
             return
-        self._since_round, self.active = document.number, True
+        with self._lock:
+            self._since_round, self.active = document.number, True
         self._wait()
 
     def close(self) -> None:
         """The node ends."""
-        self.active, self._closed = False, True
-        if self._timer is not None:
-            self._timer.cancel()
+        with self._lock:
+            self.active, self._closed = False, True
+            if self._timer is not None:
+                self._timer.cancel()
 
     def _wait(self) -> None:
         self._strikes = self._strikes.after(0)
         seconds = max(SHORTEST_S, self._strikes.back_off_s())
         logger().warning("node.kept_away", node=self._node, seconds=seconds, unreachable=self.unreachable)
-        self._after(seconds, self._try_again)
+        self._after(seconds, self._try_again, away=True)
 
-    def _after(self, seconds: float, act: Callable[[], None]) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = threading.Timer(seconds, act)
-        self._timer.daemon = True
-        self._timer.start()
+    def _after(self, seconds: float, act: Callable[[], None], *, away: bool) -> None:
+        """Next, unless the node has become a member (``away``) or been left out meanwhile: that has its own timer."""
+        with self._lock:
+            if self._closed or self.active is not away:
+                return
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = threading.Timer(seconds, act)
+            self._timer.daemon = True
+            self._timer.start()
 
     def _look_again(self) -> None:
         document = self._present()
@@ -90,11 +101,11 @@ class Quarantine:
             return
         over = document.state is RoundState.BROKEN  # else steps will tell
         missing = self._missing(document) if over else None
-        if missing == ():
+        if missing == () and not self.active:
             self.unreachable = ()
             self._released()
         else:
-            self._after(SHORTEST_S, self._look_again)
+            self._after(SHORTEST_S, self._look_again, away=False)
 
     def _missing(self, document: RoundDocument) -> tuple[str, ...] | None:
         return self._contact.missing(m.node for m in document.members if m.node != self._node)

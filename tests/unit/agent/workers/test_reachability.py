@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -88,6 +88,8 @@ class Network:
         self.asked: list[str] = []
         self.store = True
         self.looks = 0
+        self.meanwhile: Callable[[], object] = lambda: None
+        """What happens, once, while somebody is tried."""
 
     def records(self) -> dict[str, NodeRecord]:
         self.looks += 1
@@ -95,6 +97,8 @@ class Network:
 
     def reaches(self, host: str, port: int) -> bool:
         self.asked.append(host)
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
         return host not in self.cut
 
 
@@ -159,6 +163,19 @@ def test_a_node_looks_again_whom_it_reaches_while_the_round_is_over(stage: Stage
     stage.await_record(reported=5, unreachable=("other",))
     network.cut.clear()
     stage.await_record(reported=5, unreachable=())
+
+
+def test_a_node_that_is_left_out_while_it_looks_still_comes_back(stage: Stage, network: Network) -> None:
+    """The look that it was at does not take the place of the next one."""
+    worker = in_round(stage, 4)
+    stage.see(4, RoundState.BROKEN, ghosts=(Ghost(node="me", mod_revision=3),))
+    worker.await_one(Over)
+    worker.ready(5)
+    stage.await_record(reported=5, unreachable=("other",))
+    network.meanwhile = lambda: stage.see(5, members=(OTHER,), left_out="me")
+    stage.await_record(state=NodeState.WARMING)
+    network.cut.clear()
+    stage.await_record(state=NodeState.READY)
 
 
 def test_a_node_that_was_only_slow_accuses_nobody(stage: Stage, network: Network) -> None:
