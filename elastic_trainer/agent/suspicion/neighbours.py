@@ -56,13 +56,19 @@ class Peers:
         for name, address in self._around.items():
             self._asker.ask(name, address)
 
+    def forget(self) -> None:
+        """Await no answer any more: a connection that was begun while the network was cut says nothing of it now."""
+        for name in self._asker.open:
+            self._asker.forget(name)
+        self._dead.clear()
+
     def _meet(self, document: RoundDocument) -> None:
         """Find out where to ask."""
+        self.forget()
         names = doubt.neighbours(document, self._node)
         keys = self._read((*names, self._node))
         found = {name: _address(each.record.address, each.record.probe_port) for name, each in keys.items()}
         self._around = {name: address for name, address in found.items() if address is not None}
-        self._dead.clear()
         if self._around:
             self._number = document.number
 
@@ -80,7 +86,7 @@ class Peers:
                 self._own_s = each.after_s
             elif each.answer is not None and not all(worker.waits for worker in each.answer.workers):
                 logger().debug("peer.awaited", node=each.node, workers=[each.answer.model_dump()["workers"]])
-        for name, since in list(self._asker.open.items()):
+        for name, since in self._asker.open.items():
             if now - since > FORGOTTEN_S:
                 self._asker.forget(name)
 

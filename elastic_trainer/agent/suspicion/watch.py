@@ -54,6 +54,8 @@ class Suspicion:
         self._counts_from = self._looked_at = clock.monotonic()
         """Before that nothing counts: this agent stood still, or the round was another."""
         self._asked_at = self._accused_at = self._pinged_at = -math.inf
+        self._told_of = -1
+        """The round in which a suspicion was logged."""
         self._pause_s = IDLE_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="suspicion", daemon=True)
@@ -124,16 +126,19 @@ class Suspicion:
 
     def _find_out(self, document: RoundDocument, now: float) -> None:
         """This node's workers wait for others for too long."""
+        if self._accused_at >= self._counts_from:
+            if now - self._accused_at < SUSPECTED_S:
+                return  # the last word may be on its way
+            self._peers.forget()  # it had no effect: find out anew
+            self._accused_at = self._asked_at = -math.inf
         if now - self._asked_at >= ASKED_EVERY_S:
             self._asked_at = now
             self._peers.ask(document)
-        again = self._accused_at >= self._counts_from
-        if again and now - self._accused_at < SUSPECTED_S:
-            return  # the last word may be on its way
         suspects = self._peers.suspects(now, self._counts_from)
         if suspects is not None:
             self._accused_at = now
             names = [each.node for each in suspects.ghosts]
+            again, self._told_of = self._told_of == document.number, document.number
             log = logger().debug if again else logger().warning  # a node that is cut off itself accuses all in vain
             log("node.suspected", nodes=names, round=document.number, reason=suspects.reason)
             self._conductor.accuse(document, suspects.ghosts, suspects.reason)

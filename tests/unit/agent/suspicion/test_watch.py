@@ -43,6 +43,7 @@ class Room:
     accused: list[tuple[Ghost, ...]] = field(default_factory=list)
     passed_over: list[str] = field(default_factory=list)
     pings: int = 0
+    forgotten: int = 0
 
     def __post_init__(self) -> None:
         connection = cast("Any", SimpleNamespace(send=self._pinged))
@@ -65,6 +66,9 @@ class Room:
     def suspects(self, now: float, awake_at: float) -> Suspects | None:
         self.awake_at = awake_at
         return self.suspects_now
+
+    def forget(self) -> None:
+        self.forgotten += 1
 
     def accuse(self, document: RoundDocument, ghosts: tuple[Ghost, ...], reason: str) -> None:
         self.accused.append(ghosts)
@@ -109,15 +113,16 @@ def test_nobody_is_asked_while_steps_come_in_time(room: Room) -> None:
 
 
 def test_who_waits_for_too_long_asks_and_the_silent_are_suspected_once(room: Room) -> None:
-    """Again when that had no effect."""
+    """When that had no effect, they are asked anew before they are suspected again."""
     room.waits()
     room.turns(2 * doubt.LEAST_WAIT_S)
     assert (room.asked, room.accused) == (1, [])
     room.suspects_now = Suspects((Ghost(node="b", mod_revision=2),), "b is silent")
     room.turns(0.9)
     assert room.accused == [room.suspects_now.ghosts]
+    assert room.forgotten == 0
     room.turns(0.5)
-    assert len(room.accused) == 2
+    assert (len(room.accused), room.forgotten, room.asked) == (2, 1, 2)
 
 
 def test_steps_of_long_are_given_longer(room: Room) -> None:
@@ -214,23 +219,27 @@ class Line:
     """An asker that hears what the test says."""
 
     clock: ManualClock
-    open: dict[str, float] = field(default_factory=dict)
+    asked: dict[str, float] = field(default_factory=dict)
     heard: list[Heard] = field(default_factory=list)
 
+    @property
+    def open(self) -> dict[str, float]:
+        return dict(self.asked)
+
     def ask(self, node: str, address: Address) -> None:
-        self.open.setdefault(node, self.clock.monotonic())
+        self.asked.setdefault(node, self.clock.monotonic())
 
     def hear(self, timeout_s: float) -> list[Heard]:
         heard, self.heard = self.heard, []
         return heard
 
     def forget(self, node: str) -> None:
-        self.open.pop(node, None)
+        self.asked.pop(node, None)
 
     def answer(self, *nodes: str, dead: bool = False) -> None:
         """Those answer now."""
         now = self.clock.monotonic()
-        self.heard += [Heard(name, now - self.open.pop(name), dead=dead) for name in nodes]
+        self.heard += [Heard(name, now - self.asked.pop(name), dead=dead) for name in nodes]
 
 
 @dataclass
@@ -305,6 +314,17 @@ def test_time_before_this_agent_was_awake_does_not_count() -> None:
     around.clock.advance(10.0)
     now = around.clock.monotonic()
     assert around.peers.suspects(now, awake_at=now - 0.1) is None
+
+
+def test_in_another_round_all_are_asked_anew() -> None:
+    """A connection that was begun while the network was cut may stay silent long after that was mended."""
+    around = Around()
+    assert around.after(0.01, "a", "b") == []
+    around.clock.advance(2.0)
+    around.peers.ask(round_of(4, "a", "b", "c"))
+    assert around.after(0.1, "a") == []
+    assert around.after(0.05, "b", "c") == []
+    assert around.line.open == {}
 
 
 def test_without_the_store_nobody_is_suspected() -> None:
