@@ -12,8 +12,9 @@ from elastic_trainer.drills.stage import DrillError, Stage, now
 from elastic_trainer.drills.strikes import aftermath
 from elastic_trainer.local.namespaces import Segment
 
-HELD_S = 1.0
-"""How long the node stays cut off once the others train on."""
+HELD_S = 7.0
+"""How long the node stays cut off once the others train on: until its lease has ended too, or it would end in the middle
+of the return."""
 
 
 def node_partition(stage: Stage, repeat: int, segment: Segment) -> Effect:

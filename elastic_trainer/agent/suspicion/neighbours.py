@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +21,8 @@ from elastic_trainer.membership.documents import Ghost, RoundDocument
 from elastic_trainer.telemetry.logs import logger
 
 STORE_S: Final = 0.5
+LATE_S: Final = 0.1
+"""This agent stood still if a turn comes so much later than planned."""
 FORGOTTEN_S: Final = 5.0
 """An answer that took longer would teach nothing."""
 
@@ -56,11 +58,15 @@ class Peers:
         for name, address in self._around.items():
             self._asker.ask(name, address)
 
-    def forget(self) -> None:
-        """Await no answer any more: a connection that was begun while the network was cut says nothing of it now."""
-        for name in self._asker.open:
+    def forget(self, but: Iterable[str] = ()) -> None:
+        """Await no answer any more, ``but`` of those.
+
+        A connection that was begun while the network was cut says nothing of it now, and how long somebody needed who
+        had stood still is no measure.
+        """
+        for name in set(self._asker.open) - set(but):
             self._asker.forget(name)
-        self._dead.clear()
+        self._dead &= set(but)
 
     def _meet(self, document: RoundDocument) -> None:
         """Find out where to ask."""
@@ -74,14 +80,17 @@ class Peers:
 
     def hear(self, timeout_s: float) -> None:
         """Take in what comes within ``timeout_s`` seconds, or something did."""
+        before = self._clock.monotonic()
         heard = self._asker.hear(timeout_s)
         now = self._clock.monotonic()
+        stood_still = now - before > timeout_s + LATE_S
         for each in heard:
             if each.dead:
                 self._dead.add(each.node)
                 continue
             self._dead.discard(each.node)
-            self._delays.setdefault(each.node, doubt.Delays()).note(each.after_s, now)
+            if not stood_still:
+                self._delays.setdefault(each.node, doubt.Delays()).note(each.after_s, now)
             if each.node == self._node:
                 self._own_s = each.after_s
             elif each.answer is not None and not all(worker.waits for worker in each.answer.workers):

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from elastic_trainer.agent.health.pages import Pages
-from elastic_trainer.agent.suspicion.neighbours import Peers
+from elastic_trainer.agent.suspicion.neighbours import LATE_S, Peers
 from elastic_trainer.agent.suspicion.questions import Notice, WorkerStanding
 from elastic_trainer.agent.workers import doubt
 from elastic_trainer.agent.workers.conductor import SUSPECTED_S, Conductor
@@ -31,8 +31,6 @@ from elastic_trainer.telemetry.logs import logger
 TURN_S: Final = 0.03
 IDLE_S: Final = 0.25
 """Between two looks where this node trains, and where it does not."""
-LATE_S: Final = 0.1
-"""This agent stood still if a turn comes so much later than planned."""
 ASKED_EVERY_S: Final = 0.5
 LOOKED_AT_S: Final = 2 * ASKED_EVERY_S
 """For so long after a question this node looks at its own workers."""
@@ -86,6 +84,8 @@ class Suspicion:
         document, workers = self._conductor.at_work()
         if now - self._looked_at > self._pause_s + LATE_S or document is not self._document:
             self._counts_from = now
+        if document is not self._document and (document is None or doubt.needed(document)):
+            self._peers.forget(but=() if document is None else [each.node for each in doubt.needed(document)])
         self._looked_at, self._document = now, document
         readings = {each.pid: each for each in self._pages.glance()}
         waits = self._waits(readings, now)

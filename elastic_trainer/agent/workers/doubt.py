@@ -28,7 +28,7 @@ TIMES_LATE: Final = 2.0
 have a long tail, so their spread says less than their maximum."""
 TIMES_OWN: Final = 4.0
 """How much longer than this node's own answer to itself, in the same moment, another's may take."""
-LONGEST_DELAY_S: Final = 1.5
+LONGEST_DELAY_S: Final = 1.0
 """An answer that took longer than this is no sign of a busy machine: somebody had stood still."""
 REMEMBERED_S: Final = 60.0
 _KEPT: Final = 32

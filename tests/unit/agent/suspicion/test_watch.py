@@ -11,9 +11,9 @@ import pytest
 
 from elastic_trainer.agent.suspicion import watch
 from elastic_trainer.agent.suspicion.asking import Address, Heard
-from elastic_trainer.agent.suspicion.neighbours import Peers, Suspects
+from elastic_trainer.agent.suspicion.neighbours import LATE_S, Peers, Suspects
 from elastic_trainer.agent.suspicion.questions import Notice, WorkerStanding
-from elastic_trainer.agent.suspicion.watch import LATE_S, TURN_S, Suspicion
+from elastic_trainer.agent.suspicion.watch import TURN_S, Suspicion
 from elastic_trainer.agent.workers import doubt
 from elastic_trainer.agent.workers.roster import Worker
 from elastic_trainer.clock import Deadline
@@ -67,8 +67,8 @@ class Room:
         self.awake_at = awake_at
         return self.suspects_now
 
-    def forget(self) -> None:
-        self.forgotten += 1
+    def forget(self, but: Sequence[str] = ()) -> None:
+        self.forgotten += not but
 
     def accuse(self, document: RoundDocument, ghosts: tuple[Ghost, ...], reason: str) -> None:
         self.accused.append(ghosts)
@@ -221,6 +221,8 @@ class Line:
     clock: ManualClock
     asked: dict[str, float] = field(default_factory=dict)
     heard: list[Heard] = field(default_factory=list)
+    frozen_s: float = 0.0
+    """For how long this node stands still while it listens next."""
 
     @property
     def open(self) -> dict[str, float]:
@@ -230,6 +232,9 @@ class Line:
         self.asked.setdefault(node, self.clock.monotonic())
 
     def hear(self, timeout_s: float) -> list[Heard]:
+        self.clock.advance(self.frozen_s)
+        self.heard = [replace(each, after_s=each.after_s + self.frozen_s) for each in self.heard]
+        self.frozen_s = 0.0
         heard, self.heard = self.heard, []
         return heard
 
@@ -305,6 +310,28 @@ def test_who_was_late_before_is_given_longer() -> None:
     assert around.after(0.01, "a", "b") == []
     assert around.after(0.9) == []
     assert around.after(0.2) == ["c"]
+
+
+def test_who_was_left_out_teaches_nothing() -> None:
+    """It had stood still; it is found as soon the next time."""
+    around = Around()
+    around.after(0.01, "a", "b")
+    assert around.after(0.5) == ["c"]
+    around.peers.forget(but=["a", "b"])
+    assert around.line.open == {}
+    around.peers.ask(ROUND)
+    assert around.after(0.01, "a", "b") == []
+    assert around.after(0.25) == ["c"]
+
+
+def test_answers_that_this_agent_could_not_hear_teach_nothing() -> None:
+    """It was frozen itself: neither its own answer nor those of others had been late."""
+    around = Around()
+    around.line.frozen_s = 0.9
+    around.after(0.0, "a", "b", "c")
+    around.peers.ask(ROUND)
+    assert around.after(0.01, "a", "b") == []
+    assert around.after(0.25) == ["c"]
 
 
 def test_time_before_this_agent_was_awake_does_not_count() -> None:
