@@ -13,8 +13,8 @@ from elastic_trainer.drills.strikes import aftermath
 from elastic_trainer.local.namespaces import Segment
 
 HELD_S = 7.0
-"""How long the node stays cut off once the others train on: until its lease has ended too, which would else end in the
-middle of its return."""
+"""How long the node stays cut off once the others train on: until its lease has ended too, or it would end amid the
+return."""
 
 
 def node_partition(stage: Stage, repeat: int, segment: Segment) -> Effect:

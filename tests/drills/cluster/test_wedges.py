@@ -41,11 +41,12 @@ def test_stuck_workers_are_ended_and_nothing_is_lost(tmp_path: Path) -> None:
     is made twice, every sample counts once, parameters stay equal; each incident is told once, with its cause."""
     options = {**PATIENT, "hang_timeout": "6", "step_timeout": "6", "first_step_timeout": "120"}
     with Stage(Setting(nodes=3, wedges=True, limit_s=180.0, options=options), tmp_path, Loopback()) as stage:
-        for repeat, _ in enumerate(STUCK):
+        for repeat, wedge in enumerate(STUCK):
             effect = DRILLS["worker-wedge"].act(stage, repeat, Circumstances())
             assert effect.problems == (), effect
             assert effect.steps_lost == 0, effect
-            assert effect.recovery_s > 2.0, effect  # it was not killed for another reason
+            # It was not killed for another reason; one that answers nothing is passed over before its limit.
+            assert effect.recovery_s > 2.0 or wedge is Wedge.LOCK, effect
         store, keys = open_store(stage)
         try:
             stage.until(lambda: len(ended(store, keys)) >= len(STUCK), "all incidents")
@@ -56,7 +57,7 @@ def test_stuck_workers_are_ended_and_nothing_is_lost(tmp_path: Path) -> None:
         assert conclusions(stage) == []
     assert [each.cause for each in told] == [Cause.WORKER_HUNG] * 3 + [Cause.STALLED]
     assert all(each.steps_lost == 0 and each.next_round is not None for each in told)
-    assert all(each.detect_s > 2.0 for each in told), told
+    assert all(each.detect_s > 2.0 for each in told[1:]), told
     killed = sum(health.counters.get("workers_killed", 0.0) for health in counters.values())
     assert killed == 3
     logs = "".join(path.read_text(errors="replace") for path in (tmp_path / "logs").iterdir())
