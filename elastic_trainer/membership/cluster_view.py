@@ -116,6 +116,7 @@ def candidates(view: ClusterView) -> list[NodeView]:
         for node in by_seniority(view.nodes.values())
         if node.record.state is NodeState.READY
         and is_free(view, node)
+        and not node.record.stuck
         and node.id not in view.suspects
         and not is_ghost(view, node)
     ]

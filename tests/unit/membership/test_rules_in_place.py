@@ -584,6 +584,9 @@ def test_a_worker_that_stands_still_is_not_waited_for() -> None:
     formed = made(scene.decide(), Action.FORM)
     assert (names(formed), formed.reason, formed.cause) == (["a", "b"], why, Cause.WORKER_HUNG)
     scene.adopt(formed)
+    scene.show(node("c", 3, mod=150, acknowledged=4, stuck=True))
+    scene.decide()
+    assert scene.decide(after_s=6.0).action is Action.WAIT  # nobody would come into the round that names it
     scene.show(node("c", 3, mod=200, acknowledged=4, reported=4))
     scene.decide()
     assert names(made(scene.decide(after_s=6.0), Action.DRAIN).next) == ["a", "b", "c"]
