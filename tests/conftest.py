@@ -10,6 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.etcd_binary import find_binary
@@ -23,7 +24,23 @@ hypothesis.settings.load_profile("patient")
 UNSAFE = ("--unsafe-no-fsync",)
 """No test ends the machine, which is all that etcd's fsync is for; on a busy disk it would stand still for seconds."""
 
+BUDGETED = ("tests/drills", "tests/bench")
+"""Tests of minutes each, which come last."""
+_began = SYSTEM.monotonic()
 _numbers = itertools.count(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--budget", type=float, default=0.0, help="begin no drill and no benchmark after that many seconds"
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Machines differ in speed by three times, and CI's time does not: what was not begun is said, not cut off."""
+    budget_s = float(item.config.getoption("--budget"))
+    if budget_s and SYSTEM.monotonic() - _began > budget_s and item.nodeid.startswith(BUDGETED):
+        pytest.skip(f"not begun: the time for tests, {budget_s:.0f} s, is over (make test runs all)")
 
 
 @pytest.fixture(scope="session")
