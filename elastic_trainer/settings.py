@@ -306,8 +306,8 @@ class WorkerEnvironment(Frozen):
 
 _NO_NAMES = ("local", "none")
 """The run of a script alone, and torchrun's own default."""
-_MADE_UP = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")
-"""A random UUID: what ``torchrun --standalone`` names its runs, anew at each start."""
+_MADE_UP = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}|local-[0-9a-f]{8}")
+"""What ``torchrun --standalone`` (a random UUID) and ``elastic-trainer local`` name their runs, anew at each start."""
 
 ENV_CHANNEL = "ELASTIC_TRAINER_CHANNEL"
 ENV_NODE = "ELASTIC_TRAINER_NODE"

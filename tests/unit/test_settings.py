@@ -257,8 +257,10 @@ def test_a_worker_learns_where_its_page_belongs_and_how_far_the_job_was() -> Non
         ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"}, "a"),
         ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, None),
         ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "0f8fad5b-d9cb-469f-a165-70867728950e"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "local-81ad5736"}, None),
     ],
 )
 def test_a_run_has_a_name_only_if_somebody_gave_it_one(variables: dict[str, str], name: str | None) -> None:
-    """A script alone has none, nor has ``torchrun --standalone``, which makes one up at each start."""
+    """A script alone has none, nor has ``torchrun --standalone`` or ``elastic-trainer local``, which
+    make one up at each start."""
     assert worker_environment(variables).run_name == name
