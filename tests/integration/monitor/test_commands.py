@@ -119,7 +119,7 @@ def test_the_ranks_of_a_real_job_are_shown_through_a_loss(tmp_path: Path, etcd_e
 
 IMPATIENT = """
 from elastic_trainer.cli.main import main
-from elastic_trainer.monitor import answers
+from elastic_trainer.monitor.serve import answers
 
 answers.UNREAD_LIMIT_S = 3.0
 raise SystemExit(main())
