@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.worker.launch import run, standalone
 
-PATH = {"PYTHONPATH": str(Path(__file__).parents[3])}
+PATH = {"PYTHONPATH": str(Path(__file__).parents[4])}
 
 
 @pytest.mark.parametrize(
