@@ -33,7 +33,7 @@ IDLE_S: Final = 0.25
 """Between two looks where this node trains, and where it does not."""
 ASKED_EVERY_S: Final = 0.5
 LOOKED_AT_S: Final = 2 * ASKED_EVERY_S
-"""For so long after a question this node looks at its own workers."""
+"""Seconds after a question during which this node looks at its own workers."""
 PINGED_EVERY_S: Final = 0.1
 _JOIN_LIMIT_S: Final = 5.0
 

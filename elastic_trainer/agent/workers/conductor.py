@@ -58,7 +58,7 @@ from elastic_trainer.model import Cause
 from elastic_trainer.telemetry.logs import logger
 
 SUSPECTED_S = 1.0
-"""A suspicion that could not be written for so long is dropped: whoever was suspected may have come back since."""
+"""Seconds after which a suspicion that could not be written is dropped: the suspect may have come back since."""
 
 
 class Conductor:

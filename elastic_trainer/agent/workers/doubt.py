@@ -18,7 +18,7 @@ from elastic_trainer.model import Phase
 LEAST_WAIT_S: Final = 0.2
 LONGEST_WAIT_S: Final = 2.0
 STEPS: Final = 3.0
-"""A worker that waits for longer than so many of its steps waits for too long, within these two bounds."""
+"""Steps of its own that a worker may wait before that is too long, within these two bounds."""
 ANSWER_S: Final = 0.2
 """What the agent of another node gets to answer, at least."""
 PONG_S: Final = 0.5
@@ -33,7 +33,7 @@ LONGEST_DELAY_S: Final = 1.0
 REMEMBERED_S: Final = 60.0
 _KEPT: Final = 32
 NEIGHBOURS: Final = 4
-"""So many before and behind a node in the list of members are asked by it: each is asked by eight, and no crowd."""
+"""Members before and behind a node in the list that it asks: each is asked by eight, and by no crowd."""
 
 
 @dataclass(slots=True)
