@@ -3,7 +3,8 @@
 gloo's own abort does not end a collective that waits for a peer which is frozen, or gone without a word. When a socket
 is shut down for reading gloo reads its end, and raises in whoever waits. (``SHUT_RDWR`` leaves more of them blocked.)
 Sockets of the group are those that appear in ``/proc/self/fd`` while it is formed, and lead to the round's store, or to
-or from an address at which a rank's gloo listens. A thread of the script may open others meanwhile: they stay open.
+or from an address at which a rank's gloo listens, or listen there. A thread of the script may open others meanwhile:
+they stay open.
 
 *Runs in* any thread of a worker. *Owns* nothing: the descriptors stay gloo's.
 *Fails by* nothing: a descriptor that is gone is passed over.
@@ -91,7 +92,7 @@ class Sockets:
     def _appeared(self) -> dict[int, str]:
         before = self._before or {}
         found = {number: name for number, name in open_sockets().items() if before.get(number) != name}
-        return {number: name for number, name in found.items() if not self._ends.isdisjoint(_ends(number))}
+        return {number: name for number, name in found.items() if not self._ends.isdisjoint(_of(number))}
 
 
 def listening(published: bytes | None) -> list[End]:
@@ -117,6 +118,11 @@ def _packed(end: End) -> bytes:
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     flow = b"" if address.version == 4 else bytes(4)
     return struct.pack("=H", family) + struct.pack("!H", end[1]) + flow + address.packed
+
+
+def _of(number: int) -> list[End]:
+    """Where a connection leads to and from, or a socket listens."""
+    return _ends(number) or _ends(number, listens=True)
 
 
 def _ends(number: int, *, listens: bool = False) -> list[End]:
