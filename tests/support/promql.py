@@ -1,30 +1,19 @@
-"""The names in PromQL: metrics, and what their label matchers ask for. Enough for the project's own expressions.
-
-No parser: strings and comments are cut out first, then what remains is told apart by what stands before and behind it.
-"""
+"""The names in PromQL: metrics, what their label matchers ask for, and labels that results are grouped by."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+
+import promql_parser
 
 from elastic_trainer.telemetry import families
 from elastic_trainer.telemetry.families import Family, Kind
 
-_SELECTOR = re.compile(r"(?<![\w:$.])([a-zA-Z_][\w:]*)\s*(\{[^{}]*\})?(?=[^\w]|$)")
-_MATCHER = re.compile(r"([a-zA-Z_]\w*)\s*(=~|!~|!=|=)\s*(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*')")
-_GROUPING = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\(([^()]*)\)")
-_WORDS = frozenset(
-    re.findall(
-        r"\w+",
-        """and or unless by without on ignoring group_left group_right offset bool sum min max avg count quantile topk
-        bottomk group stddev time rate increase deriv delta changes clamp_min clamp_max absent round scalar vector
-        histogram_quantile last_over_time max_over_time min_over_time avg_over_time label_replace label_values
-        label_join count_values sort sort_desc inf nan timestamp""",
-    )
-)
-"""What looks like a metric and is none, where no parenthesis follows."""
+_OPERATORS = {"Equal": "=", "NotEqual": "!=", "Re": "=~", "NotRe": "!~"}
+_PARTS = ("lhs", "rhs", "expr", "param", "args", "vector_selector")
 ADDED = frozenset({"job", "instance", "node", "le"})
 """Labels that Prometheus, the list of nodes, or the form of a histogram adds."""
 
@@ -41,22 +30,37 @@ class Selector:
 
 
 def selectors(expression: str) -> Iterator[Selector]:
-    """All metrics that ``expression`` asks for."""
-    text = re.sub(r"#[^\n]*", " ", expression)
-    text = _GROUPING.sub(lambda found: f"{found[1]} ", text)
-    text = re.sub(r"\[[^\]]*\]", " ", text)  # ranges
-    for found in _SELECTOR.finditer(text):
-        name, braces = found[1], found[2]
-        if braces is None and (name.lower() in _WORDS or text[found.end() :].lstrip().startswith("(")):
-            continue
-        matchers = tuple((label, how, value[1:-1]) for label, how, value in _MATCHER.findall(braces or ""))
-        yield Selector(name, matchers)
+    """All metrics that ``expression`` asks for; ValueError if it is no PromQL."""
+    for part in _parts(expression):
+        if isinstance(part, promql_parser.VectorSelector):
+            asked = (
+                (each.name, _OPERATORS[str(each.op).partition(".")[2]], each.value) for each in part.matchers.matchers
+            )
+            yield Selector(part.name, tuple(asked))
 
 
 def grouped(expression: str) -> set[str]:
     """The labels that ``expression`` groups or matches by."""
-    found = _GROUPING.findall(expression)
-    return {label.strip() for _, labels in found for label in labels.split(",") if label.strip()}
+    found: set[str] = set()
+    for part in _parts(expression):
+        modifier = getattr(part, "modifier", None)
+        for each in (modifier, getattr(modifier, "matching", None)):
+            found |= set(getattr(each, "labels", None) or ())
+        found |= set(getattr(modifier, "group_labels", None) or ())
+    return found
+
+
+def _parts(expression: str) -> Iterator[Any]:
+    """The expression and all within it; Grafana's variables for ranges stand for five minutes."""
+    return _within(promql_parser.parse(re.sub(r"\[\$\w+\]", "[5m]", expression)))
+
+
+def _within(part: Any) -> Iterator[Any]:
+    yield part
+    for name in _PARTS:
+        inner = getattr(part, name, None)
+        for each in inner if isinstance(inner, list) else [inner] if inner is not None else []:
+            yield from _within(each)
 
 
 def family_of(name: str) -> Family | None:
@@ -68,9 +72,7 @@ def family_of(name: str) -> Family | None:
     return None
 
 
-def mistakes(
-    expression: str, recorded: frozenset[str], also: frozenset[str] = frozenset({"up", "ALERTS"})
-) -> list[str]:
+def mistakes(expression: str, recorded: frozenset[str]) -> list[str]:
     """What ``expression`` asks for that no family and no recording rule offers, in words."""
     wrong = []
     for selector in selectors(expression):
