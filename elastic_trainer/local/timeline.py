@@ -1,0 +1,136 @@
+"""Draws a local run over time: which node trained when, in which round, the faults, and the committed steps.
+
+*Fails by* StorageError where the run's files cannot be read or the picture cannot be written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.errors import StorageError
+from elastic_trainer.local.ledger import Line, LineKind, lineage
+from elastic_trainer.local.tail import LedgerTail
+
+_ROUNDS, _STARTING, _FAULT, _JOIN, _STEPS = ("#2e86c1", "#85c1e9"), "#d5d8dc", "#c0392b", "#1e8449", "#1c2833"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One worker in one round, in seconds since the run's first line; round 0 is the start before its first step."""
+
+    node: str
+    pid: int
+    round: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A fault, or a node that was started; ``recovery_s`` until the job's next step, None if there was none."""
+
+    node: str
+    t_s: float
+    text: str
+    joins: bool
+    recovery_s: float | None
+
+
+def has_timeline(directory: Path) -> bool:
+    """Whether ``directory`` is that of a local run."""
+    return (directory / "ledger").is_dir() and (directory / "summary.json").is_file()
+
+
+def draw(directory: Path, output: Path) -> None:
+    """Draw the run of ``directory`` into ``output`` (.png, .svg or .pdf); needs matplotlib."""
+    try:
+        lines = LedgerTail(directory / "ledger").read()
+        faults = json.loads((directory / "summary.json").read_text())["faults"]
+    except (OSError, ValueError, KeyError) as error:
+        raise StorageError(
+            f"{directory}: no local run can be read there: {error}", hint="name its --run-dir"
+        ) from error
+    if not lines:
+        raise StorageError(f"{directory}: its ledger is empty", hint="draw a run whose script opens a Session")
+    figure = _figure(lines, marks(faults, lines[0].t))
+    try:
+        figure.savefig(output, dpi=120)
+    except OSError as error:
+        raise StorageError(f"{output}: cannot be written: {error.strerror}", hint="choose another --output") from error
+
+
+def bars(lines: Iterable[Line]) -> tuple[Bar, ...]:
+    """From each process's ledger lines: one bar until its first step, then one for each of its rounds."""
+    by_process: dict[tuple[str, int], list[Line]] = {}
+    began: float | None = None
+    for line in sorted(lines, key=lambda each: each.t):
+        began = line.t if began is None else began
+        by_process.setdefault((line.node, line.pid), []).append(line)
+    return tuple(bar for key, mine in by_process.items() for bar in _bars(*key, mine, began or 0.0))
+
+
+def _bars(node: str, pid: int, lines: Sequence[Line], began: float) -> Iterable[Bar]:
+    number, begin, last = 0, lines[0].t, lines[-1].t
+    for before, line in pairwise(lines):
+        if line.event is LineKind.STEP and line.round != number:
+            end = before.t if number else line.t  # between two rounds nobody trains
+            yield Bar(node, pid, number, begin - began, end - began)
+            number, begin = line.round, line.t
+    yield Bar(node, pid, number, begin - began, last - began)
+
+
+def marks(faults: Iterable[dict[str, Any]], began: float) -> tuple[Mark, ...]:
+    """Of the ``faults`` in a run's summary.json; ``began`` on the ledger's clock."""
+    found = []
+    for fault in faults:
+        recovery = fault["recovery"]
+        text = str(fault["what"]).partition(" (")[0]
+        took = float(recovery["recovery_s"]) if recovery is not None else None
+        found.append(Mark(fault["node"], fault["t"] - began, text, text.endswith("started"), took))
+    return tuple(found)
+
+
+def _figure(lines: Sequence[Line], faults: Sequence[Mark]) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    nodes = sorted({line.node for line in lines} | {mark.node for mark in faults})
+    figure = Figure(figsize=(10, 2.6 + 0.4 * len(nodes)), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [0.4 * len(nodes) + 0.5, 1.2]})
+    for bar in bars(lines):
+        colour = _ROUNDS[bar.round % 2] if bar.round else _STARTING
+        place = [(bar.begin_s, bar.end_s - bar.begin_s)]
+        above.broken_barh(place, (nodes.index(bar.node) - 0.3, 0.6), facecolor=colour, edgecolor="none")
+    for mark in faults:
+        _mark(above, below, mark, nodes.index(mark.node))
+    above.set_yticks(range(len(nodes)), nodes)
+    above.set_ylim(len(nodes) - 0.3, -1.0)
+    patches = [Patch(color=_ROUNDS[1], label="trains"), Patch(color=_ROUNDS[0], label="trains, in the next round")]
+    figure.legend(
+        handles=[*patches, Patch(color=_STARTING, label="starts")], loc="outside upper right", ncols=3, fontsize="small"
+    )
+    committed = lineage(lines)
+    below.plot([each.t - lines[0].t for each in committed], [each.step for each in committed], color=_STEPS)
+    below.set_ylabel("committed steps")
+    below.set_xlabel("seconds")
+    below.set_xlim(0, lines[-1].t - lines[0].t)
+    below.grid(alpha=0.25)
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _mark(above: Any, below: Any, mark: Mark, row: int) -> None:
+    colour = _JOIN if mark.joins else _FAULT
+    for axes in (above, below):
+        axes.axvline(mark.t_s, color=colour, linewidth=1, linestyle=":" if mark.joins else "-")
+    above.plot([mark.t_s], [row], marker=">" if mark.joins else "X", color=colour, markersize=9, clip_on=False)
+    took = "" if mark.recovery_s is None or mark.joins else f": next step after {mark.recovery_s:.2f} s"
+    above.annotate(
+        f"{mark.text}{took}", (mark.t_s, -0.75), xytext=(4, 0), textcoords="offset points", color=colour, fontsize=8
+    )
