@@ -36,7 +36,7 @@ def selectors(expression: str) -> Iterator[Selector]:
             asked = (
                 (each.name, _OPERATORS[str(each.op).partition(".")[2]], each.value) for each in part.matchers.matchers
             )
-            yield Selector(part.name, tuple(asked))
+            yield Selector(part.name or "", tuple(asked))
 
 
 def grouped(expression: str) -> set[str]:
