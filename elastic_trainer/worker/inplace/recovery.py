@@ -166,13 +166,12 @@ class Recovery:
         """If ``error`` is the end of the round: come into the next one, and let the batch come again."""
         if not self._rounds.confirms(error):
             return False
-        self._valid = self._valid and not self._trained.steps.dirty
         if not step.committed:
             self._trained.steps.undo()
-            self._valid = self._valid and not self._trained.steps.dirty
             self._given_up = step
         elif self._part.ledger.enabled and not step.recorded:
             self._part.record(step)
+        self._valid = self._valid and not self._trained.steps.dirty
         # Who comes new cannot follow what the script does behind a step.
         self._regroup(joinable=not step.committed)
         if step.committed:
