@@ -23,7 +23,7 @@ from elastic_trainer.membership.cluster_view import (
     same_life,
 )
 from elastic_trainer.membership.composition import broken, compose
-from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.failure_budget import FailureBudget, count, count_lives
 from elastic_trainer.membership.reachability import apart, left_out
 from elastic_trainer.model import Cause, RecoveryMode
@@ -84,6 +84,8 @@ def _turn(view: ClusterView, now: float) -> float | None:
 def _first_round(view: ClusterView, now: float) -> Decision:
     """Nobody of an earlier round is left: gather min to max nodes, with a last call."""
     limits, ready, seen = view.limits, candidates(view), view.sightings
+    if decision := _cannot_begin(view):
+        return decision
     if len(ready) >= limits.max_nodes:
         return _form(view, ready, f"all {limits.max_nodes} nodes are here")
     if len(ready) < limits.min_nodes or seen.enough_since is None:
@@ -116,13 +118,32 @@ def _next_round(view: ClusterView, current: RoundDocument, now: float) -> Decisi
 def _cannot_start(view: ClusterView, current: RoundDocument) -> Decision | None:
     """All members show that their workers ended at their very start, and alike: the second time that ends the run."""
     records = [node.record for member, node in live_members(view) if node.record.life == member.life]
-    told = {record.false_start for record in records}
-    if len(records) < len(current.members) or len(told) > 1 or not all(told):
+    what, times = _false_start(records, len(current.members))
+    if not times:
         return None
-    what = f"the script fails at its start, alike on all nodes ({told.pop()})"
-    if min(record.false_starts for record in records) < FALSE_STARTS:
+    if times < FALSE_STARTS:
         return Decision(Action.BREAK, what, broken(current, what, worker_failed=True, cause=Cause.WORKER_LOST))
     return _failed(current, f"{what}, {FALSE_STARTS} times in a row: see the log of any of them")
+
+
+def _cannot_begin(view: ClusterView) -> Decision | None:
+    """The same in place, where workers come to no round before they open a Session."""
+    records = [node.record for node in view.nodes.values() if node.id not in view.suspects and not is_ghost(view, node)]
+    what, times = _false_start(records, view.limits.min_nodes)
+    if times < FALSE_STARTS:
+        return None
+    none_yet = RoundDocument(number=0, nonce=view.nonce, state=RoundState.CLOSED, members=())
+    return _failed(view.round or none_yet, f"{what}, {FALSE_STARTS} times in a row: see the log of any of them")
+
+
+def _false_start(records: list[NodeRecord], least: int) -> tuple[str, int]:
+    """What all nodes (at ``least`` that many) show alike of a start that failed, and how often in a row; 0 if they do
+    not."""
+    found = {record.false_start for record in records}
+    if len(records) < least or len(found) != 1 or not all(found):
+        return "", 0
+    what = f"the script fails at its start, alike on all nodes ({found.pop()})"
+    return what, min(record.false_starts for record in records)
 
 
 def _failed(current: RoundDocument, reason: str) -> Decision:

@@ -21,10 +21,10 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 
 from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
 from elastic_trainer.agent.rendezvous.join_timeout import JoinTimeout
-from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, local_workers
+from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, failures, local_workers
 from elastic_trainer.agent.rendezvous.plain_script_guard import PlainScriptGuard
 from elastic_trainer.agent.rendezvous.progress import ProgressWriter
-from elastic_trainer.agent.rendezvous.restart import Etcd3RendezvousHandler
+from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, Etcd3RendezvousHandler, with_false_start
 from elastic_trainer.agent.suspicion.neighbours import Peers
 from elastic_trainer.agent.suspicion.watch import Suspicion
 from elastic_trainer.agent.workers.conductor import Conductor
@@ -45,6 +45,7 @@ from elastic_trainer.membership.documents import (
     RoundState,
 )
 from elastic_trainer.membership.member import closed_error
+from elastic_trainer.membership.rules import FALSE_STARTS
 from elastic_trainer.settings import ENV_CHANNEL, ENV_FORM_TIMEOUT, ENV_NODE, ENV_RECOVERY, ENV_ROUND
 from elastic_trainer.telemetry import logs
 
@@ -119,10 +120,15 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         conductor, member = self._conductor, self._member
         if conductor is None or member is None:
             raise RuntimeError("the node has not arrived")
+        start = self._starts.end(failures(), stepped=conductor.met.is_set())
+        record = conductor.begin(workers.count)
+        member.announce(with_false_start(record, start) if start is not None else record, deadline)
+        if start is not None and start.count >= FALSE_STARTS:
+            member.await_over(0, deadline.at_most(OTHERS_START_S))  # theirs may be a life behind
         closed = member.look().round
         if closed is not None and closed.state is RoundState.CLOSED:
             raise closed_error(closed)
-        member.announce(conductor.begin(workers.count), deadline)
+        self._starts.begin(None)
         self._watch_for_session(conductor)
         if self._vitals is not None:
             self._vitals.employ(workers.count)

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 BACKEND = "etcd3"
 RESTART_REGROUP_S = 60.0
-_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5.0, 30.0
+_SHORTEST_WAIT_S, OTHERS_START_S = 5.0, 30.0
 """How long others are waited for whose workers may end at their start too: between them, as long as these lasted."""
 _WRONG = "a worker said that its configuration is wrong; trying again cannot help"
 
@@ -303,12 +303,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         return False, cause
 
     def _others_too(self, member: Member, mine: RoundDocument, start: FalseStart, deadline: Deadline) -> bool:
-        """Show that the workers ended at their start, and give those of the others time to do the same; whether the
-        round is over then.
-        """
-        shown = {"false_start": start.what, "false_starts": start.count}
-        member.announce(member.record().model_copy(update=shown), deadline)
-        grace_s = min(_LONGEST_WAIT_S, max(_SHORTEST_WAIT_S, self._starts.lasted_s))
+        """Show that the workers ended at their start; whether the round is over before this node has to break it."""
+        member.announce(with_false_start(member.record(), start), deadline)
+        grace_s = min(OTHERS_START_S, max(_SHORTEST_WAIT_S, self._starts.lasted_s))
         member.await_over(mine.number, deadline.at_most(grace_s))
         seen = member.look().round
         return seen is not None and (seen.state is RoundState.CLOSED or round_is_over(mine, seen))
@@ -433,3 +430,8 @@ def end(error: ElasticTrainerError) -> NoReturn:
     """Say ``error`` in one line and leave with its exit code."""
     logs.last_words(f"elastic-trainer: {error}")
     raise SystemExit(error.exit_code)
+
+
+def with_false_start(record: NodeRecord, start: FalseStart) -> NodeRecord:
+    """The ``record`` of a node whose last life ended at its start."""
+    return record.model_copy(update={"false_start": start.what, "false_starts": start.count})

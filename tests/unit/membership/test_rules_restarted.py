@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from elastic_trainer.membership.documents import Identity, RoundDocument, RunResult
+from elastic_trainer.membership.documents import Identity, NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.rules import Action, Decision
 from elastic_trainer.model import Cause
 
-from .scenes import Scene, node, round_of
+from .scenes import LIMITS, Scene, node, round_of
 
 MEMBERS = "abc"
 
@@ -127,3 +128,17 @@ def test_a_script_that_cannot_start_anywhere_ends_the_run_the_second_time() -> N
 def test_what_only_some_nodes_show_or_show_differently_decides_nothing(what: dict[str, str]) -> None:
     """They break the round themselves when they have waited for the others."""
     assert show_false_starts(running(), 5, **what).action is Action.WAIT
+
+
+def test_in_place_it_ends_the_run_before_there_is_any_round() -> None:
+    """Workers that open no Session come to none; as many nodes as a round needs must show the same, twice."""
+    alike = dict.fromkeys(MEMBERS, "exit code 2")
+    gathering = Scene().show(*(node(name, i + 1, state=NodeState.WARMING) for i, name in enumerate(MEMBERS)))
+    assert show_false_starts(gathering, 1, **alike).action is Action.WAIT
+    assert show_false_starts(gathering, 2, **(alike | {"c": "exit code 3"})).action is Action.WAIT
+    closed = show_false_starts(gathering, 2, **alike)
+    assert closed.action is Action.CLOSE
+    assert closed.round is not None
+    assert (closed.round.state, closed.round.result, closed.round.members) == (RoundState.CLOSED, RunResult.FAILED, ())
+    few = Scene(limits=replace(LIMITS, min_nodes=2)).show(node("a", 1, state=NodeState.WARMING))
+    assert show_false_starts(few, 5, a="exit code 2").action is Action.WAIT

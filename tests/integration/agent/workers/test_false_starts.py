@@ -35,9 +35,13 @@ def starts(directory: Path, node: str) -> int:
 
 
 @pytest.mark.timeout(200)
-def test_a_script_that_cannot_start_ends_the_run_at_once(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+@pytest.mark.parametrize("recovery", ["restart", "in_place"])
+def test_a_script_that_cannot_start_ends_the_run_at_once(
+    tmp_path: Path, etcd_endpoint: str, run_id: str, recovery: str
+) -> None:
     """On two nodes, twice, with a hundred restarts left: one sentence on each of them, and a run that is closed."""
-    with PlainJob(tmp_path, etcd_endpoint, run_id, most=2, entry=failing(tmp_path, "n0", "n1")) as job:
+    entry, options = failing(tmp_path, "n0", "n1"), {"recovery": recovery}
+    with PlainJob(tmp_path, etcd_endpoint, run_id, most=2, entry=entry, options=options) as job:
         job.start(2)
         assert [job.exit_code(node) for node in job.nodes] == [1, 1]
         assert (job.document().state, job.document().result) == (RoundState.CLOSED, RunResult.FAILED)
