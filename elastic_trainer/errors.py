@@ -84,11 +84,11 @@ class ConfigError(PermanentError):
 
 
 class AccessDeniedError(ConfigError):
-    """The store knows who asks, and does not let him."""
+    """The store knows the user, who lacks the right."""
 
 
 class CredentialsError(ConfigError):
-    """The store does not believe who asks: a password or certificate is wrong, or is being replaced just now."""
+    """The store rejects the login: a password or certificate is wrong, or is being replaced just now."""
 
 
 class SpecMismatchError(ConfigError):

@@ -78,7 +78,7 @@ class Cause(StrEnum):
 
     WORKER_LOST = "worker_lost"
     WORKER_HUNG = "worker_hung"
-    """Killed by its agent, since it answered nothing or did not get on."""
+    """Killed by its agent, since it answered nothing or made no progress."""
     NODE_LOST = "node_lost"
     CONTACT_LOST = "contact_lost"
     """A collective failed, and nobody was found dead."""

@@ -41,7 +41,7 @@ EventSink = Callable[[Event], None]
 
 
 def announce(event: Event, listener: EventSink | None) -> None:
-    """Log ``event`` and tell ``listener``."""
+    """Log ``event`` and pass it to ``listener``."""
     log = logger()
     write = log.error if event.kind is EventKind.FAILED else log.warning if event.kind in _WARNINGS else log.info
     details = {"reason": event.reason, **event.values} if event.reason else dict(event.values)

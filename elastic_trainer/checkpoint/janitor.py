@@ -20,7 +20,7 @@ from elastic_trainer.checkpoint.storage import Storage
 from elastic_trainer.errors import StorageError
 
 ELSEWHERE_S = 86_400.0
-"""Idle time after which a writer on another machine, or in another container, is taken for dead."""
+"""Idle time after which a writer on another machine, or in another container, counts as dead."""
 REBOOTED_S = 600.0
 """The same for a writer on a host of this name before its last boot; not at once, since host names may repeat."""
 

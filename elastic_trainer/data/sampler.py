@@ -150,7 +150,7 @@ class Batch:
 class Fetcher:
     """Turns sample numbers into collated data on ``device``.
 
-    ``seed`` None: random numbers are not keyed by the sample, and the data set is told of no epoch (evaluation).
+    ``seed`` None: random numbers are not keyed by the sample, and set_epoch is not called (evaluation).
     """
 
     def __init__(

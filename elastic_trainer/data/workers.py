@@ -46,7 +46,7 @@ SLOW_S = 60.0
 DYING_S = 2.0
 """How long after its connections a worker that ends may be seen to be dead."""
 GRACE_S = 2.0
-"""How long workers that are told to end may take for the sample at hand."""
+"""How long workers that are asked to end may take for the sample at hand."""
 
 Future = Callable[[Request], Iterator[Request]]
 """A request, and those that will be made after it."""
@@ -344,7 +344,7 @@ def _drop(iterator: Any) -> None:
 
 def _untold(iterator: Any) -> None:
     """From now on torch's handler of SIGCHLD raises nothing about the processes of ``iterator``."""
-    with suppress(ValueError):  # it has not been told of them yet
+    with suppress(ValueError):  # it does not know them yet
         _remove_worker_pids(id(iterator))
     iterator._worker_pids_set = False
 

@@ -1,7 +1,7 @@
 """How far other nodes' clocks are from this one's, proved by the order in which etcd took their writes.
 
 Clocks of two nodes are never compared directly. A document that etcd took between two of our reads was written between
-the times that we noted at them: where the time that it tells lies outside of these, one of the clocks is wrong. So all
+the times that we noted at them: where its published time lies outside of these, one of the clocks is wrong. So all
 that is told is the least error. Logs are what suffers from it; nothing in this package does.
 """
 
@@ -27,7 +27,7 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Dated:
-    """A document of another node: the revision of its last write, and the time that it tells of it."""
+    """A document of another node: the revision of its last write, and the time that it published."""
 
     node: str
     revision: int
@@ -47,7 +47,7 @@ def compared(documents: Iterable[Dated], first: Anchor, last: Anchor, limits: Li
     """The worst of them."""
     offsets = {document.node: least_offset(document, first, last) for document in documents}
     if not offsets:
-        return Finding("run.clock", Status.SKIPPED, "no other node has told its time")
+        return Finding("run.clock", Status.SKIPPED, "no other node has published its time")
     return told("run.clock", offsets, limits, "at least ")
 
 

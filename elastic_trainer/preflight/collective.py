@@ -106,7 +106,7 @@ class Measurement:
         self._part_company()
 
     def _meet(self, number: int, pair: Pair) -> None:
-        """One pair's turn. The lower rank tells what was measured, or the one that failed."""
+        """One pair's turn. The lower rank reports what was measured, or the one that failed."""
         other = pair[1] if pair[0] == self._part.rank else pair[0]
         name = self._part.names[other]
         self._teller.doing(f"all-reduce with {name}")
@@ -213,7 +213,7 @@ class Measurement:
         return host, count
 
     def _gathered(self) -> list[tuple[int, int, Mapping[str, Any]]]:
-        """What everybody has told of the pairs: the first member reads all of it once, the others read its list."""
+        """All results of the pairs: the first member reads all of it once, the others read its list."""
         waiting = Deadline.after(min(2 * GROUP_S, self._deadline.remaining_s()))
         if self._part.rank == 0:
             pairs = [pair for turn in turns(len(self._part.names)) for pair in turn]
@@ -223,7 +223,7 @@ class Measurement:
         return [(low, high, measured) for low, high, measured in json.loads(self._store.get("measured"))]
 
     def _told(self, pair: Pair, waiting: Deadline) -> Mapping[str, Any]:
-        """What the pair's members have told of it."""
+        """The results of the pair's members."""
         try:
             self._store.wait([_key(pair)], timedelta(seconds=max(0.01, waiting.remaining_s())))
             measured: Mapping[str, Any] = json.loads(self._store.get(_key(pair)))

@@ -22,7 +22,7 @@ STORE_S = 5.0
 """How long the store may take for each thing asked of it here."""
 _LOOK_S = 0.5
 _ENOUGH = 8
-"""A median of so many others need not wait for more."""
+"""Enough other nodes for a median; no more are waited for."""
 
 
 class Comparison:

@@ -20,7 +20,7 @@ from elastic_trainer.preflight.telling import Teller
 
 LARGEST_BYTES = 64 * MIB
 LONGEST_S = 1.5
-"""A file is written for so long at most, and then read for so long."""
+"""Upper bound on the time for writing a file, and on that for reading it."""
 _BLOCK = 4 * MIB
 _PREFIX = ".preflight-"
 

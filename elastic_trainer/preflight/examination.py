@@ -19,7 +19,7 @@ from elastic_trainer.preflight.limits import Limits
 from elastic_trainer.settings import worker_threads
 
 DIRECTORY_S = 60.0
-"""A slow disk is told of as slow; only one that gives no answer for so long is taken for dead."""
+"""A slow disk is reported as slow; one without any answer for this long counts as dead."""
 GPU_S = 10.0
 Found = Callable[[Finding], None]
 

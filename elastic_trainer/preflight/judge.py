@@ -63,7 +63,7 @@ def _speeds(mine: Published, others: Sequence[Published], limits: Limits) -> Ite
         if reference:
             yield _compared(name, value, median(reference), who, limits)
     if len(others) < limits.peers:
-        text = f"{counted(len(others), 'other node')} told of speeds, {limits.peers} are needed to compare"
+        text = f"{counted(len(others), 'other node')} reported speeds, {limits.peers} are needed to compare"
         yield Finding("peers.speed", Status.SKIPPED, text)
 
 

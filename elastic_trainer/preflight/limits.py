@@ -16,7 +16,7 @@ class Limits:
     ratio: float = 0.5
     """Bad: computes or copies at less than this part of the other nodes' median. A pair of nodes likewise."""
     peers: int = 2
-    """So many other nodes make a median."""
+    """Least number of other nodes for a median."""
     disk_bytes: int = 0
     """Bad: less is free where checkpoints go. 0: nobody has said how much is needed."""
     disk_doubtful_bytes: int = GIB

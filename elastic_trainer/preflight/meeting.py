@@ -106,7 +106,7 @@ def _awaited(
             put = Put(key, plan.encode(), lease)
             if store.transact([created_at(key, created)], [put], deadline=deadline).succeeded:
                 return Meeting(plan.members, plan.nonce)
-            raise LeaseLostError("this node was silent for so long that etcd has forgotten it")
+            raise LeaseLostError("this node's lease in etcd has expired, since it was silent")
         doing(f"waiting for other nodes: {len(waiting)} of {mine.count} are here")
         if deadline.remaining_s() <= look_s:
             raise _absent(waiting, mine.count, waited_s)

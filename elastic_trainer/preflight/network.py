@@ -34,7 +34,7 @@ class Neighbor:
 
 
 def listening(address: str) -> Finding:
-    """Whether a port of this node can be reached by the address that others are told."""
+    """Whether a port of this node can be reached by its published address."""
     hint = "set --rdzv-conf interface to an address of this machine, and check its firewall"
     try:
         socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
@@ -50,7 +50,7 @@ def listening(address: str) -> Finding:
 
 
 def host_name(host: str, address: str) -> Finding:
-    """Whether the host's name leads to an address that others can use; gloo and NCCL tell it to them."""
+    """Whether the host's name leads to an address that others can use; gloo and NCCL publish it."""
     hint = "correct /etc/hosts or DNS, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
     found = _resolved(host)
     if found is None:

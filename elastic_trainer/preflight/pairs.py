@@ -17,7 +17,7 @@ from elastic_trainer.preflight.limits import MIB, Limits
 SIZES: Final = (4096, MIB, 16 * MIB)
 """Bytes of the all-reduces, from latency to bandwidth; the largest is judged."""
 MOST_TURNS: Final = 31
-"""Up to 32 nodes everybody meets everybody; beyond that, so many others."""
+"""Up to 32 nodes everybody meets everybody; beyond that, each meets this many others."""
 
 Pair = tuple[int, int]
 """Ranks, the lower first."""

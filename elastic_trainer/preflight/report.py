@@ -1,4 +1,4 @@
-"""What a node tells the run of its checks, so that nodes can be compared.
+"""What a node publishes of its checks, so that nodes can be compared.
 
 *Runs in* the thread that asks. *Owns* nothing; reports go by themselves when their lease ends, which nobody prolongs.
 *Fails by* the store's errors; a report that cannot be read is passed over.
@@ -56,7 +56,7 @@ class Published:
 def report_of(
     node: str, address: str, findings: Iterable[Finding], versions: Mapping[str, str], wall: float
 ) -> NodeReport:
-    """What is told of these findings."""
+    """What is published of these findings."""
     known = tuple(findings)
     return NodeReport(
         node=node,

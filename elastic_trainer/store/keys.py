@@ -57,11 +57,11 @@ class RunKeys:
 
     @property
     def health(self) -> str:
-        """The prefix of what nodes tell about their workers."""
+        """The prefix of what nodes publish about their workers."""
         return f"{self.root}health/"
 
     def node_health(self, node_id: str) -> str:
-        """What one node tells about its workers; it stays when the node goes, since it counts."""
+        """What one node publishes about its workers; it stays when the node goes, since it counts."""
         return self.health + checked_name(node_id, "node id")
 
     def eviction(self, node_id: str) -> str:

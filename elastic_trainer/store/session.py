@@ -1,4 +1,4 @@
-"""Hold a lease: grant it, keep it alive, and tell when it is gone.
+"""Hold a lease: grant it, keep it alive, and report its loss.
 
 *Runs in* any process that is a member; one thread (``lease-keeper``) for each session.
 *Owns* the lease and that thread.
@@ -26,7 +26,7 @@ JOIN_LIMIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class SessionListener:
-    """What a session tells, from its thread. The callbacks must not block.
+    """What a session reports, from its thread. The callbacks must not block.
 
     ``on_lost`` once for each lease that is gone; ``on_error`` for each failed refresh; ``on_recovered`` when a
     refresh works again, with the seconds since the last one that did.

@@ -1,4 +1,4 @@
-"""What ``steps.jsonl`` tells, read back: the course of the loss, evaluations, changes of the ranks.
+"""``steps.jsonl``, read back: the course of the loss, evaluations, changes of the ranks.
 
 *Fails by* ConfigError for a directory that holds no run, or nothing to show yet.
 """
@@ -57,7 +57,7 @@ class Curves:
     evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     worlds: dict[int, int] = field(default_factory=dict)
-    """The number of ranks, by the first step with so many."""
+    """The number of ranks, by the first step with it."""
 
 
 def read_curves(directory: Path) -> Curves:
@@ -77,7 +77,7 @@ def read_curves(directory: Path) -> Curves:
 
 
 def curves_of(lines: Iterable[str]) -> Curves:
-    """The curves that the ``lines`` of a log tell; what is no line of it is passed over.
+    """The curves in the ``lines`` of a log; what is no line of it is passed over.
 
     So is what a rank 0 that was cut off, or stood still, has written of its round after another had taken over.
     """

@@ -1,4 +1,4 @@
-"""The metrics of a run: part of its state, and a ``metrics.jsonl`` that always tells the same story.
+"""The metrics of a run: part of its state, and a ``metrics.jsonl`` that always agrees with it.
 
 *Runs in* every rank, main thread; only rank 0 writes. *Owns* ``metrics.jsonl``. *Fails by* raising StorageError.
 *Invariant*: the records travel with the checkpoints, so a run that falls back forgets what it measured after that

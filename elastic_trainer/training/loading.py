@@ -141,7 +141,7 @@ def _explained(
     prefix: str,
     overridden: Sequence[str],
 ) -> ConfigError:
-    # A misspelt key is told before the key that is missing because of it.
+    # A misspelt key is reported before the key that is missing because of it.
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
     path = _written_path(first["loc"], values, missing=first["type"] == "missing")

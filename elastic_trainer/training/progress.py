@@ -22,7 +22,7 @@ from elastic_trainer.training.config import LoggingConfig
 
 _WINDOW_S = 10.0
 _SHORTEST_S = 1e-3
-"""Less than that tells nothing."""
+"""Less than that is noise."""
 
 
 @dataclass(frozen=True, slots=True)

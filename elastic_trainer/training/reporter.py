@@ -1,6 +1,6 @@
-"""Everything that rank 0 tells people about a run: progress on the terminal, ``steps.jsonl``, TensorBoard.
+"""Everything that rank 0 reports about a run: progress on the terminal, ``steps.jsonl``, TensorBoard.
 
-*Runs in* every rank, main thread; only rank 0 tells, and rank 0 may move.
+*Runs in* every rank, main thread; only rank 0 reports, and rank 0 may move.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``steps.jsonl``: what a run did, as it went: losses of steps that were looked at, evaluations, changes of its ranks.
 
 Unlike ``metrics.jsonl`` it is no part of the state: a run that falls back to a checkpoint writes its steps again, and
-both tries stay. One JSON object a line, told apart by ``kind``:
+both tries stay. One JSON object a line, of a ``kind``:
 
 - ``loss``: step, epoch, loss (null: not finite), lr, samples_per_s, world_size, round, wall
 - ``evaluation``: step, epoch, metrics, world_size, round, wall

@@ -136,7 +136,7 @@ class Run:
         if session.is_rank0:
             self._write_history()
         self._place: tuple[bool, int] | None = None
-        self.told = Reporter(self.config.logging, trainer.directory)
+        self.reporter = Reporter(self.config.logging, trainer.directory)
         self._lead()
 
     def _lead(self) -> None:
@@ -144,7 +144,7 @@ class Run:
         place = self.session.is_rank0, self.session.round
         if place != self._place:
             self._place = place
-            self.told.lead(self.session.is_rank0, self._moment(), self.session.round_reason)
+            self.reporter.lead(self.session.is_rank0, self._moment(), self.session.round_reason)
 
     def train(self) -> None:
         """The loop."""
@@ -175,7 +175,7 @@ class Run:
         try:
             self.history.settle()
         finally:
-            self.told.close()
+            self.reporter.close()
 
     def report(self) -> dict[str, Any]:
         """What came of the run, as plain values."""
@@ -233,7 +233,7 @@ class Run:
             return
         self._loss = loss
         self.history.observe(loss, samples)
-        self.told.looked(moment, loss, lr)
+        self.reporter.looked(moment, loss, lr)
 
     @property
     def _lr(self) -> float:
@@ -241,10 +241,10 @@ class Run:
 
     def _show(self, batch: Batch) -> None:
         self._lead()
-        self.told.counted(batch.global_size)
-        if self.told.due:
+        self.reporter.counted(batch.global_size)
+        if self.reporter.due:
             self.history.settle()
-            self.told.stands(self._moment(), self._loss)
+            self.reporter.stands(self._moment(), self._loss)
 
     def _moment(self) -> Moment:
         session, length = self.session, self.job.length
@@ -308,12 +308,12 @@ class Run:
         self.history.add(step, done, samples, self._lr, metrics)
         self._lead()  # rank 0 may have moved here in the middle of it
         with self.session.phase("evaluation"):
-            self.told.evaluated(self._moment(), metrics, self._exhibits())
+            self.reporter.evaluated(self._moment(), metrics, self._exhibits())
             if self.session.is_rank0:
                 self._write_history()
 
     def _exhibits(self) -> Exhibits:
-        if not self.told.wants_exhibits:
+        if not self.reporter.wants_exhibits:
             return Exhibits()
         job = self.job
         try:

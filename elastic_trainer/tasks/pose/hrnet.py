@@ -18,7 +18,7 @@ from elastic_trainer.tasks.vision.resnet import BasicBlock
 
 _HEAT_STD = 0.001
 _TAG_SLOPES = (3.0, 5.0)
-"""By how much a tag grows at first half the picture down, and to the right, where the network is told of places."""
+"""By how much a tag grows at first half the picture down, and to the right, where the network is given places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ class Stage(nn.Module):
 class HighResolutionNet(nn.Module):
     """(n, 3, h, w) to heat maps and tags, each (n, points, h / stride, w / stride).
 
-    With ``coordinates`` the network is told where each pixel is, and tags begin as the place. Else things that look
-    alike have tags alike, from which training finds out late: the loss has no slope where all tags are the same.
+    With ``coordinates`` the network is given the place of each pixel, and tags begin as the place. Else similar things
+    have similar tags, from which training finds out late: the loss has no slope where all tags are the same.
 
     ``channels`` are those of the branches, the highest resolution first; ``stride`` is 2 to the power of the number of
     strided convolutions in the stem, ``stem_halvings``. h and w must be multiples of stride * 2 ** (branches - 1).

@@ -95,7 +95,7 @@ class KeypointsModel(Section):
         min_length=1,
     )
     stem_halvings: int = Field(default=2, ge=1, le=4, description="the heat map has size / 2 ** stem_halvings cells")
-    coordinates: bool = Field(default=False, description="tell the network where each pixel is")
+    coordinates: bool = Field(default=False, description="give the network the place of each pixel")
 
     @model_validator(mode="after")
     def _consistent(self) -> KeypointsModel:

@@ -1,4 +1,4 @@
-"""A residual network that tells the images of class folders apart; out of the box, handwritten digits as PNG files.
+"""A residual network that classifies the images of class folders; out of the box, handwritten digits as PNG files.
 
 Nothing here knows of ranks or devices. The classes are the names of the folders; they belong to the identity of the
 run, since the network knows them by number.
@@ -38,7 +38,7 @@ class ImageFolderData(Section):
     train: Path | None = Field(default=None, description="instead of directory: the class folders to train on")
     test: Path | None = None
     cache: Path | None = Field(default=None, description="where the digits are written; null: ~/.cache")
-    limit: int | None = Field(default=None, ge=1, description="train on so many only, evenly spread")
+    limit: int | None = Field(default=None, ge=1, description="train on N samples only, evenly spread")
     size: int = Field(default=224, ge=8, description="pixels that the network sees in each direction")
     resize: int = Field(default=256, ge=8, description="of the shorter side in tests, before the middle is cut out")
     scale: tuple[Share, Share] = Field(default=(0.08, 1.0), description="part of the area that training sees")
@@ -78,7 +78,7 @@ class ImageFolderOptions(Section):
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=1.0)
     decay_all: bool = Field(default=False, description="weight decay of biases and norms too")
     top: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(1, 5), min_length=1, description="metrics top1, top5, ...: the class is among so many guesses"
+        default=(1, 5), min_length=1, description="metrics top1, top5, ...: the class is among the K best guesses"
     )
 
 

