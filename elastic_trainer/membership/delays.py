@@ -1,15 +1,12 @@
-"""Says in the log why a round that is broken has no successor yet, once for each reason that lasts.
-
-*Runs in* the deciding thread. *Owns* nothing but what it has said. *Fails by* nothing.
-"""
+"""Why a round that is broken has no successor yet: said once for each reason that lasts. Pure."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from elastic_trainer.membership.documents import RoundDocument, RoundState
+from elastic_trainer.membership.effects import SayDelayed
 from elastic_trainer.membership.rules import Decision
-from elastic_trainer.telemetry.logs import logger
 
 WORTH_SAYING_S: Final = 1.0
 
@@ -22,12 +19,13 @@ class Delays:
         self._since = 0.0
         self._said = False
 
-    def note(self, current: RoundDocument | None, decision: Decision, now: float) -> None:
-        """``decision`` was made at monotonic time ``now``: to wait, or to go on."""
+    def note(self, current: RoundDocument | None, decision: Decision, now: float) -> SayDelayed | None:
+        """``decision`` was made at monotonic time ``now``, to wait or to go on; what to log, if anything."""
         waits = current is not None and current.state is RoundState.BROKEN and decision.round is None
         wait = (current.number, decision.reason) if waits and current is not None else None
         if wait != self._wait:
             self._wait, self._since, self._said = wait, now, False
-        if wait is not None and not self._said and now - self._since >= WORTH_SAYING_S:
-            self._said = True
-            logger().info("round.delayed", after=wait[0], reason=wait[1])
+        if wait is None or self._said or now - self._since < WORTH_SAYING_S:
+            return None
+        self._said = True
+        return SayDelayed(*wait)

@@ -1,17 +1,17 @@
-"""One node's membership: its presence in the store, the decisions it may carry out, the rounds it waits for.
+"""One node's membership: a thin thread around the protocol's core, and what the node's agent asks of it.
 
-*Runs in* the node agent: one thread that decides (``membership``), calls from torchrun's main thread.
+*Runs in* the node agent: one thread that decides (``membership``), short-lived ones that probe, calls from torchrun's
+main thread.
 *Owns* the node's lease and key, the view of the run.
 *Fails by* RunClosedError, JoinTimeoutError, SpecMismatchError and StoreUnavailableError (at the start only: later an
 outage of the store is waited out).
-*Invariant*: the round document is written only against the revision last seen and while this node's own key stands,
-so a thawed or partitioned member cannot undo what others decided. A store that was restored from an older state is
+*Invariant*: every write of the round document is a ``round_write``. A store that was restored from an older state is
 brought to where the run was, before anything else is decided.
 """
 
 from __future__ import annotations
 
-import secrets
+import random
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -26,44 +26,55 @@ from elastic_trainer.errors import (
     TransientError,
 )
 from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Sightings, live_members
-from elastic_trainer.membership.composition import broken
-from elastic_trainer.membership.delays import Delays
+from elastic_trainer.membership.core import LOOK_AGAIN_S, Core
 from elastic_trainer.membership.documents import (
     DocumentError,
     Ghost,
-    JournalEntry,
     NodeRecord,
     RoundDocument,
     RoundMember,
     RoundState,
     RunResult,
 )
-from elastic_trainer.membership.outlook import Outlook, RollCall, named
-from elastic_trainer.membership.presence import Presence
-from elastic_trainer.membership.probe import Prober
-from elastic_trainer.membership.rollback_guard import STATE_ORDER, RollbackGuard, position
-from elastic_trainer.membership.rules import Action, Decision, decide
-from elastic_trainer.membership.sightings import Tracker
+from elastic_trainer.membership.effects import (
+    AskOldest,
+    Commit,
+    Effect,
+    Ended,
+    Event,
+    Follow,
+    Looked,
+    Oldest,
+    Probe,
+    Probed,
+    Return,
+    SayDelayed,
+    ShowAgain,
+    Tell,
+)
+from elastic_trainer.membership.leader_priority import STRAYS, first_names, written_by_nodes
+from elastic_trainer.membership.outlook import LEASE_SLACK_S
+from elastic_trainer.membership.presence import Presence, refuses
+from elastic_trainer.membership.probe import PROBE_TIMEOUT_S
+from elastic_trainer.membership.roll_call import RollCall, named, roll_call
+from elastic_trainer.membership.round_write import ATTEMPT_S, Author, Failure, breaking, is_on, round_write
 from elastic_trainer.membership.view import Observation, RunView
-from elastic_trainer.model import Cause, RecoveryMode
-from elastic_trainer.store.api import Compare, Delete, Operation, Put, Read, Store, created_at, unchanged
+from elastic_trainer.model import Cause
+from elastic_trainer.store.api import Order, Read, Store
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.logs import logger
 
 WRITE_TIMEOUT_S = 5.0
-WRITE_ATTEMPT_S = 1.5
-"""One try of a round write: one sent to an etcd leader that has just died is lost, and is not answered for 7 s."""
-JOURNAL_LENGTH = 1000
-LOOK_AGAIN_S = 1.0
+ASK_LIMIT_S = 2.0
+LOST_RACE_S = 0.1
+OUTAGE_S = 0.2
+"""How long after a write that lost its compare, or that the store did not take, the core looks again."""
 RESTS_PER_TURN = 3.0
 LONGEST_REST_S = 0.2
 
 
 class Member:
-    """The node ``node_id`` in the run of ``keys``.
-
-    ``prober`` tells which nodes' agents are dead, of those that are in doubt.
-    """
+    """The node of ``presence`` in the run of ``keys``. ``probe(host, port, timeout_s)`` finds dead agents."""
 
     def __init__(
         self,
@@ -72,22 +83,18 @@ class Member:
         presence: Presence,
         limits: Limits,
         *,
-        prober: Prober | None = None,
+        probe: Callable[[str, int, float], bool] = refuses,
         clock: Clock = SYSTEM,
     ) -> None:
         self._store, self._keys, self._limits, self._clock = store, keys, limits, clock
-        self._presence = presence
-        self._prober = prober if prober is not None else Prober(clock)
+        self._presence, self._probe = presence, probe
         self._view = RunView(keys)
-        self._outlook = Outlook(store, keys, presence, self._view, clock)
-        self._tracker = Tracker()
-        self._memory = RollbackGuard()
-        self._delays = Delays()
-        self._reloads = 0
+        self._core = Core(presence.node_id, limits, presence.ttl_s + LEASE_SLACK_S, random.SystemRandom())
+        self._answers: list[Event] = []
+        self._answered = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._listeners: list[Callable[[RoundDocument], None]] = []
-        self._told_revision = -1
 
     @property
     def node_id(self) -> str:
@@ -157,17 +164,14 @@ class Member:
 
         With ``record`` this node's key is changed in the same write. ``suspects`` are not waited for.
         """
+        failure = Failure(number, reason, worker_failed, cause, suspects)
         while not deadline.expired:
             seen = self._view.look()
-            current = seen.round
-            if current is None or not _is_on(current, number):
+            document = breaking(seen.round, failure, self._limits)
+            if document is None:
                 return
-            if current.state is RoundState.DRAINING and self._limits.recovery is RecoveryMode.RESTART:
-                return  # it ends by agreement already: all leave it now, each as soon as it hears of it
-            document = broken(current, reason, worker_failed=worker_failed, cause=cause, suspects=suspects)
-            attempt = deadline.at_most(WRITE_ATTEMPT_S)
             try:
-                if self._commit(Decision(Action.BREAK, reason, document), seen, attempt, record):
+                if self._commit(document, reason, seen, min(ATTEMPT_S, deadline.remaining_s()), record):
                     return
             except StoreUnavailableError as error:
                 logger().debug("decision.postponed", error=str(error))
@@ -198,7 +202,7 @@ class Member:
                 if active:
                     return current
                 self._pass_over(current.number, join_timeout_s)
-            if active and live_members(self._as_view(seen)):
+            if active and self._has_live_members(seen):
                 idle_since = self._clock.monotonic()
             left = idle_since + join_timeout_s - self._clock.monotonic()
             if left <= 0.0:
@@ -212,7 +216,7 @@ class Member:
         """Wait until round ``number`` is not on any more, at most until ``deadline``."""
         while not deadline.expired:
             seen = self._view.look()
-            if seen.round is not None and not _is_on(seen.round, number):
+            if seen.round is not None and not is_on(seen.round, number):
                 return
             self._view.wait_change(seen.serial, min(deadline.remaining_s(), LOOK_AGAIN_S))
 
@@ -252,108 +256,120 @@ class Member:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            pause_s = LOOK_AGAIN_S
             began = self._clock.monotonic()
+            self._view.tidy()
             seen = self._view.look()
+            next_at = began + LOOK_AGAIN_S
             try:
-                pause_s = self._turn(seen)
-            except TransientError as error:
-                pause_s = 0.2
-                logger().debug("decision.postponed", error=str(error))
-            except ConfigError as error:
-                logger().error("decision.refused", error=str(error))
+                step = self._core.step([*self._take_answers(), self._looked(seen)], began)
+                next_at = step.next_at
+                for effect in step.effects:
+                    self._perform(effect)
             except Exception:  # noqa: BLE001 - the edge of a thread: a dead decider would be silence
                 logger().exception("decision.failed")
+                next_at = began + LOOK_AGAIN_S
             # A crowd that reports one by one is looked at in batches: else one look would follow the other.
-            rest_s = RESTS_PER_TURN * (self._clock.monotonic() - began)
-            self._clock.wait(self._stop, min(rest_s, LONGEST_REST_S, pause_s))
-            self._view.wait_change(seen.serial, pause_s)
+            now = self._clock.monotonic()
+            self._clock.wait(self._stop, min(RESTS_PER_TURN * (now - began), LONGEST_REST_S, max(0.0, next_at - began)))
+            self._view.wait_change(seen.serial, next_at - self._clock.monotonic())
 
-    def _turn(self, seen: Observation) -> float:
-        """One look and at most one act; seconds until the next look if nothing changes."""
-        now = self._clock.monotonic()
-        self._memory = self._memory.advance(seen.round, now)
-        self._tell(seen)
-        if self._presence.away:
+    def _take_answers(self) -> list[Event]:
+        with self._answered:
+            answers, self._answers = self._answers, []
+        return answers
+
+    def _answer(self, event: Event) -> None:
+        with self._answered:
+            self._answers.append(event)
+
+    def _looked(self, seen: Observation) -> Looked:
+        return Looked(seen, self._presence.create_revision, self._presence.senior, self._presence.away)
+
+    def _perform(self, effect: Effect) -> None:
+        """Do it, and keep how it ended for the next step."""
+        again_in_s = None
+        try:
+            if not self._do(effect):
+                again_in_s = LOST_RACE_S
+        except TransientError as error:
+            again_in_s = OUTAGE_S
+            logger().debug("decision.postponed", error=str(error))
+        except ConfigError as error:
+            again_in_s = LOOK_AGAIN_S
+            logger().error("decision.refused", error=str(error))
+        self._answer(Ended(effect, again_in_s))
+
+    def _do(self, effect: Effect) -> bool:
+        """Perform it; False if somebody was faster or this node's key is gone."""
+        if isinstance(effect, Tell):
+            for listener in self._listeners:
+                listener(effect.document)
+        elif isinstance(effect, Return):
             self._presence.return_from_loss(Deadline.after(WRITE_TIMEOUT_S, self._clock))
             self._view.wake()
-            return 0.0
-        if seen.reloads != self._reloads:
+        elif isinstance(effect, ShowAgain):
             self._presence.show_again(Deadline.after(WRITE_TIMEOUT_S, self._clock))
-            self._reloads = seen.reloads
-        if self._memory.behind:
-            return self._put_back(seen, now)
-        outlook_s = self._outlook.turn(seen, now)
-        self._track(seen, now)
-        if not seen.decidable:
-            return min(LOOK_AGAIN_S, outlook_s)
-        view = self._as_view(seen)
-        decision = decide(view, now)
-        self._delays.note(seen.round, decision, now)
-        if decision.action is not Action.WAIT:
-            done = self._commit(decision, seen, Deadline.after(WRITE_ATTEMPT_S, self._clock))
-            return 0.0 if done else 0.1
-        probing_s = self._prober.look(view, self._view.wake)
-        again_s = decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
-        return min(LOOK_AGAIN_S, outlook_s, probing_s, again_s)
-
-    def _put_back(self, seen: Observation, now: float) -> float:
-        """The store has gone back: end the newest round known, so that the next one follows on that."""
-        decision = self._memory.decide(self.node_id, seen.round, now)
-        if decision.action is Action.WAIT:
-            return decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
-        logger().warning("store.went_back", reason=decision.reason, known_round=position(self._memory.known)[1])
-        return 0.0 if self._commit(decision, seen, Deadline.after(WRITE_ATTEMPT_S, self._clock)) else 0.1
-
-    def _track(self, seen: Observation, now: float) -> None:
-        """Note since when things are as they are; of the nodes nothing is known where they are not followed."""
-        if seen.follows_nodes:
-            self._tracker = self._tracker.advance(self._as_view(seen), seen.round_revision, now)
+        elif isinstance(effect, Commit):
+            return self._commit_decided(effect)
+        elif isinstance(effect, Follow):
+            logger().debug("nodes.followed", nodes=effect.nodes, reason=effect.reason)
+            self._view.change(self._store, nodes=effect.nodes)
+        elif isinstance(effect, AskOldest):
+            self._answer(self._oldest(effect))
+        elif isinstance(effect, SayDelayed):
+            logger().info("round.delayed", after=effect.after, reason=effect.reason)
         else:
-            same = seen.round_revision == self._tracker.round_revision
-            round_since = self._tracker.sightings.round_since if same else now
-            self._tracker = Tracker(Sightings(round_since=round_since), round_revision=seen.round_revision)
+            self._start_probes(effect)
+        return True
 
-    def _tell(self, seen: Observation) -> None:
-        if seen.round is None or seen.round_revision == self._told_revision or self._memory.behind:
-            return
-        self._told_revision = seen.round_revision
-        for listener in self._listeners:
-            listener(seen.round)
-
-    def _as_view(self, seen: Observation) -> ClusterView:
-        return ClusterView(
-            me=self.node_id,
-            nodes=seen.nodes,
-            round=seen.round,
-            limits=self._limits,
-            sightings=self._tracker.sightings,
-            nonce=secrets.token_hex(8),
-            suspects=self._prober.dead(seen.nodes),
+    def _oldest(self, effect: AskOldest) -> Oldest:
+        ghosts = effect.document.ghosts if effect.document is not None else ()
+        found = self._store.range(
+            self._keys.nodes,
+            Deadline.after(ASK_LIMIT_S, self._clock),
+            limit=effect.places + len(ghosts) + STRAYS,
+            order=Order.CREATE_REVISION,
+            keys_only=True,
         )
+        return Oldest(tuple(first_names(written_by_nodes(found.items, self._keys), ghosts, effect.places)))
 
-    def _commit(
-        self, decision: Decision, seen: Observation, deadline: Deadline, record: NodeRecord | None = None
-    ) -> bool:
-        """Write the decided round document; False if somebody was faster or this node's key is gone."""
-        document = decision.round
+    def _start_probes(self, effect: Probe) -> None:
+        for node in effect.nodes:
+            threading.Thread(target=self._probe_one, args=(node,), name=f"probe-{node.id}", daemon=True).start()
+
+    def _probe_one(self, node: NodeView) -> None:
+        dead = False
+        try:
+            dead = self._probe(node.record.address, node.record.probe_port, PROBE_TIMEOUT_S)
+        finally:
+            self._answer(Probed(node.id, node.mod_revision, dead))
+        if dead:
+            logger().warning("node.found_dead", node=node.id, address=node.record.address)
+            self._view.wake()
+
+    def _commit_decided(self, effect: Commit) -> bool:
+        document = effect.decision.round
         if document is None:
             return True
-        created = self._presence.create_revision
-        if created == 0:
-            return False  # who is not shown decides nothing; and as a guard it would mean that the key is absent
-        guards: list[Compare] = [
-            unchanged(self._keys.round, seen.round_revision),
-            created_at(self._keys.node(self.node_id), created),
-        ]
-        writes = self._writes(document)
-        if record is not None:
-            writes.append(self._presence.put(record))
-        with self._presence.writing() if record is not None else nullcontext():
+        if effect.went_back:
+            logger().warning("store.went_back", reason=effect.decision.reason, known_round=document.number)
+        return self._commit(document, effect.decision.reason, effect.seen, ATTEMPT_S)
+
+    def _commit(
+        self, document: RoundDocument, reason: str, seen: Observation, limit_s: float, record: NodeRecord | None = None
+    ) -> bool:
+        """Write the round document; False if somebody was faster or this node's key is gone."""
+        author = Author(self._keys, self.node_id, self._presence.create_revision)
+        with self._presence.writing(record) if record is not None else nullcontext() as put:
+            more = [put] if put is not None else []
+            write = round_write(author, document, seen.round_revision, self._clock.wall(), *more, limit_s=limit_s)
+            if write is None:
+                return False
             try:
-                result = self._store.transact(guards, writes, deadline=deadline)
+                deadline = Deadline.after(write.limit_s, self._clock)
+                result = self._store.transact(write.guards, write.success, deadline=deadline)
             except OutcomeUnknownError:
-                return False  # the watch tells whether it happened
+                return False  # the watch shows whether it happened
             if result.succeeded and record is not None:
                 self._presence.wrote(record, result.revision)
         if result.succeeded:
@@ -362,29 +378,10 @@ class Member:
                 round=document.number,
                 world_size=document.world_size,
                 nodes=[member.node for member in document.members],
-                reason=decision.reason,
+                reason=reason,
             )
             self._view.note_round(document, result.revision)
         return result.succeeded
-
-    def _writes(self, document: RoundDocument) -> list[Operation]:
-        entry = JournalEntry(
-            wall=self._clock.wall(),
-            by=self.node_id,
-            round=document.number,
-            state=document.state,
-            reason=document.reason,
-            nodes=tuple(member.node for member in document.members),
-            world_size=document.world_size,
-        )
-        number = len(RoundState) * document.number + STATE_ORDER[document.state]
-        writes: list[Operation] = [
-            Put(self._keys.round, document.encode()),
-            Put(self._keys.event(number), entry.encode()),
-        ]
-        if number > JOURNAL_LENGTH:
-            writes.append(Delete(self._keys.event(0), range_end=self._keys.event(number - JOURNAL_LENGTH)))
-        return writes
 
     def join_timeout(self, join_timeout_s: float) -> JoinTimeoutError:
         """The error of a node that has waited ``join_timeout_s`` seconds in vain."""
@@ -392,8 +389,12 @@ class Member:
 
     def _roll_call(self, seen: Observation) -> RollCall:
         if not seen.follows_nodes:
-            return self._outlook.roll_call(seen)
-        return RollCall(named(sorted(seen.nodes)), bool(live_members(self._as_view(seen))))
+            return roll_call(self._store, self._keys, seen.round, Deadline.after(ASK_LIMIT_S, self._clock))
+        return RollCall(named(sorted(seen.nodes)), self._has_live_members(seen))
+
+    def _has_live_members(self, seen: Observation) -> bool:
+        view = ClusterView(self.node_id, seen.nodes, seen.round, self._limits, Sightings(), nonce="")
+        return bool(live_members(view))
 
     def _join_timeout(self, join_timeout_s: float, roll: RollCall) -> JoinTimeoutError:
         least = self._limits.min_nodes
@@ -401,14 +402,6 @@ class Member:
             f"fewer than {least} nodes were ready within {join_timeout_s:g} s (present: {roll.present})",
             hint="start more nodes, lower the minimum of --nnodes, or raise --rdzv-conf join_timeout",
         )
-
-
-def _is_on(current: RoundDocument, number: int) -> bool:
-    """Whether round ``number`` is in effect, or about to be."""
-    if current.state is RoundState.ACTIVE:
-        return current.number == number
-    following = current.next.number if current.next is not None else current.number
-    return current.state is RoundState.DRAINING and current.number <= number <= following
 
 
 def closed_error(document: RoundDocument) -> RunClosedError:

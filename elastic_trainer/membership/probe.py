@@ -1,19 +1,16 @@
-"""Ask the kernels of nodes in doubt whether their agents still live: a refused connection means dead.
+"""Whose agents are probed: nodes in doubt, whose kernels refuse connections where their agents are dead. Pure.
 
-*Runs in* the deciding thread; connections are made in short-lived threads. *Owns* nothing lasting.
 A time-out proves nothing (a partition, a loaded host) and changes nothing.
 """
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 
-from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.membership.cluster_view import ClusterView, NodeView, live_members, newcomers
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.membership.effects import Probe, Probed
 
 PROBE_TIMEOUT_S = 0.5
 PROBE_INTERVAL_S = 0.1
@@ -21,66 +18,35 @@ PROBES_AT_ONCE = 32
 """A thousand nodes may be silent together; those that were asked longest ago come first."""
 
 
-def refuses(host: str, port: int, timeout_s: float) -> bool:
-    """Whether ``host`` answers that nobody listens on ``port``."""
-    try:
-        with socket.create_connection((host, port), timeout=timeout_s):
-            return False
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-
-
-class Prober:
+class Doubts:
     """Remembers which nodes' agents were found dead, by the mod-revision of their keys."""
 
-    def __init__(self, clock: Clock = SYSTEM, probe: Callable[[str, int, float], bool] = refuses) -> None:
-        self._clock, self._probe = clock, probe
+    def __init__(self) -> None:
         self._dead: set[tuple[str, int]] = set()
         self._asked: dict[str, float] = {}
         self._asking = 0
-        self._lock = threading.Lock()
 
     def dead(self, nodes: Mapping[str, NodeView]) -> frozenset[str]:
         """The nodes whose keys are as they were when their agents were found dead."""
-        with self._lock:
-            return frozenset(
-                name for name, revision in self._dead if name in nodes and nodes[name].mod_revision == revision
-            )
+        return frozenset(
+            name for name, revision in self._dead if name in nodes and nodes[name].mod_revision == revision
+        )
 
-    def look(self, view: ClusterView, found: Callable[[], None]) -> float:
-        """Probe the nodes that are in doubt; ``found`` is called when one is dead.
+    def heard(self, answer: Probed) -> None:
+        """A probe has ended."""
+        self._asking -= 1
+        if answer.dead:
+            self._dead.add((answer.node, answer.mod_revision))
 
-        Returns the seconds until the next look is due.
-        """
+    def turn(self, view: ClusterView, now: float) -> tuple[Probe | None, float]:
+        """The nodes to probe now, and the seconds until the next look is due."""
         silent = doubtful(view)
-        now = self._clock.monotonic()
         before = now - PROBE_INTERVAL_S
         due = sorted((self._asked.get(node.id, before), node.id, node) for node in silent)
-        with self._lock:
-            chosen = [node for asked, _, node in due if asked <= before][: PROBES_AT_ONCE - self._asking]
-            self._asking += len(chosen)
-        for node in chosen:
-            self._asked[node.id] = now
-            threading.Thread(target=self._ask, args=(node, found), name=f"probe-{node.id}", daemon=True).start()
-        return PROBE_INTERVAL_S if silent else float("inf")
-
-    def _ask(self, node: NodeView, found: Callable[[], None]) -> None:
-        try:
-            self._find_out(node, found)
-        finally:
-            with self._lock:
-                self._asking -= 1
-
-    def _find_out(self, node: NodeView, found: Callable[[], None]) -> None:
-        if self._probe(node.record.address, node.record.probe_port, PROBE_TIMEOUT_S):
-            with self._lock:
-                known = (node.id, node.mod_revision) in self._dead
-                self._dead.add((node.id, node.mod_revision))
-            if not known:
-                logger().warning("node.found_dead", node=node.id, address=node.record.address)
-                found()
+        chosen = tuple(node for asked, _, node in due if asked <= before)[: PROBES_AT_ONCE - self._asking]
+        self._asking += len(chosen)
+        self._asked.update((node.id, now) for node in chosen)
+        return Probe(chosen) if chosen else None, PROBE_INTERVAL_S if silent else math.inf
 
 
 def doubtful(view: ClusterView) -> list[NodeView]:

@@ -36,6 +36,8 @@ class Observation:
     """Everything up to this revision of the store is in here."""
     reloads: int = 0
     """How often all of it had to be read anew, since the store's history had a gap or had become another."""
+    changing: bool = False
+    """Whether another feed has been opened and has not taken over yet."""
 
     @property
     def decidable(self) -> bool:
@@ -138,12 +140,6 @@ class RunView:
         """Begin by following the round alone."""
         self._shown.begin(store)
 
-    @property
-    def changing(self) -> bool:
-        """Whether another feed has been opened and has not taken over yet."""
-        with self.changed:
-            return self._next is not None
-
     def change(self, store: Store, *, nodes: bool) -> None:
         """Go over to following the nodes with the round, or the round alone; returns at once."""
         feed = Feed(self._keys, self.changed, self._moved, nodes=nodes)
@@ -187,6 +183,7 @@ class RunView:
                 shown.follows_nodes,
                 shown.revision,
                 self._reloads + shown.reloads,
+                self._next is not None,
             )
 
     def wait_change(self, serial: int, timeout_s: float) -> None:

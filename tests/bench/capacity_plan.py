@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from elastic_trainer.agent.health.duties import LEAST_INTERVAL_S, NODES_PER_SECOND
-from elastic_trainer.membership.member import JOURNAL_LENGTH
+from elastic_trainer.membership.round_write import JOURNAL_LENGTH
 from elastic_trainer.settings import RendezvousOptions
 from elastic_trainer.store.session import REFRESHES_PER_TTL
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import structlog
-
 from elastic_trainer.membership.delays import WORTH_SAYING_S, Delays
 from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.membership.effects import SayDelayed
 from elastic_trainer.membership.rules import Action, Decision
 
 from .scenes import node, round_of
@@ -17,13 +16,13 @@ SAVES = Decision(Action.WAIT, "waiting for b (in checkpoint) to be free")
 def test_a_reason_that_lasts_is_said_once() -> None:
     """A recovery that takes no time says nothing; neither does a wait for anything but a broken round's successor."""
     delays = Delays()
-    with structlog.testing.capture_logs() as said:
-        delays.note(BROKEN, SAVES, 10.0)
-        delays.note(BROKEN, Decision(Action.FORM, "all are free", BROKEN), 10.1)
-        delays.note(BROKEN, SAVES, 20.0)
-        for after_s in (0.1, WORTH_SAYING_S, 2 * WORTH_SAYING_S):
-            delays.note(BROKEN.model_copy(update={"state": RoundState.ACTIVE}), SAVES, 10.0 + after_s)
-            assert said == []
-        for after_s in (0.0, WORTH_SAYING_S, 2 * WORTH_SAYING_S):
-            delays.note(BROKEN, SAVES, 30.0 + after_s)
-    assert [(line["event"], line["after"], line["reason"]) for line in said] == [("round.delayed", 4, SAVES.reason)]
+    active = BROKEN.model_copy(update={"state": RoundState.ACTIVE})
+    notes = [
+        (BROKEN, SAVES, 10.0),
+        (BROKEN, Decision(Action.FORM, "all are free", BROKEN), 10.1),
+        (BROKEN, SAVES, 20.0),
+    ]
+    notes += [(active, SAVES, 20.0 + after_s) for after_s in (0.1, WORTH_SAYING_S, 2 * WORTH_SAYING_S)]
+    assert [delays.note(*note) for note in notes] == [None] * len(notes)
+    said = [delays.note(BROKEN, SAVES, 30.0 + after_s) for after_s in (0.0, WORTH_SAYING_S, 2 * WORTH_SAYING_S)]
+    assert said == [None, SayDelayed(4, SAVES.reason), None]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.membership.probe import Prober, doubtful
-from tests.support.crew import LIMIT_S
+from elastic_trainer.membership.effects import Probed
+from elastic_trainer.membership.probe import PROBE_INTERVAL_S, Doubts, doubtful
 from tests.unit.membership.scenes import Scene, node, round_of
 
 TRIO = [node("a", 1), node("b", 2), node("c", 3)]
@@ -49,10 +47,12 @@ def test_newcomers_of_a_planned_change_are_asked_for() -> None:
 def test_nobody_is_asked_for_when_the_run_is_closed_or_has_not_begun() -> None:
     """And nobody is known to be dead who has changed its key since: that is another life."""
     assert asked(scene_of(RoundState.CLOSED)) == asked(Scene().show(*TRIO)) == []
-    found = threading.Event()
-    prober = Prober(probe=lambda host, port, timeout_s: True)
-    scene = scene_of(RoundState.BROKEN)
-    prober.look(scene.view(), found.set)
-    assert found.wait(LIMIT_S)
-    assert prober.dead(scene.nodes) in ({"b"}, {"c"}, {"b", "c"})
-    assert prober.dead({name: node(name, 1, mod=99) for name in "bc"}) == frozenset()
+    scene, doubts = scene_of(RoundState.BROKEN), Doubts()
+    probe, _ = doubts.turn(scene.view(), 1.0)
+    assert probe is not None
+    assert [each.id for each in probe.nodes] == ["b", "c"]
+    assert doubts.turn(scene.view(), 1.0 + PROBE_INTERVAL_S / 2) == (None, PROBE_INTERVAL_S), "asked again too soon"
+    doubts.heard(Probed("b", 2, dead=True))
+    doubts.heard(Probed("c", 3, dead=False))
+    assert doubts.dead(scene.nodes) == {"b"}
+    assert doubts.dead({name: node(name, 1, mod=99) for name in "bc"}) == frozenset()

@@ -62,7 +62,7 @@ class Scene:
 
     def follow(self, nodes: bool) -> None:
         self.view.change(self.store, nodes=nodes)
-        eventually(lambda: not self.view.changing, "the other feed did not take over")
+        eventually(lambda: not self.view.look().changing, "the other feed did not take over")
         self.view.tidy()
 
     def close(self) -> None:

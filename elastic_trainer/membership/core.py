@@ -1,0 +1,147 @@
+"""One node's part in the protocol: from what happened and the time, what to do and when to look again. Pure.
+
+Whoever drives it feeds it events, performs its effects in order, and feeds it how those ended. Safety does not depend
+on the driver's speed: a commit is guarded by the round and the key that it was decided on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from elastic_trainer.membership.cluster_view import ClusterView, Limits, Sightings
+from elastic_trainer.membership.delays import Delays
+from elastic_trainer.membership.effects import (
+    AskOldest,
+    Commit,
+    Effect,
+    Event,
+    Looked,
+    Oldest,
+    Probed,
+    Return,
+    ShowAgain,
+    Step,
+    Tell,
+)
+from elastic_trainer.membership.outlook import Outlook
+from elastic_trainer.membership.probe import Doubts
+from elastic_trainer.membership.rollback_guard import RollbackGuard
+from elastic_trainer.membership.rules import Action, decide
+from elastic_trainer.membership.sightings import Tracker
+from elastic_trainer.membership.view import Observation
+
+LOOK_AGAIN_S = 1.0
+
+
+class Core:
+    """The node ``node_id``. ``chance`` gives nonces and jitter; ``patience_s``: see Outlook."""
+
+    def __init__(self, node_id: str, limits: Limits, patience_s: float, chance: random.Random) -> None:
+        self._node_id, self._limits, self._chance = node_id, limits, chance
+        self._outlook = Outlook(node_id, patience_s, chance)
+        self._doubts = Doubts()
+        self._delays = Delays()
+        self._tracker = Tracker()
+        self._memory = RollbackGuard()
+        self._look: Looked | None = None
+        self._asked: AskOldest | None = None
+        self._reloads = 0
+        self._told_revision = -1
+        self._held: tuple[int, float] | None = None
+        """Nothing is done until this time, unless the view's serial is another one."""
+        self._effects: list[Effect] = []
+
+    def step(self, events: Iterable[Event], now: float) -> Step:
+        """Take in ``events``; at most one write comes out, and the next step follows as soon as it has ended."""
+        self._effects = []
+        for event in events:
+            self._take(event, now)
+        if self._look is None:
+            return Step((), now + LOOK_AGAIN_S)
+        if self._held is not None and self._held[0] == self._look.seen.serial and now < self._held[1]:
+            return Step(tuple(self._effects), self._held[1])
+        self._held = None
+        again_s = self._turn(self._look, now)
+        return Step(tuple(self._effects), now + min(LOOK_AGAIN_S, again_s))
+
+    def _take(self, event: Event, now: float) -> None:
+        if isinstance(event, Looked):
+            self._look = event
+        elif isinstance(event, Probed):
+            self._doubts.heard(event)
+        elif isinstance(event, Oldest):
+            places = self._asked.places if self._asked is not None else 0
+            if (follow := self._outlook.heard(event, places, now)) is not None:
+                self._effects.append(follow)
+        elif event.again_in_s is not None:
+            self._held = (self._look.seen.serial if self._look is not None else 0, now + event.again_in_s)
+        elif isinstance(event.effect, ShowAgain):
+            self._reloads = event.effect.reloads
+
+    def _turn(self, look: Looked, now: float) -> float:
+        """One look; seconds until the next if nothing changes."""
+        seen = look.seen
+        self._memory = self._memory.advance(seen.round, now)
+        self._tell(seen)
+        if look.away:
+            return self._do(Return())
+        if seen.reloads != self._reloads:
+            return self._do(ShowAgain(seen.reloads))
+        if self._memory.behind:
+            return self._put_back(seen, now)
+        change, outlook_s = self._outlook.turn(look, now)
+        if change is not None:
+            self._asked = change if isinstance(change, AskOldest) else None
+            self._effects.append(change)
+        self._track(seen, now)
+        return min(outlook_s, self._decide(seen, now)) if seen.decidable else outlook_s
+
+    def _do(self, effect: Effect) -> float:
+        self._effects.append(effect)
+        return 0.0
+
+    def _decide(self, seen: Observation, now: float) -> float:
+        view = self._view(seen)
+        decision = decide(view, now)
+        if (delayed := self._delays.note(seen.round, decision, now)) is not None:
+            self._effects.append(delayed)
+        if decision.action is not Action.WAIT:
+            return self._do(Commit(decision, seen))
+        probe, probing_s = self._doubts.turn(view, now)
+        if probe is not None:
+            self._effects.append(probe)
+        return min(probing_s, decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S)
+
+    def _put_back(self, seen: Observation, now: float) -> float:
+        """The store has gone back: end the newest round known, so that the next one follows on that."""
+        decision = self._memory.decide(self._node_id, seen.round, now)
+        if decision.action is Action.WAIT:
+            return decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
+        return self._do(Commit(decision, seen, went_back=True))
+
+    def _track(self, seen: Observation, now: float) -> None:
+        """Note since when things are as they are; of the nodes nothing is known where they are not followed."""
+        if seen.follows_nodes:
+            self._tracker = self._tracker.advance(self._view(seen), seen.round_revision, now)
+        else:
+            same = seen.round_revision == self._tracker.round_revision
+            round_since = self._tracker.sightings.round_since if same else now
+            self._tracker = Tracker(Sightings(round_since=round_since), round_revision=seen.round_revision)
+
+    def _tell(self, seen: Observation) -> None:
+        if seen.round is None or seen.round_revision == self._told_revision or self._memory.behind:
+            return
+        self._told_revision = seen.round_revision
+        self._effects.append(Tell(seen.round))
+
+    def _view(self, seen: Observation) -> ClusterView:
+        return ClusterView(
+            me=self._node_id,
+            nodes=seen.nodes,
+            round=seen.round,
+            limits=self._limits,
+            sightings=self._tracker.sightings,
+            nonce=f"{self._chance.getrandbits(64):016x}",
+            suspects=self._doubts.dead(seen.nodes),
+        )

@@ -1,0 +1,222 @@
+"""The key of one node: what to write next, given what the store answered. Pure.
+
+Each procedure is a generator of requests, so that a thread and a simulator perform the same steps.
+
+*Invariant*: the key is written only while it is absent or still holds what this object knows of, so that a write whose
+outcome stayed unknown cannot come late and undo a newer one.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from elastic_trainer.clock import Clock, Deadline
+from elastic_trainer.errors import ConfigError, LeaseLostError, StoreUnavailableError, TransientError
+from elastic_trainer.membership.documents import DocumentError, NodeRecord
+from elastic_trainer.membership.effects import Knock, Pause, Renew, Request, Steps, Transaction
+from elastic_trainer.membership.leader_priority import SENIORS, STRAYS, written_by_nodes
+from elastic_trainer.store.api import (
+    Compare,
+    Delete,
+    KeyValue,
+    Operation,
+    Order,
+    Put,
+    Read,
+    Snapshot,
+    TransactionResult,
+    absent,
+    prefix_end,
+    unchanged,
+)
+from elastic_trainer.store.keys import RunKeys
+
+ATTEMPT_S: Final = 3.0
+AGAIN_S: Final = 0.1
+
+
+class LostFlag(Protocol):
+    """Whether a lease is gone."""
+
+    def is_set(self) -> bool:
+        """Whether it is."""
+        ...
+
+    def set(self) -> None:
+        """It is."""
+        ...
+
+
+class HeldLease(Protocol):
+    """The lease that the key is bound to."""
+
+    @property
+    def lease_id(self) -> int:
+        """The present lease."""
+        ...
+
+    @property
+    def ttl_s(self) -> float:
+        """How long it lasts without a refresh."""
+        ...
+
+    @property
+    def lost(self) -> LostFlag:
+        """Whether the present lease is gone."""
+        ...
+
+
+class OwnKey:
+    """The key of ``node_id``; ``create_revision`` is 0 until it is shown."""
+
+    def __init__(self, keys: RunKeys, node_id: str, lease: HeldLease, clock: Clock) -> None:
+        self._keys, self._lease, self._clock = keys, lease, clock
+        self._key = keys.node(node_id)
+        self._oldest = Read(
+            keys.nodes, prefix_end(keys.nodes), limit=SENIORS + STRAYS, order=Order.CREATE_REVISION, keys_only=True
+        )
+        self.node_id = node_id
+        self.create_revision = 0
+        self.senior = False
+        """Whether it was among the most senior nodes when its key was created."""
+        self.record: NodeRecord | None = None
+        """What is, or is to be, shown."""
+        self.written: NodeRecord | None = None
+        """What the key is known to hold, while its lease lives; None while the outcome of a write is open."""
+        self._mod_revision = 0
+
+    @property
+    def lost(self) -> bool:
+        """Whether the store has ended the lease, and with it the key."""
+        return self._lease.lost.is_set()
+
+    @property
+    def shown(self) -> NodeRecord | None:
+        """What the key is known to hold; None before it is shown, while it may be gone, or hold what was sent last."""
+        return None if self.lost or not self.create_revision else self.written
+
+    @property
+    def away(self) -> bool:
+        """Whether the key is to be shown (again): its lease has ended, or no write of it is known to have worked."""
+        return self.record is not None and (self.lost or self.create_revision == 0)
+
+    def put(self, record: NodeRecord) -> Put:
+        """The write that shows ``record``, for a transaction guarded by the round and this key's create-revision."""
+        return Put(self._key, record.encode(), self._lease.lease_id)
+
+    def wrote(self, record: NodeRecord, revision: int) -> None:
+        """Such a write went through, as ``revision`` of the store."""
+        self.record = self.written = record
+        self._mod_revision = revision
+
+    def showing(self, record: NodeRecord, deadline: Deadline) -> Steps:
+        """Write ``record``; again over an outage of the store until ``deadline``."""
+        while True:
+            self.record = record
+            try:
+                if self.lost:
+                    yield Renew(min(ATTEMPT_S, deadline.remaining_s()))
+                    self.create_revision = 0
+                yield from self._write(record, deadline)
+                return
+            except LeaseLostError:
+                self._lease.lost.set()
+            except TransientError:
+                if deadline.expired:
+                    raise
+            yield Pause(AGAIN_S, shared=True)
+
+    def returning(self, deadline: Deadline) -> Steps:
+        """After the lease was lost: show the same record as a new incarnation; once more if that remained unknown."""
+        if self.record is None or not self.away:
+            return
+        if self.lost:
+            yield Renew(deadline.remaining_s())
+            self.create_revision = 0
+        yield from self._write(self.record, deadline)
+
+    def showing_again(self, deadline: Deadline) -> Steps:
+        """Write what is shown once more: the store may hold an older record than it was given."""
+        if self.record is None or self.away:
+            return
+        try:
+            yield from self._write(self.record, deadline)
+        except LeaseLostError:
+            self._lease.lost.set()
+
+    def _write(self, record: NodeRecord, deadline: Deadline) -> Steps:
+        put = self.put(record)
+        self.written = None
+        while self.create_revision:
+            guard = unchanged(self._key, self._mod_revision)
+            result = _result((yield self._transaction(deadline, guard, (put,), (Read(self._key),))))
+            there = result.reads[0].first if not result.succeeded else None
+            if result.succeeded:
+                self.wrote(record, result.revision)
+                return
+            if there is not None and there.create_revision == self.create_revision:
+                self._mod_revision = there.mod_revision  # a write of ours, its answer lost; or a store that went back
+            else:
+                self.create_revision = 0
+        yield from self._create(record, put, deadline)
+
+    def _create(self, record: NodeRecord, put: Put, deadline: Deadline) -> Steps:
+        waiting_until = Deadline.after(2 * self._lease.ttl_s + 2.0, self._clock)
+        guard, writes = absent(self._key), (put, self._oldest)
+        while True:
+            result = _result((yield self._transaction(deadline, guard, writes, (Read(self._key),))))
+            if result.succeeded:
+                self._created(record, result.revision, result.revision, result.reads[0])
+                return
+            left_behind = result.reads[0].first
+            if left_behind is None:
+                continue
+            if left_behind.lease == self._lease.lease_id:
+                yield from self._adopt(left_behind, record, put, deadline)
+                return
+            owner = _port_of(left_behind)
+            if owner is not None and (yield owner):
+                deletion = (Delete(self._key),)
+                yield self._transaction(deadline, unchanged(self._key, left_behind.mod_revision), deletion)
+            elif waiting_until.expired:
+                raise ConfigError(
+                    f"another live node is called {self.node_id!r} in this run",
+                    hint="give each node its own --rdzv-conf node_id, or leave it out",
+                )
+            elif deadline.expired:
+                raise StoreUnavailableError(f"the key of an earlier node {self.node_id!r} did not go in time")
+            else:
+                yield Pause(AGAIN_S)
+
+    def _adopt(self, mine: KeyValue, record: NodeRecord, put: Put, deadline: Deadline) -> Steps:
+        """An earlier write of ours went through unnoticed (its answer was lost)."""
+        guard = unchanged(self._key, mine.mod_revision)
+        result = _result((yield self._transaction(deadline, guard, (put, self._oldest))))
+        if result.succeeded:
+            self._created(record, mine.create_revision, result.revision, result.reads[0])
+
+    def _transaction(
+        self, deadline: Deadline, guard: Compare, success: tuple[Operation, ...], failure: tuple[Operation, ...] = ()
+    ) -> Request:
+        return Transaction((guard,), success, failure, min(ATTEMPT_S, deadline.remaining_s()))
+
+    def _created(self, record: NodeRecord, create_revision: int, mod_revision: int, oldest: Snapshot) -> None:
+        first = written_by_nodes(oldest.items, self._keys)[:SENIORS]
+        self.senior = any(name == self.node_id for name, _ in first)
+        self.create_revision = create_revision
+        self.wrote(record, mod_revision)
+
+
+def _result(answer: TransactionResult | bool | None) -> TransactionResult:
+    if not isinstance(answer, TransactionResult):
+        raise TypeError(f"a transaction was answered with {answer!r}")
+    return answer
+
+
+def _port_of(item: KeyValue) -> Knock | None:
+    """Where the owner of a key can be asked for; None if it cannot."""
+    try:
+        record = NodeRecord.decode(item.value, item.key)
+    except DocumentError:
+        return None
+    return Knock(record.address, record.probe_port) if record.probe_port > 0 else None

@@ -1,0 +1,97 @@
+"""The one transaction that changes the round document, and what breaks a round. Pure.
+
+*Invariant*: the document is written only against the revision last seen and while the writer's own key stands, so a
+thawed or partitioned member cannot undo what others decided.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic_trainer.membership.cluster_view import Limits
+from elastic_trainer.membership.composition import broken
+from elastic_trainer.membership.documents import Ghost, JournalEntry, RoundDocument, RoundState
+from elastic_trainer.membership.effects import Transaction
+from elastic_trainer.membership.rollback_guard import STATE_ORDER
+from elastic_trainer.model import Cause, RecoveryMode
+from elastic_trainer.store.api import Delete, Operation, Put, created_at, unchanged
+from elastic_trainer.store.keys import RunKeys
+
+ATTEMPT_S = 1.5
+"""One try of a round write: one sent to an etcd leader that has just died is lost, and is not answered for 7 s."""
+JOURNAL_LENGTH = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Author:
+    """Who writes: the node, and the create-revision of its key."""
+
+    keys: RunKeys
+    node_id: str
+    create_revision: int
+
+
+def round_write(
+    author: Author, document: RoundDocument, over: int, wall: float, *more: Put, limit_s: float = ATTEMPT_S
+) -> Transaction | None:
+    """The write of ``document`` over the one at mod-revision ``over``, with ``more``; None for a node without a key.
+
+    ``wall``: Unix time, for the journal.
+    """
+    if author.create_revision == 0:
+        return None  # who is not shown decides nothing; and as a guard it would mean that the key is absent
+    keys = author.keys
+    guards = (unchanged(keys.round, over), created_at(keys.node(author.node_id), author.create_revision))
+    return Transaction(guards, (*_writes(author, document, wall), *more), limit_s=limit_s)
+
+
+def _writes(author: Author, document: RoundDocument, wall: float) -> list[Operation]:
+    keys = author.keys
+    entry = JournalEntry(
+        wall=wall,
+        by=author.node_id,
+        round=document.number,
+        state=document.state,
+        reason=document.reason,
+        nodes=tuple(member.node for member in document.members),
+        world_size=document.world_size,
+    )
+    number = len(RoundState) * document.number + STATE_ORDER[document.state]
+    writes: list[Operation] = [Put(keys.round, document.encode()), Put(keys.event(number), entry.encode())]
+    if number > JOURNAL_LENGTH:
+        writes.append(Delete(keys.event(0), range_end=keys.event(number - JOURNAL_LENGTH)))
+    return writes
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a node breaks round ``number``. ``suspects`` are not waited for."""
+
+    number: int
+    reason: str
+    worker_failed: bool = False
+    cause: Cause | None = None
+    suspects: tuple[Ghost, ...] = field(default=())
+
+
+def breaking(current: RoundDocument | None, failure: Failure, limits: Limits) -> RoundDocument | None:
+    """The document that breaks the round of ``failure``; None if that is not on (any more)."""
+    if current is None or not is_on(current, failure.number):
+        return None
+    if current.state is RoundState.DRAINING and limits.recovery is RecoveryMode.RESTART:
+        return None  # it ends by agreement already: all leave it now, each as soon as it hears of it
+    return broken(
+        current,
+        failure.reason,
+        worker_failed=failure.worker_failed,
+        cause=failure.cause,
+        suspects=failure.suspects,
+    )
+
+
+def is_on(current: RoundDocument, number: int) -> bool:
+    """Whether round ``number`` is in effect, or about to be."""
+    if current.state is RoundState.ACTIVE:
+        return current.number == number
+    following = current.next.number if current.next is not None else current.number
+    return current.state is RoundState.DRAINING and current.number <= number <= following
