@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
+from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.model import Incarnation, RecoveryMode
 
 
@@ -82,9 +82,8 @@ def by_seniority(nodes: Iterable[NodeView]) -> list[NodeView]:
 
 def is_ghost(view: ClusterView, node: NodeView) -> bool:
     """Whether this key was left behind by an excluded node and has not changed since."""
-    if view.round is None:
-        return False
-    return Ghost(node=node.id, mod_revision=node.mod_revision) in view.round.ghosts
+    ghosts = view.round.ghosts if view.round is not None else ()
+    return any(ghost.node == node.id and ghost.mod_revision == node.mod_revision for ghost in ghosts)
 
 
 def live_members(view: ClusterView) -> list[tuple[RoundMember, NodeView]]:
@@ -154,8 +153,10 @@ def newcomers(view: ClusterView) -> list[NodeView]:
 
 
 def next_number(view: ClusterView) -> int:
-    """The number of the round after the present one."""
-    return number_of(view) + 1
+    """The number of the round after the present one, and after the one that a planned change has named: newcomers may
+    have begun to form that, under this number."""
+    planned = view.round.next if view.round is not None else None
+    return (number_of(view) if planned is None else planned.number) + 1
 
 
 def losses(view: ClusterView) -> list[str]:

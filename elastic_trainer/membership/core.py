@@ -26,7 +26,7 @@ from elastic_trainer.membership.effects import (
 )
 from elastic_trainer.membership.outlook import Outlook
 from elastic_trainer.membership.probe import Doubts
-from elastic_trainer.membership.rollback_guard import RollbackGuard
+from elastic_trainer.membership.rollback_guard import RollbackGuard, position
 from elastic_trainer.membership.rules import Action, decide
 from elastic_trainer.membership.sightings import Tracker
 from elastic_trainer.membership.view import Observation
@@ -47,7 +47,7 @@ class Core:
         self._look: Looked | None = None
         self._asked: AskOldest | None = None
         self._reloads = 0
-        self._told_revision = -1
+        self._told: tuple[int, str, tuple[int, int, int]] | None = None
         self._held: tuple[int, float] | None = None
         """Nothing is done until this time, unless the view's serial is another one."""
         self._effects: list[Effect] = []
@@ -130,10 +130,13 @@ class Core:
             self._tracker = Tracker(Sightings(round_since=round_since), round_revision=seen.round_revision)
 
     def _tell(self, seen: Observation) -> None:
-        if seen.round is None or seen.round_revision == self._told_revision or self._memory.behind:
+        if seen.round is None or self._memory.behind:
             return
-        self._told_revision = seen.round_revision
-        self._effects.append(Tell(seen.round))
+        # A store that was restored uses revisions again: the revision alone may be that of an older document.
+        news = (seen.round_revision, seen.round.nonce, position(seen.round))
+        if news != self._told:
+            self._told = news
+            self._effects.append(Tell(seen.round))
 
     def _view(self, seen: Observation) -> ClusterView:
         return ClusterView(

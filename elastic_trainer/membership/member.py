@@ -144,10 +144,7 @@ class Member:
 
     def is_mine(self, member: RoundMember | None) -> bool:
         """Whether ``member`` means the present life of this node."""
-        return member is not None and (member.create_revision, member.life) == (
-            self._presence.create_revision,
-            self._presence.record.life,
-        )
+        return self._presence.is_mine(member)
 
     def break_round(
         self,

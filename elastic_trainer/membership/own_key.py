@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from elastic_trainer.clock import Clock, Deadline
 from elastic_trainer.errors import ConfigError, LeaseLostError, StoreUnavailableError, TransientError
-from elastic_trainer.membership.documents import DocumentError, NodeRecord
+from elastic_trainer.membership.documents import DocumentError, NodeRecord, RoundMember
 from elastic_trainer.membership.effects import Knock, Pause, Renew, Request, Steps, Transaction
 from elastic_trainer.membership.leader_priority import SENIORS, STRAYS, written_by_nodes
 from elastic_trainer.store.api import (
@@ -100,6 +100,11 @@ class OwnKey:
         """Whether the key is to be shown (again): its lease has ended, or no write of it is known to have worked."""
         return self.record is not None and (self.lost or self.create_revision == 0)
 
+    def is_mine(self, member: RoundMember | None) -> bool:
+        """Whether ``member`` of a round means the present life of this node."""
+        mine = (self.create_revision, self.record.life) if self.record is not None else None
+        return member is not None and (member.create_revision, member.life) == mine
+
     def put(self, record: NodeRecord) -> Put:
         """The write that shows ``record``, for a transaction guarded by the round and this key's create-revision."""
         return Put(self._key, record.encode(), self._lease.lease_id)
@@ -133,14 +138,16 @@ class OwnKey:
         if self.lost:
             yield Renew(deadline.remaining_s())
             self.create_revision = 0
-        yield from self._write(self.record, deadline)
+        yield from self._write_again(self.record, deadline)
 
     def showing_again(self, deadline: Deadline) -> Steps:
         """Write what is shown once more: the store may hold an older record than it was given."""
-        if self.record is None or self.away:
-            return
+        if self.record is not None and not self.away:
+            yield from self._write_again(self.record, deadline)
+
+    def _write_again(self, record: NodeRecord, deadline: Deadline) -> Steps:
         try:
-            yield from self._write(self.record, deadline)
+            yield from self._write(record, deadline)
         except LeaseLostError:
             self._lease.lost.set()
 

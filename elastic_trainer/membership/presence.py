@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError
-from elastic_trainer.membership.documents import NodeRecord
+from elastic_trainer.membership.documents import NodeRecord, RoundMember
 from elastic_trainer.membership.effects import Knock, Pause, Renew, Request, Steps, Transaction
 from elastic_trainer.membership.own_key import OwnKey
 from elastic_trainer.store.api import Put, Store, TransactionResult
@@ -70,6 +70,10 @@ class Presence:
     def away(self) -> bool:
         """Whether the key is to be shown (again): its lease has ended, or no write of it is known to have worked."""
         return self._key.away
+
+    def is_mine(self, member: RoundMember | None) -> bool:
+        """Whether ``member`` of a round means the present life of this node."""
+        return self._key.is_mine(member)
 
     @contextmanager
     def writing(self, record: NodeRecord) -> Iterator[Put]:

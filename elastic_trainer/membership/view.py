@@ -127,9 +127,9 @@ class Feed:
 class RunView:
     """Shows one feed. Another may be opened beside it, and takes over when it knows no older round."""
 
-    def __init__(self, keys: RunKeys) -> None:
+    def __init__(self, keys: RunKeys, changed: threading.Condition | None = None) -> None:
         self._keys = keys
-        self.changed = threading.Condition()
+        self.changed = changed if changed is not None else threading.Condition()
         self._shown = Feed(keys, self.changed, self._moved, nodes=False)
         self._next: Feed | None = None
         self._retired: list[Feed] = []
@@ -206,7 +206,8 @@ class RunView:
         # A store that was wiped begins with small revisions again: then the shown feed forgets its round first.
         if following is not None and following.loaded and following.revision >= self._shown.round_revision:
             self._retired.append(self._shown)
-            self._reloads += self._shown.reloads
+            # A store that was restored meanwhile was read for the first time by the one, and is not read by the other.
+            self._reloads += self._shown.reloads + 1
             self._shown, self._next = following, None
             self._bump()
         elif feed is self._shown:

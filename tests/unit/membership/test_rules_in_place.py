@@ -590,3 +590,15 @@ def test_a_worker_that_stands_still_is_not_waited_for() -> None:
     scene.show(node("c", 3, mod=200, acknowledged=4, reported=4))
     scene.decide()
     assert names(made(scene.decide(after_s=6.0), Action.DRAIN).next) == ["a", "b", "c"]
+
+
+def test_a_newcomer_whose_planned_round_lost_all_others_gets_one_of_another_number() -> None:
+    """It may have begun to form the planned round already, and would never enter another of the same number (found by
+    the simulation: the only member's lease ended while a node joined)."""
+    only, newcomer = node("a", 1), node("b", 2)
+    planned = round_of(2, [only, newcomer])
+    scene = Scene(me="b", limits=replace(IN_PLACE, min_nodes=1)).show(only, newcomer)
+    scene.adopt(round_of(1, [only], RoundState.DRAINING, next=planned)).lose("a")
+    scene.decide()
+    formed = made(scene.decide(after_s=5.0), Action.FORM)
+    assert (formed.number, names(formed)) == (3, ["b"])

@@ -101,6 +101,17 @@ def test_a_view_goes_over_to_the_nodes_and_back() -> None:
     scene.close()
 
 
+def test_a_change_of_feeds_counts_as_reading_all_anew() -> None:
+    """The store may have gone back between the two, which neither of them sees: the node shows its record again."""
+    scene = Scene()
+    before = scene.view.look().reloads
+    scene.follow(nodes=True)
+    assert scene.view.look().reloads == before + 1
+    scene.follow(nodes=False)
+    assert scene.view.look().reloads == before + 2
+    scene.close()
+
+
 def test_a_feed_that_is_behind_does_not_take_over() -> None:
     """Read before a round was written and delivered after it: the view waits until the feed has come to that round."""
     scene = Scene()
