@@ -377,7 +377,7 @@ class Member:
                 nodes=[member.node for member in document.members],
                 reason=reason,
             )
-            self._view.note_round(document, result.revision)
+            self._view.note_round(document, result.revision, seen)
         return result.succeeded
 
     def join_timeout(self, join_timeout_s: float) -> JoinTimeoutError:

@@ -162,11 +162,14 @@ class RunView:
             self._retired += [self._shown, *([self._next] if self._next is not None else [])]
         self.tidy()
 
-    def note_round(self, document: RoundDocument, revision: int) -> None:
-        """Take over a round document that this node has just committed, ahead of the watch."""
+    def note_round(self, document: RoundDocument, revision: int, seen: Observation) -> None:
+        """Take over a round document that this node has just committed over ``seen``, ahead of the watch.
+
+        Not if all was read anew since: the store may have gone back behind the commit, whose revision is none of it.
+        """
         with self.changed:
             shown = self._shown
-            if revision > shown.round_revision:
+            if revision > shown.round_revision and seen.reloads == self._reloads + shown.reloads:
                 shown.round, shown.round_revision = document, revision
                 self._bump()
 

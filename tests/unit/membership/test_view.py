@@ -140,11 +140,26 @@ def test_nothing_is_decided_on_nodes_older_than_the_round() -> None:
     scene.follow(nodes=True)
     scene.store.gate.shut()
     revision = scene.write_round(1)
-    scene.view.note_round(round_of(1, [node("a", 1)]), revision)
+    scene.view.note_round(round_of(1, [node("a", 1)]), revision, scene.view.look())
     assert _number(scene.view.look().round) == 1
     assert not scene.view.look().decidable
     scene.store.gate.open()
     eventually(lambda: scene.view.look().decidable, "the watch did not catch up")
+    scene.close()
+
+
+def test_an_answer_that_comes_after_the_store_went_back_is_not_believed() -> None:
+    """Its revision may be greater than all that the restored store will have for long: nothing newer would show."""
+    scene = Scene()
+    before = scene.view.look()
+    revision = scene.write_round(5)
+    scene.sees(5)
+    scene.backend.wipe()
+    eventually(lambda: scene.view.look().reloads > before.reloads, "the wiped store is not read")
+    scene.view.note_round(round_of(5, [node("a", 1)]), revision + 100, before)
+    assert scene.view.look().round is None
+    scene.write_round(1)
+    scene.sees(1)
     scene.close()
 
 
