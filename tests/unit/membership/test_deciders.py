@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,10 +9,9 @@ from dataclasses import replace
 import pytest
 
 from elastic_trainer.errors import ElasticTrainerError, JoinTimeoutError, RunClosedError
-from elastic_trainer.membership.documents import RoundDocument, RoundState
+from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.membership.leader_priority import SENIORS
 from tests.support.crew import QUICK, Agent, Crew, eventually
-from tests.unit.membership.test_schedules import ORDER
 
 NAMES = "abcdefgh"
 LIMITS = replace(QUICK, min_nodes=1, max_nodes=len(NAMES), last_call_s=60.0)
@@ -29,11 +27,6 @@ def crowd() -> Crew:
 
 def followers(agents: Sequence[Agent]) -> set[str]:
     return {agent.name for agent in agents if agent.member.look().follows_nodes}
-
-
-def never_back(history: Sequence[RoundDocument]) -> bool:
-    places = [(document.number, ORDER[document.state]) for document in history]
-    return places == sorted(places)
 
 
 def test_only_the_three_most_senior_watch_the_nodes() -> None:
@@ -105,27 +98,3 @@ def test_a_spare_waits_as_long_as_the_others_train() -> None:
         assert crew.document.state is RoundState.ACTIVE
     waiting.join(60.0)
     assert [type(error) for error in outcome] == [RunClosedError]
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_deciders_that_die_in_any_combination_do_not_stop_the_run(seed: int) -> None:
-    """Some of the most senior nodes fall silent or leave, together or one after the other, and maybe others with
-    them: those that are left form a round, and rounds never go back."""
-    chance = random.Random(seed)
-    with crowd() as crew:
-        alive = list(NAMES)
-        for _ in range(2):
-            seniors = alive[: chance.choice([1, 2, 3, 3, 4])]
-            victims = [name for name in seniors if chance.random() < 0.8] or seniors[-1:]
-            victims += [name for name in alive[len(seniors) : -1] if chance.random() < 0.15]
-            for name in chance.sample(victims, len(victims)):
-                chance.choice([crew.agents[name].kill, crew.agents[name].leave])()
-            alive = [name for name in alive if name not in victims]
-            if chance.random() < 0.5:
-                crew.agents[chance.choice(alive)].fail_worker()
-            crew.expire()
-            eventually(crew.settled, crew.describe)
-            document = crew.document
-            assert document is not None
-            assert sorted(member.node for member in document.members) == alive
-        assert never_back(crew.history)

@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_trainer.clock import pause
 from elastic_trainer.errors import JoinTimeoutError, RunClosedError
 from elastic_trainer.membership.documents import RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.presence import Presence
-from elastic_trainer.store.api import Put
 from elastic_trainer.store.session import LeaseSession
 from tests.support.crew import KEYS, LIMIT_S, QUICK, TTL_S, Crew, eventually, soon
 from tests.support.memory_store import MemoryStore
@@ -37,24 +35,6 @@ def test_members_read_the_same_first_round() -> None:
         assert [member.first_rank for member in first.members] == [0, 1, 2]
 
 
-def test_unequal_nodes_get_ranks_by_their_sizes() -> None:
-    """2, 1 and 3 workers: the first ranks are 0, 2 and 3."""
-    with Crew(ALL_OF_THREE) as crew:
-        crew.join("a", size=2)
-        crew.join("b", size=1)
-        crew.join("c", size=3)
-        first = crew.await_round("abc")
-        assert [member.first_rank for member in first.members] == [0, 2, 3]
-        assert first.world_size == 6
-
-
-def test_below_max_the_last_call_ends_and_the_round_forms() -> None:
-    """Two nodes of 2 to 4 do not wait for ever."""
-    with Crew() as crew:
-        crew.join("a", "b")
-        assert crew.await_round("ab").number == 1
-
-
 def test_too_few_nodes_give_up_with_the_reason() -> None:
     """Below min a node waits no longer than its join timeout, and says who was there."""
     with Crew() as crew:
@@ -62,30 +42,6 @@ def test_too_few_nodes_give_up_with_the_reason() -> None:
         eventually(lambda: "a" in agent.member.look().nodes, "a does not see itself")
         with pytest.raises(JoinTimeoutError, match=r"fewer than 2 nodes were ready within 0.2 s \(present: a\)"):
             agent.member.await_round(0.2)
-
-
-@pytest.mark.parametrize("victim", ["a", "b", "c"])
-def test_a_node_whose_lease_ends_is_followed_by_a_round_of_the_others(victim: str) -> None:
-    """Any of three dies, the most senior one included: the survivors keep their order."""
-    with three() as crew:
-        crew.await_round("abc")
-        crew.agents[victim].kill()
-        crew.expire()
-        survivors = [name for name in "abc" if name != victim]
-        second = crew.await_round(survivors, after=1)
-        assert second.number == 2
-        assert f"node {victim} " in second.reason
-
-
-def test_failed_workers_bring_all_back_with_their_ranks() -> None:
-    """One node's workers crash five times: each time one more round, with everybody in it at the old rank."""
-    with three() as crew:
-        crew.await_round("abc")
-        for number in range(1, 6):
-            crew.agents["b"].fail_worker()
-            after = crew.await_round("abc", after=number)
-            assert after.number == number + 1
-            assert "workers of b failed" in after.reason
 
 
 def test_all_workers_failing_at_once_is_one_round_more() -> None:
@@ -135,38 +91,12 @@ def test_a_newcomer_below_max_is_taken_in_behind_the_others() -> None:
         assert RoundState.BROKEN not in [document.state for document in crew.history]
 
 
-def test_a_spare_waits_and_takes_the_place_of_a_lost_node() -> None:
-    """Above max a node disturbs nobody; it is in the very next round after a loss."""
-    with three() as crew:
-        crew.await_round("abc")
-        (spare,) = crew.join("s")
-        eventually(lambda: "s" in crew.agents["a"].member.look().nodes, "the spare is not seen")
-        crew.expire(1.0)
-        assert len(crew.history) == 1
-        assert spare.trained == []
-        crew.agents["b"].kill()
-        crew.expire()
-        assert crew.await_round("acs", after=1).number == 2
-
-
 def test_a_node_that_leaves_is_missed_at_once() -> None:
     """No lease time passes: the key of a node that leaves goes with it."""
     with three() as crew:
         crew.await_round("abc")
         crew.agents["c"].leave()
         assert crew.await_round("ab", after=1).number == 2
-
-
-def test_below_min_the_survivors_wait_for_another_node() -> None:
-    """One of two is left: no round until somebody comes."""
-    with Crew(replace(QUICK, max_nodes=2)) as crew:
-        crew.join("a", "b")
-        crew.await_round("ab")
-        crew.agents["a"].kill()
-        crew.expire()
-        eventually(lambda: crew.history[-1].state is RoundState.BROKEN, "the round is not broken")
-        crew.join("c")
-        assert crew.await_round("bc", after=1).number == 2
 
 
 def test_the_run_is_closed_when_all_are_done_and_stays_closed() -> None:
@@ -216,52 +146,6 @@ def test_an_outage_of_any_length_changes_nothing() -> None:
         assert [agent.newest for agent in crew.agents.values()] == [first] * 3
 
 
-def test_workers_that_fail_while_the_store_is_away_recover_when_it_is_back() -> None:
-    """The failure is reported as soon as it can be; nobody gives up."""
-    with three() as crew:
-        crew.await_round("abc")
-        crew.backend.outage(True)
-        crew.agents["b"].fail_worker()
-        pause(0.2)
-        assert crew.agents["b"].error is None
-        crew.backend.outage(False)
-        assert crew.await_round("abc", after=1).number == 2
-
-
-def test_a_lost_reply_is_found_out_and_not_repeated() -> None:
-    """A write whose answer was lost counts once: each round number has one nonce."""
-    with three() as crew:
-        crew.await_round("abc")
-        for number in range(1, 6):
-            crew.backend.lose_replies(3)
-            crew.agents["b"].fail_worker()
-            crew.await_round("abc", after=number)
-        crew.backend.lose_replies(0)
-        nonces = {(document.number, document.nonce) for document in crew.history}
-        assert len(nonces) == len({number for number, _ in nonces})
-
-
-def test_a_decider_that_loses_its_compare_follows_the_winner() -> None:
-    """Frozen between deciding and writing, the most senior node wakes up after its deputy formed the round."""
-    with three() as crew:
-        crew.await_round("abc")
-        leader = crew.agents["a"]
-        reached = threading.Event()
-
-        def freeze_there() -> None:
-            if crew.history[-1].state is RoundState.BROKEN and not reached.is_set():
-                leader.gate.shut()
-                reached.set()
-
-        leader.store.before_round_write = freeze_there
-        crew.agents["c"].fail_worker()
-        assert reached.wait(LIMIT_S), crew.describe()
-        second = crew.await_document(lambda found: found.number == 2, "the deputy forms no round")
-        leader.thaw()
-        assert crew.await_round("abc", after=1) == second
-        assert [d.nonce for d in crew.history if d.number == 2] == [second.nonce]
-
-
 def test_a_decider_whose_key_is_gone_writes_nothing() -> None:
     """Its lease ends between its decision and its write, and nobody else has acted yet: the write must fail, or the
     round would name a node that does not exist."""
@@ -283,49 +167,6 @@ def test_a_decider_whose_key_is_gone_writes_nothing() -> None:
         crew.expire()
         second = crew.await_document(lambda found: found.number == 2, "no round was formed")
         assert old not in [member.create_revision for member in second.members]
-
-
-def test_all_deciding_at_once_form_one_round_each_time() -> None:
-    """Without any order among the deciders the compare alone keeps rounds unique."""
-    limits = replace(QUICK, last_call_s=LIMIT_S, deputy_delay_s=0.0)
-    with Crew(limits) as crew:
-        crew.join("a", "b", "c", "d")
-        crew.await_round("abcd")
-        for number in range(1, 11):
-            crew.agents["abcd"[number % 4]].fail_worker()
-            assert crew.await_round("abcd", after=number).number == number + 1
-        read = {each.document.number: each.document.nonce for each in crew.agents["a"].trained}
-        assert {document.number: document.nonce for document in crew.history} == read
-
-
-def test_a_thawed_member_cannot_undo_what_was_decided_without_it() -> None:
-    """Frozen past its lease, replaced, thawed: it comes back as another incarnation by a planned change."""
-    with three() as crew:
-        crew.await_round("abc")
-        crew.agents["a"].freeze()
-        crew.expire()
-        second = crew.await_round("bc", after=1)
-        crew.agents["a"].thaw()
-        third = crew.await_round("bca", after=2)
-        assert second.number == 2
-        before, after = crew.agents["a"].trained[0], crew.agents["a"].trained[-1]
-        assert after.incarnation.create_revision > before.incarnation.create_revision
-        assert [d.state for d in crew.history if d.number == 2] == [RoundState.ACTIVE, RoundState.DRAINING], (
-            crew.describe()
-        )
-        assert third.number == 3
-
-
-def test_a_member_cut_off_from_the_store_is_replaced_and_returns() -> None:
-    """A partition of one node: the others go on without it, and take it back afterwards."""
-    with three() as crew:
-        crew.await_round("abc")
-        crew.agents["b"].store.inner.cut_off(True)
-        crew.expire()
-        crew.await_round("ac", after=1)
-        crew.agents["b"].store.inner.cut_off(False)
-        back = crew.await_round("acb", after=2)
-        assert back.number >= 3
 
 
 def test_listeners_hear_of_rounds_in_order() -> None:
@@ -359,28 +200,3 @@ def test_nothing_is_decided_by_a_node_that_is_not_there() -> None:
         assert all(b'"by":"w"' not in entry.value for entry in entries)
         watcher.leave()
         store.close()
-
-
-@pytest.mark.parametrize("lost", ["everything", "the last round"])
-def test_a_store_that_went_back_gets_the_round_that_follows(lost: str) -> None:
-    """etcd lost all that it held, or was restored from a backup with an older round: everybody comes back, and the next
-    round has the number after the newest that anybody was in. No number is used twice."""
-    with three() as crew:
-        first = crew.await_round("abc")
-        crew.agents["b"].fail_worker()
-        crew.await_round("abc", after=1)
-        crew.agents["c"].fail_worker()
-        crew.await_round("abc", after=2)
-        if lost == "everything":
-            crew.backend.wipe()
-            crew.expire()
-        else:
-            crew.observer.transact([], [Put(KEYS.round, first.encode())], deadline=soon())
-        everybody = set("abc")  # in the order in which they come back
-        crew.await_document(
-            lambda found: found.number > 3 and {member.node for member in found.members} == everybody, "no round of all"
-        )
-        numbers = [document.number for document in crew.history if document.state is RoundState.ACTIVE]
-        numbers.remove(1)  # the first one, or what the backup held
-        assert len(set(numbers)) == len(numbers), "a number was used twice"
-        assert numbers[-1] >= 4

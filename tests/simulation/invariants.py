@@ -1,0 +1,130 @@
+"""What must be true of a run whatever happens, checked at each write of the round and at each step of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic_trainer.membership.cluster_view import Limits
+from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
+from elastic_trainer.membership.rollback_guard import position
+from elastic_trainer.model import Incarnation
+
+ONE_ACTIVE = "at most one active round"
+ONLY_GROW = "rounds only grow"
+SAME_RANKS = "all members of a round read the same ranks"
+NO_REPLACED = "an incarnation that was replaced never trains in a later round"
+STAYS_CLOSED = "a closed run stays closed"
+KEEP_ORDER = "survivors keep their order, newcomers come behind"
+WITHIN_LIMITS = "a round has min to max nodes"
+LIVENESS = "training goes on, or the run is closed with a reason"
+
+
+class Violation(AssertionError):
+    """``rule`` was broken."""
+
+    def __init__(self, rule: str, what: str) -> None:
+        super().__init__(f"{rule}: {what}")
+        self.rule = rule
+
+
+class Invariants:
+    """Follows one run. A store that goes back begins a new history: revisions and numbers begin again from there."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._entered: dict[str, int] = {}
+        self._former: set[str] = set()
+        """Rounds of the store as it was before it went back."""
+        self._rounds: dict[int, tuple[str, tuple[RoundMember, ...]]] = {}
+        self.restored()
+        self._went_back = False
+
+    def restored(self) -> None:
+        """The store has gone back."""
+        self._went_back = True
+        self._newest: RoundDocument | None = None
+        self._former |= {nonce for nonce, _ in self._rounds.values()}
+        self._rounds = {}
+        self._incarnations: dict[str, Incarnation] = {}
+        self._closed: int | None = None
+
+    def wrote(self, document: RoundDocument) -> None:
+        """The round document was written."""
+        if self._closed is not None:
+            raise Violation(STAYS_CLOSED, f"round {document.number} {document.state} after round {self._closed}")
+        before, self._newest = self._newest, document
+        if not self._is_put_back(document):
+            self._know(document)
+        if before is not None and position(document) <= position(before) and not self._ends_again(before, document):
+            raise Violation(ONLY_GROW, f"{_words(document)} after {_words(before)}")
+        if document.next is not None:
+            if document.next.number != document.number + 1:
+                raise Violation(ONLY_GROW, f"round {document.next.number} is planned after {document.number}")
+            self._know(document.next)
+        if document.state is RoundState.CLOSED:
+            self._closed = document.number
+
+    def _ends_again(self, before: RoundDocument, document: RoundDocument) -> bool:
+        """Whether a round is broken twice: a restored store uses its revisions again, so a write that was decided on
+        before may pass its compare."""
+        broken = before.state is document.state is RoundState.BROKEN
+        return self._went_back and broken and before.number == document.number
+
+    def _is_put_back(self, document: RoundDocument) -> bool:
+        """Whether it ends a round of the store as it was before it went back: nobody begins to train in it."""
+        known = self._rounds.get(document.number)
+        ended = document.state in (RoundState.BROKEN, RoundState.CLOSED)
+        return self._went_back and ended and (known is None or known[0] != document.nonce)
+
+    def _know(self, document: RoundDocument) -> None:
+        known = self._rounds.setdefault(document.number, (document.nonce, document.members))
+        if known[0] != document.nonce:
+            raise Violation(ONE_ACTIVE, f"two rounds have number {document.number}")
+        if known[1] != document.members:
+            raise Violation(SAME_RANKS, f"round {document.number} has other members than it had")
+        ranks = [rank for m in document.members for rank in range(m.first_rank, m.first_rank + m.local_world_size)]
+        if ranks != list(range(document.world_size)):
+            raise Violation(SAME_RANKS, f"round {document.number} has the ranks {ranks}")
+        if document.members and not self._limits.min_nodes <= len(document.members) <= self._limits.max_nodes:
+            raise Violation(WITHIN_LIMITS, f"round {document.number} has {len(document.members)} nodes")
+        self._check_order(document)
+        for member in document.members:
+            newest = self._incarnations.get(member.node, member.incarnation)
+            if member.incarnation < newest:
+                raise Violation(NO_REPLACED, f"{member.node} as {member.incarnation} after {newest}")
+            self._incarnations[member.node] = member.incarnation
+
+    def _check_order(self, document: RoundDocument) -> None:
+        _, before = self._rounds.get(document.number - 1, ("", ()))
+        place = {(member.node, member.create_revision): at for at, member in enumerate(before)}
+        places = [place.get((member.node, member.create_revision), len(place)) for member in document.members]
+        if places != sorted(places):
+            raise Violation(KEEP_ORDER, f"{_words(document)}: {places} of the round before")
+
+    def entered(self, name: str, number: int) -> None:
+        """The worker of node ``name`` has begun to form a round."""
+        before = self._entered.get(name, 0)
+        if number <= before:
+            raise Violation(ONLY_GROW, f"node {name} enters round {number} after round {before}")
+        self._entered[name] = number
+
+    def took(self, name: str, entry: Incarnation, own: Incarnation) -> None:
+        """Node ``name``, being ``own``, takes the place of ``entry`` in a round."""
+        if entry != own:
+            raise Violation(NO_REPLACED, f"{name} is {own} and takes the place of {entry}")
+
+    def stepped(self, number: int, nonce: str, read: Sequence[tuple[RoundMember, ...]]) -> None:
+        """All members of a round have made a step in it; ``read``: its members as each of them has read them."""
+        if len(set(read)) != 1:
+            raise Violation(SAME_RANKS, f"members of round {number} have read different ranks")
+        known = self._rounds.get(number)
+        if nonce in self._former:
+            return
+        if known is not None and known[0] != nonce:
+            raise Violation(ONE_ACTIVE, f"two rounds {number} make steps")
+        if self._closed is not None and number > self._closed:
+            raise Violation(STAYS_CLOSED, f"round {number} trains after the end of round {self._closed}")
+
+
+def _words(document: RoundDocument) -> str:
+    return f"round {document.number} {document.state}"

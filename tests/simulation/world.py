@@ -1,0 +1,464 @@
+"""One schedule: a seed makes the run, its faults and all delays; the invariants are checked at each event."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from elastic_trainer.membership.cluster_view import Limits
+from elastic_trainer.membership.documents import Ghost, Identity, RoundDocument, RoundState, RunResult
+from elastic_trainer.model import Incarnation, RecoveryMode
+from elastic_trainer.store.api import EventKind, WatchEvent
+from tests.simulation.agents import Agent, InPlace, Place, Restart
+from tests.simulation.etcd import Etcd
+from tests.simulation.invariants import LIVENESS, STAYS_CLOSED, Invariants, Violation
+from tests.simulation.loop import Loop
+from tests.simulation.node import KEYS, SimNode
+
+TICK_S = 0.2
+"""A step takes so long."""
+SPARES = 2
+"""Nodes above max."""
+SUSPECTED_S = 1.5
+FORM_LIMIT_S = 2.0
+SETTLE_S = 90.0
+"""By far longer than all waits of the protocol together."""
+STEADY_TICKS = 4
+NAMES = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened, so that a test can show that the schedules are no idle ones."""
+
+    rounds: int = 0
+    steps: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    closed: int = 0
+
+
+class World:
+    """The schedule of ``seed``. ``tell`` gets a line for each event worth reading."""
+
+    def __init__(self, seed: int, tell: Callable[[str], None] | None = None) -> None:
+        self.seed, self.chance = seed, random.Random(seed)
+        self.tell = tell
+        chance = self.chance
+        in_place = chance.random() < 0.6
+        least = chance.choice([1, 2, 2])
+        self.limits = Limits(
+            min_nodes=least,
+            max_nodes=chance.choice([3, 3, 4, 4, 6]),
+            recovery=RecoveryMode.IN_PLACE if in_place else RecoveryMode.RESTART,
+            last_call_s=0.5,
+            last_call_limit_s=5.0,
+            regroup_grace_s=0.5 if in_place else 60.0,
+            join_batch_s=0.2,
+            join_interval_s=1.0,
+            deputy_delay_s=chance.choice([0.25, 0.25, 0.0]),
+            report_floor_s=4.0,
+            failure_limit=chance.choice([3, 1000, 1000, 1000]),
+            stalled_rounds=chance.choice([10, 1000, 1000, 1000]),
+        )
+        self.loop = Loop()
+        self.etcd = Etcd(self.loop, chance)
+        self.etcd.on_write = self._wrote
+        self.etcd.back_up()
+        self.invariants = Invariants(self.limits)
+        self.agents: dict[str, Agent] = {}
+        self.cuts: set[tuple[str, str]] = set()
+        self.round: RoundDocument | None = None
+        self.counts = Counts()
+        self._stepped_at: dict[str, int] = {}
+        self._last_step: dict[str, float] = {}
+        self._ticks = 0
+
+    # ---- the run
+
+    def play(self) -> Counts:
+        """Begin, suffer, recover, and sometimes finish. Raises Violation."""
+        for _ in range(self.chance.randint(self.limits.min_nodes, self.limits.max_nodes + 1)):
+            self._join()
+        self.loop.after(TICK_S, self._tick)
+        self._pass(self.chance.choice([0.3, 2.0, 3.0, 3.0]))
+        for _ in range(self.chance.randint(4, 12)):
+            if self.chance.random() < 0.2:
+                self.etcd.back_up()
+            self._fault()
+            self._pass(self.chance.choice([0.0, 0.003, 0.02, 0.1, 0.3, 1.0, 2.5]))
+        self._end_faults()
+        self._await(self._settled, "the run does not settle")
+        if not self._closed() and self.chance.random() < 0.3:
+            self._finish()
+        return self.counts
+
+    def _pass(self, seconds: float) -> None:
+        self.loop.run(self.loop.now + seconds)
+
+    def _await(self, condition: Callable[[], bool], what: str) -> None:
+        end = self.loop.now + SETTLE_S
+        while not condition():
+            if self.loop.now >= end:
+                raise Violation(LIVENESS, f"{what} within {SETTLE_S:g} s\n{self.describe()}")
+            self._pass(TICK_S)
+
+    def _finish(self) -> None:
+        """The training ends: the run is closed with success, and a late node changes nothing."""
+        for agent in self.agents.values():
+            if agent.awake:
+                agent.finish()
+        self._await(self._closed, "a run that has finished is not closed")
+        if self.round is None or self.round.result is not RunResult.SUCCEEDED:
+            raise Violation(LIVENESS, f"a run that has finished has failed\n{self.describe()}")
+        self._join()
+        self._pass(4.0)
+        if self.round.state is not RoundState.CLOSED:
+            raise Violation(STAYS_CLOSED, f"a late node has reopened it\n{self.describe()}")
+
+    def _closed(self) -> bool:
+        return self.round is not None and self.round.state is RoundState.CLOSED
+
+    def _settled(self) -> bool:
+        """Whether all that can train do, up to max, and have made some steps; or the run is closed with a reason."""
+        current = self.round
+        if current is not None and current.state is RoundState.CLOSED:
+            self.counts.closed += 1
+            return bool(current.reason)
+        able = [agent.name for agent in self.agents.values() if agent.awake and not self._leaves(agent)]
+        if len(able) < self.limits.min_nodes:
+            return True
+        if (
+            current is None
+            or current.state is not RoundState.ACTIVE
+            or self._stepped_at.get(current.nonce, 0) < STEADY_TICKS
+        ):
+            return False
+        members = {member.node for member in current.members}
+        least = min(len(able), self.limits.max_nodes)
+        if current.left_out is not None and self.limits.recovery is RecoveryMode.RESTART:
+            least -= 1  # the others are to show how they fare without it
+        return members <= set(able) and len(members) >= least
+
+    def _able(self) -> list[str]:
+        return [agent.name for agent in self.agents.values() if agent.awake and not self._leaves(agent)]
+
+    @staticmethod
+    def _leaves(agent: Agent) -> bool:
+        return isinstance(agent, InPlace) and agent.evicted
+
+    # ---- what is checked
+
+    def _wrote(self, events: Sequence[WatchEvent]) -> None:
+        for event in events:
+            if event.item.key == KEYS.round and event.kind is EventKind.PUT:
+                self.round = RoundDocument.decode(event.item.value, event.item.key)
+                self.counts.rounds += self.round.state is RoundState.ACTIVE
+                self._say(f"round {self.round.number} {self.round.state} {_names(self.round)}: {self.round.reason}")
+                self.invariants.wrote(self.round)
+
+    def entered(self, name: str, number: int) -> None:
+        """The worker of node ``name`` has begun to form a round."""
+        self._say(f"{name} enters round {number}")
+        self.invariants.entered(name, number)
+
+    def took(self, name: str, entry: Incarnation, own: Incarnation) -> None:
+        """Node ``name``, being ``own``, takes the place of ``entry`` in a round."""
+        self.invariants.took(name, entry, own)
+
+    # ---- the workers' collectives
+
+    def _tick(self) -> None:
+        """Each round in which anybody is makes a step, or fails."""
+        self._ticks += 1
+        groups: dict[str, list[Agent]] = {}
+        for agent in self.agents.values():
+            if agent.place is not None and agent.alive:
+                groups.setdefault(agent.place.nonce, []).append(agent)
+        for group in groups.values():
+            self._collective(group)
+        self.loop.after(TICK_S, self._tick)
+
+    def _collective(self, group: list[Agent]) -> None:
+        place = group[0].place
+        assert place is not None
+        awake = [agent for agent in group if agent.awake]
+        silent = self._silent(place, group)
+        absent = [member.node for member in place.members if member.node not in {agent.name for agent in group}]
+        if not absent and not silent:
+            self._step(place, group)
+            return
+        waits_s = self.loop.now - max(agent.place_since for agent in group)
+        for agent in awake:
+            if agent.formed and absent:
+                self._fail(agent, (), self.chance.choice([0.03, 0.1, 0.3]))
+            elif not agent.formed and waits_s > FORM_LIMIT_S:
+                others = [member.node for member in place.members if member.node != agent.name]
+                self._fail(agent, tuple(name for name in others if not self.reaches(agent.name, name)), 0.0)
+        if silent and awake and awake[0].formed and self._ticks * TICK_S - self._stepped(place) > SUSPECTED_S:
+            self._accuse(awake[0], silent)
+
+    def _stepped(self, place: Place) -> float:
+        return self._last_step.get(place.nonce, self._ticks * TICK_S)
+
+    def _silent(self, place: Place, group: list[Agent]) -> list[str]:
+        """Members that stand still, or that some other cannot reach."""
+        frozen = [agent.name for agent in group if agent.host.frozen]
+        names = [member.node for member in place.members]
+        apart = [b for a in names for b in names if not self.reaches(a, b) and b not in frozen]
+        return frozen or apart[:1]
+
+    def _fail(self, agent: Agent, unreachable: tuple[str, ...], after_s: float) -> None:
+        place = agent.place
+
+        def fail() -> None:
+            if agent.place is place:
+                self._say(f"{agent.name} loses contact")
+                agent.lose_contact(unreachable)
+
+        agent.soon(after_s, fail)
+
+    def _accuse(self, agent: Agent, silent: list[str]) -> None:
+        found = {name: self.etcd.read(KEYS.node(name), None) for name in silent if name != agent.name}
+        suspects = tuple(Ghost(node=name, mod_revision=items[0].mod_revision) for name, items in found.items() if items)
+        if suspects and agent.node.link.whole and not self.etcd.down:
+            agent.accuse(suspects)
+
+    def _step(self, place: Place, group: list[Agent]) -> None:
+        self.counts.steps += 1
+        self._last_step[place.nonce] = self._ticks * TICK_S
+        self._stepped_at[place.nonce] = self._stepped_at.get(place.nonce, 0) + 1
+        read = [agent.place.members for agent in group if agent.place is not None]
+        self.invariants.stepped(place.number, place.nonce, read)
+        newest = max((agent.step.step for agent in group if agent.step is not None), default=0)
+        for agent in group:
+            agent.formed, agent.step = True, Identity(round=place.number, step=newest + 1)
+            agent.made_step()
+        if all(agent.flagged is not None for agent in group):
+            plans = {flagged[1].nonce if flagged[1] else "" for agent in group if (flagged := agent.flagged)}
+            if len(plans) == 1:
+                for agent in group:
+                    assert agent.flagged is not None
+                    agent.switch(agent.flagged[1])
+
+    # ---- networks between nodes
+
+    def reaches(self, one: str, other: str) -> bool:
+        """Whether messages go both ways."""
+        return (one, other) not in self.cuts and (other, one) not in self.cuts
+
+    def _probe(self, one: str, other: str) -> bool:
+        """Whether the other's kernel says that nobody listens."""
+        return self.reaches(one, other) and other in self.agents and self.agents[other].host.dead
+
+    # ---- faults
+
+    def _fault(self) -> None:
+        faults: list[tuple[Callable[[], bool], int]] = [
+            (self._crash_worker, 5),
+            (self._kill, 2),
+            (self._freeze, 3),
+            (self._thaw, 3),
+            (self._join, 3),
+            (self._evict, 2),
+            (self._go, 1),
+            (self._cut_from_etcd, 3),
+            (self._heal_etcd, 2),
+            (self._cut_pair, 2),
+            (self._heal_pairs, 1),
+            (self._lose_leader, 2),
+            (self._elect, 2),
+            (self._compact, 1),
+            (self._restore, 1),
+            (self._lose_replies, 2),
+            (self._lag, 1),
+        ]
+        chosen = self.chance.choices([each for each, _ in faults], [weight for _, weight in faults])[0]
+        if chosen():
+            name = chosen.__name__.strip("_")
+            self.counts.faults[name] = self.counts.faults.get(name, 0) + 1
+            self._say(f"-- {name}")
+
+    def _some(self, wanted: Callable[[Agent], bool]) -> Agent | None:
+        found = [agent for agent in self.agents.values() if wanted(agent)]
+        return self.chance.choice(found) if found else None
+
+    def _join(self) -> bool:
+        if sum(agent.alive for agent in self.agents.values()) >= self.limits.max_nodes + SPARES or len(
+            self.agents
+        ) >= len(NAMES):
+            return False
+        name = NAMES[len(self.agents)]
+        node = SimNode(self.etcd, name, self.limits, self.chance, self._probe)
+        kind = InPlace if self.limits.recovery is RecoveryMode.IN_PLACE else Restart
+        agent = kind(node, self, self.chance.choice([1, 1, 2, 3]))
+        if isinstance(agent, InPlace):
+            agent.reaches = lambda other: self.reaches(name, other)
+        self.agents[name] = agent
+        self.loop.after(0.0, lambda: None)
+        return True
+
+    def _crash_worker(self) -> bool:
+        agent = self._some(lambda each: each.awake and each.place is not None)
+        if agent is not None:
+            self._say(f"worker of {agent.name}")
+            agent.crash_worker()
+        return agent is not None
+
+    def _kill(self) -> bool:
+        agent = self._some(lambda each: each.alive)
+        if agent is not None:
+            self._say(f"kill {agent.name}")
+            agent.node.die()
+        return agent is not None
+
+    def _go(self) -> bool:
+        agent = self._some(lambda each: each.awake)
+        if agent is not None:
+            self._say(f"go {agent.name}")
+            agent.node.leave()
+        return agent is not None
+
+    def _evict(self) -> bool:
+        agent = self._some(lambda each: each.awake)
+        if agent is not None:
+            self._say(f"evict {agent.name}")
+            agent.evict()
+        return agent is not None
+
+    def _freeze(self) -> bool:
+        agent = self._some(lambda each: each.awake)
+        if agent is not None:
+            self._say(f"freeze {agent.name}")
+            agent.host.frozen = True
+        return agent is not None
+
+    def _thaw(self) -> bool:
+        agent = self._some(lambda each: each.alive and each.host.frozen)
+        if agent is not None:
+            self._say(f"thaw {agent.name}")
+            agent.host.thaw()
+        return agent is not None
+
+    def _cut_from_etcd(self) -> bool:
+        agent = self._some(lambda each: each.alive and each.node.link.whole)
+        if agent is None:
+            return False
+        link = agent.node.link
+        link.out, link.back = self.chance.choice([(False, False), (False, True), (True, False)])
+        self._say(f"cut {agent.name} out={link.out} back={link.back}")
+        for watch in list(link.watches):
+            watch.noticed_loss()
+        return True
+
+    def _heal_etcd(self) -> bool:
+        agent = self._some(lambda each: each.alive and not each.node.link.whole)
+        if agent is not None:
+            self._mend(agent)
+        return agent is not None
+
+    @staticmethod
+    def _mend(agent: Agent) -> None:
+        link = agent.node.link
+        link.out = link.back = True
+        link.lag_s = link.lose_reply = 0.0
+        for watch in list(link.watches):
+            watch.reconnect()
+
+    def _cut_pair(self) -> bool:
+        names = [agent.name for agent in self.agents.values() if agent.alive]
+        if len(names) < 2:
+            return False
+        one, other = self.chance.sample(names, 2)
+        self.cuts.add((one, other))
+        return True
+
+    def _heal_pairs(self) -> bool:
+        done = bool(self.cuts)
+        self.cuts.clear()
+        return done
+
+    def _lose_leader(self) -> bool:
+        done = not self.etcd.down
+        self.etcd.lose_leader()
+        return done
+
+    def _elect(self) -> bool:
+        done = self.etcd.down
+        self.etcd.elect()
+        return done
+
+    def _compact(self) -> bool:
+        self.etcd.compact()
+        return True
+
+    def _restore(self) -> bool:
+        if self._closed() or not self.etcd.restore():
+            return False
+        self.invariants.restored()
+        return True
+
+    def _lose_replies(self) -> bool:
+        agent = self._some(lambda each: each.alive)
+        if agent is not None:
+            agent.node.link.lose_reply = 0.5
+        return agent is not None
+
+    def _lag(self) -> bool:
+        agent = self._some(lambda each: each.alive)
+        if agent is not None:
+            agent.node.link.lag_s = self.chance.choice([0.1, 0.5, 1.5])
+        return agent is not None
+
+    def _end_faults(self) -> None:
+        self._say("-- all faults are over")
+        self.cuts.clear()
+        self.etcd.elect()
+        for agent in self.agents.values():
+            if not agent.alive:
+                continue
+            if self._leaves(agent):
+                agent.node.leave()
+                continue
+            self._mend(agent)
+            if agent.host.frozen:
+                agent.host.thaw()
+        self._stepped_at.clear()
+        while len(self._able()) < self.limits.min_nodes:
+            self._join()
+
+    # ---- for people
+
+    def _say(self, what: str) -> None:
+        if self.tell is not None:
+            self.tell(f"{self.loop.now - 1000.0:9.3f} {what}")
+
+    def describe(self) -> str:
+        """How things stand."""
+        lines = [f"round: {_names(self.round)} {self.round!r}"[:600] if self.round is not None else "no round"]
+        for agent in self.agents.values():
+            place = agent.place.number if agent.place is not None else None
+            lines.append(
+                f"{agent.name}: alive={agent.alive} frozen={agent.host.frozen} place={place} life={agent.life} "
+                f"key={agent.node.key.create_revision} lost={agent.node.key.lost} {_short(agent)}"
+            )
+        return "\n".join(lines)
+
+
+def _short(agent: Agent) -> str:
+    record = agent.node.key.record
+    if record is None:
+        return ""
+    return f"{record.state} acknowledged={record.acknowledged} reported={record.reported} life={record.life}"
+
+
+def _names(document: RoundDocument | None) -> str:
+    return "" if document is None else ",".join(member.node for member in document.members)
+
+
+def play(seed: int, tell: Callable[[str], None] | None = None) -> Counts:
+    """Play the schedule of ``seed``. A Violation names the seed."""
+    try:
+        return World(seed, tell).play()
+    except Violation as violation:
+        raise Violation(violation.rule, f"seed {seed}: {violation}") from violation
