@@ -28,6 +28,7 @@ from elastic_trainer.drills.wedge import Obstacles, Rows
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.worker.model.replica import Reduction
 from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.options import SavingOptions
 
 STOP_FILE, DIGESTS, CHECKPOINTS = "stop", "digests", "checkpoints"
 STACKS_SIGNAL = signal.SIGUSR1
@@ -111,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     with Session(
         checkpoint_dir=options.directory / CHECKPOINTS,
         checkpoint_every_s=options.save_every,
-        on_checkpoint_event=interludes.hear,
+        saving=SavingOptions(on_event=interludes.hear),
     ) as session:
         session.register("ending", ending)
         wrapped = session.wrap(model, optimizer=optimizer, reduction=options.reduction)

@@ -71,7 +71,7 @@ class Obstacles:
             while True:
                 pass
         elif kind is Wedge.COLLECTIVE:
-            session._here.control.add_up(torch.zeros(1))  # nothing that a script can call does this to its job
+            session._here.present.control.add_up(torch.zeros(1))  # nothing that a script can call does this to its job
 
     def spoiled(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss``, or NaN if that is asked for."""

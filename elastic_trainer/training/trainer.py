@@ -40,6 +40,7 @@ from elastic_trainer.training.task import Exhibits, Task
 from elastic_trainer.training.tensorboard import check_installed
 from elastic_trainer.worker.comm.placement import Hardware, choose
 from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions
 from elastic_trainer.worker.steps.step import LaterLoss
 
 CONFIG_FILE = "config.yaml"
@@ -95,20 +96,24 @@ class Trainer:
             checkpoint_dir=self.directory,
             seed=self.config.seed,
             device=self.config.device,
-            backend=self.config.backend,
             checkpoint_every_steps=checkpoint.every_steps,
             checkpoint_every_s=checkpoint.every_s,
-            retention=Retention(
-                keep_last=checkpoint.keep_last,
-                keep_every=checkpoint.keep_every,
-                metric=checkpoint.metric,
-                mode=BestMode(checkpoint.mode),
-            ),
             allow_changed=checkpoint.allow_changed,
-            nonfinite=self.config.nonfinite,
-            require_last_save=checkpoint.require_last_save,
-            compare_every_steps=self.config.compare_every_steps,
-            on_difference=self.config.on_difference,
+            saving=SavingOptions(
+                retention=Retention(
+                    keep_last=checkpoint.keep_last,
+                    keep_every=checkpoint.keep_every,
+                    metric=checkpoint.metric,
+                    mode=BestMode(checkpoint.mode),
+                ),
+                require_last_save=checkpoint.require_last_save,
+            ),
+            checks=CheckOptions(
+                nonfinite=self.config.nonfinite,
+                compare_every_steps=self.config.compare_every_steps,
+                on_difference=self.config.on_difference,
+            ),
+            group=GroupOptions(backend=self.config.backend),
         )
 
 

@@ -17,8 +17,8 @@ from torch import nn
 from elastic_trainer.data.plan import cut
 from elastic_trainer.data.sampler import Batch, Fetcher
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.comm.codecs import packed_tensor, unpacked_tensor
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.inplace.call_replay import packed_tensor, unpacked_tensor
 
 Number = float | int | torch.Tensor
 Predict = Callable[[nn.Module, Batch], torch.Tensor]

@@ -20,13 +20,12 @@ when stopped, 73 when the last save failed and ``require_last_save`` was asked f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import structlog
 import torch
@@ -34,60 +33,32 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer import settings
-from elastic_trainer.checkpoint import EventSink, Retention
-from elastic_trainer.data.child import let_go
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import LrRule
 from elastic_trainer.data.sampler import Batch, Collate
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
-from elastic_trainer.web.node import NodeEndpoint
 from elastic_trainer.worker import evaluation, forks
 from elastic_trainer.worker.collectives import Collectives
-from elastic_trainer.worker.comm import groups as groups
-from elastic_trainer.worker.comm import placement as device
+from elastic_trainer.worker.comm.codecs import JSON, TENSOR
 from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.comm.failures import is_collective_failure
-from elastic_trainer.worker.comm.link import EnvironmentLink, Link
-from elastic_trainer.worker.comm.sever import Sockets
-from elastic_trainer.worker.inplace.agent_link import ChannelLink
-from elastic_trainer.worker.inplace.call_replay import JSON, TENSOR
-from elastic_trainer.worker.inplace.recovery import Recovery
-from elastic_trainer.worker.inplace.rounds import Rounds
-from elastic_trainer.worker.model import ema
-from elastic_trainer.worker.model.loss_scaling import Scaling
-from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer
-from elastic_trainer.worker.report.endpoint import open_endpoint
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.model.replica import Reduction
+from elastic_trainer.worker.process import Process
 from elastic_trainer.worker.state.saver import Cadence
-from elastic_trainer.worker.state.training_state import Position, Stateful, TrainingState, check_part
-from elastic_trainer.worker.steps.boundary import Turn
-from elastic_trainer.worker.steps.commit import Steps
-from elastic_trainer.worker.steps.comparison import EVERY_STEPS, OnDifference
-from elastic_trainer.worker.steps.rank_context import Plan, RankContext, Trained
-from elastic_trainer.worker.steps.second_optimizers import SecondOptimizers
-from elastic_trainer.worker.steps.signals import Signals
+from elastic_trainer.worker.state.training_state import Position, Stateful, check_part
+from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions, one_of
 from elastic_trainer.worker.steps.step import Step
-
-STOP_TIMEOUT_S = 10.0
-
-Kind = TypeVar("Kind", bound=StrEnum)
+from elastic_trainer.worker.steps.training import Training, Wrapped
+from elastic_trainer.worker.steps.workplace import Workplace
 
 
 class Session:
-    """See the module. ``checkpoint_dir`` None: nothing is saved. ``nonfinite``: ``raise`` or ``warn``.
+    """See the module. ``checkpoint_dir`` None: nothing is saved; else every so many steps and seconds.
 
-    After each multiple of ``compare_every_steps``, and at the end, the parameters of all ranks are compared: where they
-    differ the training stops, or with ``on_difference="heal"`` goes on with the state that most ranks hold.
-
-    ``keep_last`` and ``keep_every`` (a step multiple) say which checkpoints stay, or ``retention`` instead of them.
     ``allow_changed`` names fields (length, global_batch, micro_batch, seed, shuffle, ...) that a resumed job may have
-    changed. ``backend`` is "auto" (NCCL where all ranks are on CUDA devices), "gloo" (also for several processes that
-    share a CUDA device) or "nccl". ``stop_timeout_s`` bounds how long the ranks may take to agree to stop.
-    ``require_last_save``: end with exit code 73, on all ranks, where the state at the end cannot be saved.
-    ``group_timeout_s`` None: a collective may take as long as the agent lets a rank do something else, and 600 s where
-    there is none.
+    changed. What is asked for less often is grouped: ``saving``, ``checks`` and ``group``.
     """
 
     def __init__(
@@ -99,219 +70,137 @@ class Session:
         checkpoint_every_s: float | None = 60.0,
         keep_last: int = 3,
         *,
-        keep_every: int | None = None,
-        retention: Retention | None = None,
         allow_changed: Collection[str] = (),
-        nonfinite: str = "raise",
-        require_last_save: bool = False,
-        compare_every_steps: int | None = EVERY_STEPS,
-        on_difference: str = OnDifference.STOP,
-        backend: str = device.AUTO,
-        stop_timeout_s: float = STOP_TIMEOUT_S,
-        group_timeout_s: float | None = None,
-        on_checkpoint_event: EventSink | None = None,
-        link: Link | None = None,
+        saving: SavingOptions = SavingOptions(),
+        checks: CheckOptions = CheckOptions(),
+        group: GroupOptions = GroupOptions(),
     ) -> None:
-        if seed < 0:
-            raise ConfigError(f"seed is {seed}", hint="it must not be negative")
-        if nonfinite not in ("raise", "warn"):
-            raise ConfigError(f"nonfinite is {nonfinite!r}", hint="use 'raise' or 'warn'")
-        if compare_every_steps is not None and compare_every_steps < 1:
-            raise ConfigError(f"compare_every_steps is {compare_every_steps}", hint="use 1 or more, or None for never")
-        self._plan = Plan(
+        self._options = SessionOptions(
             directory=Path(checkpoint_dir) if checkpoint_dir is not None else None,
-            retention=retention if retention is not None else Retention(keep_last, keep_every),
             cadence=Cadence(checkpoint_every_steps, checkpoint_every_s),
+            keep_last=keep_last,
             seed=seed,
+            device=device,
             allow_changed=frozenset(allow_changed),
-            fatal=nonfinite == "raise",
-            require_last_save=require_last_save,
-            compare_every_steps=compare_every_steps,
-            heals_differences=_one_of(OnDifference, on_difference, "on_difference") is OnDifference.HEAL,
-            on_checkpoint_event=on_checkpoint_event,
+            saving=saving,
+            checks=checks,
+            group=group,
         )
-        self._asked_device, self._backend = device, backend
         self.environment = settings.worker_environment()
-        self._stop_timeout_s = stop_timeout_s
-        self._group_timeout_s = group_timeout_s if group_timeout_s is not None else self.environment.group_timeout
-        self._given_link = link
         self._position = Position()
         self._user: dict[str, Stateful] = {}
         self._pending: dict[str, Any] = {}
-        self._part: RankContext | None = None
-        self._recovery: Recovery | None = None
-        self._tracker = HeartbeatReporter()
-        self._endpoint: NodeEndpoint | None = None
-        self._held: list[Callable[[], list[int]]] = []
-        """What gives the descriptors that are this session's own."""
+        self._process: Process | None = None
+        """None before the session is opened."""
+        self._training: Training | None = None
+        """None before :meth:`wrap`."""
         self._foreign = False
         """Whether this process was forked from the one that trains."""
-        self._second_optimizers: SecondOptimizers | None = None
 
     # ---- opening and closing
 
     def __enter__(self) -> Self:
         if not structlog.is_configured():
             logs.configure()
-        self._tracker = HeartbeatReporter.open(self.environment)
-        self._signals = Signals(self._patience_s, self._broken, self._saving)
-        self._signals.open()
-        self._held = [self._signals.descriptors]
+        self._process = process = Process(self._options, self.environment, self._position)
         forks.watch(self._disown)
-        self._link: Link = self._given_link if self._given_link is not None else EnvironmentLink(self.environment)
         try:
-            self._endpoint = open_endpoint(self.environment, self._tracker)
-            if self._endpoint is not None:
-                self._held.append(self._endpoint.descriptors)
-            if self._given_link is None and self.environment.in_place:
-                self._open_in_place()
-            else:
-                self._open()
+            process.meet()
         except BaseException:
-            self._abandon()
+            self._close(process, "failed")
             raise
         return self
-
-    def _open(self) -> None:
-        """One round for the life of the process: meet the others now."""
-        formation = self._link.formation()
-        part = self._take_place(formation.local_rank, formation.world_size)
-        self._position.generation = formation.round
-        sockets = Sockets()
-        self._held.append(sockets.descriptors)
-        with self._tracker.during(Phase.RENDEZVOUS):
-            sockets.forming(groups.store_ends(formation))
-            forming_s = min(settings.GROUP_TIMEOUT_S, self._group_timeout_s)
-            group = groups.form(formation, part.placement, groups.FormTimeouts(forming_s, self._group_timeout_s))
-            sockets.formed(group.listening)
-        part.enter(group, self._signals)
-        part.check_storage()
-
-    def _open_in_place(self) -> None:
-        """Rounds come and go: meet the others when the model is there."""
-        link = ChannelLink(self.environment)
-        self._link = link
-        self._signals.on_request = link.evicted
-        limit_s = self.environment.form_timeout
-        rounds = Rounds(link, form_timeout_s=limit_s, group_timeout_s=self._group_timeout_s)
-        self._held += [link.descriptors, rounds.descriptors]
-        part = self._take_place(self.environment.local_rank, world_size=2)
-        self._recovery = Recovery(rounds, part, self._signals)
-
-    def _take_place(self, local_rank: int, world_size: int) -> RankContext:
-        placement = device.take(self._asked_device, local_rank, world_size, self._backend)
-        self._part = RankContext(self._plan, self.environment, self._link, placement, self._position, self._tracker)
-        return self._part
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._foreign:
+        process = self._process
+        if self._foreign or process is None:
             return
         if error is not None and is_collective_failure(error):
-            self._tracker.describe(lost_peer=True)
-        if self._here.stopped or error is not None:
-            self._abandon()
+            process.place.tracker.describe(lost_peer=True)
+        if error is not None or process.place.stopped:
+            self._abandon(process)
             return
         try:
             self._all.repeated(self._finish)
         except BaseException:
-            self._abandon()
+            self._abandon(process)
             raise
-        self._close("done")
+        self._close(process, "done")
 
     def _finish(self) -> None:
         """All ranks have come to the end: save what is not saved, and leave together."""
-        self._tracker.change(Phase.ENDING)
-        self._signals.agreed()
-        self._here.boundaries.end()
-        if self._here.trained is not None:
-            self._here.save_last("done")
-        self._here.control.sum(Purpose.FINISH)
+        place = self._here
+        place.tracker.change(Phase.ENDING)
+        place.signals.agreed()
+        place.present.boundaries.end()
+        if self._training is not None:
+            self._training.save_last("done")
+        place.present.control.sum(Purpose.FINISH)
 
     def _disown(self) -> None:
         """In a child that the script has forked: nothing of the session is its own."""
-        self._signals.disown()
-        let_go([number for held in self._held for number in held() if number >= 0])
-        self._tracker.disown()
-        part, self._part, self._recovery, self._foreign = self._part, None, None, True
-        if part is not None:
-            forks.keep(part)
-            if part.trained is not None:
-                part.trained.steps.disown()
+        if self._process is not None:
+            self._process.disown()
+        if self._training is not None:
+            forks.keep(self._training)
+            self._training.steps.disown()
+        self._process, self._training, self._foreign = None, None, True
 
-    def _close(self, status: str) -> None:
-        self._tracker.change(Phase.ENDING)
-        self._link.close(status)
-        self._signals.close()
+    def _close(self, process: Process, status: str) -> None:
         forks.leave(self._disown)
-        if self._part is not None:
-            self._part.leave()
-        self._tracker.close()
-        if self._second_optimizers is not None:
-            self._second_optimizers.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
-            self._endpoint = None
+        process.close(status)
+        if self._training is not None:
+            self._training.close()
 
-    def _abandon(self) -> None:
+    def _abandon(self, process: Process) -> None:
         """Leave without waiting for peers: some of them may be gone, or in another place."""
-        self._close("stopped" if self._part is not None and self._part.stopped else "failed")
-
-    def _patience_s(self) -> float:
-        """Slow steps need longer to agree."""
-        return max(self._stop_timeout_s, self._part.slowest_stop_s() if self._part is not None else 0.0)
-
-    def _broken(self) -> str | None:
-        group = self._part.entered if self._part is not None else None
-        return self._link.broken(group.formation.round) if group is not None else None
-
-    def _saving(self) -> bool:
-        return self._tracker.saving
+        self._close(process, "stopped" if process.place.stopped else "failed")
 
     # ---- where this process is
 
     @property
-    def _here(self) -> RankContext:
+    def _here(self) -> Workplace:
         if self._foreign:
             raise ConfigError(
                 "this process was forked from the one that trains, and has no part in its session",
                 hint="use the session in the process that opened it",
             )
-        if self._part is None:
+        if self._process is None:
             raise ConfigError("the session is not open", hint="use it as `with Session(...) as session:`")
-        return self._part
+        return self._process.place
 
     @property
     def _all(self) -> Collectives:
-        return Collectives(self._here, self._recovery, self._stop)
+        return Collectives(self._here, self._training)
 
     @property
-    def _trained(self) -> Trained:
-        trained = self._here.trained
-        if trained is None:
+    def _trained(self) -> Training:
+        self._here  # noqa: B018 - raises where the session is not open
+        if self._training is None:
             raise ConfigError("there is no model yet", hint="call session.wrap(model, optimizer=...) first")
-        return trained
+        return self._training
 
     @property
     def rank(self) -> int:
         """This process's number among all."""
-        return self._here.rank
+        return self._here.present.rank
 
     @property
     def local_rank(self) -> int:
         """This process's number on its node."""
-        return self._part.local_rank if self._part is not None else self.environment.local_rank
+        return self.environment.local_rank
 
     @property
     def world_size(self) -> int:
         """How many processes train together."""
-        return self._here.formed.formation.world_size
+        return self._here.present.world_size
 
     @property
     def is_rank0(self) -> bool:
         """Whether this is the process that saves and reports."""
-        return self._here.is_rank0
+        return self._here.present.is_rank0
 
     @property
     def device(self) -> torch.device:
@@ -326,7 +215,7 @@ class Session:
     @property
     def round_reason(self) -> str:
         """Why the present round was formed ("node n2 was lost", say); empty where that is not known."""
-        return self._here.formed.formation.reason
+        return self._here.present.group.formation.reason
 
     @property
     def step_number(self) -> int:
@@ -346,7 +235,7 @@ class Session:
     @property
     def resumed_from(self) -> str | None:
         """The checkpoint that this life of the job began from."""
-        return self._here.origin.name if self._part is not None else None
+        return self._training.origin.name if self._training is not None else None
 
     # ---- the model
 
@@ -356,9 +245,8 @@ class Session:
         In place a rank may be given the state of another that is one collective ahead: behind a step, change ``part``
         after the collectives that follow it (``step.loss``, ``save``, ...), not before them.
         """
-        trained = self._part.trained if self._part is not None else None
-        if trained is not None:
-            trained.state.register(name, part)
+        if self._training is not None:
+            self._training.state.register(name, part)
         else:
             check_part(name, part, self._user)
             self._user[name] = part
@@ -383,54 +271,25 @@ class Session:
         on the number of ranks. ``average`` keeps an exponential moving average of the parameters with that decay (or
         one of your own, from torch.optim.swa_utils), advanced at each step: see :attr:`average`.
         """
-        part = self._here
-        if part.trained is not None:
+        self._here  # noqa: B018 - raises where the session is not open
+        if self._training is not None or self._process is None:
             raise ConfigError("session.wrap() was called before", hint="wrap one model that holds all trained modules")
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise ConfigError("ReduceLROnPlateau needs a metric", hint="register() it and step it yourself")
-        check_optimizer(optimizer, model)
-        how = _one_of(Reduction, reduction, "reduction")
-        lasting = self._recovery is not None
-        replica = Replica(
-            model,
-            part.placement,
-            ddp_options or {},
-            sync=sync_batchnorm,
-            lasting=lasting,
-            reduction=how,
+        self._training = self._process.training(
+            Wrapped(
+                model,
+                optimizer,
+                scheduler,
+                scaler,
+                sync_batchnorm,
+                reduction,
+                average,
+                ddp_options or {},
+                self._user,
+                self._pending,
+            )
         )
-        averaged = ema.averaged(replica.module, average)
-        state = TrainingState(
-            module=replica.module,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            scaler=scaler,
-            position=self._position,
-            user=self._user,
-            pending=self._pending,
-            device=self.device,
-            average=averaged,
-        )
-        steps = Steps(
-            replica,
-            optimizer,
-            scheduler,
-            Scaling(scaler, optimizer),
-            self._position,
-            seed=self._plan.seed,
-            device=self.device,
-            boundary=self._after_step,
-            average=averaged,
-        )
-        part.train(Trained(state, replica, steps))
-        if self._recovery is None:
-            with self._tracker.during(Phase.HEALING):
-                part.resume()
-        else:
-            steps.absorb = self._recovery.absorb
-            self._second_optimizers = SecondOptimizers(replica.module, optimizer, self._user, steps)
-            self._recovery.enter()
-        return replica.runner
+        self._training.round_end.begin()
+        return self._training.replica.runner
 
     @property
     def module(self) -> nn.Module:
@@ -490,7 +349,7 @@ class Session:
         DataError when more than ``max_bad_fraction`` of this rank's samples of an epoch (and more than 8) are bad, or
         all of a micro-batch.
         """
-        self._trained  # noqa: B018 - raises where the mistake is
+        change = self._trained.round_end.change
         loading = Loading(workers, prefetch, pin_memory, bad_samples, max_bad_fraction, multiprocessing_context)
         return self._here.feed.batches(
             dataset,
@@ -498,10 +357,11 @@ class Session:
             micro_batch_size,
             shuffle=shuffle,
             scale_from=scale_from,
-            lr_rule=_one_of(LrRule, lr_rule, "lr_rule"),
+            lr_rule=one_of(LrRule, lr_rule, "lr_rule"),
             collate=collate,
             epochs=epochs,
             loading=loading,
+            change=change,
         )
 
     @property
@@ -513,30 +373,10 @@ class Session:
 
     def step(self) -> Step:
         """The context of one training step about the batch at hand."""
-        feed = self._here.feed
+        feed, training = self._here.feed, self._trained
         if feed.batch is None:
-            feed.change()
-        return self._trained.steps.begin(feed.batch)
-
-    def _after_step(self, step: Step) -> None:
-        part = self._here
-        if part.ledger.enabled:
-            part.record(step)
-        part.report("training")
-        turn = part.boundaries.after_step(self._position.step)
-        if turn is Turn.STOP:
-            self._stop()
-        elif turn is Turn.SWITCH and self._recovery is not None:
-            self._recovery.agreed()
-
-    def _stop(self) -> None:
-        """All ranks leave here, with a checkpoint."""
-        self._signals.agreed()
-        logs.logger().info("session.stopping", step=self.step_number)
-        if self._here.trained is not None:
-            self._here.save_last("stopped")
-        self._here.stopped = True
-        raise SystemExit(self._signals.exit_code)
+            training.round_end.change()
+        return training.steps.begin(feed.batch)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -546,7 +386,7 @@ class Session:
         """
         if name not in (Phase.EVALUATION, Phase.CHECKPOINT):
             raise ConfigError(f"phase is {name!r}", hint="use 'evaluation' or 'checkpoint'")
-        with self._tracker.during(Phase(name)):
+        with self._here.tracker.during(Phase(name)):
             yield
 
     # ---- between steps; all ranks must call these alike
@@ -579,10 +419,3 @@ class Session:
     def barrier(self) -> None:
         """Wait for all ranks."""
         self._all.barrier()
-
-
-def _one_of(kind: type[Kind], value: str, what: str) -> Kind:
-    """``value`` as one of ``kind``; ConfigError names them all."""
-    if value not in list(kind):
-        raise ConfigError(f"{what} is {value!r}", hint=f"use one of {', '.join(map(repr, map(str, kind)))}")
-    return kind(value)

@@ -18,7 +18,7 @@ from elastic_trainer import errors
 from elastic_trainer.model import PreflightMode, RecoveryMode
 from elastic_trainer.preflight.limits import Limits
 from elastic_trainer.settings import RendezvousOptions, parse_endpoints, rendezvous_options
-from elastic_trainer.worker.session import STOP_TIMEOUT_S
+from elastic_trainer.worker.steps.options import STOP_TIMEOUT_S
 from tests.support.manifests import Container, Manifest, container
 
 IMPORT_S = 30.0

@@ -37,6 +37,7 @@ from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.task import Datasets, Exhibits, Task, find_task
 from elastic_trainer.training.trainer import Trainer
 from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions
 from elastic_trainer.worker.steps.step import Step
 from tests.support.commands import understand
 from tests.support.pages import DOCS, PAGES, ROOT, Block, Key, blocks, codes, keys, rows, section, spoken
@@ -222,11 +223,20 @@ def arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def _default(value: Any) -> str:
+    if isinstance(value, (SavingOptions, CheckOptions, GroupOptions)) and value == type(value)():
+        return f"{type(value).__name__}()"
     return repr(str(value)) if isinstance(value, str) else repr(value)
 
 
 @pytest.mark.parametrize(
-    ("heading", "kind"), [("Session arguments", Session), ("TarShards", TarShards)], ids=["Session", "TarShards"]
+    ("heading", "kind"),
+    [
+        ("Session arguments", Session),
+        ("SavingOptions", SavingOptions),
+        ("CheckOptions", CheckOptions),
+        ("GroupOptions", GroupOptions),
+        ("TarShards", TarShards),
+    ],
 )
 def test_the_tables_of_arguments_are_complete(heading: str, kind: type) -> None:
     """Each argument of the constructor, in its order, with its default."""

@@ -67,7 +67,7 @@ class FormTimeouts:
     working_s: float
 
 
-def form(formation: Formation, placement: Placement, patience: FormTimeouts) -> Group:
+def form(formation: Formation, placement: Placement, patience: FormTimeouts, works: InterruptibleWaits) -> Group:
     """The groups of ``formation``; a process that is alone by nature needs none and opens no port."""
     if formation.store is None:
         return Group(formation, Control())
@@ -78,7 +78,7 @@ def form(formation: Formation, placement: Placement, patience: FormTimeouts) -> 
         store = _connect(formation, formation.store, forming)
         prefix = formation.store.prefix or _agreed_prefix(store, formation, patience.forming_s)
         fresh = PrefixStore(f"round/{prefix}", store)
-        control = _init(formation, placement, fresh, forming, working)
+        control = _init(formation, placement, fresh, forming, working, works)
         control.set_timeout(working)
         listening = _listening(fresh, control)
     except (RuntimeError, ValueError) as error:
@@ -98,7 +98,7 @@ def _init(
     fresh: PrefixStore,
     forming: timedelta,
     working: timedelta,
-    works: InterruptibleWaits | None = None,
+    works: InterruptibleWaits,
 ) -> Control:
     """Form both groups through ``fresh``, a store prefix that no form has used before.
 
@@ -107,7 +107,6 @@ def _init(
     reach each other, and the default group may begin with the timeout that its operations have (a script's own sends
     and receives keep that of the beginning for ever).
     """
-    works = works if works is not None else InterruptibleWaits()
     rank, world_size = formation.rank, formation.world_size
     made = Aside(lambda: dist.ProcessGroupGloo(PrefixStore("control", fresh), rank, world_size, forming), brief=True)
     works.wait(works.begun(made))

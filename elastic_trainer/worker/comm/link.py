@@ -60,10 +60,6 @@ class Progress:
 class Link(Protocol):
     """The port. ``report_due`` is asked at each step; ``report`` must never block."""
 
-    def formation(self) -> Formation:
-        """This process's place in the round that it is to work in; waits until there is one."""
-        ...
-
     def broken(self, round: int) -> str | None:
         """Why ``round`` is over, or None while it is not known to be."""
         ...

@@ -71,15 +71,16 @@ class Aside:
 
 
 class InterruptibleWaits:
-    """See the module. ``interruptible`` False: operations are waited for in one go (a round that lasts for good)."""
+    """See the module. ``interruptible`` False: operations are waited for in one go (a round that lasts for good).
 
-    def __init__(self, *, interruptible: bool = False) -> None:
-        self._interruptible = interruptible
+    ``tracker`` notes when this process waits for others.
+    """
+
+    def __init__(self, tracker: HeartbeatReporter | None = None, *, interruptible: bool = False) -> None:
+        self._tracker, self._interruptible = tracker, interruptible
         self._over = threading.Event()
         self._why = ""
         self._open: dict[int, Work] = {}
-        self.tracker: HeartbeatReporter | None = None
-        """Who is told that this process waits for others."""
 
     def begun(self, work: Work) -> Work:
         """``work`` is under way."""
@@ -88,16 +89,16 @@ class InterruptibleWaits:
 
     def wait(self, work: Work) -> None:
         """Wait until ``work`` has ended: as long as its group allows, and in place no longer than the round lasts."""
-        if self.tracker is not None:
-            self.tracker.waits()
+        if self._tracker is not None:
+            self._tracker.waits()
         try:
             if self._interruptible:
                 self._wait_by_moments(work)
             else:
                 work.wait()
         finally:
-            if self.tracker is not None:
-                self.tracker.goes_on()
+            if self._tracker is not None:
+                self._tracker.goes_on()
             if work.is_completed():
                 self._open.pop(id(work), None)
 

@@ -39,11 +39,10 @@ LAST_WORDS_S = 15.0
 class ChannelLink:
     """See the module. ``on_over(round)`` is called from the link's thread when rounds up to ``round`` are broken."""
 
-    def __init__(self, environment: WorkerEnvironment, clock: Clock = SYSTEM) -> None:
+    def __init__(self, environment: WorkerEnvironment, on_over: Callable[[int], None], clock: Clock = SYSTEM) -> None:
         if environment.channel is None:
             raise ConfigError("in-place recovery needs an agent, and there is none", hint="start the job with torchrun")
-        self._environment, self._clock = environment, clock
-        self.on_over: Callable[[int], None] = lambda _: None
+        self._environment, self._on_over, self._clock = environment, on_over, clock
         self._changed = threading.Condition()
         self._welcome: messages.Welcome | None = None
         self._formation: messages.Formation | None = None
@@ -62,10 +61,6 @@ class ChannelLink:
             raise RejoinError("the node's agent did not answer in time")
 
     # ---- the Link port
-
-    def formation(self) -> Formation:
-        """Not known before the worker is ready: see :meth:`await_formation`."""
-        raise RejoinError("in place a worker's rank is known only once its model is ready")
 
     def broken(self, round: int) -> str | None:
         """Why ``round`` is over, or None."""
@@ -110,27 +105,9 @@ class ChannelLink:
 
     # ---- rounds
 
-    def ready(
-        self,
-        number: int,
-        state: messages.StateReport | None,
-        *,
-        planned: bool = False,
-        joinable: bool = True,
-        newcomer: bool = False,
-        step_time_s: float = 0.0,
-    ) -> None:
-        """This worker is free for round ``number`` or a later one, and holds ``state``."""
-        self._send(
-            messages.Ready(
-                number=number,
-                state=state,
-                planned=planned,
-                joinable=joinable,
-                newcomer=newcomer,
-                step_time_s=step_time_s,
-            )
-        )
+    def ready(self, offer: messages.Ready) -> None:
+        """This worker is free for round ``offer.number`` or a later one."""
+        self._send(offer)
 
     @property
     def over(self) -> int:
@@ -224,7 +201,7 @@ class ChannelLink:
                 self._over, self._over_reason = message.number, message.reason
             self._changed.notify_all()
         if isinstance(message, messages.Over):
-            self.on_over(message.number)
+            self._on_over(message.number)
 
     def _take(self, formation: messages.Formation) -> None:
         if self._formation is None or formation.number > self._formation.number:

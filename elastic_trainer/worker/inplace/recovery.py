@@ -11,117 +11,137 @@ process leaves by a planned change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from elastic_trainer.errors import CheckpointError, RejoinError
-from elastic_trainer.ipc.messages import StateReport
+from elastic_trainer.clock import SYSTEM
+from elastic_trainer.errors import CheckpointError, RejoinError, TransientError
+from elastic_trainer.ipc.messages import Ready, StateReport
 from elastic_trainer.model import Phase
-from elastic_trainer.worker.comm import groups as groups
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.worker.comm.codecs import Codec
+from elastic_trainer.worker.comm.groups import Group
 from elastic_trainer.worker.comm.link import Formation
-from elastic_trainer.worker.inplace.call_replay import JSON, NEWCOMER, CallReplay, Codec
+from elastic_trainer.worker.inplace.call_replay import NEWCOMER, CallReplay
 from elastic_trainer.worker.inplace.rounds import Rounds
 from elastic_trainer.worker.state.heal import heal, identity
 from elastic_trainer.worker.state.restore import Origin
-from elastic_trainer.worker.steps.rank_context import RankContext, Trained
-from elastic_trainer.worker.steps.signals import Signals
+from elastic_trainer.worker.state.saver import check_storage
 from elastic_trainer.worker.steps.step import Step
+from elastic_trainer.worker.steps.training import Training
 
 _LASTING = (Phase.CHECKPOINT, Phase.EVALUATION)
 """Phases of the script's that go on behind the end of a round in the middle of them."""
 Result = TypeVar("Result")
 
 
-class Recovery:
-    """See the module. ``evaluating`` is set while the script evaluates: no planned change is agreed on then."""
+class InPlaceRecovery:
+    """See the module."""
 
-    def __init__(self, rounds: Rounds, part: RankContext, signals: Signals) -> None:
-        self._rounds, self._part, self._signals = rounds, part, signals
-        part.knows_change = self.knows_change
-        self.evaluating = False
+    led = True
+
+    def __init__(self, rounds: Rounds, training: Training) -> None:
+        self._rounds, self._training, self._place = rounds, training, training.place
         self._calls = CallReplay()
         self._valid = False
         """Whether the state held here may be given to others."""
         self._given_up: Step | None = None
         """The step that this rank had to give up when the last round ended."""
         self._change_due = False
-        part.feed.change = self.change
-
-    @property
-    def _trained(self) -> Trained:
-        trained = self._part.trained
-        if trained is None:
-            raise RuntimeError("a round is entered only when there is a model")
-        return trained
+        self._evaluates = False
+        """Whether the script evaluates: no planned change is agreed on then."""
 
     # ---- entering a round
 
-    def enter(self, *, planned: bool = False, joinable: bool = True, following: Formation | None = None) -> None:
+    def begin(self) -> None:
+        """Come into the first round, where the others may train already."""
+        self._enter()
+
+    def _enter(self, *, planned: bool = False, joinable: bool = True, following: Formation | None = None) -> None:
         """Come into the next round with the state that is held here, or get it from those who hold it."""
-        tracker = self._part.tracker
+        tracker = self._place.tracker
         before = tracker.change(Phase.RENDEZVOUS)
-        self._rounds.enter(
-            self._part.placement,
-            self._report,
-            self._settle,
+
+        def forming() -> None:
+            tracker.change(Phase.RENDEZVOUS)
+
+        while True:
+            offer = self._offer(planned=planned, joinable=joinable)
+            formed = self._rounds.enter(offer, self._while_waiting, forming, following)
+            planned, following, began = False, None, SYSTEM.monotonic()
+            formation = formed.group.formation
+            try:
+                self._settle(formed.group)
+            except (RejoinError, TransientError, RuntimeError) as error:
+                self._rounds.give_up(formation.round, error)
+                continue
+            logger().info(
+                "round.entered",
+                round=formation.round,
+                rank=formation.rank,
+                world_size=formation.world_size,
+                form_s=round(formed.took_s, 4),
+                settle_s=round(SYSTEM.monotonic() - began, 4),
+            )
+            break
+        tracker.change(before if before in _LASTING else Phase.TRAINING)
+
+    def _offer(self, *, planned: bool, joinable: bool) -> Ready:
+        """What this worker brings along into a round; its number is known when it is sent."""
+        return Ready(
+            number=0,
+            state=self._report(),
             planned=planned,
             joinable=joinable,
             newcomer=self._calls.count == NEWCOMER,
-            following=following,
-            idle=self._while_waiting,
-            step_time_s=self._part.span_s,
-            forming=lambda: tracker.change(Phase.RENDEZVOUS),
+            step_time_s=self._place.span_s,
         )
-        tracker.change(before if before in _LASTING else Phase.TRAINING)
 
     def _report(self) -> StateReport | None:
         if not self._valid:
             return None
-        position = self._part.position
+        position = self._place.position
         return StateReport(
             round=position.lineage,
             step=position.step,
             epoch=position.cursor.epoch,
             samples=position.cursor.samples,
-            batch=self._part.feed.next_size,
+            batch=self._place.feed.next_size,
         )
 
-    def _settle(self, group: groups.Group) -> None:
+    def _settle(self, group: Group) -> None:
         """A round has been formed: all ranks come to one state."""
-        part, position = self._part, self._part.position
-        part.tracker.change(Phase.HEALING)
-        part.enter(group, self._signals)
-        if part.placement.device.type == "cuda":
-            device = part.placement.device
-            self._trained.steps.check_gradients = lambda: self._rounds.check_device(device)
-        mine = None
-        if self._valid:
-            mine = identity(self._trained.state.committed(), position.lineage, position.step)
+        place, training, position, control = self._place, self._training, self._place.position, group.control
+        place.tracker.change(Phase.HEALING)
+        place.arrive(group)
+        mine = identity(training.state.committed(), position.lineage, position.step) if self._valid else None
         least = max(group.formation.round, position.generation + 1)
         attempted = self._given_up.number if self._given_up is not None else 0
-        trainable, cut = self._trained.steps.trainable, part.feed.fields
-        fields = cut or dict(part.origin.fields)
+        trainable, cut = training.steps.trainable, place.feed.fields
+        fields = cut or dict(training.origin.fields)
         notes = {"fields": fields, "cut": cut, "attempted": attempted, "frozen": trainable.frozen}
-        healed = heal(part.control, mine, least, self, notes, self._calls.count)
-        behind = part.rank in healed.behind
+        healed = heal(control, mine, least, self, notes, self._calls.count)
+        behind = control.rank in healed.behind
         if behind:
-            part.origin = Origin(None, healed.notes["fields"])
+            training.origin = Origin(None, healed.notes["fields"])
             trainable.freeze(frozenset(healed.notes["frozen"]))
             if self._given_up is not None:
                 self._count(self._given_up, attempted_since=healed.notes["attempted"] > attempted)
-        self._calls.meet(part.control, healed.done)
+        self._calls.meet(control, healed.done)
         if healed.source is None:
             self._valid = False
-            part.check_storage()
-            part.resume(self._unfit())
-            self._trained.steps.dirty, self._valid = False, True
+            check_storage(place.manager, control, place.environment)
+            training.resume(group, self._unfit())
+            training.steps.dirty, self._valid = False, True
         else:
-            part.take_part(healed.generation, part.origin.fields, healed.notes.get("cut") if behind else None)
+            given = healed.notes.get("cut") if behind else None
+            training.take_part(group, healed.generation, training.origin.fields, given)
         self._given_up = None
 
     def _unfit(self) -> CheckpointError | None:
         """Why this rank's state is none to begin with."""
-        if not self._trained.steps.dirty:
+        if not self._training.steps.dirty:
             return None
         return CheckpointError(
             "no rank holds a whole state any more: the round ended while the optimizer was at work, and there is no"
@@ -131,12 +151,12 @@ class Recovery:
 
     def collect(self) -> dict[str, Any]:
         """The whole training state, for a rank that needs it (its tensors are the live ones)."""
-        return self._trained.state.collect()
+        return self._training.collect()
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Make ``state`` of another rank this rank's own. It is no valid source while that goes on."""
         self._valid = False
-        self._trained.take_over(state)
+        self._training.take_over(state)
         self._valid = True
 
     def _count(self, step: Step, *, attempted_since: bool) -> None:
@@ -145,20 +165,19 @@ class Recovery:
         Then its samples count. What the script does behind a step it does here too, unless that is in the peer's state
         already because the peer was inside the next step (``attempted_since``).
         """
-        position = self._part.position
+        position = self._place.position
         if (position.step, position.lineage) != (step.number, step.generation):
             return
         step.committed = not attempted_since
         if step.committed and step.batch is not None:
             step.batch.used = True
-        if self._part.ledger.enabled:
-            self._part.record(step, round=step.generation, rank=step.rank, world=step.world_size)
+        self._place.record(step, round=step.generation, rank=step.rank, world=step.world_size)
 
     def _while_waiting(self) -> None:
         """No round for a second: too few nodes, or no store. What is only in memory is made durable."""
-        self._part.tracker.change(Phase.WAITING)
+        self._place.tracker.change(Phase.WAITING)
         if self._valid:
-            self._part.save_alone()
+            self._training.save_alone()
 
     # ---- the end of a round
 
@@ -167,18 +186,18 @@ class Recovery:
         if not self._rounds.confirms(error):
             return False
         if not step.committed:
-            self._trained.steps.undo()
+            self._training.steps.undo()
             self._given_up = step
-        elif self._part.ledger.enabled and not step.recorded:
-            self._part.record(step)
-        self._valid = self._valid and not self._trained.steps.dirty
+        else:
+            self._place.record(step)
+        self._valid = self._valid and not self._training.steps.dirty
         # Who comes new cannot follow what the script does behind a step.
         self._regroup(joinable=not step.committed)
         if step.committed:
-            self._part.boundaries.save_due(step.number)
+            self._place.present.boundaries.save_due(step.number)
         return True
 
-    def repeated(self, attempt: Callable[[], Result], codec: Codec = JSON) -> Result:
+    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
         """``attempt()``, again after each round that ends in the middle of it.
 
         A peer may have completed the very call, and gone on: then its result counts here too (``codec`` brings it).
@@ -187,7 +206,7 @@ class Recovery:
             try:
                 return self._calls.completed(attempt(), codec)  # type: ignore[no-any-return]
             except (RejoinError, RuntimeError) as error:
-                if self._part.trained is None or not self._rounds.confirms(error):
+                if not self._rounds.confirms(error):
                     raise
                 self._regroup(joinable=False)
                 if self._calls.has_answer:
@@ -195,17 +214,32 @@ class Recovery:
 
     def _regroup(self, *, joinable: bool) -> None:
         self._change_due = False
-        self._trained.replica.release()
+        self._training.replica.release()
         self._rounds.abandon()
-        self._part.boundaries.refuse_nonfinite()
-        self.enter(joinable=joinable)
-        self._part.feed.redraw()  # the script may hold the batch, and open a step about it again
+        self._place.present.boundaries.refuse_nonfinite()
+        self._enter(joinable=joinable)
+        self._place.feed.redraw()  # the script may hold the batch, and open a step about it again
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The script evaluates in the body."""
+        self._evaluates = True
+        try:
+            yield
+        finally:
+            self._evaluates = False
+
+    def check_gradients(self) -> None:
+        """Raise if the gradients at hand are not those of all ranks."""
+        device = self._place.placement.device
+        if device.type == "cuda":
+            self._rounds.check_device(device)
 
     # ---- planned changes
 
     def knows_change(self) -> bool:
         """Whether a planned change of the present round is known here."""
-        return not self.evaluating and self._rounds.link.drain(self._rounds.number) is not None
+        return not self._evaluates and self._rounds.drain() is not None
 
     def agreed(self) -> None:
         """All ranks know of the planned change, and are behind the same step."""
@@ -226,16 +260,15 @@ class Recovery:
     def _switch(self) -> None:
         """Leave, or go on in the next round."""
         rounds = self._rounds
-        drain = rounds.link.drain(rounds.number)
+        drain = rounds.drain()
         if drain is None:
             raise RuntimeError("a planned change was agreed on that this rank does not know")
         if drain.waits:
-            self._part.save_before_waiting()
-        if drain.next is None and self._signals.requested is not None:
-            self._part.stopped = True
-            self._part.write_closed("stopped")
-            raise SystemExit(self._signals.exit_code)
-        self._trained.replica.release()
+            self._training.save_before_waiting()
+        if drain.next is None and self._place.signals.requested is not None:
+            self._place.stopped = True
+            self._place.closed("stopped")
+            raise SystemExit(self._place.signals.exit_code)
+        self._training.replica.release()
         rounds.abandon(planned=True)
-        following = rounds.link.place(drain.next) if drain.next is not None else None
-        self.enter(planned=True, following=following)
+        self._enter(planned=True, following=rounds.following(drain))

@@ -1,7 +1,6 @@
 """A worker's way from round to round in place: leave a broken or drained one, meet the others in the next.
 
-*Runs in* the worker's main thread; the link's thread calls ``sever`` to free it when the round is over.
-*Owns* the process groups of the present round and the sockets beneath them.
+*Runs in* the worker's main thread. *Owns* the process groups of the present round.
 *Fails by* the link ending the process (no agent, run closed); every other failure leads to another round.
 *Invariant*: a store prefix, a store connection and a group belong to one round only; nothing of an abandoned group is
 waited for.
@@ -11,129 +10,99 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import RejoinError, RoundBrokenError, TransientError
-from elastic_trainer.ipc.messages import StateReport
+from elastic_trainer.ipc.messages import Drain, Ready
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm.failures import is_collective_failure, summary, trail
 from elastic_trainer.worker.comm.link import Formation
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.comm.sever import Sockets
-from elastic_trainer.worker.comm.waits import InterruptibleWaits
 from elastic_trainer.worker.inplace.agent_link import ChannelLink
+from elastic_trainer.worker.inplace.escape import Escape
 
-SEVER_AGAIN_S = 0.005
-SEVER_AGAIN_LONGEST_S = 0.5
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """A round that this worker has entered: its group, and how long forming it took."""
+
+    group: groups.Group
+    took_s: float
 
 
 class Rounds:
-    """See the module. ``idle()`` is called while this worker waits for a round, about once a second."""
+    """See the module."""
 
     def __init__(
-        self, link: ChannelLink, *, form_timeout_s: float, group_timeout_s: float, clock: Clock = SYSTEM
+        self,
+        link: ChannelLink,
+        escape: Escape,
+        placement: Placement,
+        timeouts: groups.FormTimeouts,
+        clock: Clock = SYSTEM,
     ) -> None:
-        self.link = link
-        self._form_timeout_s, self._group_timeout_s, self._clock = form_timeout_s, group_timeout_s, clock
-        self._sockets = Sockets()
-        self._inside = threading.Event()
-        self._number = 0
-        self._works = InterruptibleWaits()
+        self._link, self._escape, self._placement = link, escape, placement
+        self._timeouts, self._clock = timeouts, clock
         self._group: groups.Group | None = None
-        link.on_over = self._over
-
-    @property
-    def number(self) -> int:
-        """The round that this worker is in or was in last."""
-        return self._number
-
-    def descriptors(self) -> list[int]:
-        """What the present group holds open."""
-        return self._sockets.descriptors()
+        """None between two rounds."""
 
     def enter(
-        self,
-        placement: Placement,
-        report: Callable[[], StateReport | None],
-        settle: Callable[[groups.Group], None],
-        *,
-        planned: bool = False,
-        joinable: bool = True,
-        newcomer: bool = False,
-        following: Formation | None = None,
-        idle: Callable[[], None] = lambda: None,
-        step_time_s: float = 0.0,
-        forming: Callable[[], object] = lambda: None,
-    ) -> groups.Group:
-        """Come into a round with a group formed and ``settle(group)`` done (all ranks hold one state).
+        self, offer: Ready, idle: Callable[[], None], forming: Callable[[], object], place: Formation | None = None
+    ) -> Formed:
+        """Come into the next round, whatever rounds fail to form meanwhile; what was formed.
 
-        ``report()`` names the state held here. ``following`` is the place that a planned change has agreed on already.
-        ``forming()`` is called when a place is known.
+        ``offer`` is what this worker has to bring along, ``place`` the one that a planned change has agreed on already.
+        ``idle()`` is called about once a second while there is no round, ``forming()`` when a place is known.
         """
-        if following is not None:
-            self.link.ready(following.round, report(), planned=True, step_time_s=step_time_s)
+        if place is not None:
+            self._link.ready(offer.model_copy(update={"number": place.round, "planned": True}))
         while True:
-            formation = following
-            following = None
-            if formation is None:
-                first = max(self._number, self.link.over) + 1
-                self.link.ready(
-                    first,
-                    report(),
-                    planned=planned,
-                    joinable=joinable,
-                    newcomer=newcomer,
-                    step_time_s=step_time_s,
-                )
-                formation = self.link.await_formation(first, idle)
-            planned = False
-            if formation is None:
+            if place is None:
+                place = self._await_place(offer, idle)
+            offer = offer.model_copy(update={"planned": False})
+            if place is None:
                 continue
             forming()
             try:
-                return self._form(formation, placement, settle)
+                return self._form(place)
             except (RejoinError, TransientError, RuntimeError) as error:
-                if not is_collective_failure(error):
-                    raise
-                logger().info("round.not_entered", round=formation.round, error=summary(error), trail=trail(error))
-                self.link.failed(formation.round, summary(error), forming=True)
-                self.abandon()
-                self.link.await_over(formation.round)
+                self.give_up(place.round, error)
+                place = None
 
-    def _form(self, formation: Formation, placement: Placement, settle: Callable[[groups.Group], None]) -> groups.Group:
-        self._number = formation.round
-        self._works = InterruptibleWaits(interruptible=True)
-        self._sockets.forming(groups.store_ends(formation))
-        self._inside.set()
-        if self.link.broken(formation.round) is not None:
+    def _await_place(self, offer: Ready, idle: Callable[[], None]) -> Formation | None:
+        first = max(self._escape.number, self._link.over) + 1
+        self._link.ready(offer.model_copy(update={"number": first}))
+        return self._link.await_formation(first, idle)
+
+    def give_up(self, number: int, error: BaseException) -> None:
+        """The ranks of round ``number`` could not begin, because of ``error``: it is over then. Else raises it."""
+        if not is_collective_failure(error):
+            raise error
+        logger().info("round.not_entered", round=number, error=summary(error), trail=trail(error))
+        self._link.failed(number, summary(error), forming=True)
+        self.abandon()
+        self._link.await_over(number)
+
+    def _form(self, formation: Formation) -> Formed:
+        works = self._escape.enter(formation.round, groups.store_ends(formation))
+        if self._link.broken(formation.round) is not None:
             raise RejoinError(f"round {formation.round} is broken already")
-        why = f"round {formation.round} was not formed within {self._form_timeout_s:g} s"
-        limit = threading.Timer(self._form_timeout_s, self._free, (why,))
+        why = f"round {formation.round} was not formed within {self._timeouts.forming_s:g} s"
+        limit = threading.Timer(self._timeouts.forming_s, self._escape.free, (why,))
         started = self._clock.monotonic()
         try:
-            over = partial(self.link.broken, formation.round)
-            patience = groups.FormTimeouts(self._form_timeout_s, self._group_timeout_s)
-            group = groups.form_in_place(formation, placement, patience, limit.start, over, self._works)
+            over = partial(self._link.broken, formation.round)
+            group = groups.form_in_place(formation, self._placement, self._timeouts, limit.start, over, works)
             self._group = group
-            self._sockets.formed(group.listening)
+            self._escape.formed(group.listening)
         finally:
             limit.cancel()
-        formed_s = self._clock.monotonic() - started
-        settle(group)
-        settled_s = self._clock.monotonic() - started - formed_s
-        logger().info(
-            "round.entered",
-            round=formation.round,
-            rank=formation.rank,
-            world_size=formation.world_size,
-            form_s=round(formed_s, 4),
-            settle_s=round(settled_s, 4),
-        )
-        return group
+        return Formed(group, self._clock.monotonic() - started)
 
     def check_device(self, device: torch.device) -> None:
         """Before an update on a CUDA device: wait for the gradients, and refuse those of a round that is over.
@@ -141,52 +110,37 @@ class Rounds:
         CUDA runs behind the host, so after an abort the update would be computed from half-summed gradients.
         """
         torch.cuda.current_stream(device).synchronize()
-        reason = self.link.broken(self._number)
+        number = self._escape.number
+        reason = self._link.broken(number)
         if reason is not None:
-            raise RoundBrokenError(f"round {self._number} ended before its gradients were complete: {reason}")
+            raise RoundBrokenError(f"round {number} ended before its gradients were complete: {reason}")
 
     def confirms(self, error: BaseException) -> bool:
         """Whether ``error`` comes from the end of the present round.
 
-        A failed collective is news: the agent is told, and its word that the round is broken is waited for. Anything
-        else is the script's own error.
+        A failed collective is news: it is reported to the agent, whose word that the round is broken is waited for.
+        Anything else is the script's own error.
         """
-        if not self._inside.is_set():
+        if not self._escape.inside or not is_collective_failure(error):
             return False
-        if is_collective_failure(error):
-            self._sockets.sever()  # peers learn of it at the speed of the network
-            logger().warning("collective.failed", round=self._number, error=summary(error), trail=trail(error))
-            self.link.failed(self._number, summary(error))
-            return self.link.await_over(self._number)
-        return False
+        self._escape.sever()
+        number = self._escape.number
+        logger().warning("collective.failed", round=number, error=summary(error), trail=trail(error))
+        self._link.failed(number, summary(error))
+        return self._link.await_over(number)
 
     def abandon(self, *, planned: bool = False) -> None:
         """Give the present group up without waiting for anybody; ``planned``: nobody waits in it either."""
-        if not planned:
-            self._sockets.sever()
-        self._works.end("the round was left")  # who still asks for something of it gets what is there by now
-        self._inside.clear()
-        self._sockets.forget()
+        self._escape.leave(planned=planned)
         group, self._group = self._group, None
         groups.abandon(group)
 
-    def _free(self, why: str) -> None:
-        """Nobody waits in the present round any longer."""
-        self._works.end(why)
-        self._sockets.sever()
+    # ---- planned changes
 
-    def _over(self, number: int) -> None:
-        """From the link's thread: free the main thread if it is in a round that is over."""
-        if self._inside.is_set() and number >= self._number:
-            groups.abort_nccl()
-            self._free("the round ended in the middle of a collective")
-            threading.Thread(target=self._sever_until_free, args=(self._number,), name="sever", daemon=True).start()
+    def drain(self) -> Drain | None:
+        """The planned change that ends the present round, or None."""
+        return self._link.drain(self._escape.number)
 
-    def _sever_until_free(self, number: int) -> None:
-        """Again until the main thread has left the group: a socket may have been busy the first time."""
-        pause_s = SEVER_AGAIN_S
-        while self._inside.is_set() and self._number == number:
-            self._clock.wait(threading.Event(), pause_s)
-            pause_s = min(2.0 * pause_s, SEVER_AGAIN_LONGEST_S)  # an evaluation of its own may keep it for an hour
-            if self._inside.is_set() and self._number == number:
-                self._sockets.sever()
+    def following(self, drain: Drain) -> Formation | None:
+        """This worker's place in the round that follows, if it has one."""
+        return self._link.place(drain.next) if drain.next is not None else None

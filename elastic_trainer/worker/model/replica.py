@@ -67,6 +67,7 @@ class Replica:
         module: nn.Module,
         placement: Placement,
         options: Mapping[str, Any],
+        tracker: HeartbeatReporter,
         *,
         sync: bool,
         lasting: bool = False,
@@ -80,7 +81,7 @@ class Replica:
             )
         self._lasting: Runner | None = None
         self._buffers: Buffers | None = None
-        self._placement, self._options = placement, dict(options)
+        self._placement, self._options, self._tracker = placement, dict(options), tracker
         self.module = module.to(placement.device)
         self._company = Company()
         if sync and placement.device.type != "cuda":
@@ -89,8 +90,6 @@ class Replica:
         """Whether all ranks need equally many micro-batches (collectives in the forward pass)."""
         self._parallel: DistributedDataParallel | None = None
         self._gradients: Gradients | None = None
-        self.tracker = HeartbeatReporter()
-        """Who is told that this process waits for others."""
         self.tree: TreeReduction | None = None
         """What combines gradients, if that is the tree."""
         if lasting:
@@ -223,11 +222,11 @@ class Replica:
         (Callbacks are called in the order in which they were queued; the loss's own hook comes before any layer's.)
         """
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        loss.register_hook(lambda gradient: queue(self.tracker.waits))  # type: ignore[no-untyped-call]
+        loss.register_hook(lambda gradient: queue(self._tracker.waits))  # type: ignore[no-untyped-call]
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
-            self.tracker.goes_on()
+            self._tracker.goes_on()
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by ``factor``."""

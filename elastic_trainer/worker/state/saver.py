@@ -40,49 +40,42 @@ class Cadence:
 
 
 class Saver:
-    """Saves the state of this rank. ``on_saved`` hears of every checkpoint with the seconds that it took."""
+    """Saves ``state`` through ``manager`` (None: there is nowhere to), on the rank that is to.
+
+    ``fields()`` goes with it, for whoever resumes. ``on_saved`` gets every checkpoint with the seconds that it took.
+    """
 
     def __init__(
         self,
         manager: CheckpointManager | None,
         cadence: Cadence,
+        state: TrainingState,
+        fields: Callable[[], Mapping[str, Any]],
         on_saved: Callable[[Committed], None],
-        tracker: HeartbeatReporter | None = None,
+        tracker: HeartbeatReporter,
         clock: Clock = SYSTEM,
     ) -> None:
-        self._tracker = tracker if tracker is not None else HeartbeatReporter()
-        self._tracker.pulse.save_interval_s = cadence.every_s or 0.0
-        self._manager, self._cadence, self._on_saved, self._clock = manager, cadence, on_saved, clock
+        self._held, self._cadence, self._state, self._fields = manager, cadence, state, fields
+        self._on_saved, self._tracker, self._clock = on_saved, tracker, clock
+        tracker.pulse.save_interval_s = cadence.every_s or 0.0
         self._last_s = clock.monotonic()
         self._last_step: int | None = None
-        self._state: TrainingState | None = None
         self._world_size = 1
-        self._fields: Callable[[], Mapping[str, Any]] = dict
+        self._manager: CheckpointManager | None = None
+        """That of the rank that saves."""
 
-    def bind(self, state: TrainingState, world_size: int, fields: Callable[[], Mapping[str, Any]]) -> None:
-        """Save ``state`` from now on; ``fields()`` goes with it, for whoever resumes."""
-        self._state, self._world_size, self._fields = state, world_size, fields
-
-    def serve(self, manager: CheckpointManager | None) -> None:
-        """Save through ``manager`` from now on; None: another rank saves."""
-        self._manager = manager
+    def serve(self, *, saves: bool, world_size: int = 1) -> None:
+        """From now on this rank ``saves``, or another one does."""
+        self._manager, self._world_size = self._held if saves else None, world_size
 
     def resumed(self) -> None:
         """The state at hand was just read from a checkpoint."""
-        self._last_step = self._bound.position.step
+        self._last_step = self._state.position.step
 
     @property
     def unsaved(self) -> bool:
         """Whether a step was committed since the last save."""
-        if self._manager is None or self._state is None:
-            return False
-        return self._state.position.step != self._last_step
-
-    @property
-    def _bound(self) -> TrainingState:
-        if self._state is None:
-            raise ConfigError("there is nothing to save yet", hint="call session.wrap(model, optimizer=...) first")
-        return self._state
+        return self._manager is not None and self._state.position.step != self._last_step
 
     def due_by_step(self, step: int) -> bool:
         """Whether this step is one to save after."""
@@ -105,15 +98,15 @@ class Saver:
         except (CheckpointError, NonFiniteError) as error:
             self._tracker.operated("save", self._clock.monotonic() - began, ok=False)
             if isinstance(error, NonFiniteError):  # the manager has told of all else
-                logger().error("checkpoint.failed", step=self._bound.position.step, reason=str(error))
+                logger().error("checkpoint.failed", step=self._state.position.step, reason=str(error))
             raise
-        self._last_s, self._last_step = self._clock.monotonic(), self._bound.position.step
+        self._last_s, self._last_step = self._clock.monotonic(), self._state.position.step
         self._tracker.saved(self._last_step, committed.size, committed.duration_s)
         self._on_saved(committed)
         return committed
 
     def _commit(self, manager: CheckpointManager, metrics: Mapping[str, float], *, best: bool) -> Committed:
-        state = self._bound
+        state = self._state
         check_finite(state.module)
         position = state.position
         info = SaveInfo(

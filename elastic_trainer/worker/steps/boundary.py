@@ -8,7 +8,7 @@ ConfigError on ranks that have begun to cut the data differently.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 
 from elastic_trainer.errors import NonFiniteError
@@ -19,6 +19,8 @@ from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.steps.agreement import Consensus, Flags
 from elastic_trainer.worker.steps.commit import Steps
 from elastic_trainer.worker.steps.comparison import Comparison
+from elastic_trainer.worker.steps.one_round import RoundEnd
+from elastic_trainer.worker.steps.plan_agreement import Accord
 from elastic_trainer.worker.steps.signals import Signals
 
 _STOP_BOUNDARIES = 4
@@ -34,28 +36,10 @@ class Turn(StrEnum):
 
 
 class Boundaries:
-    """Passes boundaries. ``fatal``: whether a non-finite loss ends the training.
+    """Those of ranks that have no model yet: they only stop together."""
 
-    In place ``in_place`` says whether a planned change is known here, and a signal is the agent's business.
-    """
-
-    def __init__(
-        self,
-        control: Control,
-        signals: Signals,
-        saver: Saver,
-        tracker: HeartbeatReporter,
-        *,
-        fatal: bool,
-        in_place: Callable[[], bool] | None = None,
-    ) -> None:
-        self._in_place = in_place
-        self._consensus = Consensus(control)
-        self._rank0 = control.rank == 0
-        self._signals, self._saver, self._tracker, self._fatal = signals, saver, tracker, fatal
-        self._steps: Steps | None = None
-        self._comparison: Comparison | None = None
-        self._refused = False
+    def __init__(self, control: Control, signals: Signals) -> None:
+        self._consensus, self._signals = Consensus(control), signals
 
     @property
     def span_s(self) -> float:
@@ -66,38 +50,23 @@ class Boundaries:
         """How long the ranks may need to agree to stop."""
         return _STOP_BOUNDARIES * self._consensus.boundary_s
 
-    def watch(self, steps: Steps, comparison: Comparison | None = None) -> None:
-        """From now on look at the losses of ``steps``, and at the parameters of all ranks."""
-        self._steps, self._comparison = steps, comparison
-
     def after_step(self, step: int) -> Turn:
         """Pass the boundary behind ``step``; what all ranks do now."""
-        if self._comparison is not None:
-            self._comparison.after_step(step)
-        saved = self._saver.due_by_step(step)
-        if saved:
-            self._save()
-        return self.cross(saved=saved)
+        return self.cross()
 
     def save_due(self, step: int) -> None:
         """Save after ``step`` if that is due, where the end of a round came between the step and its boundary."""
-        if self._saver.due_by_step(step) and self._saver.unsaved:
-            self._save()
+
+    def refuse_nonfinite(self) -> None:
+        """The round has ended: a state whose losses are not finite must not be carried into the next, and to others.
+
+        Ranks that heard of it at the last boundary are gone; this one did not hear, since they went.
+        """
 
     def cross(self, *, saved: bool = False) -> Turn:
         """Pass a boundary; what all ranks do now. ``saved``: this state was saved just now."""
         agreed = self._consensus.boundary(self._wishes, urgent=self._signals.requested is not None)
-        if agreed is None:
-            return Turn.GO_ON
-        if agreed.differ and self._steps is not None:
-            self._steps.accord.compare()
-        if agreed.nonfinite:
-            self._meet_nonfinite()
-        if agreed.stop:
-            return Turn.STOP
-        if agreed.save and not saved:
-            self._save()
-        return Turn.SWITCH if agreed.switch else Turn.GO_ON
+        return Turn.GO_ON if agreed is None else self._follow(agreed, saved=saved)
 
     def begin_phase(self) -> None:
         """Boundaries of another kind follow, on all ranks."""
@@ -106,45 +75,93 @@ class Boundaries:
     def end(self) -> None:
         """The last boundary has been passed."""
         self._consensus.drain()
-        if self._comparison is not None and self._steps is not None:
-            self._comparison.end(self._steps.position.step)
+
+    def _wishes(self) -> Flags:
+        return Flags(stop=self._signals.requested is not None)
+
+    def _follow(self, agreed: Flags, *, saved: bool) -> Turn:
+        return Turn.STOP if agreed.stop else Turn.GO_ON
+
+
+@dataclass(frozen=True, slots=True)
+class Duties:
+    """What else happens at the boundaries of ranks that train. ``fatal``: a non-finite loss ends the training."""
+
+    saver: Saver
+    steps: Steps
+    accord: Accord
+    comparison: Comparison
+    tracker: HeartbeatReporter
+    fatal: bool
+    round_end: RoundEnd
+
+
+class StepBoundaries(Boundaries):
+    """Those of ranks that train, in one round."""
+
+    def __init__(self, control: Control, signals: Signals, duties: Duties) -> None:
+        super().__init__(control, signals)
+        self._duties, self._rank0 = duties, control.rank == 0
+        self._refused = False
+
+    def after_step(self, step: int) -> Turn:
+        self._duties.comparison.after_step(step)
+        saved = self._duties.saver.due_by_step(step)
+        if saved:
+            self._save()
+        return self.cross(saved=saved)
+
+    def save_due(self, step: int) -> None:
+        if self._duties.saver.due_by_step(step) and self._duties.saver.unsaved:
+            self._save()
+
+    def end(self) -> None:
+        super().end()
+        self._duties.comparison.end(self._duties.steps.position.step)
 
     def refuse_nonfinite(self) -> None:
-        """The round has ended: a state whose losses are not finite must not be carried into the next, and to others.
-
-        Ranks that heard of it at the last boundary are gone; this one did not hear, since they went.
-        """
-        if self._fatal and self._own_nonfinite():
+        if self._duties.fatal and self._own_nonfinite():
             self._meet_nonfinite()
 
     def _own_nonfinite(self) -> bool:
-        return self._refused or (self._steps is not None and self._steps.nonfinite())
+        return self._refused or self._duties.steps.nonfinite()
 
     def _wishes(self) -> Flags:
+        round_end = self._duties.round_end
         return Flags(
-            stop=self._in_place is None and self._signals.requested is not None,
-            save=self._saver.due_by_time(),
+            stop=not round_end.led and self._signals.requested is not None,
+            save=self._duties.saver.due_by_time(),
             nonfinite=self._own_nonfinite(),
-            switch=self._in_place is not None and self._in_place(),
-            mark=self._steps.accord.mark() if self._steps is not None else 0,
+            switch=round_end.knows_change(),
+            mark=self._duties.accord.mark(),
         )
+
+    def _follow(self, agreed: Flags, *, saved: bool) -> Turn:
+        if agreed.differ:
+            self._duties.accord.compare()
+        if agreed.nonfinite:
+            self._meet_nonfinite()
+        if agreed.stop:
+            return Turn.STOP
+        if agreed.save and not saved:
+            self._save()
+        return Turn.SWITCH if agreed.switch else Turn.GO_ON
 
     def _save(self) -> None:
         if self._rank0:
-            problem = self._saver.attempt()
+            problem = self._duties.saver.attempt()
             self._refused |= isinstance(problem, NonFiniteError)
         else:
-            self._tracker.peer_saves()
+            self._duties.tracker.peer_saves()
 
     def _meet_nonfinite(self) -> None:
-        step = self._steps.position.step if self._steps is not None else 0
-        self._tracker.nonfinite()
-        if self._fatal:
+        step = self._duties.steps.position.step
+        self._duties.tracker.nonfinite()
+        if self._duties.fatal:
             raise NonFiniteError(
                 f"the loss or a parameter became NaN or infinite by step {step}",
                 hint="lower the learning rate, clip gradients, or look for bad samples; nonfinite='warn' goes on",
             )
         logger().warning("loss.nonfinite", step=step)
         self._refused = False
-        if self._steps is not None:
-            self._steps.forgive()
+        self._duties.steps.forgive()

@@ -10,8 +10,8 @@ there together, so nothing that is raised later can make a step count twice or n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.optim.swa_utils import AveragedModel
@@ -27,39 +27,49 @@ from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state import rng
 from elastic_trainer.worker.state.training_state import Position
 from elastic_trainer.worker.steps import closures
-from elastic_trainer.worker.steps.plan_agreement import UNNAMED, Accord
+from elastic_trainer.worker.steps.feed import Feed
 from elastic_trainer.worker.steps.step import Step
 
 _MOST_UNCHECKED = 64
 
 
+class Surroundings(Protocol):
+    """Where steps end: the training that they belong to."""
+
+    def after_step(self, step: Step) -> None:
+        """A committed step has ended."""
+        ...
+
+    def absorb(self, step: Step, error: BaseException) -> bool:
+        """Whether ``error`` was the end of a round, and has been dealt with."""
+        ...
+
+    def check_gradients(self) -> None:
+        """Raise if the gradients at hand are not those of all ranks (asked right before the update)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """What a step works with."""
+
+    replica: Replica
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaling: Scaling
+    position: Position
+    average: AveragedModel | None
+    feed: Feed
+    tracker: HeartbeatReporter
+    seed: int
+    device: torch.device
+
+
 class Steps:
-    """Opens, commits and closes the steps of one model and optimizer.
+    """Opens, commits and closes the steps of one model and optimizer."""
 
-    ``boundary`` is called at the end of each committed step, ``committed`` at the commit itself.
-    """
-
-    def __init__(
-        self,
-        replica: Replica,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        scaling: Scaling,
-        position: Position,
-        *,
-        seed: int,
-        device: torch.device,
-        boundary: Callable[[Step], None],
-        average: AveragedModel | None = None,
-        absorb: Callable[[Step, BaseException], bool] = lambda step, error: False,
-    ) -> None:
-        self.absorb = absorb
-        self.check_gradients: Callable[[], None] = lambda: None
-        """Raises if the gradients at hand are not those of all ranks (asked right before the update)."""
-        self.lr_factor: Callable[[], float] = lambda: 1.0
-        """What the learning rate is multiplied by during an update."""
-        self.accord = Accord(UNNAMED, dict)
-        """Whether all ranks cut the data alike."""
+    def __init__(self, machinery: Machinery, surroundings: Surroundings) -> None:
+        self._surroundings, self._feed, self._tracker = surroundings, machinery.feed, machinery.tracker
         self._lost: RoundBrokenError | None = None
         """The round ended before the body of the present step began."""
         self._own_lrs: list[Any] = []
@@ -67,25 +77,24 @@ class Steps:
         """Between the optimizer's first change and the commit: this state is neither the old nor the new one."""
         self._before: closures.Before | None = None
         """What the optimizer at work had before, where its update asks other ranks."""
-        self.replica, self.scaling, self.position = replica, scaling, position
+        self.replica, self.scaling, self.position = machinery.replica, machinery.scaling, machinery.position
         self.control = Control()
-        self._optimizer, self._scheduler = optimizer, scheduler
-        self._stream, self._sample_stream = rng.key(rng.STEP, seed), rng.key(rng.SAMPLE, seed)
-        self._seed_all, self._boundary = rng.seeder(device), boundary
+        self._optimizer, self._scheduler = machinery.optimizer, machinery.scheduler
+        self._stream = rng.key(rng.STEP, machinery.seed)
+        self._sample_stream = rng.key(rng.SAMPLE, machinery.seed)
+        self._seed_all = rng.seeder(machinery.device)
         self._epoch, self._epoch_stream = -1, 0
         self._current: Step | None = None
-        self._average = average
-        self.trainable = Trainable(replica.module, optimizer)
+        self._average = machinery.average
+        self.trainable = Trainable(self.replica.module, self._optimizer)
         self._agreed = False
         """Whether all ranks of the round are known to train the same parameters."""
-        self._schedule_count = _count(scheduler)
+        self._schedule_count = _count(self._scheduler)
         self._unchecked: list[torch.Tensor] = []
         self._nonfinite = False
         self._loss, self._substituted = math.nan, False
-        self.tracker = HeartbeatReporter()
-        """Who is told what a step does."""
-        optimizer.register_step_pre_hook(self._before_update)
-        optimizer.register_step_post_hook(self._after_update)
+        self._optimizer.register_step_pre_hook(self._before_update)
+        self._optimizer.register_step_post_hook(self._after_update)
 
     def bind(self, control: Control) -> None:
         """Work in the round of ``control``, from a state that was just resumed."""
@@ -118,7 +127,7 @@ class Steps:
             raise ConfigError("session.step() inside another one", hint="end the first step before the next")
         self._lost = self._meet()
         self._current = step
-        self.tracker.step_begins(step.number)
+        self._tracker.step_begins(step.number)
         self.scaling.begin()
         self._follow()
         self.replica.begin_step(counts=step.batch is None or step.batch.weight > 0.0)
@@ -132,10 +141,14 @@ class Steps:
     def _meet(self) -> RoundBrokenError | None:
         """Compare with the other ranks. The end of the round is kept for the body: only there it can be absorbed."""
         try:
-            self.accord.at_step(self.position.cursor.epoch)
+            self._feed.accord.at_step(self.position.cursor.epoch)
         except RoundBrokenError as error:
             return error
         return None
+
+    def absorb(self, step: Step, error: BaseException) -> bool:
+        """Whether ``error`` was the end of a round, and has been dealt with."""
+        return self._surroundings.absorb(step, error)
 
     def check_round(self) -> None:
         """RoundBrokenError if the round had ended when the body began."""
@@ -184,7 +197,7 @@ class Steps:
         if not step.committed:
             raise ConfigError("the step ended without optimizer.step()", hint="call it once inside session.step()")
         try:
-            self._boundary(step)
+            self._surroundings.after_step(step)
         except (RoundBrokenError, RuntimeError) as broken:
             if not self.absorb(step, broken):
                 raise
@@ -215,12 +228,12 @@ class Steps:
         self._drop_gradients()
         self.replica.undo()
         self.scaling.reset()
-        self.tracker.gave_up()
+        self._tracker.gave_up()
 
     def knows_loss(self, mean: float | None) -> None:
         """The newest mean loss (None: unknown)."""
         self._loss = self._loss if mean is None else mean
-        self.tracker.knows_loss(mean)
+        self._tracker.knows_loss(mean)
 
     def loss_before(self, step: Step, reason: str) -> float:
         """The last loss that is known, for a ``step`` that has none of its own; the log says so the first time."""
@@ -234,7 +247,7 @@ class Steps:
         """Whether a loss since the beginning (or :meth:`forgive`) was NaN or infinite. Waits for the device once."""
         if self._unchecked:
             self._nonfinite |= not bool(torch.isfinite(torch.stack(self._unchecked)).all())
-            self.tracker.knows_loss(float(self._unchecked[-1]), own=True)
+            self._tracker.knows_loss(float(self._unchecked[-1]), own=True)
             self._unchecked.clear()
         return self._nonfinite
 
@@ -260,7 +273,7 @@ class Steps:
         self.check_round()
         step.ready()
         self._check_trained()
-        self.check_gradients()
+        self._surroundings.check_gradients()
 
     def _called(self, step: Step, closure: closures.Closure, optimizer: torch.optim.Optimizer) -> closures.Closure:
         """What the optimizer is to call in place of the ``closure``."""
@@ -305,7 +318,7 @@ class Steps:
 
     def _scale_lr(self, optimizer: torch.optim.Optimizer) -> None:
         self._restore_lr()
-        factor = self.lr_factor()
+        factor = self._feed.lr_factor()
         if factor != 1.0:
             self._own_lrs = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
@@ -329,7 +342,7 @@ class Steps:
             step.batch.used = True
             self.position.cursor = step.batch.following or self.position.cursor
         samples = len(step.batch.ids) if step.batch is not None else 0
-        self.tracker.committed(self.position.step, samples, self.position.cursor)
+        self._tracker.committed(self.position.step, samples, self.position.cursor)
         if not self.scaling.enabled:
             self._unchecked += step.finite_evidence()
             if len(self._unchecked) > _MOST_UNCHECKED:

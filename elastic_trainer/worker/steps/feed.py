@@ -57,10 +57,10 @@ class Feed:
         seed: int,
         device: torch.device,
         allow_changed: Collection[str],
-        tracker: HeartbeatReporter | None = None,
+        tracker: HeartbeatReporter,
         node: str = UNNAMED,
     ) -> None:
-        self._tracker = tracker if tracker is not None else HeartbeatReporter()
+        self._tracker = tracker
         self._position, self._seed, self._device, self._allow_changed = position, seed, device, allow_changed
         self.batch: Batch | None = None
         self._drawn_at: tuple[Cursor, int, int] | None = None
@@ -77,8 +77,6 @@ class Feed:
         self.accord = Accord(node, self._cut)
         self._idle = (0, 0)
         """Ranks and micro-batches when it was last said that there are too few of the latter."""
-        self.change: Callable[[], bool] = lambda: False
-        """Called before a batch is drawn: lets the ranks change there; whether they did."""
 
     def bind(
         self, control: Control, resumed: Mapping[str, Any], given: Mapping[str, Any], *, even: bool, fixed: bool
@@ -147,8 +145,12 @@ class Feed:
         collate: Collate | None,
         epochs: int | None,
         loading: Loading,
+        change: Callable[[], bool],
     ) -> Iterator[Batch]:
-        """See ``Session.batches``. Mistakes are raised here, not at the first batch."""
+        """See ``Session.batches``. Mistakes are raised here, not at the first batch.
+
+        ``change()`` lets the ranks change before a batch is drawn; whether they did.
+        """
         if epochs is None and self._last_epoch is None:
             raise ConfigError("batches() does not know how many epochs", hint="say epochs=N, or loop over epochs(N)")
         if shuffle and is_stream(dataset):
@@ -168,7 +170,7 @@ class Feed:
         source = self._source_of(dataset, collate, loading, plan)
         until = epochs if epochs is not None else self._last_epoch or 0
         told: Source = source if source.immediate else Awaited(source, self._tracker)
-        return self._drawn(Sampler(told, plan, even=self._even, until=until), epochs)
+        return self._drawn(Sampler(told, plan, even=self._even, until=until), epochs, change)
 
     def _source_of(self, dataset: Any, collate: Collate | None, loading: Loading, plan: EpochPlan) -> Fetcher:
         """The one of the epoch before, if it is for the same: its data workers go on."""
@@ -185,12 +187,12 @@ class Feed:
             self._source.close()
         self._source, self._source_for = None, ()
 
-    def _drawn(self, sampler: Sampler, epochs: int | None) -> Iterator[Batch]:
+    def _drawn(self, sampler: Sampler, epochs: int | None, change: Callable[[], bool]) -> Iterator[Batch]:
         position = self._position
         self._sampler = sampler
         while epochs is None or position.cursor.epoch < epochs:
             while not sampler.plan.ended(position.cursor):
-                if self.change():
+                if change():
                     continue
                 self.batch = self._draw(sampler)
                 yield self.batch

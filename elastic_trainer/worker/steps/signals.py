@@ -37,6 +37,7 @@ class Signals:
     ``patience_s()`` is how long the ranks may take to agree; ``broken()`` says why they never will. While ``saving()``
     says that a checkpoint is under way here, they cannot: the patience begins anew behind it. That has a bound, too,
     ``SAVE_PATIENCES`` times the patience from the signal on (a pod's grace period may end before).
+    ``on_request(name)`` is called once, from the thread, with the signal's name.
     """
 
     def __init__(
@@ -44,12 +45,12 @@ class Signals:
         patience_s: Callable[[], float],
         broken: Callable[[], str | None],
         saving: Callable[[], bool] = lambda: False,
+        on_request: Callable[[str], None] = lambda _: None,
         clock: Clock = SYSTEM,
     ) -> None:
         self._patience_s, self._broken, self._saving, self._clock = patience_s, broken, saving, clock
+        self._on_request = on_request
         self.requested: int | None = None
-        self.on_request: Callable[[str], None] = lambda _: None
-        """Told the signal's name once, from the thread."""
         self._deadline: Deadline | None = None
         self._save_deadline: Deadline | None = None
         self._rearming = threading.Lock()
@@ -137,7 +138,7 @@ class Signals:
             self._deadline = Deadline.after(patience_s, self._clock)
             self.requested = number  # last: the ranks may agree as soon as it is seen
             logger().info("stop.requested", signal=signal.Signals(number).name, patience_s=patience_s)
-            self.on_request(signal.Signals(number).name)
+            self._on_request(signal.Signals(number).name)
         elif number == signal.SIGINT:
             self.requested = number
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -17,10 +17,37 @@ from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control, Pending, Purpose
+from elastic_trainer.worker.model.loss_scaling import Scaling
+from elastic_trainer.worker.model.replica import Replica
+from elastic_trainer.worker.model.trainable import Trainable
 from elastic_trainer.worker.model.tree import TreeReduction
+from elastic_trainer.worker.state.training_state import Position
 
-if TYPE_CHECKING:
-    from elastic_trainer.worker.steps.commit import Steps
+
+class StepHost(Protocol):
+    """What a step asks of the training that it is a step of (:class:`~elastic_trainer.worker.steps.commit.Steps`)."""
+
+    control: Control
+    position: Position
+    replica: Replica
+    scaling: Scaling
+    trainable: Trainable
+
+    def opened(self, step: Step) -> None: ...
+
+    def closed(self, step: Step, error: BaseException | None) -> bool: ...
+
+    def absorb(self, step: Step, error: BaseException) -> bool: ...
+
+    def check_round(self) -> None: ...
+
+    def agree(self) -> None: ...
+
+    def begin_micro_batch(self, part: Batch) -> None: ...
+
+    def knows_loss(self, mean: float | None) -> None: ...
+
+    def loss_before(self, step: Step, reason: str) -> float: ...
 
 
 def _mean_of(losses: Pending, control: Control) -> float:
@@ -33,7 +60,7 @@ class LaterLoss:
 
     __slots__ = ("_control", "_mean", "_pending", "_steps")
 
-    def __init__(self, steps: Steps, control: Control, pending: Pending | None, mean: float | None) -> None:
+    def __init__(self, steps: StepHost, control: Control, pending: Pending | None, mean: float | None) -> None:
         self._steps, self._control, self._pending, self._mean = steps, control, pending, mean
 
     def read(self) -> float | None:
@@ -79,7 +106,7 @@ class Step:
         "world_size",
     )
 
-    def __init__(self, steps: Steps, batch: Batch | None) -> None:
+    def __init__(self, steps: StepHost, batch: Batch | None) -> None:
         self._steps, self._batch, self._control = steps, batch, steps.control
         self._part = batch
         self._losses: list[tuple[torch.Tensor, float]] = []

@@ -24,6 +24,7 @@ from torch import nn
 
 from elastic_trainer import Session
 from elastic_trainer.checkpoint.fingerprint import fingerprint
+from elastic_trainer.worker.steps.options import SavingOptions
 
 SAMPLES, BATCH, SAVE_EVERY = 96, 16, 4
 
@@ -95,7 +96,7 @@ def main() -> None:
         device="cpu",
         checkpoint_every_steps=7,
         keep_last=2,
-        require_last_save=scenario.get("required", False),
+        saving=SavingOptions(require_last_save=scenario.get("required", False)),
     ) as session:
         model = session.wrap(model, optimizer=optimizer, reduction="tree")
         for batch in session.batches(data, global_batch_size=BATCH, micro_batch_size=4, epochs=10_000):

@@ -16,6 +16,7 @@ from torch import nn
 from elastic_trainer import Session
 from elastic_trainer.checkpoint.events import Event, EventKind
 from elastic_trainer.clock import pause
+from elastic_trainer.worker.steps.options import SavingOptions
 from tests.drills.endings.train import BATCH, SAMPLES
 
 UNMARKED_S, EVALUATION_S, SAVE_S, FOREVER_S = 3.0, 9.0, 12.0, 600.0
@@ -64,7 +65,7 @@ def main() -> None:
         checkpoint_dir=directory / "checkpoints",
         checkpoint_every_s=None,
         checkpoint_every_steps=50,
-        on_checkpoint_event=work.save_slowly,
+        saving=SavingOptions(on_event=work.save_slowly),
     ) as session:
         work.session = session
         model: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))

@@ -18,6 +18,7 @@ from torch import nn
 from elastic_trainer import Session
 from elastic_trainer.clock import pause
 from elastic_trainer.worker.comm.sever import open_sockets
+from elastic_trainer.worker.steps.options import GroupOptions
 
 SAMPLES, BATCH = 320, 32
 FORK: Any = multiprocessing.get_context("fork")
@@ -27,7 +28,7 @@ def main(directory: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 16), torch.arange(SAMPLES) % 4)
-    with Session(stop_timeout_s=60.0) as session:
+    with Session(group=GroupOptions(stop_timeout_s=60.0)) as session:
         model: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         model = session.wrap(model, optimizer=optimizer)

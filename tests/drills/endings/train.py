@@ -17,6 +17,7 @@ from torch import nn
 
 from elastic_trainer import Session
 from elastic_trainer.clock import pause
+from elastic_trainer.worker.steps.options import GroupOptions
 
 SAMPLES, BATCH = 320, 32
 
@@ -33,7 +34,9 @@ def main() -> None:
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 16), torch.arange(SAMPLES) % 4)
     with Session(
-        checkpoint_dir=options.directory / "checkpoints", checkpoint_every_s=None, stop_timeout_s=60.0
+        checkpoint_dir=options.directory / "checkpoints",
+        checkpoint_every_s=None,
+        group=GroupOptions(stop_timeout_s=60.0),
     ) as session:
         model: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

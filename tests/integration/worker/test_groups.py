@@ -40,7 +40,7 @@ def test_a_form_that_failed_leaves_no_number_behind() -> None:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=2, timeout=timedelta(seconds=0.2))
     store = StoreAddress("127.0.0.1", free_port(), serve=True)
     formation = Formation(round=0, rank=0, world_size=1, local_rank=0, local_world_size=1, store=store)
-    group = groups.form(formation, placement.take("cpu", 0, 1), groups.FormTimeouts(30.0, 30.0))
+    group = groups.form(formation, placement.take("cpu", 0, 1), groups.FormTimeouts(30.0, 30.0), InterruptibleWaits())
     name = dist.group.WORLD.group_name if dist.group.WORLD is not None else None
     groups.leave(group)
     assert name == "0"
@@ -51,7 +51,7 @@ def test_a_group_that_was_left_has_no_threads() -> None:
     before = set(os.listdir("/proc/self/task"))
     store = StoreAddress("127.0.0.1", free_port(), serve=True)
     formation = Formation(round=0, rank=0, world_size=1, local_rank=0, local_world_size=1, store=store)
-    group = groups.form(formation, placement.take("cpu", 0, 1), groups.FormTimeouts(30.0, 30.0))
+    group = groups.form(formation, placement.take("cpu", 0, 1), groups.FormTimeouts(30.0, 30.0), InterruptibleWaits())
     assert len(set(os.listdir("/proc/self/task")) - before) >= 4, "gloo's threads are not there"
     group.control.sum(Purpose.FINISH)
     dist.all_reduce(torch.ones(3))

@@ -22,6 +22,7 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker.report.ledger import Ledger
 from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.options import CheckOptions, SavingOptions
 from tests.unit.worker.toys import Counter, Job, data, loss_of, model
 
 
@@ -56,7 +57,7 @@ def test_a_job_that_has_ended_has_nothing_left_to_do(tmp_path: Path) -> None:
         job = Job(session)
         job.train(2)
         assert (session.step_number, session.resumed_from) == (8, names[-1])
-        assert session._tracker.pulse.step == 8
+        assert session._here.tracker.pulse.step == 8
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
@@ -100,17 +101,17 @@ def test_a_signal_can_tell_that_a_checkpoint_is_being_written(tmp_path: Path, mo
     seen, save = list[bool](), CheckpointManager.save
 
     def noted(manager: CheckpointManager, *arguments: Any, **options: Any) -> Any:
-        seen.append(session._saving())
+        seen.append(session._here.tracker.saving)
         return save(manager, *arguments, **options)
 
     monkeypatch.setattr(CheckpointManager, "save", noted)
     with Session(tmp_path, device="cpu", checkpoint_every_steps=3, checkpoint_every_s=None) as session:
         job = Job(session)
         job.train(1)
-        assert (seen, session._saving()) == ([True], False)
+        assert (seen, session._here.tracker.saving) == ([True], False)
         session.save()
         job.train(2, stop_at=5)
-        assert not session._saving()
+        assert not session._here.tracker.saving
     assert seen == [True] * 3
 
 
@@ -193,7 +194,9 @@ def test_a_save_that_the_storage_refuses_does_not_end_the_training(
     steps: list[int] = []
 
     def run() -> None:
-        with Session(tmp_path, device="cpu", checkpoint_every_steps=2, require_last_save=required) as session:
+        with Session(
+            tmp_path, device="cpu", checkpoint_every_steps=2, saving=SavingOptions(require_last_save=required)
+        ) as session:
             job = Job(session)
             assert session.save({"accuracy": 0.5}, best=True) is not None
             with monkeypatch.context() as patch:
@@ -414,13 +417,14 @@ def test_a_session_must_be_opened_and_its_options_make_sense() -> None:
         _ = Session().rank
     for options, says in (
         ({"seed": -1}, "seed is -1"),
-        ({"nonfinite": "ignore"}, "'ignore'"),
         ({"checkpoint_every_steps": 0}, "checkpoint_every_steps is 0"),
         ({"checkpoint_every_s": 0.0}, "checkpoint_every_s is 0"),
         ({"keep_last": 0}, "keep_last is 0"),
     ):
         with pytest.raises(ConfigError, match=says):
             Session(**options)
+    with pytest.raises(ConfigError, match="'ignore'"):
+        CheckOptions(nonfinite="ignore")
 
 
 def test_a_plain_process_wraps_nothing_around_the_model() -> None:

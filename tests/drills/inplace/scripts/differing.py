@@ -13,6 +13,7 @@ import torch
 
 from elastic_trainer import Session
 from elastic_trainer.errors import DifferError
+from elastic_trainer.worker.steps.options import CheckOptions
 from tests.unit.worker.toys import data, loss_of, model
 
 ODD_ONE = 0
@@ -21,7 +22,7 @@ ODD_ONE = 0
 
 def trained(every: int | None, on_difference: str, spoiled: int) -> tuple[str, list[torch.Tensor]]:
     """What ended the training, or nothing, and the state at its end."""
-    with Session(device="cpu", compare_every_steps=every, on_difference=on_difference) as session:
+    with Session(device="cpu", checks=CheckOptions(compare_every_steps=every, on_difference=on_difference)) as session:
         torch.manual_seed(4)
         module = model(dropout=0.0)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)

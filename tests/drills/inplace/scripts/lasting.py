@@ -21,6 +21,7 @@ from torch import nn
 
 from elastic_trainer import Session
 from elastic_trainer.worker.inplace.rounds import Rounds
+from elastic_trainer.worker.steps.options import GroupOptions
 
 WIDTH = 256
 FREED = [0.0]
@@ -53,7 +54,7 @@ def main(megabytes: float, bucket_mb: float, group_timeout_s: float | None = Non
     watch_freedom()
     layers = max(1, round(megabytes * (1 << 20) / (4 * WIDTH * (WIDTH + 1))))
     with (
-        Session(seed=1, device="cpu", group_timeout_s=group_timeout_s) as session,
+        Session(seed=1, device="cpu", group=GroupOptions(timeout_s=group_timeout_s)) as session,
         Path(f"{os.environ['ELASTIC_TRAINER_NODE']}.rounds").open("w") as out,
     ):
         module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))

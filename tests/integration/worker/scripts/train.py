@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from elastic_trainer import Session
 from elastic_trainer.clock import pause
+from elastic_trainer.worker.steps.options import GroupOptions
 
 
 class Noisy(Dataset[Any]):
@@ -67,7 +68,7 @@ def main() -> None:
         device="cpu",
         checkpoint_every_steps=args.save_every,
         checkpoint_every_s=None,
-        stop_timeout_s=args.stop_timeout_s,
+        group=GroupOptions(stop_timeout_s=args.stop_timeout_s),
         allow_changed=args.allow_changed,
     ) as session:
         model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))

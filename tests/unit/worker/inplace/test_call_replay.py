@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from elastic_trainer.worker.comm.codecs import JSON, bytes_of
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.inplace.call_replay import JSON, NEWCOMER, CallReplay, bytes_of
+from elastic_trainer.worker.inplace.call_replay import NEWCOMER, CallReplay
 from tests.unit.worker.ranks import run_ranks
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from elastic_trainer.model import Phase
-from elastic_trainer.worker.inplace.recovery import Recovery
-from elastic_trainer.worker.inplace.rounds import Rounds
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.groups import Group
+from elastic_trainer.worker.comm.link import Formation
+from elastic_trainer.worker.inplace.recovery import InPlaceRecovery
+from elastic_trainer.worker.inplace.rounds import Formed
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.steps.rank_context import RankContext
-from elastic_trainer.worker.steps.signals import Signals
 
 
 @pytest.mark.parametrize(
@@ -24,11 +25,20 @@ from elastic_trainer.worker.steps.signals import Signals
         (Phase.TRAINING, Phase.TRAINING),
     ],
 )
-def test_a_phase_of_the_script_goes_on_in_the_next_round(before: Phase, after: Phase) -> None:
+def test_a_phase_of_the_script_goes_on_in_the_next_round(
+    before: Phase, after: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A collective in the middle of it met the end of the round; the rest takes long for the same good reason."""
     tracker, seen = HeartbeatReporter(), list[Phase]()
-    part: Any = SimpleNamespace(tracker=tracker, feed=SimpleNamespace(), placement=None, span_s=0.0)
-    rounds: Any = SimpleNamespace(enter=lambda *_, **__: seen.append(tracker.pulse.phase))
+    training: Any = SimpleNamespace(place=SimpleNamespace(tracker=tracker, span_s=0.0))
+    formed = Formed(Group(Formation(1, 0, 1, 0, 1), Control()), 0.0)
+
+    def enter(*_: object) -> Formed:
+        seen.append(tracker.pulse.phase)
+        return formed
+
+    monkeypatch.setattr(InPlaceRecovery, "_settle", lambda recovery, group: tracker.change(Phase.HEALING))
+    rounds: Any = SimpleNamespace(enter=enter)
     tracker.change(before)
-    Recovery(cast("Rounds", rounds), cast("RankContext", part), cast("Signals", None)).enter()
+    InPlaceRecovery(rounds, training).begin()
     assert (seen, tracker.pulse.phase) == ([Phase.RENDEZVOUS], after)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from elastic_trainer.errors import NonFiniteError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.state.saver import Cadence, Saver
-from elastic_trainer.worker.steps.boundary import Boundaries
+from elastic_trainer.worker.steps.boundary import Duties, StepBoundaries
+from elastic_trainer.worker.steps.one_round import OneRound
 
 
-def boundaries(tracker: HeartbeatReporter, *, finite: bool, fatal: bool) -> Boundaries:
+def boundaries(tracker: HeartbeatReporter, *, finite: bool, fatal: bool) -> StepBoundaries:
     """Those of a rank whose losses are finite, or not."""
-    made = Boundaries(Control(), cast("Any", None), Saver(None, Cadence(), lambda _: None), tracker, fatal=fatal)
-    steps = SimpleNamespace(nonfinite=lambda: not finite, position=SimpleNamespace(step=7))
-    made.watch(cast("Any", steps))
-    return made
+    steps: Any = SimpleNamespace(nonfinite=lambda: not finite, position=SimpleNamespace(step=7))
+    none: Any = None
+    return StepBoundaries(Control(), none, Duties(none, steps, none, none, tracker, fatal, OneRound(lambda: None)))
 
 
 def test_a_state_that_is_not_finite_goes_into_no_other_round() -> None:

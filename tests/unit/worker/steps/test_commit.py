@@ -16,6 +16,7 @@ from elastic_trainer.errors import ConfigError, NonFiniteError, RoundBrokenError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.options import CheckOptions
 from elastic_trainer.worker.steps.step import Step
 from tests.unit.worker.toys import Job, data, loss_of, model
 
@@ -239,7 +240,7 @@ def test_a_loss_that_is_not_finite_ends_the_training() -> None:
     """Soon, with the step in the message; with nonfinite='warn' it goes on."""
 
     def run(nonfinite: str) -> int:
-        with Session(device="cpu", nonfinite=nonfinite) as session:
+        with Session(device="cpu", checks=CheckOptions(nonfinite=nonfinite)) as session:
             job = Job(session)
             for batch in session.batches(data(), global_batch_size=16, epochs=40):
                 with session.step() as step:
@@ -255,14 +256,17 @@ def test_a_loss_that_is_not_finite_ends_the_training() -> None:
 
 def test_one_loss_that_is_not_finite_is_told_of_once() -> None:
     """With nonfinite='warn', where the parameters stay finite: the count does not grow for ever after."""
-    with structlog.testing.capture_logs() as logs, Session(device="cpu", nonfinite="warn") as session:
+    with (
+        structlog.testing.capture_logs() as logs,
+        Session(device="cpu", checks=CheckOptions(nonfinite="warn")) as session,
+    ):
         job = Job(session)
         for batch in session.batches(data(), global_batch_size=16, epochs=40):
             with session.step() as step:
                 loss = loss_of(job.wrapped, batch)
                 step.backward(loss + float("inf") if session.step_number == 1 else loss)
                 job.optimizer.step()
-        counted = session._tracker.pulse.nonfinite
+        counted = session._here.tracker.pulse.nonfinite
     assert 1 <= counted <= 2  # what was on its way when it was found may count once more
     assert [each["event"] for each in logs].count("loss.nonfinite") == counted
 

@@ -116,7 +116,7 @@ class Watched(Signals):
 
     def __init__(self) -> None:
         self.time, self.saves, self.problem = ManualClock(), False, ""
-        super().__init__(lambda: 10.0, lambda: self.problem or None, lambda: self.saves, self.time)
+        super().__init__(lambda: 10.0, lambda: self.problem or None, lambda: self.saves, clock=self.time)
         self._note(signal.SIGTERM)
 
     def look(self, seconds: float) -> None:

@@ -1,0 +1,80 @@
+"""A process that trains, from the opening of its session to its end: what it holds open, and lets go of.
+
+*Runs in* the main thread of a worker process. *Owns* the signal handlers, the metrics endpoint, the page.
+*Fails by* ConfigError for what the script or the environment says wrongly; what was opened before is closed then.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from elastic_trainer.data.child import let_go
+from elastic_trainer.model import Phase
+from elastic_trainer.settings import WorkerEnvironment
+from elastic_trainer.worker import forks
+from elastic_trainer.worker.comm import placement
+from elastic_trainer.worker.gathering import gathering
+from elastic_trainer.worker.report.endpoint import open_endpoint
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.state.training_state import Position
+from elastic_trainer.worker.steps.options import SessionOptions
+from elastic_trainer.worker.steps.signals import Signals
+from elastic_trainer.worker.steps.training import Training, Wrapped
+from elastic_trainer.worker.steps.workplace import Workplace
+
+
+class Process:
+    """See the module. ``place`` is what the session works with."""
+
+    def __init__(self, options: SessionOptions, environment: WorkerEnvironment, position: Position) -> None:
+        group = options.group
+        with ExitStack() as undo:
+            tracker = HeartbeatReporter.open(environment)
+            undo.callback(tracker.close)
+            self._endpoint = open_endpoint(environment, tracker)
+            if self._endpoint is not None:
+                undo.callback(self._endpoint.close)
+            self._gathering = gathering(environment, group.timeout_s, tracker)
+            undo.callback(self._gathering.link.close, "failed")
+            asked = placement.take(options.device, environment.local_rank, self._gathering.world_size, group.backend)
+            signals = Signals(
+                self._patience_s, self._gathering.broken, lambda: tracker.saving, self._gathering.stop_requested
+            )
+            self.place = Workplace(options, environment, self._gathering.link, asked, position, tracker, signals)
+            undo.pop_all()
+        signals.open()
+
+    def meet(self) -> None:
+        """Meet the others, where that is possible without a model."""
+        self._gathering.meet(self.place)
+
+    def training(self, wrapped: Wrapped) -> Training:
+        """That of what the script trains."""
+        return Training(self.place, wrapped, self._gathering.round_end)
+
+    def _patience_s(self) -> float:
+        """Slow steps need longer to agree."""
+        context = self.place.context
+        slowest_s = context.boundaries.slowest_stop_s() if context is not None else 0.0
+        return max(self.place.options.group.stop_timeout_s, slowest_s)
+
+    def disown(self) -> None:
+        """In a child that the script has forked: nothing of this is its own."""
+        place = self.place
+        place.signals.disown()
+        held = [*place.signals.descriptors(), *self._gathering.descriptors()]
+        if self._endpoint is not None:
+            held += self._endpoint.descriptors()
+        let_go([number for number in held if number >= 0])
+        place.tracker.disown()
+        forks.keep(self)
+
+    def close(self, status: str) -> None:
+        """The session ends: ``done``, ``stopped`` or ``failed``."""
+        self.place.tracker.change(Phase.ENDING)
+        self._gathering.link.close(status)
+        self.place.signals.close()
+        self.place.leave()
+        self.place.tracker.close()
+        if self._endpoint is not None:
+            self._endpoint.close()

@@ -1,0 +1,109 @@
+"""What a script asks of its session, checked once and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+from elastic_trainer.checkpoint import EventSink, Retention
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.comm.placement import AUTO
+from elastic_trainer.worker.state.saver import Cadence
+from elastic_trainer.worker.steps.comparison import EVERY_STEPS, OnDifference
+
+STOP_TIMEOUT_S = 10.0
+
+Choice = TypeVar("Choice", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavingOptions:
+    """What else a session can be asked about its checkpoints.
+
+    ``keep_every`` (a step multiple) keeps more of them, or ``retention`` says as a whole which stay.
+    ``require_last_save``: end with exit code 73, on all ranks, where the state at the end cannot be saved.
+    ``on_event`` gets each transition of a checkpoint.
+    """
+
+    keep_every: int | None = None
+    retention: Retention | None = None
+    require_last_save: bool = False
+    on_event: EventSink | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions:
+    """What a session looks for while it trains.
+
+    ``nonfinite``: a loss or parameter that is not finite ends the training (``raise``) or is logged (``warn``). After
+    each multiple of ``compare_every_steps`` (None: never), and at the end, the parameters of all ranks are compared:
+    where they differ the training stops, or with ``on_difference="heal"`` goes on with the state that most ranks hold.
+    """
+
+    nonfinite: str = "raise"
+    compare_every_steps: int | None = EVERY_STEPS
+    on_difference: str = OnDifference.STOP
+
+    def __post_init__(self) -> None:
+        one_of(OnDifference, self.on_difference, "on_difference")
+        if self.nonfinite not in ("raise", "warn"):
+            raise ConfigError(f"nonfinite is {self.nonfinite!r}", hint="use 'raise' or 'warn'")
+        if self.compare_every_steps is not None and self.compare_every_steps < 1:
+            raise ConfigError(
+                f"compare_every_steps is {self.compare_every_steps}", hint="use 1 or more, or None for never"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOptions:
+    """How the ranks of a session work together.
+
+    ``backend`` is "auto" (NCCL where all ranks are on CUDA devices), "gloo" (also for several processes that share a
+    CUDA device) or "nccl". ``stop_timeout_s`` bounds how long the ranks may take to agree to stop. ``timeout_s`` None:
+    a collective may take as long as the agent lets a rank do something else, and 600 s where there is none.
+    """
+
+    backend: str = AUTO
+    stop_timeout_s: float = STOP_TIMEOUT_S
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """All of it. ``directory`` None: nothing is saved."""
+
+    directory: Path | None
+    cadence: Cadence
+    keep_last: int
+    seed: int
+    device: str
+    allow_changed: Collection[str]
+    saving: SavingOptions
+    checks: CheckOptions
+    group: GroupOptions
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed}", hint="it must not be negative")
+        self.retention  # noqa: B018 - raises for numbers that make no sense
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints stay."""
+        given = self.saving.retention
+        return given if given is not None else Retention(self.keep_last, self.saving.keep_every)
+
+    @property
+    def fatal(self) -> bool:
+        """Whether a loss that is not finite ends the training."""
+        return self.checks.nonfinite == "raise"
+
+
+def one_of(kind: type[Choice], value: str, what: str) -> Choice:
+    """``value`` as one of ``kind``; ConfigError names them all."""
+    if value not in list(kind):
+        raise ConfigError(f"{what} is {value!r}", hint=f"use one of {', '.join(map(repr, map(str, kind)))}")
+    return kind(value)

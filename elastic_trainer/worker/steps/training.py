@@ -1,0 +1,268 @@
+"""What ``session.wrap`` makes: a model with its optimizer, its steps and its checkpoints, one whole value.
+
+Each round binds it anew: gradients are averaged over other ranks, another rank saves, the data is cut otherwise.
+
+*Runs in* the worker's main thread.
+*Fails by* CheckpointError for what cannot be resumed, RoundBrokenError when a peer is lost, SystemExit 73 from
+:meth:`Training.save_last`, SystemExit 143 when stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
+from elastic_trainer.model import Phase
+from elastic_trainer.telemetry import logs
+from elastic_trainer.worker.comm.control import Control, Purpose
+from elastic_trainer.worker.comm.groups import Group
+from elastic_trainer.worker.model import ema
+from elastic_trainer.worker.model.arithmetic import FIELD, arithmetic, check_ranks, check_resumed
+from elastic_trainer.worker.model.loss_scaling import Scaling
+from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer
+from elastic_trainer.worker.state.fields import check_run
+from elastic_trainer.worker.state.heal import give
+from elastic_trainer.worker.state.restore import Origin, restore
+from elastic_trainer.worker.state.saver import Saver
+from elastic_trainer.worker.state.training_state import Stateful, TrainingState, reseed
+from elastic_trainer.worker.steps.boundary import Duties, StepBoundaries, Turn
+from elastic_trainer.worker.steps.commit import Machinery, Steps
+from elastic_trainer.worker.steps.comparison import Comparison, Difference, OnDifference
+from elastic_trainer.worker.steps.one_round import RoundEnd
+from elastic_trainer.worker.steps.options import one_of
+from elastic_trainer.worker.steps.rank_context import RankContext
+from elastic_trainer.worker.steps.second_optimizers import SecondOptimizers
+from elastic_trainer.worker.steps.step import Step
+from elastic_trainer.worker.steps.workplace import Workplace
+
+_UNSAVED = "the last checkpoint could not be saved: what was trained since the newest one is lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """What a script trains. ``user`` are its registered objects, ``pending`` states of those still to come."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: torch.amp.GradScaler | None
+    sync_batchnorm: bool
+    reduction: str
+    average: float | AveragedModel | None
+    ddp_options: Mapping[str, Any]
+    user: dict[str, Stateful]
+    pending: dict[str, Any]
+
+    def check(self) -> None:
+        """ConfigError for what cannot be trained together."""
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ConfigError("ReduceLROnPlateau needs a metric", hint="register() it and step it yourself")
+        check_optimizer(self.optimizer, self.model)
+
+
+class Training:
+    """See the module. ``round_end`` makes what carries this training through the ends of rounds."""
+
+    def __init__(self, place: Workplace, wrapped: Wrapped, round_end: Callable[[Training], RoundEnd]) -> None:
+        wrapped.check()
+        self.place, options, position, tracker = place, place.options, place.position, place.tracker
+        device, optimizer = place.placement.device, wrapped.optimizer
+        self.origin = Origin()
+        self.replica = Replica(
+            wrapped.model,
+            place.placement,
+            wrapped.ddp_options,
+            tracker,
+            sync=wrapped.sync_batchnorm,
+            lasting=place.environment.in_place,
+            reduction=one_of(Reduction, wrapped.reduction, "reduction"),
+        )
+        average = ema.averaged(self.replica.module, wrapped.average)
+        self.state = TrainingState(
+            module=self.replica.module,
+            optimizer=optimizer,
+            scheduler=wrapped.scheduler,
+            scaler=wrapped.scaler,
+            position=position,
+            user=wrapped.user,
+            pending=wrapped.pending,
+            device=device,
+            average=average,
+        )
+        self._claims: dict[str, Any] = {}
+        """What else than the cut of the data a checkpoint says of how it was trained."""
+        self.saver = Saver(place.manager, options.cadence, self.state, self._fields, place.saved, tracker)
+        machinery = Machinery(
+            self.replica,
+            optimizer,
+            wrapped.scheduler,
+            Scaling(wrapped.scaler, optimizer),
+            position,
+            average,
+            place.feed,
+            tracker,
+            options.seed,
+            device,
+        )
+        self.steps = Steps(machinery, self)
+        self.round_end = round_end(self)
+        lasts = place.environment.in_place
+        self._second = SecondOptimizers(self.replica.module, optimizer, wrapped.user, self.steps) if lasts else None
+
+    def close(self) -> None:
+        """The session ends."""
+        if self._second is not None:
+            self._second.close()
+
+    def _fields(self) -> Mapping[str, Any]:
+        return {**self.place.feed.fields, **self._claims}
+
+    # ---- the state, as others get it
+
+    def collect(self) -> dict[str, Any]:
+        """The whole training state (its tensors are the live ones)."""
+        return self.state.collect()
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Make ``state`` of another rank this rank's own."""
+        self.steps.dirty = True
+        self.state.apply(state, first_rank=False)
+        self.steps.dirty = False
+
+    # ---- rounds
+
+    def begin_here(self) -> None:
+        """Train with the ranks that are there already."""
+        present = self.place.present
+        present.boundaries.end()
+        with self.place.tracker.during(Phase.HEALING):
+            self.resume(present.group)
+
+    def resume(self, group: Group, unfit: CheckpointError | None = None) -> None:
+        """Bring all ranks of ``group`` to one state, out of storage, and let them train together.
+
+        Where there is nothing in storage they begin with that of rank 0, unless one rank says that it is ``unfit``.
+        """
+        place, control, formation = self.place, group.control, group.formation
+
+        def take_over(tree: Mapping[str, Any]) -> None:
+            self.state.apply(tree, first_rank=formation.rank == 0)
+
+        def check(origin: Origin) -> None:
+            check_run(str(origin.name), origin.run, place.owner.run, place.options.allow_changed)
+
+        self.origin = restore(control, place.manager, self.collect, take_over, unfit, place.tracker, check)
+        first = place.position.generation + 1 if self.origin.name is not None else 0
+        newest = max(row[0] for row in control.gather([max(formation.round, first)]))
+        self.take_part(group, newest, self.origin.fields)
+        if self.origin.name is not None:
+            self.saver.resumed()
+
+    def take_part(
+        self, group: Group, generation: int, fields: Mapping[str, Any], given: Mapping[str, Any] | None = None
+    ) -> None:
+        """All ranks of ``group`` hold one state: bind everything to the round, and begin.
+
+        ``given``: how the rank cuts the data whose state was taken over, if it has begun to.
+        """
+        place, control, rank, world = self.place, group.control, group.formation.rank, group.formation.world_size
+        position, device, tree = place.position, place.placement.device, self.replica.tree is not None
+        if tree:
+            self._claims = {FIELD: (mine := arithmetic(device))}
+            check_ranks(control, mine)
+            check_resumed(mine, fields.get(FIELD), place.options.allow_changed)
+        position.generation = generation
+        place.tracker.holds(position.step, position.cursor)
+        if rank != 0:
+            reseed(place.options.seed, position, rank, device)
+        self.replica.bind(control)
+        self.steps.bind(control)
+        place.feed.bind(control, fields, given or {}, even=self.replica.even, fixed=tree)
+        self.saver.serve(saves=rank == 0, world_size=world)
+        place.context = RankContext(group, self._boundaries(control))
+        place.ledger.identify(rank=rank, local_rank=place.environment.local_rank, world=world, round=generation)
+        where = {"epoch": position.cursor.epoch, "resumed_from": self.origin.name}
+        place.ledger.write("opened", step=position.step, **where)
+        logs.logger().info("session.opened", world=world, round=generation, step=position.step, **where)
+
+    def _boundaries(self, control: Control) -> StepBoundaries:
+        place, checks = self.place, self.place.options.checks
+
+        def heal(found: Difference) -> None:
+            give(control, found.source, found.others, self, {})
+            step = place.position.step
+            logs.logger().info("ranks.healed", step=step, ranks=list(found.others), source=found.source)
+
+        mend = heal if checks.on_difference == OnDifference.HEAL else None
+        comparison = Comparison(control, self.steps.trainable, checks.compare_every_steps, place.tracker, mend)
+        duties = Duties(
+            self.saver,
+            self.steps,
+            place.feed.accord,
+            comparison,
+            place.tracker,
+            place.options.fatal,
+            self.round_end,
+        )
+        return StepBoundaries(control, place.signals, duties)
+
+    # ---- steps
+
+    def after_step(self, step: Step) -> None:
+        """A committed step has ended: pass the boundary behind it."""
+        self.place.record(step)
+        self.place.report("training")
+        turn = self.place.present.boundaries.after_step(self.place.position.step)
+        if turn is Turn.STOP:
+            self.stop()
+        elif turn is Turn.SWITCH:
+            self.round_end.agreed()
+
+    def absorb(self, step: Step, error: BaseException) -> bool:
+        """Whether ``error`` was the end of a round, and has been dealt with."""
+        return self.round_end.absorb(step, error)
+
+    def check_gradients(self) -> None:
+        """Raise if the gradients at hand are not those of all ranks."""
+        self.round_end.check_gradients()
+
+    # ---- the last checkpoints
+
+    def stop(self) -> None:
+        """All ranks leave here, with a checkpoint."""
+        self.place.stop(lambda: self.save_last("stopped"))
+
+    def save_last(self, status: str) -> None:
+        """Save what is not saved, all ranks together, before they leave.
+
+        SystemExit 73 on all if rank 0 cannot: where that was asked for, or where the fault is not the storage's.
+        """
+        problem = self.saver.attempt() if self.saver.unsaved else None
+        refused = isinstance(problem, StorageError)
+        flags = [float(problem is not None), float(problem is not None and not refused)]
+        unsaved, unsound = map(bool, self.place.present.control.sum(Purpose.STOP, flags)[:2])
+        if unsaved:
+            fails = unsound or self.place.options.saving.require_last_save
+            logs.logger().error("session.unsaved", step=self.place.position.step, reason=_UNSAVED, fails=fails)
+            if fails:
+                raise SystemExit(EXIT_CANNOT_WRITE) from problem
+        self.place.closed(status)
+
+    def save_before_waiting(self) -> None:
+        """Too few nodes will be left: what is only in memory is made durable first, while all wait."""
+        with self.place.tracker.during(Phase.CHECKPOINT):
+            if self.saver.unsaved:
+                self.saver.attempt()
+            self.place.present.control.sum(Purpose.STOP)
+
+    def save_alone(self) -> None:
+        """Make durable what is only in memory, in no round; one rank of each node can."""
+        self.saver.serve(saves=True)
+        if self.saver.unsaved:
+            self.saver.attempt()

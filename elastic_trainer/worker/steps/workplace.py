@@ -1,0 +1,135 @@
+"""What a process has from the opening of its session to the end, whatever rounds come and go.
+
+*Runs in* the worker's main thread; the signals' thread reads which round is present. *Owns* the ledger, the feed and
+the manager of the checkpoints.
+*Fails by* ConfigError when a rank is asked for where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from elastic_trainer.checkpoint import CheckpointManager, Committed, Owner
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.settings import WorkerEnvironment
+from elastic_trainer.telemetry import logs
+from elastic_trainer.worker.comm import groups as groups
+from elastic_trainer.worker.comm.link import Link, Progress
+from elastic_trainer.worker.comm.placement import Placement
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.report.ledger import Ledger
+from elastic_trainer.worker.state import rng
+from elastic_trainer.worker.state.training_state import Position
+from elastic_trainer.worker.steps.feed import Feed
+from elastic_trainer.worker.steps.options import SessionOptions
+from elastic_trainer.worker.steps.rank_context import RankContext
+from elastic_trainer.worker.steps.signals import Signals
+from elastic_trainer.worker.steps.step import Step
+
+
+class Workplace:
+    """See the module. ``context`` is that of the present round: the one thing here that rounds change."""
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        environment: WorkerEnvironment,
+        link: Link,
+        placement: Placement,
+        position: Position,
+        tracker: HeartbeatReporter,
+        signals: Signals,
+    ) -> None:
+        self.options, self.environment, self.placement, self.position = options, environment, placement, position
+        self.tracker, self.signals, self._link = tracker, signals, link
+        self.context: RankContext | None = None
+        """None before the first round."""
+        self.stopped = False
+        """Whether this process leaves because it was asked to."""
+        # Only this package's agents see to it that one name is one job.
+        job = environment.run_id if environment.channel is not None else None
+        self.owner = Owner(environment.run_name, job)
+        self.manager = self._manager()
+        self.ledger = Ledger(environment)
+        self.feed = Feed(position, options.seed, placement.device, options.allow_changed, tracker, environment.node)
+        logs.bind(run=environment.run_id, node=environment.node, role="worker")
+        rng.seed_all(rng.key(rng.START, options.seed), placement.device)
+
+    def _manager(self) -> CheckpointManager | None:
+        """One rank of each node looks for checkpoints, and rank 0 writes them."""
+        environment, options = self.environment, self.options
+        looks = environment.local_rank == 0 or (environment.rank == 0 and not environment.in_place)
+        if options.directory is None or not looks:
+            return None
+        return CheckpointManager(options.directory, options.retention, options.saving.on_event, owner=self.owner)
+
+    @property
+    def present(self) -> RankContext:
+        """This process in the present round."""
+        if self.context is None:
+            raise ConfigError(
+                "in place a process has no rank before its model is ready", hint="ask after session.wrap()"
+            )
+        return self.context
+
+    @property
+    def span_s(self) -> float:
+        """The time that a step takes, smoothed; 0 before the first."""
+        return self.context.boundaries.span_s if self.context is not None else 0.0
+
+    def arrive(self, group: groups.Group) -> None:
+        """A round has been formed: from now on this process shows its rank there."""
+        formation = group.formation
+        self.tracker.place(formation.rank, formation.world_size, formation.round, self.placement.device)
+        logs.bind(rank=formation.rank)
+
+    def leave(self) -> None:
+        """The session ends."""
+        self.feed.close()
+        self.ledger.close()
+        if self.manager is not None:
+            self.manager.close()
+        if self.context is not None:
+            groups.leave(self.context.group)
+
+    def stop(self, first: Callable[[], None] = lambda: None) -> NoReturn:
+        """All ranks leave here, after ``first()``."""
+        self.signals.agreed()
+        logs.logger().info("session.stopping", step=self.position.step)
+        first()
+        self.stopped = True
+        raise SystemExit(self.signals.exit_code)
+
+    # ---- reports
+
+    def report(self, phase: str) -> None:
+        """Report to the agent how far this rank is, if that is due."""
+        if not self._link.report_due():
+            return
+        cursor = self.position.cursor
+        self._link.report(Progress(phase, self.position.step, cursor.epoch, cursor.samples, self.span_s))
+
+    def record(self, step: Step, **place: int) -> None:
+        """Write a committed step to the ledger, once: its round may end before the boundary behind it."""
+        if step.recorded or not self.ledger.enabled:
+            return
+        batch = step.batch
+        step.recorded = True
+        self.ledger.write(
+            "step",
+            **place,
+            step=step.number,
+            epoch=batch.epoch if batch is not None else self.position.cursor.epoch,
+            samples=[int(each) for each in batch.ids] if batch is not None else [],
+            global_samples=batch.global_size if batch is not None else 0,
+            loss=step.local_mean(),
+        )
+
+    def saved(self, committed: Committed) -> None:
+        """Write a checkpoint to the ledger."""
+        self.ledger.write("checkpoint", step=self.position.step, name=committed.name, duration_s=committed.duration_s)
+
+    def closed(self, status: str) -> None:
+        """The last line of this rank's ledger."""
+        self.ledger.write("closed", step=self.position.step, status=status, skipped_samples=self.feed.tally.total)
