@@ -60,6 +60,7 @@ class Health:
         *,
         host: str = "",
         max_nodes: int = 0,
+        metrics: str = "",
     ) -> None:
         self._max_nodes = max_nodes
         """How many nodes may be there, where this one is in no round that would tell."""
@@ -67,7 +68,7 @@ class Health:
         self._incidents, self._round_now, self._clock = incidents, round_now, clock
         self._write, self._write_incident, self._told, self._stalled = write, write_incident, told, stalled
         self._straggling = straggling
-        self.metrics = ""
+        self._metrics = metrics
         """Where the node's endpoint is."""
         self._pause_s = LONGEST_PAUSE_S
         if limits.least_s:
@@ -88,8 +89,6 @@ class Health:
         self._saved: Saved | None = None
         self._asked_at = -math.inf
         self._publishing = threading.Lock()
-        verdicts.count = lambda: pages.count("workers_killed")
-        verdicts.page_of = lambda pid: reading.path if (reading := pages.reading(pid)) is not None else None
         self._threads = [
             threading.Thread(target=self._run, args=(self.look, self._rest), name="health", daemon=True),
             threading.Thread(target=self._run, args=(self._turn, self._await_turn), name="health-writer", daemon=True),
@@ -237,7 +236,7 @@ class Health:
             host=self._host,
             wall=self._clock.wall(),
             every_s=self.every_s(),
-            metrics=self.metrics,
+            metrics=self._metrics,
             round=current.number if current is not None else 0,
             ranks=tuple(row(each, now, self._waiting.get(each.pid)) for each in readings if each.pulse.rank >= 0),
             counters={name: round(value, 3) for name, value in counters.items()},

@@ -84,6 +84,11 @@ class Pages:
         """The page of the worker ``pid``, if that lives and has one."""
         return next((each for each in self.look() if each.pid == pid), None)
 
+    def path_of(self, pid: int) -> Path | None:
+        """Where the page of the worker ``pid`` is, if that lives and has one."""
+        reading = self.reading(pid)
+        return reading.path if reading is not None else None
+
     def came_to(self, number: int) -> Identity | None:
         """How far the workers that were in round ``number`` came; None where none of them has told of a step."""
         with self._lock:

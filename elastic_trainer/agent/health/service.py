@@ -57,7 +57,12 @@ class HealthService:
     ) -> None:
         self._node, self._member, self._clock = node, member, clock
         self.pages = Pages(clock)
-        self.verdicts = Verdicts()
+        self.verdicts = Verdicts(partial(self.pages.count, "workers_killed"), self.pages.path_of)
+        self._endpoint: NodeEndpoint | None = None
+        if options.metrics_address:
+            pages = self.pages
+            collector = NodeCollector(run, node, pages.look, pages.nonfinite, pages.counters, store)
+            self._endpoint = _endpoint(options, collector, self._not_ready)
         self._incidents = Incidents(node)
         self._told = HealthStore(store, keys, node)
         self._reached, self._group_timeout_s = _reached_before(store, keys), options.group_timeout_s
@@ -80,13 +85,8 @@ class HealthService:
             clock,
             host=socket.gethostname(),
             max_nodes=max_nodes,
+            metrics=self._endpoint.url(address) if self._endpoint is not None else "",
         )
-        self._endpoint: NodeEndpoint | None = None
-        if options.metrics_address:
-            pages = self.pages
-            collector = NodeCollector(run, node, pages.look, pages.nonfinite, pages.counters, store)
-            self._endpoint = _endpoint(options, collector, self._not_ready)
-            self.health.metrics = self._endpoint.url(address) if self._endpoint is not None else ""
         member.on_round(self._see)
         self.health.start()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -22,11 +23,13 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
 from elastic_trainer.agent.rendezvous.join_timeout import JoinTimeout
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, failures, local_workers
+from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.plain_script_guard import PlainScriptGuard
 from elastic_trainer.agent.rendezvous.progress import ProgressWriter
 from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, Etcd3RendezvousHandler, with_false_start
 from elastic_trainer.agent.suspicion.neighbours import Peers
 from elastic_trainer.agent.suspicion.watch import Suspicion
+from elastic_trainer.agent.workers.conduct import Conduct, ConductorPorts
 from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.local_sockets import descendants
 from elastic_trainer.agent.workers.reachability import Reachability, records_of
@@ -37,14 +40,8 @@ from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 from elastic_trainer.ipc.listening import store_at
 from elastic_trainer.ipc.messages import Progress
-from elastic_trainer.membership.documents import (
-    NodeRecord,
-    NodeState,
-    RoundDocument,
-    RoundMember,
-    RoundState,
-)
-from elastic_trainer.membership.member import closed_error
+from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundMember, RoundState
+from elastic_trainer.membership.member import Member, closed_error
 from elastic_trainer.membership.rules import FALSE_STARTS
 from elastic_trainer.settings import ENV_CHANNEL, ENV_FORM_TIMEOUT, ENV_NODE, ENV_RECOVERY, ENV_ROUND
 from elastic_trainer.telemetry import logs
@@ -56,16 +53,31 @@ _NO_SESSION = "--rdzv-conf recovery=in_place needs a training script that opens 
 _NO_SESSION_HINT = "open one, or leave recovery=in_place out"
 
 
+@dataclass(frozen=True, slots=True)
+class LedNode:
+    """This node in place, once it has arrived: what leads its workers through rounds, whole or not at all."""
+
+    arrived: ArrivedNode
+    conductor: Conductor
+    announcer: RecordWriter
+    progress: ProgressWriter
+    guard: PlainScriptGuard
+    patience: JoinTimeout
+    suspicion: Suspicion
+    tcp_store: Any
+    """Held, so that it goes on serving."""
+
+    def close(self) -> None:
+        """Lead nobody any more. The node's key is still there."""
+        for each in (self.suspicion, self.patience, self.progress, self.announcer, self.guard):
+            each.close()
+
+
 class InPlaceHandler(Etcd3RendezvousHandler):
     """One node's handler in in-place mode; see the module."""
 
-    _conductor: Conductor | None = None
-    _announcer: RecordWriter | None = None
-    _progress: ProgressWriter | None = None
-    _trap: PlainScriptGuard | None = None
-    _patience: JoinTimeout | None = None
-    _suspicion: Suspicion | None = None
-    _tcp_store: Any = None
+    _led: LedNode | None = None
+    """None before the first rendezvous, and after the end."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -84,20 +96,16 @@ class InPlaceHandler(Etcd3RendezvousHandler):
     def _cannot_help(self) -> bool:
         """Only where it never came to a Session: a sample that cannot be read has the same exit code, and the run is
         closed with its name after some tries."""
-        return super()._cannot_help() and self._conductor is not None and not self._conductor.met.is_set()
+        return super()._cannot_help() and self._led is not None and not self._led.conductor.met.is_set()
 
     def shutdown(self) -> bool:
         """End this node's part."""
-        owned = (self._suspicion, self._patience, self._progress, self._announcer, self._trap)
-        self._suspicion = self._patience = self._progress = self._announcer = self._trap = None
-        for each in owned:
-            if each is not None:
-                each.close()
+        led, self._led = self._led, None
+        if led is not None:
+            led.close()
         done = super().shutdown()
-        conductor, self._conductor = self._conductor, None
-        if conductor is not None:
-            conductor.close()
-        self._tcp_store = None
+        if led is not None:
+            led.conductor.close()
         return done
 
     # ---- starting workers
@@ -115,11 +123,8 @@ class InPlaceHandler(Etcd3RendezvousHandler):
     def _begin_life(self) -> RendezvousInfo:
         workers = local_workers()
         deadline = Deadline.after(self._options.join_timeout, self._clock)
-        if self._conductor is None:
-            self._arrive_in_place(workers)
-        conductor, member = self._conductor, self._member
-        if conductor is None or member is None:
-            raise RuntimeError("the node has not arrived")
+        led = self._led if self._led is not None else self._arrive_in_place(workers)
+        conductor, member, health = led.conductor, led.arrived.member, led.arrived.health
         start = self._starts.end(failures(), stepped=conductor.met.is_set())
         record = conductor.begin(workers.count)
         member.announce(with_false_start(record, start) if start is not None else record, deadline)
@@ -130,84 +135,71 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             raise closed_error(closed)
         self._starts.begin(None)
         self._watch_for_session(conductor)
-        if self._vitals is not None:
-            self._vitals.employ(workers.count)
-            self._vitals.starting()
-        return self._provisional(workers, conductor)
+        health.employ(workers.count)
+        health.starting()
+        return self._provisional(workers, led)
 
-    def _arrive_in_place(self, workers: LocalWorkers) -> None:
+    def _arrive_in_place(self, workers: LocalWorkers) -> LedNode:
         if workers.max_restarts < 1:
             raise ConfigError(
                 "in-place recovery restarts crashed workers on their own node, but torchrun's --max-restarts is 0",
                 hint="add --max-restarts 100, say",
             )
-        member = self._arrive()
-        self._tcp_store = store_at(self._address, timedelta(seconds=300))
-        self._trap = PlainScriptGuard(
+        node = self._arrive()
+        member, health, options = node.member, node.health, self._options
+        tcp_store = store_at(self._address, timedelta(seconds=300))
+        guard = PlainScriptGuard(
             lambda: self._fatal(ConfigError(_NO_SESSION, hint=_NO_SESSION_HINT)), self._without_session
         )
-        self._announcer = RecordWriter(member, self._clock)
-        self._progress = ProgressWriter(self._store, self._keys, self._clock)
-        base = self._base_record(workers)
-        self._conductor = Conductor(
-            self._run_id,
-            self.node_id,
-            base,
-            self._announcer,
-            self._report,
+        announcer, progress = RecordWriter(member, self._clock), ProgressWriter(self._store, self._keys, self._clock)
+        conductor = Conductor(
+            Conduct(
+                self._run_id,
+                self.node_id,
+                self._record(node, tcp_store.port, workers, state=NodeState.WARMING),
+                options.sever_timeout,
+                options.hang_timeout,
+            ),
+            ConductorPorts(
+                announcer,
+                partial(_report, member, progress),
+                member.create_revision,
+                Reachability(partial(records_of, self._store, self._keys)),
+                health.verdicts,
+                health.pages.committed,
+                health.busy,
+            ),
             self._clock,
-            self._options.sever_timeout,
-            self._options.hang_timeout,
-            Reachability(partial(records_of, self._store, self._keys)),
-            self._vitals.verdicts if self._vitals is not None else None,
-            self._vitals.pages.committed if self._vitals is not None else lambda pid: None,
-            self._vitals.busy if self._vitals is not None else lambda pid: "",
         )
-        self._conductor.know_incarnation(member.create_revision)
-        member.on_round(self._conductor.see)
-        if self._vitals is not None:
-            peers = Peers(self._run_id, self.node_id, member.nodes, self._clock)
-            self._suspicion = Suspicion(self._conductor, self._vitals.pages, self._notice, peers, self._clock)
-            self._suspicion.start()
-        self._patience = JoinTimeout(member, self._options.join_timeout, self._fatal, self._clock)
+        member.on_round(conductor.see)
+        peers = Peers(self._run_id, self.node_id, member.nodes, self._clock)
+        suspicion = Suspicion(conductor, health.pages, self._notice, peers, self._clock)
+        patience = JoinTimeout(member, options.join_timeout, self._fatal, self._clock)
+        self._led = LedNode(node, conductor, announcer, progress, guard, patience, suspicion, tcp_store)
+        suspicion.start()
+        return self._led
 
-    def _base_record(self, workers: LocalWorkers) -> NodeRecord:
-        import socket
-
-        if self._liveness is None:
-            raise RuntimeError("the node has not arrived")
-        return NodeRecord(
-            host=socket.gethostname(),
-            address=self._address,
-            local_world_size=workers.count,
-            role=workers.role,
-            store_port=self._tcp_store.port,
-            probe_port=self._liveness.port,
-            state=NodeState.WARMING,
-        )
-
-    def _provisional(self, workers: LocalWorkers, conductor: Conductor) -> RendezvousInfo:
+    def _provisional(self, workers: LocalWorkers, led: LedNode) -> RendezvousInfo:
         """A world of this node alone: enough for torchrun to start the workers and to watch them."""
         os.environ[ENV_NODE] = self.node_id
         os.environ[ENV_ROUND] = "0"
         os.environ[ENV_RECOVERY] = str(self._options.recovery)
         os.environ[ENV_FORM_TIMEOUT] = str(self._options.form_timeout)
-        os.environ[ENV_CHANNEL] = str(conductor.path)
+        os.environ[ENV_CHANNEL] = str(led.conductor.path)
         # torchrun exports 1, and NCCL's watchdog would then kill survivors of a failed collective.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
         alone = RoundMember(
             node=self.node_id,
             create_revision=0,
-            life=conductor.life,
+            life=led.conductor.life,
             first_rank=0,
             local_world_size=workers.count,
             role=workers.role,
         )
         document = RoundDocument(number=0, nonce="", state=RoundState.ACTIVE, members=(alone,))
         store = cast("TorchStore", RoundStore(document, self._finish))
-        port = self._trap.port if self._trap is not None else 0
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", port))
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", led.guard.port))
 
     # ---- while they run
 
@@ -219,40 +211,28 @@ class InPlaceHandler(Etcd3RendezvousHandler):
 
         def awaited() -> bool:
             """Those workers are still meant, and nobody has given up."""
-            return not self._finished and self._conductor is conductor and conductor.life == life
+            led = self._led
+            return not self._finished and led is not None and led.conductor is conductor and conductor.life == life
 
         workers = partial(worker_pids, self._run_id)
         Arrival(conductor.met, awaited, workers, self._options.session_timeout, self._fatal, self._clock)
 
     def _without_session(self) -> Iterator[int]:
         """The workers that have opened no Session, and their children; nothing else is below this process."""
-        opened = self._conductor.in_session() if self._conductor is not None else frozenset[int]()
+        opened = self._led.conductor.in_session() if self._led is not None else frozenset[int]()
         return descendants(os.getpid(), without=opened)
-
-    def _report(self, progress: Progress) -> None:
-        member, writer = self._member, self._progress
-        if member is None or writer is None:
-            return
-        seen = member.look()
-        if seen.round is not None and seen.round.number == progress.round:
-            writer.offer(progress, seen.round_revision)
 
     def _finish(self, outage_limit_s: float) -> None:
         """torchrun's exit barrier: this node's workers have ended with success."""
-        member, conductor = self._member, self._conductor
-        if member is None or conductor is None:
+        led = self._led
+        if led is None:
             return
-        if not conductor.met.is_set():
+        if not led.conductor.met.is_set():
             self._fatal(ConfigError(f"{_NO_SESSION}: the script ended without one", hint=_NO_SESSION_HINT))
-        current = member.look().round
-        if current is None or current.member(self.node_id) is None:
-            return
-        self._finished = True
-        done: dict[str, Any] = {"state": NodeState.DONE, "planned": True}
-        if self._announcer is not None:
-            self._announcer.close()
-        member.announce(member.record().model_copy(update=done), Deadline.after(outage_limit_s, self._clock))
-        self._meet_end(member.await_end(current.number, outage_limit_s))
+        current = led.arrived.member.look().round
+        if current is not None and current.member(self.node_id) is not None:
+            led.announcer.close()
+            self._await_end(led.arrived, current.number, outage_limit_s)
 
     def _fatal(self, error: ElasticTrainerError) -> None:
         """From any thread: the job cannot go on here; say why, end the workers, go. Who comes second says nothing."""
@@ -264,6 +244,13 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             self.shutdown()
         finally:
             os._exit(error.exit_code)
+
+
+def _report(member: Member, writer: ProgressWriter, progress: Progress) -> None:
+    """Pass rank 0's ``progress`` on, if it is of the round that this node knows."""
+    seen = member.look()
+    if seen.round is not None and seen.round.number == progress.round:
+        writer.offer(progress, seen.round_revision)
 
 
 def _await_the_end() -> NoReturn:

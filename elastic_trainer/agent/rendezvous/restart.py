@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -25,6 +26,7 @@ from elastic_trainer.agent.rendezvous import sigterm
 from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPort, default_node_id, own_address
 from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, failures, local_workers
+from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.preflight_gate import Candidate, ensure_fit
 from elastic_trainer.agent.suspicion.questions import Notice
 from elastic_trainer.agent.workers.false_starts import FalseStart, Starts
@@ -95,11 +97,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         node = options.node_id or default_node_id()
         self.node_id = checked_name(node, "node id")
         self._notice = Notice(run_id, self.node_id, clock)
-        self._member: Member | None = None
-        self._liveness: LivenessPort | None = None
+        self._node: ArrivedNode | None = None
+        """None before the first rendezvous, and after the end."""
         self._port: ReservedPort | None = None
-        self._supervisor: Supervisor | None = None
-        self._vitals: HealthService | None = None
         self._worked = False
         """What :attr:`_made_steps` was when the node's part ended."""
         self._current: RoundDocument | None = None
@@ -173,11 +173,11 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     @property
     def _made_steps(self) -> bool:
         """Whether workers of this node have made steps, in any of their lives; False for scripts without a Session."""
-        return self._worked or (self._vitals is not None and self._vitals.made_steps)
+        return self._worked or (self._node is not None and self._node.health.made_steps)
 
     def is_closed(self) -> bool:
         """Whether the run has ended."""
-        current = self._member.look().round if self._member else None
+        current = self._node.member.look().round if self._node is not None else None
         return current is not None and current.state is RoundState.CLOSED
 
     def set_closed(self) -> None:
@@ -185,9 +185,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """1 when the workers' round is over, which makes torchrun restart them; else 0."""
-        if self._member is None or self._current is None:
+        if self._node is None or self._current is None:
             return 0
-        return 1 if round_is_over(self._current, self._member.look().round) else 0
+        return 1 if round_is_over(self._current, self._node.member.look().round) else 0
 
     def get_run_id(self) -> str:
         """The run's id."""
@@ -195,20 +195,12 @@ class Etcd3RendezvousHandler(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """End this node's part: its key goes away, everybody else's stays."""
-        vitals, self._vitals = self._vitals, None
-        try:
-            if vitals is not None:
-                self._worked = self._worked or vitals.made_steps
-                vitals.close()
-        except Exception:  # noqa: BLE001 - what tells of health must not keep this node's key where others wait for it
-            logs.logger().exception("health.failed")
-        if self._member is not None:
-            self._member.leave()
-            self._member = None
-        for owned in (self._supervisor, self._liveness, self._port):
-            if owned is not None:
-                owned.close()
-        self._supervisor = self._liveness = self._port = None
+        node, self._node = self._node, None
+        if node is not None:
+            self._worked = node.leave() or self._worked
+        if self._port is not None:
+            self._port.close()
+            self._port = None
         self._starts.close()
         self._store.close()
         return True
@@ -229,28 +221,25 @@ class Etcd3RendezvousHandler(RendezvousHandler):
 
     def _join(self) -> RendezvousInfo:
         waiting = Deadline.after(self._options.join_timeout, self._clock)
-        member = self._member if self._member is not None else self._arrive()
-        vitals = self._vitals
-        if vitals is not None:
-            vitals.employ(local_workers().count)
-            vitals.gathering(Phase.WAITING if self._current is None else Phase.RENDEZVOUS)
-        planned, cause = self._leave_round(member, waiting)
-        last = self._last_life(planned)
+        node = self._node if self._node is not None else self._arrive()
+        node.health.employ(local_workers().count)
+        node.health.gathering(Phase.WAITING if self._current is None else Phase.RENDEZVOUS)
+        planned, cause = self._leave_round(node, waiting)
+        last = self._last_life(node, planned)
         self._life += 1
         if self._port is not None:
             self._port.close()
-        self._port = ReservedPort(self._address)
-        member.announce(self._new_record(local_workers(), planned=planned, cause=cause, **last), waiting)
-        document = member.await_round(self._options.join_timeout)
+        self._port = port = ReservedPort(self._address)
+        record = self._record(node, port.port, local_workers(), life=self._life, planned=planned, cause=cause, **last)
+        node.member.announce(record, waiting)
+        document = node.member.await_round(self._options.join_timeout)
         self._current = document
-        if self._supervisor is not None:
-            self._supervisor.round_begun(document.number)
-        if vitals is not None:
-            vitals.starting()
-        self._starts.begin(self._port.port if document.is_first(self.node_id) else None)
+        node.supervisor.round_begun(document.number)
+        node.health.starting()
+        self._starts.begin(port.port if document.is_first(self.node_id) else None)
         return self._describe(document)
 
-    def _arrive(self) -> Member:
+    def _arrive(self) -> ArrivedNode:
         """First call: agree with the run, then become able to take part."""
         deadline = Deadline.after(self._options.connect_timeout, self._clock)
         admit(self._store, self._keys, self._spec, reopen=self._options.reopen, deadline=deadline)
@@ -260,33 +249,38 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         session = LeaseSession(self._store, self._options.ttl, deadline=deadline, clock=self._clock)
         presence = Presence(self._store, self._keys, self.node_id, session, self._clock)
         member = Member(self._store, self._keys, presence, self._limits(), clock=self._clock)
-        self._liveness = LivenessPort(self._address, self._notice.answer)
-        self._supervisor = Supervisor(self._run_id, self._options.stop_grace, self._clock)
-        member.on_round(self._watch_round)
-        member.start(deadline)
-        self._member = member
         atexit.register(self._at_exit)
-        self._vitals = HealthService(
-            self._run_id,
-            self.node_id,
-            member,
-            self._store,
-            self._keys,
-            self._options,
-            self._address,
-            self._clock,
-            max_nodes=self._spec.max_nodes,
-        )
-        return member
+        with ExitStack() as undo:
+            liveness = LivenessPort(self._address, self._notice.answer)
+            undo.callback(liveness.close)
+            supervisor = Supervisor(self._run_id, self._options.stop_grace, self._clock)
+            undo.callback(supervisor.close)
+            member.on_round(self._watch_round)
+            member.start(deadline)
+            undo.callback(member.leave)
+            health = HealthService(
+                self._run_id,
+                self.node_id,
+                member,
+                self._store,
+                self._keys,
+                self._options,
+                self._address,
+                self._clock,
+                max_nodes=self._spec.max_nodes,
+            )
+            self._node = ArrivedNode(member, liveness, supervisor, health)
+            undo.pop_all()
+        return self._node
 
     def _candidate(self) -> Candidate:
         return Candidate(self.node_id, self._address, local_workers().count, self._spec.min_nodes)
 
-    def _leave_round(self, member: Member, deadline: Deadline) -> tuple[bool, str]:
+    def _leave_round(self, node: ArrivedNode, deadline: Deadline) -> tuple[bool, str]:
         """Say that this node has left its round, if it was still on; whether by agreement, and why."""
         if self._current is None:
             return True, ""
-        hung = self._vitals.verdicts.take_any() if self._vitals is not None else None
+        member, hung = node.member, node.health.verdicts.take_any()
         false_start = self._starts.end(failures(), stepped=self._made_steps)
         seen = member.look().round
         if seen is None or round_is_over(self._current, seen):
@@ -310,33 +304,26 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         seen = member.look().round
         return seen is not None and (seen.state is RoundState.CLOSED or round_is_over(mine, seen))
 
-    def _last_life(self, planned: bool) -> dict[str, Any]:
+    def _last_life(self, node: ArrivedNode, planned: bool) -> dict[str, Any]:
         """How far it came, and what ended it."""
-        if self._current is None or self._vitals is None:
+        if self._current is None:
             return {}
-        pages, failed = self._vitals.pages, failures()
+        pages, failed = node.health.pages, failures()
         own = bool(failed) and not pages.lost_peers([each.pid for each in failed.values()])
         kind = Cause.WORKER_LOST if own else None if planned else Cause.CONTACT_LOST
         return {"reached": pages.came_to(self._current.number), "ended_by": kind}
 
-    def _new_record(self, workers: LocalWorkers, *, planned: bool, cause: str, **last: Any) -> NodeRecord:
-        if self._liveness is None or self._port is None:
-            raise RuntimeError("the node has not arrived yet")
+    def _record(self, node: ArrivedNode, store_port: int, workers: LocalWorkers, **more: Any) -> NodeRecord:
         free_for = self._current.number + 1 if self._current else 0
+        shown: dict[str, Any] = {"state": NodeState.READY, "acknowledged": free_for, "reported": free_for}
         return NodeRecord(
             host=socket.gethostname(),
             address=self._address,
             local_world_size=workers.count,
             role=workers.role,
-            store_port=self._port.port,
-            probe_port=self._liveness.port,
-            state=NodeState.READY,
-            life=self._life,
-            acknowledged=free_for,
-            reported=free_for,
-            planned=planned,
-            cause=cause,
-            **last,
+            store_port=store_port,
+            probe_port=node.liveness.port,
+            **(shown | more),
         )
 
     def _describe(self, document: RoundDocument) -> RendezvousInfo:
@@ -370,28 +357,27 @@ class Etcd3RendezvousHandler(RendezvousHandler):
 
     def _watch_round(self, document: RoundDocument) -> None:
         """From the deciding thread: workers of a broken round get their grace."""
-        if self._current is None or self._supervisor is None or self._finished:
+        if self._current is None or self._node is None or self._finished:
             return
         if round_is_over(self._current, document) and document.state is not RoundState.DRAINING:
-            self._supervisor.round_over(self._current.number)
+            self._node.supervisor.round_over(self._current.number)
 
     def _finish(self, outage_limit_s: float) -> None:
         """torchrun's exit barrier: say that this node is done, and stay until all members are."""
-        member, current = self._member, self._current
-        if member is None or current is None:
-            return
+        if self._node is not None and self._current is not None:
+            self._await_end(self._node, self._current.number, outage_limit_s)
+
+    def _await_end(self, node: ArrivedNode, number: int, outage_limit_s: float) -> None:
+        """This node's workers have succeeded: so has the node, unless the run is known to have failed."""
         self._finished = True
         done: dict[str, Any] = {"state": NodeState.DONE, "planned": True}
-        member.announce(member.record().model_copy(update=done), Deadline.after(outage_limit_s, self._clock))
-        ended = member.await_end(current.number, outage_limit_s)
-        self._meet_end(ended)
-
-    def _meet_end(self, ended: RoundDocument | None) -> None:
-        """This node's workers have succeeded: so has the node, unless the run is known to have failed."""
+        record = node.member.record().model_copy(update=done)
+        node.member.announce(record, Deadline.after(outage_limit_s, self._clock))
+        ended = node.member.await_end(number, outage_limit_s)
         if ended is None:
             return
-        if self._vitals is not None and ended.is_first(self.node_id):
-            self._vitals.tell_goodput()
+        if ended.is_first(self.node_id):
+            node.health.tell_goodput()
         logs.logger().info("run.ended", result=ended.result, reason=ended.reason)
         if ended.result is RunResult.FAILED:
             end(closed_error(ended))

@@ -11,40 +11,33 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.agent.workers.backoff import Backoff
-from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.agent.workers.channel_server import ChannelServer
+from elastic_trainer.agent.workers.conduct import Conduct, ConductorPorts
+from elastic_trainer.agent.workers.places import formation_of, last_number
 from elastic_trainer.agent.workers.quarantine import Quarantine
-from elastic_trainer.agent.workers.reachability import Reachability
-from elastic_trainer.agent.workers.record_writer import RecordWriter
 from elastic_trainer.agent.workers.release import Release
 from elastic_trainer.agent.workers.roster import Life, Worker
 from elastic_trainer.agent.workers.watchdog import Watchdog
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import EXIT_FAILURE
-from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Listener
+from elastic_trainer.ipc.channel import ChannelClosedError, Connection
 from elastic_trainer.ipc.messages import (
-    CHANNEL_VERSION,
     Drain,
     Evicted,
     Exit,
     Failed,
-    Formation,
-    Hello,
     Leaving,
     Message,
-    MessageError,
     Over,
     Pong,
     Progress,
     Ready,
     Welcome,
-    read_from_worker,
 )
-from elastic_trainer.ipc.mutex import await_death
 from elastic_trainer.membership.documents import (
     Ghost,
     Identity,
@@ -62,27 +55,13 @@ SUSPECTED_S = 1.0
 
 
 class Conductor:
-    """See the module. ``base`` is the node's record without what changes; ``on_progress`` gets rank 0's reports."""
+    """See the module."""
 
-    def __init__(
-        self,
-        run: str,
-        node: str,
-        base: NodeRecord,
-        announcer: RecordWriter,
-        on_progress: Callable[[Progress], None],
-        clock: Clock = SYSTEM,
-        sever_timeout_s: float = 30.0,
-        hang_timeout_s: float = 0.0,
-        contact: Reachability | None = None,
-        verdicts: Verdicts | None = None,
-        committed: Callable[[int], tuple[int, int] | None] = lambda pid: None,
-        busy: Callable[[int], str] = lambda pid: "",
-    ) -> None:
-        self._run, self._node, self._base, self._announcer = run, node, base, announcer
-        self._on_progress, self._clock, self._committed = on_progress, clock, committed
+    def __init__(self, conduct: Conduct, ports: ConductorPorts, clock: Clock = SYSTEM) -> None:
+        self._conduct, self._ports, self._node, self._clock = conduct, ports, conduct.node, clock
+        self._announcer, self._create_revision = ports.announcer, ports.create_revision
         self._lock = threading.RLock()
-        self._release = Release(sever_timeout_s, self._lock, busy, self._late, clock)
+        self._release = Release(conduct.sever_timeout_s, self._lock, ports.busy, self._late, clock)
         self._life = Life(0, 0, ended=True)
         self._document: RoundDocument | None = None
         self._acknowledged = 0
@@ -92,35 +71,29 @@ class Conductor:
         self._ended_by: Cause | None = None
         """What ended it, unless that was agreed on."""
         self._strikes = Backoff()
-        self._quarantine = Quarantine(node, contact or Reachability(dict), lambda: self._document, self._released)
-        self._create_revision: Callable[[], int] = lambda: 0
+        self._quarantine = Quarantine(self._node, ports.reachability, lambda: self._document, self._released)
         self.met = threading.Event()
         """Set when the first worker of the present life has opened a session."""
-        self._listener = Listener(self._serve)
-        self._verdicts = verdicts if verdicts is not None else Verdicts()
-        self._watchdog = Watchdog(hang_timeout_s, self._at_work, self._verdicts, clock)
+        self._watchdog = Watchdog(conduct.hang_timeout_s, self._at_work, ports.verdicts, clock)
         self._watchdog.start()
+        self._channel = ChannelServer(self)
 
     @property
     def path(self) -> Path:
         """Where workers connect."""
-        return self._listener.path
+        return self._channel.path
 
     @property
     def life(self) -> int:
         """The number of the present life of the workers."""
         return self._life.number
 
-    def know_incarnation(self, create_revision: Callable[[], int]) -> None:
-        """``create_revision()`` is that of this node's key."""
-        self._create_revision = create_revision
-
     def close(self) -> None:
         """Tell the workers that nobody leads them any more."""
         self._watchdog.close()
         self._quarantine.close()
         self._release.close()
-        self._listener.close()
+        self._channel.close()
         with self._lock:
             for worker in self._life.workers.values():
                 worker.connection.close()
@@ -184,11 +157,11 @@ class Conductor:
         taking_part = mine is not None and mine.life == life.number and mine.create_revision == self._create_revision()
         self._life = Life(life.number + 1, life.size, ended=True)
         if current is not None and taking_part:  # else it would seem to have left a round that takes it in
-            self._acknowledged = max(self._acknowledged, _last_number(current) + 1)
+            self._acknowledged = max(self._acknowledged, last_number(current) + 1)
         record = self._record(NodeState.WARMING, planned=planned, cause=cause)
         if current is not None and taking_part and not planned:
             reason = f"node {self._node} left the round: {cause}"
-            number = _last_number(current)
+            number = last_number(current)
             self._announcer.break_round(number, reason, record, worker_failed=worker_failed, cause=kind)
         else:
             self._announcer.announce(record)
@@ -197,7 +170,7 @@ class Conductor:
         """What its workers last told may be a moment old: their pages are not."""
         for worker in life.workers.values():
             try:
-                place = self._committed(worker.pid)
+                place = self._ports.committed(worker.pid)
             except Exception:  # noqa: BLE001 - whatever a page holds: the life must end
                 logger().exception("page.unreadable", pid=worker.pid)
                 continue
@@ -290,50 +263,21 @@ class Conductor:
 
     # ---- what the workers say (reader threads)
 
-    def _serve(self, connection: Connection) -> None:
-        worker: Worker | None = None
-        try:
-            for line in connection.lines():
-                message = read_from_worker(line)
-                if isinstance(message, Hello):
-                    worker = self._welcome(connection, message)
-                elif worker is not None:
-                    self._hear(worker, message)
-                if isinstance(message, Leaving):
-                    return  # hanging up tells the worker that its word has been taken, so it may end now
-        except MessageError as error:
-            logger().error("worker.not_understood", pid=connection.peer()[0], error=str(error))
-        finally:
-            if worker is not None:
-                self._gone(worker)
-
-    def _welcome(self, connection: Connection, hello: Hello) -> Worker | None:
-        if hello.version != CHANNEL_VERSION:
-            reason = f"the worker speaks channel version {hello.version}, its agent {CHANNEL_VERSION}"
-            connection.send(Exit(code=78, reason=reason))
-            return None
+    def admit(self, connection: Connection, local_rank: int) -> Worker | None:
+        """A worker has connected; None if it has been refused."""
         with self._lock:
             life = self._life
-            if life.ended or hello.local_rank in life.workers:
+            if life.ended or local_rank in life.workers:
                 connection.send(Exit(code=EXIT_FAILURE, reason="the node's workers are being restarted"))
                 return None
-            worker = Worker(connection, connection.peer()[0], hello.local_rank, life.number)
-            life.workers[hello.local_rank] = worker
+            worker = Worker(connection, connection.peer()[0], local_rank, life.number)
+            life.workers[local_rank] = worker
             self.met.set()
-            self._tell(worker, Welcome(run=self._run, node=self._node))
-        if hello.mutex is not None:
-            arguments = (worker, Path(hello.mutex))
-            threading.Thread(target=self._await_death, args=arguments, name=f"life-{worker.pid}", daemon=True).start()
-        return worker
+            self._tell(worker, Welcome(run=self._conduct.run, node=self._node))
+            return worker
 
-    def _await_death(self, worker: Worker, mutex: Path) -> None:
-        try:
-            if await_death(mutex):
-                self._gone(worker)
-        except OSError as error:
-            logger().warning("worker.mutex_unusable", pid=worker.pid, error=str(error))
-
-    def _hear(self, worker: Worker, message: Message) -> None:
+    def hear(self, worker: Worker, message: Message) -> None:
+        """A worker says something."""
         worker.heard_at = self._clock.monotonic()
         if isinstance(message, Pong):
             worker.ponged(worker.heard_at)
@@ -361,7 +305,7 @@ class Conductor:
                 )
                 mine = self._my_entry(self._document)
                 if mine is not None and mine.first_rank + worker.local_rank == 0:
-                    self._on_progress(message)
+                    self._ports.on_progress(message)
 
     def _ready(self, worker: Worker, message: Ready) -> None:
         worker.ready, worker.stuck = message, False
@@ -381,19 +325,19 @@ class Conductor:
         worker.left = message
         if message.status == "stopped" and self._document is not None:
             # It left by agreement, so nobody need wait until its process and its key are gone.
-            worker.ready = Ready(number=_last_number(self._document) + 1, planned=True)
+            worker.ready = Ready(number=last_number(self._document) + 1, planned=True)
         self._publish()
 
     def _failed(self, message: Failed) -> None:
         """A collective failed: that is news for all, if nobody has told yet."""
         current = self._document
-        if current is None or message.number not in (current.number, _last_number(current)):
+        if current is None or message.number not in (current.number, last_number(current)):
             return
         if current.state in (RoundState.ACTIVE, RoundState.DRAINING):
             reason = f"node {self._node} lost contact with a peer ({message.error})"
-            self._acknowledged = max(self._acknowledged, _last_number(current) + 1)
+            self._acknowledged = max(self._acknowledged, last_number(current) + 1)
             record = self._record(planned=False)
-            number, cause = _last_number(current), Cause.CONTACT_LOST
+            number, cause = last_number(current), Cause.CONTACT_LOST
             self._announcer.break_round(number, reason, record, worker_failed=False, cause=cause)
 
     def _evict(self, reason: str) -> None:
@@ -403,7 +347,8 @@ class Conductor:
             logger().info("node.evicted", node=self._node, reason=reason)
             self._publish()
 
-    def _gone(self, worker: Worker) -> None:
+    def gone(self, worker: Worker) -> None:
+        """A worker has hung up, or is dead; may come twice."""
         with self._lock:
             self._release.freed(worker)
             if worker.life != self._life.number or self._life.ended:
@@ -411,7 +356,7 @@ class Conductor:
             if worker.left is not None and worker.left.status in ("done", "stopped"):
                 return
             logger().warning("worker.lost", pid=worker.pid, local_rank=worker.local_rank, node=self._node)
-            hung = self._verdicts.take(worker.pid)
+            hung = self._ports.verdicts.take(worker.pid)
             cause = "was lost" if hung is None else f"was ended: {hung}"
             kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
             self._end_life(f"its worker {worker.local_rank} {cause}", worker_failed=True, kind=kind)
@@ -433,7 +378,7 @@ class Conductor:
                 return
             self._quarantine.found(tuple(each.node for each in suspects))
             self._announcer.break_round(
-                _last_number(document),
+                last_number(document),
                 reason,
                 self._record(),
                 worker_failed=False,
@@ -448,7 +393,7 @@ class Conductor:
             current = self._document
             if current is None or self._life.ended or worker.life != self._life.number or worker.stuck:
                 return
-            number, worker.stuck = _last_number(current), True
+            number, worker.stuck = last_number(current), True
             self._acknowledged = max(self._acknowledged, number + 1)
             reason = f"worker {worker.local_rank} of node {self._node} does not get on: {why}"
             logger().warning("worker.passed_over", pid=worker.pid, local_rank=worker.local_rank, reason=why)
@@ -471,7 +416,7 @@ class Conductor:
             fields["planned"] = planned
         fields["unreachable"] = self._quarantine.unreachable
         last: dict[str, Any] = {"reached": self._reached, "ended_by": self._ended_by, "cause": cause}
-        return self._base.model_copy(update=fields | last)
+        return self._conduct.base.model_copy(update=fields | last)
 
     def _tell_all(self, message: Message) -> None:
         for worker in self._life.workers.values():
@@ -482,21 +427,3 @@ class Conductor:
             worker.connection.send(message)
         except ChannelClosedError:
             logger().debug("worker.unreachable", pid=worker.pid)
-
-
-def _last_number(document: RoundDocument) -> int:
-    """The number of the newest round that ``document`` may have put into effect."""
-    return document.next.number if document.next is not None else document.number
-
-
-def formation_of(document: RoundDocument, mine: RoundMember, local_rank: int) -> Formation:
-    """The place of one worker in ``document``."""
-    return Formation(
-        number=document.number,
-        nonce=document.nonce,
-        store=document.store,
-        rank=mine.first_rank + local_rank,
-        world_size=document.world_size,
-        nodes=tuple(member.node for member in document.members),
-        reason=document.reason,
-    )

@@ -26,15 +26,17 @@ def kill_now(pid: int, reason: str, **more: int) -> bool:
 
 
 class Verdicts:
-    """The workers that were found hung and ended, and why: their node then tells the others that, not "lost"."""
+    """The workers that were found hung and ended, and why: their node then tells the others that, not "lost".
 
-    def __init__(self) -> None:
+    ``count()`` is called with each; ``page_of(pid)`` is the heartbeat page of a worker.
+    """
+
+    def __init__(
+        self, count: Callable[[], None] = lambda: None, page_of: Callable[[int], Path | None] = lambda pid: None
+    ) -> None:
+        self._count, self._page_of = count, page_of
         self._lock = threading.Lock()
         self._reasons: dict[int, str] = {}
-        self.count: Callable[[], None] = lambda: None
-        """Called with each."""
-        self.page_of: Callable[[int], Path | None] = lambda pid: None
-        """The heartbeat page of a worker."""
 
     def end(self, pid: int, reason: str, *, local_rank: int) -> None:
         """Log the stacks of the hung worker ``pid``, and kill it. At most once."""
@@ -42,11 +44,11 @@ class Verdicts:
             if pid in self._reasons:
                 return
             self._reasons[pid] = reason
-        page = self.page_of(pid)
+        page = self._page_of(pid)
         if page is not None:
             logger().warning("worker.hung", pid=pid, reason=reason, stacks=stacks_of(pid, page), local_rank=local_rank)
         if kill_now(pid, reason, local_rank=local_rank):
-            self.count()
+            self._count()
 
     def reason(self, pid: int) -> str | None:
         """Why ``pid`` was ended; None if it was not."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from elastic_trainer.agent.workers.conduct import Conduct, ConductorPorts
 from elastic_trainer.agent.workers.conductor import Conductor
+from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.agent.workers.reachability import Reachability
 from elastic_trainer.agent.workers.record_writer import RecordWriter
 from elastic_trainer.ipc.channel import Connection, connect
 from elastic_trainer.ipc.messages import Hello, Message, Progress, Ready, StateReport, read_from_agent
@@ -150,13 +153,23 @@ class Stage:
 OTHER = RoundMember(node="other", create_revision=5, life=1, first_rank=1, local_world_size=1)
 
 
+def conductor_of(
+    notebook: Notebook,
+    on_progress: Callable[[Progress], None],
+    committed: Callable[[int], tuple[int, int] | None],
+    reachability: Reachability,
+) -> Conductor:
+    """That of node ``me``, whose workers are never busy."""
+    ports = ConductorPorts(notebook, on_progress, lambda: KEY, reachability, Verdicts(), committed, lambda pid: "")
+    return Conductor(Conduct("run", "me", BASE), ports)
+
+
 @contextmanager
 def staged() -> Iterator[Stage]:
     """A conductor whose node's key has been shown, no workers yet."""
     notebook, progress = Notebook(), list[Progress]()
     committed = dict[int, tuple[int, int]]()
-    conductor = Conductor("run", "me", BASE, notebook, progress.append, committed=committed.get)
-    conductor.know_incarnation(lambda: KEY)
+    conductor = conductor_of(notebook, progress.append, committed.get, Reachability(dict))
     try:
         yield Stage(conductor, notebook, progress, committed)
     finally:

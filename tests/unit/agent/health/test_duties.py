@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,15 +33,15 @@ LIMITS = Limits(step_s=10.0, first_step_s=100.0, phase_s=1000.0)
 class Judge(Verdicts):
     """Notes whom it would have ended."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, count: Callable[[], None]) -> None:
+        super().__init__(count)
         self.ended: list[int] = []
 
     def end(self, pid: int, reason: str, *, local_rank: int) -> None:
         if self.reason(pid) is None:
             self._reasons[pid] = reason
             self.ended.append(pid)
-            self.count()
+            self._count()
 
 
 class Readings(Pages):
@@ -60,7 +61,7 @@ class Desk:
 
     clock: ManualClock
     pages: Readings
-    judge: Judge = field(default_factory=Judge)
+    judge: Judge = field(init=False)
     incidents: Incidents = field(default_factory=lambda: Incidents("a"))
     round: RoundDocument | None = None
     told: dict[str, NodeHealth] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class Desk:
     away: bool = False
 
     def __post_init__(self) -> None:
+        self.judge = Judge(partial(self.pages.count, "workers_killed"))
         self.health = self.health_with(LIMITS)
 
     def health_with(self, limits: Limits) -> Health:
@@ -87,6 +89,7 @@ class Desk:
             self.nobody_is_slow(),
             self.clock,
             host="h",
+            metrics="http://h:1",
         )
 
     def nobody_is_slow(self) -> StragglerWatch:
@@ -242,7 +245,6 @@ def test_what_is_published_is_what_the_pages_say(desk: Desk) -> None:
         desk.worker(1, rank=0, step=5, loss=1.25, notes={"saved": saved, "device": "cuda:0"}, save_interval_s=60.0),
         desk.worker(2, rank=-1),
     ]
-    desk.health.metrics = "http://h:1"
     desk.health.publish()
     (health,) = desk.written
     assert (health.node, health.host, health.round, health.metrics) == ("a", "h", 3, "http://h:1")

@@ -77,9 +77,9 @@ class Nodes:
     def worker(self, name: str, starts: int = 1) -> Worker:
         """A worker of this node's present life, once torchrun has started it for the ``starts``-th time."""
         eventually(lambda: len(self.agents[name].starts) >= starts, f"the workers of {name} are not started")
-        conductor = self.handlers[name]._conductor
-        assert conductor is not None
-        return Worker(conductor)
+        led = self.handlers[name]._led
+        assert led is not None
+        return Worker(led.conductor)
 
     def record(self, name: str) -> NodeRecord | None:
         found = GatedStore(self.backend, Gate()).get(KEYS.node(name), soon()).first
@@ -132,8 +132,8 @@ def test_workers_start_at_once_in_a_world_of_their_own(nodes: Nodes) -> None:
     assert agent.worlds == [1]
     handler = nodes.handlers["a"]
     assert (os.environ[ENV_NODE], os.environ[ENV_ROUND], os.environ[ENV_RECOVERY]) == ("a", "0", "in_place")
-    assert handler._conductor is not None
-    assert os.environ[ENV_CHANNEL] == str(handler._conductor.path)
+    assert handler._led is not None
+    assert os.environ[ENV_CHANNEL] == str(handler._led.conductor.path)
     assert float(os.environ[ENV_GROUP_TIMEOUT]) == handler._options.group_timeout_s > handler._options.phase_timeout
     assert [os.environ[name] for name in EXPORTED] == ["0", "0"]
     assert handler.use_agent_store

@@ -350,7 +350,7 @@ def test_a_round_is_over_when_a_later_one_or_its_own_end_is_seen() -> None:
 def test_a_worker_that_was_ended_is_told_as_hung_and_only_then(nodes: Nodes) -> None:
     """Also where another node had ended the round first: that reason is not kept for the next failure."""
     three(nodes)
-    verdicts = nodes.handlers["b"]._vitals.verdicts  # type: ignore[union-attr]
+    verdicts = nodes.handlers["b"]._node.health.verdicts  # type: ignore[union-attr]
     verdicts.end(2**30, "it stood still", local_rank=0)
     nodes.agents["b"].fail()
     nodes.await_starts(2, "a", "b", "c")

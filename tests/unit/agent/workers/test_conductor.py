@@ -94,7 +94,7 @@ def test_a_worker_that_talks_nonsense_counts_as_lost(stage: Stage) -> None:
 def test_what_ended_a_life_stays_in_the_record_of_the_next(stage: Stage) -> None:
     """Peers may break the round before this agent does, and whoever forms the next one has to know all the same."""
     worker = working(stage)
-    stage.conductor._verdicts._reasons[os.getpid()] = "it stood still"
+    stage.conductor._ports.verdicts._reasons[os.getpid()] = "it stood still"
     worker.connection.close()
     assert stage.await_break().record.ended_by is Cause.WORKER_HUNG
     stage.begin()

@@ -24,14 +24,13 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_hung_worker_is_ended_and_counted_once(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
     """Both watchdogs may find it; whoever tells the others learns why, for each worker."""
-    verdicts, counted, asked = Verdicts(), list[int](), list[int]()
-    verdicts.count = lambda: counted.append(1)
+    counted, asked = list[int](), list[int]()
 
     def page_of(pid: int) -> Path:
         asked.append(pid)
         return tmp_path / "0-1.page"
 
-    verdicts.page_of = page_of
+    verdicts = Verdicts(lambda: counted.append(1), page_of)
     verdicts.end(process.pid, "it stood still", local_rank=0)
     verdicts.end(process.pid, "it said nothing", local_rank=0)
     assert process.wait(LIMIT_S) == -signal.SIGKILL
@@ -51,8 +50,8 @@ def test_a_reason_is_taken_once(process: subprocess.Popen[bytes]) -> None:
 
 def test_who_is_gone_is_not_counted(process: subprocess.Popen[bytes]) -> None:
     """Somebody was faster."""
-    verdicts, counted = Verdicts(), list[int]()
-    verdicts.count = lambda: counted.append(1)
+    counted = list[int]()
+    verdicts = Verdicts(lambda: counted.append(1))
     process.kill()
     process.wait(LIMIT_S)
     assert not kill_now(process.pid, "again")

@@ -10,7 +10,6 @@ import pytest
 
 from elastic_trainer.agent.workers import quarantine as quarantines
 from elastic_trainer.agent.workers import reachability as contacts
-from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.reachability import Reachability, reaches, records_of
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
@@ -21,7 +20,7 @@ from elastic_trainer.store.keys import RunKeys
 from tests.support.crew import eventually
 from tests.support.memory_backend import MemoryBackend
 from tests.support.memory_store import MemoryStore
-from tests.unit.agent.channel import BASE, KEY, OTHER, Notebook, Stage, Worker
+from tests.unit.agent.channel import BASE, OTHER, Notebook, Stage, Worker, conductor_of
 
 KEYS = RunKeys("/elastic_trainer", "run")
 
@@ -113,8 +112,7 @@ def stage(network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     monkeypatch.setattr(quarantines, "SHORTEST_S", 0.05)
     notebook = Notebook()
     contact = Reachability(network.records, network.reaches)
-    conductor = Conductor("run", "me", BASE, notebook, lambda progress: None, contact=contact)
-    conductor.know_incarnation(lambda: KEY)
+    conductor = conductor_of(notebook, lambda progress: None, lambda pid: None, contact)
     try:
         yield Stage(conductor, notebook)
     finally:
