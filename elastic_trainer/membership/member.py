@@ -370,13 +370,7 @@ class Member:
             if result.succeeded and record is not None:
                 self._presence.wrote(record, result.revision)
         if result.succeeded:
-            logger().info(
-                f"round.{_PAST[document.state]}",
-                round=document.number,
-                world_size=document.world_size,
-                nodes=[member.node for member in document.members],
-                reason=reason,
-            )
+            _note(document, reason)
             self._view.note_round(document, result.revision, seen)
         return result.succeeded
 
@@ -412,9 +406,16 @@ def closed_error(document: RoundDocument) -> RunClosedError:
     )
 
 
-_PAST = {
-    RoundState.ACTIVE: "formed",
-    RoundState.DRAINING: "opened",
-    RoundState.BROKEN: "broken",
-    RoundState.CLOSED: "closed",
-}
+def _note(document: RoundDocument, reason: str) -> None:
+    """One line for each state that a round comes to, on the node that has written it."""
+    names = [member.node for member in document.members]
+    log = logger().bind(round=document.number, world_size=document.world_size, nodes=names, reason=reason)
+    match document.state:
+        case RoundState.ACTIVE:
+            log.info("round.formed")
+        case RoundState.DRAINING:
+            log.info("drain.started")
+        case RoundState.BROKEN:
+            log.info("round.broken")
+        case RoundState.CLOSED:
+            log.info("round.closed")
