@@ -26,19 +26,13 @@ from elastic_trainer.telemetry.logs import logger
 
 
 class Hearer(Protocol):
-    """Who leads the workers."""
+    """Who leads the workers: admits one or refuses it (None), hears what it says, and learns when it is gone."""
 
-    def admit(self, connection: Connection, local_rank: int) -> Worker | None:
-        """A worker has connected; None if it has been refused."""
-        ...
+    def admit(self, connection: Connection, local_rank: int) -> Worker | None: ...
 
-    def hear(self, worker: Worker, message: Message) -> None:
-        """It says something."""
-        ...
+    def hear(self, worker: Worker, message: Message) -> None: ...
 
-    def gone(self, worker: Worker) -> None:
-        """It has hung up, or is dead; may come twice."""
-        ...
+    def gone(self, worker: Worker) -> None: ...
 
 
 class ChannelServer:

@@ -18,44 +18,32 @@ Result = TypeVar("Result")
 
 
 class RoundEnd(Protocol):
-    """The port; in place it is :class:`~elastic_trainer.worker.inplace.recovery.InPlaceRecovery`."""
+    """The port; in place it is :class:`~elastic_trainer.worker.inplace.recovery.InPlaceRecovery`.
+
+    ``led``: the node's agent decides on rounds, and on what a signal to a worker means. ``repeated`` makes a call that
+    all ranks make, through whatever rounds it takes. ``absorb`` says whether an error was the end of the round, and the
+    training goes on in another; ``check_gradients`` raises if those at hand are not of all ranks. A planned change is
+    known first, then agreed on behind a step, then made; ``change`` says whether the ranks may be others now.
+    """
 
     @property
-    def led(self) -> bool:
-        """Whether the node's agent decides on rounds, and on what a signal to a worker means."""
-        ...
+    def led(self) -> bool: ...
 
-    def begin(self) -> None:
-        """Come into the first round with a model, all ranks in one state."""
-        ...
+    def begin(self) -> None: ...
 
-    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
-        """``attempt()``, a call that all ranks make, through whatever rounds it takes."""
-        ...
+    def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result: ...
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """The script evaluates in the body."""
-        ...
+    def evaluating(self) -> AbstractContextManager[None]: ...
 
-    def absorb(self, step: Step, error: BaseException) -> bool:
-        """Whether ``error`` was the end of the round, and the training goes on in another."""
-        ...
+    def absorb(self, step: Step, error: BaseException) -> bool: ...
 
-    def check_gradients(self) -> None:
-        """Raise if the gradients at hand are not those of all ranks."""
-        ...
+    def check_gradients(self) -> None: ...
 
-    def knows_change(self) -> bool:
-        """Whether a planned change of the present round is known here."""
-        ...
+    def knows_change(self) -> bool: ...
 
-    def agreed(self) -> None:
-        """All ranks know of the planned change, and are behind the same step."""
-        ...
+    def agreed(self) -> None: ...
 
-    def change(self) -> bool:
-        """Make the change that was agreed on, if any; whether the ranks may be others now."""
-        ...
+    def change(self) -> bool: ...
 
 
 class OneRound:
