@@ -10,7 +10,7 @@ from typing import Any
 from elastic_trainer.telemetry.logs import logger
 
 
-class EventKind(StrEnum):
+class Transition(StrEnum):
     """The transitions; the values are the names of the log lines."""
 
     COMMITTED = "checkpoint.committed"
@@ -24,14 +24,21 @@ class EventKind(StrEnum):
     SWEPT = "checkpoint.swept"
 
 
-_WARNINGS = frozenset({EventKind.QUARANTINED, EventKind.SKIPPED, EventKind.OUTRANKED, EventKind.REMOVAL_FAILED})
+_WARNINGS = frozenset(
+    {
+        Transition.QUARANTINED,
+        Transition.SKIPPED,
+        Transition.OUTRANKED,
+        Transition.REMOVAL_FAILED,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """One transition of the directory entry ``name``; ``values`` holds what else the log line says."""
 
-    kind: EventKind
+    kind: Transition
     name: str
     reason: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +50,7 @@ EventSink = Callable[[Event], None]
 def announce(event: Event, listener: EventSink | None) -> None:
     """Log ``event`` and pass it to ``listener``."""
     log = logger()
-    write = log.error if event.kind is EventKind.FAILED else log.warning if event.kind in _WARNINGS else log.info
+    write = log.error if event.kind is Transition.FAILED else log.warning if event.kind in _WARNINGS else log.info
     details = {"reason": event.reason, **event.values} if event.reason else dict(event.values)
     write(str(event.kind), checkpoint=event.name, **details)
     if listener is not None:

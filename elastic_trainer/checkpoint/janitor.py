@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_trainer.checkpoint.events import Event, EventKind
-from elastic_trainer.checkpoint.layout import Kind, Writer, host_label, kind_of, parse_temporary, temporary_name
+from elastic_trainer.checkpoint.events import Event, Transition
+from elastic_trainer.checkpoint.layout import Kind, WriterIdentity, host_label, kind_of, parse_temporary, temporary_name
 from elastic_trainer.checkpoint.storage import Storage
 from elastic_trainer.errors import StorageError
 
@@ -37,7 +37,7 @@ class Fate:
     reason: str
 
 
-def fate(writer: Writer, me: Writer, alive: bool | None, idle_s: float | None) -> Fate:
+def fate(writer: WriterIdentity, me: WriterIdentity, alive: bool | None, idle_s: float | None) -> Fate:
     """Judge a temporary of ``writer`` from where ``me`` stands.
 
     ``alive`` is what the kernel says of the writer if it can be asked, ``idle_s`` the time without writes if known.
@@ -69,14 +69,14 @@ def sweep(storage: Storage) -> Iterator[Event]:
                 yield _remove(storage, name, verdict.reason)
 
 
-def _judge(storage: Storage, name: str, writer: Writer) -> Fate:
+def _judge(storage: Storage, name: str, writer: WriterIdentity) -> Fate:
     me = this_process()
     alive = _alive(writer, me)
     idle_s = _idle_s(storage, name, me) if alive is None and writer != me else None
     return fate(writer, me, alive, idle_s)
 
 
-def _idle_s(storage: Storage, name: str, me: Writer) -> float | None:
+def _idle_s(storage: Storage, name: str, me: WriterIdentity) -> float | None:
     reference = temporary_name(me)
     try:
         storage.create(reference)
@@ -94,13 +94,13 @@ def _remove(storage: Storage, name: str, reason: str) -> Event:
     try:
         storage.remove(name)
     except OSError as error:
-        return Event(EventKind.REMOVAL_FAILED, name, f"{reason}, but it cannot be removed: {error.strerror}")
-    return Event(EventKind.SWEPT, name, reason)
+        return Event(Transition.REMOVAL_FAILED, name, f"{reason}, but it cannot be removed: {error.strerror}")
+    return Event(Transition.SWEPT, name, reason)
 
 
-def this_process() -> Writer:
+def this_process() -> WriterIdentity:
     """The identity of this process. Read anew each time, because it changes over a fork."""
-    return Writer(
+    return WriterIdentity(
         pid=os.getpid(),
         start=_started(os.getpid()) or 0,
         boot=_boot_id(),
@@ -109,7 +109,7 @@ def this_process() -> Writer:
     )
 
 
-def _alive(writer: Writer, me: Writer) -> bool | None:
+def _alive(writer: WriterIdentity, me: WriterIdentity) -> bool | None:
     """Whether ``writer`` lives, or None where this machine's kernel cannot tell."""
     same_kernel = (writer.boot, writer.namespace) == (me.boot, me.namespace)
     if not same_kernel or writer.boot == _NO_BOOT_ID or writer.start == 0 or writer.namespace == 0:

@@ -83,7 +83,7 @@ class CheckpointName:
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class WriterIdentity:
     """Identity of a writing process: enough to tell, on its own machine, whether it still lives.
 
     ``start`` is its start time in clock ticks since boot (a reused pid has another one); ``boot`` the kernel's boot
@@ -107,7 +107,7 @@ def parse_checkpoint(text: str) -> CheckpointName | None:
     return name if str(name) == text else None
 
 
-def temporary_name(writer: Writer) -> str:
+def temporary_name(writer: WriterIdentity) -> str:
     """A fresh name for a directory that ``writer`` is about to fill."""
     return f"tmp-{new_nonce()}-{writer.pid}-{writer.start}-{writer.boot}-{writer.namespace}-{writer.host}"
 
@@ -117,12 +117,12 @@ def host_label(hostname: str) -> str:
     return _UNSAFE_IN_HOST.sub(".", hostname)[:64] or "unnamed"
 
 
-def parse_temporary(text: str) -> Writer | None:
+def parse_temporary(text: str) -> WriterIdentity | None:
     """The writer that the temporary name ``text`` carries, or None if it is no such name."""
     match = _TEMPORARY_NAME.fullmatch(text)
     if match is None:
         return None
-    return Writer(pid=int(match[2]), start=int(match[3]), boot=match[4], namespace=int(match[5]), host=match[6])
+    return WriterIdentity(pid=int(match[2]), start=int(match[3]), boot=match[4], namespace=int(match[5]), host=match[6])
 
 
 def trash_name(checkpoint: str) -> str:

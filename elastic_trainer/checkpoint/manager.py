@@ -18,7 +18,7 @@ from typing import Any
 from elastic_trainer.checkpoint import codec, janitor
 from elastic_trainer.checkpoint.claim import Claim, Owner
 from elastic_trainer.checkpoint.commit import check_writable, require_space
-from elastic_trainer.checkpoint.events import Event, EventKind, EventSink, announce
+from elastic_trainer.checkpoint.events import Event, EventSink, Transition, announce
 from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
 from elastic_trainer.checkpoint.inventory import Entry, Problem, committed, entry, examine, listed, quarantined_in
 from elastic_trainer.checkpoint.layout import CheckpointName, quarantine_name, quarantined, trash_name
@@ -119,7 +119,7 @@ class CheckpointManager:
 
     def sweep(self) -> int:
         """Remove what dead writers left behind; returns how many entries went."""
-        return sum(self._announce(event).kind is EventKind.SWEPT for event in janitor.sweep(self._storage))
+        return sum(self._announce(event).kind is Transition.SWEPT for event in janitor.sweep(self._storage))
 
     def save(self, state: Mapping[str, Any], info: SaveInfo) -> Committed:
         """Commit ``state`` durably, then apply retention.
@@ -133,13 +133,13 @@ class CheckpointManager:
             complete = self._write(state, manifest)
         except CheckpointError as error:
             where = {"step": info.step, "round": info.round}
-            self._announce(Event(EventKind.FAILED, manifest.name, str(error), where))
+            self._announce(Event(Transition.FAILED, manifest.name, str(error), where))
             raise
         saved = Entry(complete.name, Path(self._storage.location) / complete.name, complete)
         result = Committed(saved, complete.size, self._clock.monotonic() - began)
         self._known[saved.name] = saved
         values = {"step": info.step, "round": info.round, "bytes": result.size, "duration_s": result.duration_s}
-        self._announce(Event(EventKind.COMMITTED, saved.name, values=values))
+        self._announce(Event(Transition.COMMITTED, saved.name, values=values))
         self._retain(saved.name)
         return result
 
@@ -180,11 +180,11 @@ class CheckpointManager:
         try:
             entries = self._entries()
         except CheckpointError as error:  # the checkpoint is safe all the same
-            self._announce(Event(EventKind.REMOVAL_FAILED, just_saved, f"retention was not applied: {error}"))
+            self._announce(Event(Transition.REMOVAL_FAILED, just_saved, f"retention was not applied: {error}"))
             return
         if entries and entries[0].name != just_saved:
             reason = f"{entries[0].name} counts as newer (higher round or step) and would be resumed from"
-            self._announce(Event(EventKind.OUTRANKED, just_saved, reason))
+            self._announce(Event(Transition.OUTRANKED, just_saved, reason))
         verdicts = decide([_candidate(each) for each in entries], self._retention, frozenset({just_saved}))
         for verdict in verdicts:
             if not verdict.keep:
@@ -200,9 +200,9 @@ class CheckpointManager:
             return  # another process was faster
         except OSError as error:
             text = f"{reason}, but it cannot be removed: {error.strerror or error}"
-            self._announce(Event(EventKind.REMOVAL_FAILED, name, text))
+            self._announce(Event(Transition.REMOVAL_FAILED, name, text))
             return
-        self._announce(Event(EventKind.REMOVED, name, reason))
+        self._announce(Event(Transition.REMOVED, name, reason))
 
     # -- finding
 
@@ -257,7 +257,7 @@ class CheckpointManager:
         state = read_state(self._storage, manifest)
         duration_s = self._clock.monotonic() - began
         values = {"step": manifest.step, "round": manifest.round, "bytes": manifest.size, "duration_s": duration_s}
-        self._announce(Event(EventKind.LOADED, manifest.name, values=values))
+        self._announce(Event(Transition.LOADED, manifest.name, values=values))
         return Loaded(state, manifest)
 
     def load_newest(self) -> Loaded | None:
@@ -306,16 +306,16 @@ class CheckpointManager:
                 if self._storage.exists(new):
                     continue
                 text = f"{error}; it cannot be renamed: {problem.strerror or problem}"
-                self._announce(Event(EventKind.SKIPPED, name, text))
+                self._announce(Event(Transition.SKIPPED, name, text))
                 return
-            self._announce(Event(EventKind.QUARANTINED, name, str(error), {"renamed_to": new}))
+            self._announce(Event(Transition.QUARANTINED, name, str(error), {"renamed_to": new}))
             return
 
     def _skip(self, problem: Problem) -> None:
         """Reported once for each checkpoint, not at every save."""
         if problem.name not in self._reported:
             self._reported.add(problem.name)
-            self._announce(Event(EventKind.SKIPPED, problem.name, str(problem.error)))
+            self._announce(Event(Transition.SKIPPED, problem.name, str(problem.error)))
 
     def _announce(self, event: Event) -> Event:
         announce(event, self._on_event)

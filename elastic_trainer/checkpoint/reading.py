@@ -21,7 +21,7 @@ from elastic_trainer.checkpoint.faults import DamagedError, GoneError, Unreadabl
 from elastic_trainer.checkpoint.image import PIECE
 from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, TENSORS_FILE
 from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, unseal
-from elastic_trainer.checkpoint.storage import Source, Storage
+from elastic_trainer.checkpoint.storage import ByteSource, Storage
 
 _THREADS = 4
 """Beyond a few readers the memory bus or the disk is the limit."""
@@ -109,7 +109,7 @@ def _cut(view: memoryview) -> Iterator[memoryview]:
     return (view[start : start + PIECE] for start in range(0, len(view), PIECE))
 
 
-def _read_chunks(source: Source, name: str, record: FileRecord, chunks: Sequence[int], buffers: Buffers) -> None:
+def _read_chunks(source: ByteSource, name: str, record: FileRecord, chunks: Sequence[int], buffers: Buffers) -> None:
     """Read and compare ``chunks``, several at a time; the first problem ends it."""
     threads = min(_THREADS, len(chunks), os.cpu_count() or 1)
     if threads < 2:
@@ -124,7 +124,7 @@ def _read_chunks(source: Source, name: str, record: FileRecord, chunks: Sequence
         pool.shutdown(cancel_futures=True)
 
 
-def _read_chunk(source: Source, name: str, record: FileRecord, index: int, buffers: Buffers) -> None:
+def _read_chunk(source: ByteSource, name: str, record: FileRecord, index: int, buffers: Buffers) -> None:
     begin, end = record.bound(index)
     digest = xxhash.xxh3_128()
     position = begin
@@ -141,13 +141,13 @@ def _read_chunk(source: Source, name: str, record: FileRecord, index: int, buffe
         raise DamagedError(f"checkpoint {name}: bytes {begin} to {end} of {record.name} do not match their checksum")
 
 
-def _check_size(source: Source, record: FileRecord, name: str) -> None:
+def _check_size(source: ByteSource, record: FileRecord, name: str) -> None:
     if source.size != record.size:
         raise DamagedError(f"checkpoint {name}: {record.name} has {source.size} bytes; {record.size} were written")
 
 
 @contextmanager
-def _opened(storage: Storage, name: str, file: str) -> Iterator[Source]:
+def _opened(storage: Storage, name: str, file: str) -> Iterator[ByteSource]:
     """The open file; what is missing is told apart from what went away as a whole."""
     try:
         source = storage.source(name, file)

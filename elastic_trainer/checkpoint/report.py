@@ -16,7 +16,7 @@ from elastic_trainer.checkpoint.reading import verify
 from elastic_trainer.checkpoint.storage import PosixStorage, Storage
 
 
-class Status(StrEnum):
+class Soundness(StrEnum):
     """What is known about an entry."""
 
     VERIFIED = "verified"
@@ -34,7 +34,7 @@ class Description:
 
     name: str
     path: Path
-    status: Status
+    status: Soundness
     manifest: Manifest | None = None
     problem: str = ""
 
@@ -48,7 +48,7 @@ def describe(directory: str | Path, *, read_all: bool = True) -> list[Descriptio
     names = listed(storage)
     described = (_described(storage, each, read_all) for each in examine(storage, names, {}))
     found = [each for each in described if each is not None]
-    return found + [Description(name, Path(directory) / name, Status.QUARANTINED) for name in quarantined_in(names)]
+    return found + [Description(name, Path(directory) / name, Soundness.QUARANTINED) for name in quarantined_in(names)]
 
 
 def _described(storage: Storage, each: Entry | Problem, read_all: bool) -> Description | None:
@@ -57,15 +57,15 @@ def _described(storage: Storage, each: Entry | Problem, read_all: bool) -> Descr
     if isinstance(each, Problem):
         return Description(each.name, path, _status(each.error), problem=str(each.error))
     if not read_all:
-        return Description(each.name, path, Status.UNVERIFIED, each.manifest)
+        return Description(each.name, path, Soundness.UNVERIFIED, each.manifest)
     try:
         verify(storage, each.manifest)
     except GoneError:
         return None
     except (DamagedError, UnreadableError) as error:
         return Description(each.name, path, _status(error), each.manifest, str(error))
-    return Description(each.name, path, Status.VERIFIED, each.manifest)
+    return Description(each.name, path, Soundness.VERIFIED, each.manifest)
 
 
-def _status(error: DamagedError | UnreadableError) -> Status:
-    return Status.DAMAGED if isinstance(error, DamagedError) else Status.UNREADABLE
+def _status(error: DamagedError | UnreadableError) -> Soundness:
+    return Soundness.DAMAGED if isinstance(error, DamagedError) else Soundness.UNREADABLE

@@ -10,7 +10,7 @@ from enum import StrEnum
 from elastic_trainer.errors import ConfigError
 
 
-class Mode(StrEnum):
+class BestMode(StrEnum):
     """Which end of a metric is good."""
 
     MIN = "min"
@@ -28,7 +28,7 @@ class Retention:
     keep_last: int = 3
     keep_every: int | None = None
     metric: str | None = None
-    mode: Mode = Mode.MIN
+    mode: BestMode = BestMode.MIN
     keep_best: int = 1
 
     def __post_init__(self) -> None:
@@ -37,7 +37,7 @@ class Retention:
                 raise ConfigError(f"{name} is {value}", hint="keep at least 1 checkpoint")
         if self.keep_every is not None and self.keep_every < 1:
             raise ConfigError(f"keep_every is {self.keep_every}", hint="give a number of steps, or leave it out")
-        if self.mode not in tuple(Mode):
+        if self.mode not in tuple(BestMode):
             raise ConfigError(f"mode is {self.mode!r}", hint="say 'min' or 'max'")
 
 
@@ -52,7 +52,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Ruling:
     """What becomes of one checkpoint, and why."""
 
     name: str
@@ -60,7 +60,7 @@ class Verdict:
     reason: str
 
 
-def decide(newest_first: Sequence[Candidate], policy: Retention, protected: frozenset[str]) -> tuple[Verdict, ...]:
+def decide(newest_first: Sequence[Candidate], policy: Retention, protected: frozenset[str]) -> tuple[Ruling, ...]:
     """Judge each checkpoint, in the order given. ``protected`` names stay whatever the policy says."""
     ranked = {each.name: place for place, each in enumerate(by_metric(newest_first, policy)[: policy.keep_best], 1)}
     flagged = next((each.name for each in newest_first if each.best), None)
@@ -76,25 +76,25 @@ def _verdict(
     ranked: Mapping[str, int],
     flagged: str | None,
     protected: frozenset[str],
-) -> Verdict:
+) -> Ruling:
     name = candidate.name
     if place <= policy.keep_last:
-        return Verdict(name, True, f"number {place} of the newest {policy.keep_last}")
+        return Ruling(name, True, f"number {place} of the newest {policy.keep_last}")
     if name in protected:
-        return Verdict(name, True, "it is in use")
+        return Ruling(name, True, "it is in use")
     if policy.keep_every is not None and candidate.step % policy.keep_every == 0:
-        return Verdict(name, True, f"step {candidate.step} is a multiple of {policy.keep_every}")
+        return Ruling(name, True, f"step {candidate.step} is a multiple of {policy.keep_every}")
     if name in ranked:
-        return Verdict(name, True, f"number {ranked[name]} by {policy.metric}")
+        return Ruling(name, True, f"number {ranked[name]} by {policy.metric}")
     if name == flagged:
-        return Verdict(name, True, "the newest that was saved as best")
-    return Verdict(name, False, f"number {place}; the newest {policy.keep_last} are kept")
+        return Ruling(name, True, "the newest that was saved as best")
+    return Ruling(name, False, f"number {place}; the newest {policy.keep_last} are kept")
 
 
 def by_metric(newest_first: Sequence[Candidate], policy: Retention) -> list[Candidate]:
     """Those that have the policy's metric as a number, best first; of equals the newest first."""
     if policy.metric is None:
         return []
-    sign = 1.0 if policy.mode is Mode.MIN else -1.0
+    sign = 1.0 if policy.mode is BestMode.MIN else -1.0
     values = [(sign * each.metrics.get(policy.metric, math.nan), each) for each in newest_first]
     return [each for value, each in sorted(((v, e) for v, e in values if not math.isnan(v)), key=lambda pair: pair[0])]

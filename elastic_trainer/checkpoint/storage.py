@@ -43,7 +43,7 @@ class Sink(Protocol):
         ...
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """A file being read; ``read_into`` may be called from several threads."""
 
     size: int
@@ -89,7 +89,7 @@ class Storage(Protocol):
         """A new file in the entry ``name``."""
         ...
 
-    def source(self, name: str, file: str) -> Source:
+    def source(self, name: str, file: str) -> ByteSource:
         """The file ``file`` of the entry ``name``; OSError if it cannot be opened."""
         ...
 
@@ -182,7 +182,7 @@ class PosixStorage:
             descriptor = os.open(self._root / name / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         return _PosixSink(descriptor, self.location)
 
-    def source(self, name: str, file: str) -> Source:
+    def source(self, name: str, file: str) -> ByteSource:
         return _PosixSource(os.open(self._root / name / file, os.O_RDONLY | os.O_CLOEXEC))
 
     def publish(self, temporary: str, name: str) -> None:

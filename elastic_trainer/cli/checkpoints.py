@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """List them, newest first; 1 if one of them is damaged or unreadable."""
-    from elastic_trainer.checkpoint import Status, describe
+    from elastic_trainer.checkpoint import Soundness, describe
 
     directory: Path = arguments.directory
     if not directory.is_dir():
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"directory": str(directory), "checkpoints": [as_json(each) for each in found]}, indent=2))
     else:
         _show(found, directory)
-    bad = {Status.DAMAGED, Status.UNREADABLE}
+    bad = {Soundness.DAMAGED, Soundness.UNREADABLE}
     return EXIT_FAILURE if any(each.status in bad for each in found) else 0
 
 

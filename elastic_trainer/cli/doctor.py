@@ -96,7 +96,7 @@ def case_of(arguments: argparse.Namespace) -> Case:
 def _subject(arguments: argparse.Namespace, options: RendezvousOptions) -> Subject:
     from elastic_trainer.agent.rendezvous.addresses import own_address
     from elastic_trainer.preflight.examination import Subject
-    from elastic_trainer.preflight.limits import GIB, Limits
+    from elastic_trainer.preflight.limits import GIB, FitLimits
     from elastic_trainer.settings import parse_endpoints
 
     if arguments.nproc_per_node < 1:
@@ -111,7 +111,7 @@ def _subject(arguments: argparse.Namespace, options: RendezvousOptions) -> Subje
         directory=arguments.checkpoint_dir or options.preflight_dir,
         workers=arguments.nproc_per_node,
         compute=options.preflight_compute if arguments.compute is None else arguments.compute,
-        limits=Limits(ratio=options.preflight_ratio, disk_bytes=int(needed * GIB)),
+        limits=FitLimits(ratio=options.preflight_ratio, disk_bytes=int(needed * GIB)),
     )
 
 

@@ -32,7 +32,7 @@ class Word:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class HealthVerdict:
     """Whether all is well, and why."""
 
     well: bool
@@ -56,16 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if verdict.well else EXIT_FAILURE
 
 
-def judge(words: Sequence[Word], *, required: bool) -> Verdict:
+def judge(words: Sequence[Word], *, required: bool) -> HealthVerdict:
     """All that listen must say 200. Where nobody listens nothing is wrong, unless the ports were ``required``: a job
     may have no endpoint, and that its process is there the container knows by itself."""
     heard = [word for word in words if word.listens or required]
     sick = [word for word in heard if word.status != http.client.OK]
     if sick:
-        return Verdict(False, "; ".join(f"port {word.port}: {word.text}" for word in sick))
+        return HealthVerdict(False, "; ".join(f"port {word.port}: {word.text}" for word in sick))
     if not heard:
-        return Verdict(True, f"nobody listens on {' or '.join(str(word.port) for word in words)}: nothing to ask")
-    return Verdict(True, "; ".join(f"port {word.port}: {word.text}" for word in heard))
+        return HealthVerdict(True, f"nobody listens on {' or '.join(str(word.port) for word in words)}: nothing to ask")
+    return HealthVerdict(True, "; ".join(f"port {word.port}: {word.text}" for word in heard))
 
 
 def ask(address: str, port: int) -> Word:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from elastic_trainer.monitor.model.snapshot import Listing, RunSnapshot
-    from elastic_trainer.monitor.read.reading import Reader, Reading
+    from elastic_trainer.monitor.read.reading import Reader, StoreReading
 
 _WIDTH_OF_FILES = 140
 _EVERY_S = 1.0
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 class Show(Protocol):
     """Where readings are shown."""
 
-    def __call__(self, reading: Reading, last: bool) -> None:
+    def __call__(self, reading: StoreReading, last: bool) -> None:
         """Show this one; whether it is the last."""
         ...
 
@@ -85,7 +85,7 @@ def _shower(arguments: argparse.Namespace) -> Show:
     return PlainShow(console, arguments.run)
 
 
-def _watch(reader: Reader, reading: Reading, show: Show, name: str | None) -> None:
+def _watch(reader: Reader, reading: StoreReading, show: Show, name: str | None) -> None:
     """Show each reading until the run is over."""
     from elastic_trainer.monitor.read.reading import pause_s
 
@@ -99,7 +99,7 @@ def _watch(reader: Reader, reading: Reading, show: Show, name: str | None) -> No
         pause(pause_s(SYSTEM.monotonic() - began, reading.store.connected, _EVERY_S))
 
 
-def value_of(reading: Reading, name: str | None) -> RunSnapshot | Listing | None:
+def value_of(reading: StoreReading, name: str | None) -> RunSnapshot | Listing | None:
     """What is to be shown: the run, or the list of all; None if the run is gone."""
     from elastic_trainer.monitor.model.snapshot import listing, snapshot, summary
 
@@ -110,7 +110,7 @@ def value_of(reading: Reading, name: str | None) -> RunSnapshot | Listing | None
     return None if found is None else snapshot(found.documents, found.seen, reading.store)
 
 
-def _mark(reading: Reading) -> tuple[object, ...]:
+def _mark(reading: StoreReading) -> tuple[object, ...]:
     """Differs when there is something new to show."""
     return (reading.store.connected, *((run, each.documents.serial) for run, each in reading.runs.items()))
 
@@ -122,7 +122,7 @@ class JsonShow:
         self._name = name
         self._shown: tuple[object, ...] | None = None
 
-    def __call__(self, reading: Reading, last: bool) -> None:
+    def __call__(self, reading: StoreReading, last: bool) -> None:
         from elastic_trainer.monitor.model.snapshot import as_json
 
         mark, value = _mark(reading), value_of(reading, self._name)
@@ -142,7 +142,7 @@ class PlainShow:
         self._shown: tuple[object, ...] | None = None
         self._shown_at = 0.0
 
-    def __call__(self, reading: Reading, last: bool) -> None:
+    def __call__(self, reading: StoreReading, last: bool) -> None:
         now, mark = SYSTEM.monotonic(), _mark(reading)
         due = self._shown is None or (mark != self._shown and now - self._shown_at >= _REPRINT_EVERY_S)
         if last or due:
@@ -165,14 +165,14 @@ class LiveShow:
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
         self._live.start()
 
-    def __call__(self, reading: Reading, last: bool) -> None:
+    def __call__(self, reading: StoreReading, last: bool) -> None:
         self._live.update(view_of(reading, self._name), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
 
 
-def view_of(reading: Reading, name: str | None) -> RenderableType:
+def view_of(reading: StoreReading, name: str | None) -> RenderableType:
     """The view of a reading for people."""
     from elastic_trainer.cli import status_view
     from elastic_trainer.monitor.model.snapshot import RunSnapshot

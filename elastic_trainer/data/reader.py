@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from elastic_trainer.data.bad_samples import Missing
 from elastic_trainer.data.placing import pinned
-from elastic_trainer.data.requests import Request
+from elastic_trainer.data.requests import SampleRequest
 from elastic_trainer.data.seeds import SEEDED, SampleSeeds
 from elastic_trainer.data.sources import StreamEndedError, checked_length, deterministic, generators, is_stream
 from elastic_trainer.errors import DataError
@@ -39,7 +39,7 @@ class Cancelled(Exception):
     """Reading was given up."""
 
 
-class Reader:
+class SampleReader:
     """``seed`` None: random numbers are left as they are (evaluation). ``skips``: samples that raise are left out.
 
     ``draws`` names the generators of the process that reading seeds.
@@ -56,10 +56,10 @@ class Reader:
             self.draws = drawn if collate is None else tuple(SEEDED)
         may_ask_many = self._fixed or self._seeds is None
         self._many = getattr(dataset, "__getitems__", None) if may_ask_many else None
-        self._stream = Stream(dataset) if is_stream(dataset) else None
+        self._stream = SampleStream(dataset) if is_stream(dataset) else None
         self._epoch: int | None = None
 
-    def read(self, request: Request, wanted: Callable[[], bool] = lambda: True) -> Drawn:
+    def read(self, request: SampleRequest, wanted: Callable[[], bool] = lambda: True) -> Drawn:
         """The samples of ``request``. Raises Cancelled between two of them when they are not ``wanted`` any more."""
         self._enter(request.epoch)
         numbers = [int(number) for number in request.ids]
@@ -122,7 +122,7 @@ class Reader:
             raise
 
 
-class Stream:
+class SampleStream:
     """Reads single samples of a seekable stream; the next one comes from the iterator that is open."""
 
     def __init__(self, stream: Any) -> None:

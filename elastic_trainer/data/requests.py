@@ -17,7 +17,7 @@ Place = tuple[int, int, int]
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class SampleRequest:
     """The samples ``ids``, which begin at ``position`` of ``epoch``.
 
     ``batch_start`` is where their global batch begins. ``counts`` is False for a filler; ``span`` tells that this is
@@ -51,11 +51,11 @@ class Course:
         """This rank's micro-batches of ``whole``."""
         return share(len(whole.ids), self.plan.micro_batch, self.world, self.rank, even=self.even)
 
-    def from_request(self, first: Request) -> Iterator[Request]:
+    def from_request(self, first: SampleRequest) -> Iterator[SampleRequest]:
         """``first``, and what this rank will ask for after it, in order; no place twice in a row."""
         yield first
         last, cursor = first.place, Cursor(first.epoch, first.batch_start)
-        rest: list[Request] | None = None
+        rest: list[SampleRequest] | None = None
         while True:
             if self.plan.ended(cursor):
                 if cursor.epoch + 1 >= self.until:
@@ -70,17 +70,17 @@ class Course:
                     last = request.place
             cursor = whole.following
 
-    def _requests(self, whole: GlobalBatch, *, span: bool) -> list[Request]:
+    def _requests(self, whole: GlobalBatch, *, span: bool) -> list[SampleRequest]:
         pieces = self.pieces(whole)
         if span and len(pieces) > 1:
             return [asked(whole, spanning(pieces), span=True)]
         return [asked(whole, piece) for piece in pieces]
 
 
-def asked(whole: GlobalBatch, piece: Piece, *, span: bool = False) -> Request:
+def asked(whole: GlobalBatch, piece: Piece, *, span: bool = False) -> SampleRequest:
     """The request for ``piece`` of the global batch ``whole``."""
     ids, cursor = whole.ids[piece.start : piece.stop], whole.cursor
-    return Request(cursor.epoch, cursor.samples + piece.start, ids, cursor.samples, piece.weight > 0.0, span)
+    return SampleRequest(cursor.epoch, cursor.samples + piece.start, ids, cursor.samples, piece.weight > 0.0, span)
 
 
 def spanning(pieces: tuple[Piece, ...]) -> Piece:
@@ -89,7 +89,7 @@ def spanning(pieces: tuple[Piece, ...]) -> Piece:
     return Piece(counting[0].start, counting[-1].stop, sum(piece.weight for piece in pieces))
 
 
-def _behind(requests: list[Request], place: Place) -> list[Request]:
+def _behind(requests: list[SampleRequest], place: Place) -> list[SampleRequest]:
     """Those after the one at ``place``; none if it is not among them."""
     places = [request.place for request in requests]
     return requests[places.index(place) + 1 :] if place in places else []

@@ -17,8 +17,8 @@ from elastic_trainer.data.bad_samples import Tally, limit
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.placing import pinned, placed
 from elastic_trainer.data.plan import EpochPlan, GlobalBatch, Ids, Piece
-from elastic_trainer.data.reader import Collate, Drawn, Reader
-from elastic_trainer.data.requests import Course, Request, asked, spanning
+from elastic_trainer.data.reader import Collate, Drawn, SampleReader
+from elastic_trainer.data.requests import Course, SampleRequest, asked, spanning
 from elastic_trainer.data.seeds import undisturbed
 from elastic_trainer.data.sources import MapDataset, checked_length, plain_tensors
 from elastic_trainer.data.workers import Workers
@@ -166,7 +166,7 @@ class Fetcher:
         loading = loading if loading is not None else Loading()
         self._loading, self._device = loading, device
         self._tally = tally if tally is not None else Tally()
-        self._reader = Reader(dataset, collate, seed, skips=loading.skips)
+        self._reader = SampleReader(dataset, collate, seed, skips=loading.skips)
         self.length = self._reader.length
         self._tensors = dataset.tensors if plain_tensors(dataset) and collate is None else None
         self._pin = loading.pins(device)
@@ -183,9 +183,9 @@ class Fetcher:
 
     def __call__(self, ids: Ids) -> Drawn:
         """The samples ``ids``, in this process."""
-        return self._drawn(Request(0, int(ids[0]) if len(ids) else 0, ids))
+        return self._drawn(SampleRequest(0, int(ids[0]) if len(ids) else 0, ids))
 
-    def draw(self, request: Request) -> Drawn:
+    def draw(self, request: SampleRequest) -> Drawn:
         """The samples of ``request``, perhaps fetched ahead."""
         if self._workers is None:
             drawn = self._drawn(request)
@@ -208,7 +208,7 @@ class Fetcher:
         if self._workers is not None:
             self._workers.close()
 
-    def _drawn(self, request: Request) -> Drawn:
+    def _drawn(self, request: SampleRequest) -> Drawn:
         if self._tensors is not None:
             rows = self._rows(torch.from_numpy(request.ids.astype(np.int64)), self._tensors)
             return Drawn(rows if self._in_place else [self._placed(each) for each in rows])
@@ -232,7 +232,7 @@ class Fetcher:
 class Source(Protocol):
     """Where a sampler gets its data."""
 
-    def draw(self, request: Request) -> Drawn: ...
+    def draw(self, request: SampleRequest) -> Drawn: ...
 
     def follow(self, course: Course) -> None: ...
 

@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import Dataset
 
 from elastic_trainer.data.placing import leaves
-from elastic_trainer.data.reader import Cancelled, Drawn, Reader
-from elastic_trainer.data.requests import Request
+from elastic_trainer.data.reader import Cancelled, Drawn, SampleReader
+from elastic_trainer.data.requests import SampleRequest
 from elastic_trainer.errors import DataError
 
 _ENDING = -1
@@ -25,11 +25,11 @@ _SENDABLE = (torch.Tensor, np.ndarray, np.generic, str, bytes, int, float, compl
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class FetchTask:
     """A request of one ``course`` (they are counted). Requests of an earlier one are not wanted any more."""
 
     course: int
-    request: Request
+    request: SampleRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Failure:
 class Tasks(Dataset[Any]):
     """The data set that torch's DataLoader gives to its processes: item ``task`` is what its request gives."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: SampleReader) -> None:
         self._reader = reader
         self._course = torch.zeros(1, dtype=torch.int64)
         self._course.share_memory_()  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ class Tasks(Dataset[Any]):
         """Nothing is wanted any more."""
         self._course[0] = _ENDING
 
-    def __getitem__(self, task: Task) -> Drawn | Failure | None:
+    def __getitem__(self, task: FetchTask) -> Drawn | Failure | None:
         """What was drawn, a :class:`Failure`, or None if it is not wanted any more."""
 
         def wanted() -> bool:

@@ -34,9 +34,9 @@ from elastic_trainer.clock import SYSTEM
 from elastic_trainer.data.child import forking, settle
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.placing import versions
-from elastic_trainer.data.reader import Drawn, Reader
-from elastic_trainer.data.requests import Place, Request
-from elastic_trainer.data.tasks import Failure, Task, Tasks, unchanged
+from elastic_trainer.data.reader import Drawn, SampleReader
+from elastic_trainer.data.requests import Place, SampleRequest
+from elastic_trainer.data.tasks import Failure, FetchTask, Tasks, unchanged
 from elastic_trainer.errors import DataError
 from elastic_trainer.telemetry.logs import logger
 
@@ -48,7 +48,7 @@ DYING_S = 2.0
 GRACE_S = 2.0
 """How long workers that are asked to end may take for the sample at hand."""
 
-Future = Callable[[Request], Iterator[Request]]
+Future = Callable[[SampleRequest], Iterator[SampleRequest]]
 """A request, and those that will be made after it."""
 
 
@@ -58,20 +58,20 @@ class Upcoming:
     """
 
     def __init__(self) -> None:
-        self.sent: deque[Task] = deque()
+        self.sent: deque[FetchTask] = deque()
         self.course = 0
-        self._requests: Iterator[Request] = iter(())
+        self._requests: Iterator[SampleRequest] = iter(())
 
-    def aim(self, requests: Iterator[Request]) -> None:
+    def aim(self, requests: Iterator[SampleRequest]) -> None:
         """``requests`` are what follows."""
         self.course += 1
         self._requests = requests
 
-    def __iter__(self) -> Iterator[Task]:
+    def __iter__(self) -> Iterator[FetchTask]:
         return self
 
-    def __next__(self) -> Task:
-        task = Task(self.course, next(self._requests))
+    def __next__(self) -> FetchTask:
+        task = FetchTask(self.course, next(self._requests))
         self.sent.append(task)
         return task
 
@@ -88,7 +88,7 @@ class Fetching(_MultiProcessingDataLoaderIter):
 class Workers:
     """See the module."""
 
-    def __init__(self, reader: Reader, loading: Loading, *, pin: bool) -> None:
+    def __init__(self, reader: SampleReader, loading: Loading, *, pin: bool) -> None:
         self._tasks, self._loading, self._pin = Tasks(reader), loading, pin
         self._upcoming = Upcoming()
         self._loader: DataLoader[Any] | None = None
@@ -101,7 +101,7 @@ class Workers:
         self.future: Future = lambda request: iter([request])
         """What will be asked for after a request; set before each batch."""
 
-    def get(self, request: Request) -> Drawn:
+    def get(self, request: SampleRequest) -> Drawn:
         """The samples of ``request``, not yet on the device."""
         self._keep_only(request)
         kept = self._kept.get(request.place)
@@ -130,14 +130,14 @@ class Workers:
 
     # ---- what lies behind
 
-    def _keep_only(self, request: Request) -> None:
+    def _keep_only(self, request: SampleRequest) -> None:
         """Forget what was delivered of another global batch."""
         batch = request.epoch, request.batch_start
         if batch != self._kept_of:
             self._kept.clear()
             self._kept_of = batch
 
-    def _delivered(self, request: Request) -> Drawn:
+    def _delivered(self, request: SampleRequest) -> Drawn:
         if not self._coming(request):
             self._aim(request)
         while True:
@@ -151,12 +151,12 @@ class Workers:
             raise DataError(f"the data workers gave nothing for samples {request.ids[:8].tolist()}")
         return value
 
-    def _coming(self, request: Request) -> bool:
+    def _coming(self, request: SampleRequest) -> bool:
         """Whether workers are at ``request``, or have been."""
         course = self._upcoming.course
         return any(task.course == course and _alike(task.request, request) for task in self._upcoming.sent)
 
-    def _aim(self, request: Request) -> None:
+    def _aim(self, request: SampleRequest) -> None:
         """Go on from ``request``, whatever was expected to come next."""
         self._upcoming.aim(self.future(request))
         self._tasks.begin(self._upcoming.course)
@@ -170,7 +170,7 @@ class Workers:
         self._upcoming.aim(iter(()))
         self._tasks.begin(self._upcoming.course)
 
-    def _next(self) -> tuple[Task, Drawn | Failure | None]:
+    def _next(self) -> tuple[FetchTask, Drawn | Failure | None]:
         """What the workers deliver next."""
         began, told = SYSTEM.monotonic(), False
         while True:
@@ -283,7 +283,7 @@ class Workers:
             raise died(dead[0])
 
 
-def _alike(one: Request, other: Request) -> bool:
+def _alike(one: SampleRequest, other: SampleRequest) -> bool:
     """Whether both are for the same samples at the same place."""
     return one.place == other.place and np.array_equal(one.ids, other.ids)
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from elastic_trainer.local.ledger import Line, audit
 
 
-class Moment(StrEnum):
+class JournalMoment(StrEnum):
     """When a digest was taken: every few steps, and at the end of a process."""
 
     STEP = "step"
@@ -23,7 +23,7 @@ class Digest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    event: Moment
+    event: JournalMoment
     node: str
     pid: int
     round: int
@@ -68,7 +68,7 @@ def state_problems(digests: Sequence[Digest], members: Iterable[str]) -> list[st
     if apart:
         round_, step = apart[0]
         problems.append(f"the parameters of ranks differ at step {step} of round {round_} ({len(apart)} such steps)")
-    ends = {each.node: each for each in digests if each.event is Moment.END}
+    ends = {each.node: each for each in digests if each.event is JournalMoment.END}
     absent = sorted(set(members) - set(ends))
     if absent:
         problems.append(f"no parameters were left by {', '.join(absent)}")

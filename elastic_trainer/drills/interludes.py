@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from elastic_trainer.checkpoint import Event, EventKind
+from elastic_trainer.checkpoint import Event, Transition
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.worker.session import Session
 
@@ -87,7 +87,7 @@ class Interludes:
 
     def hear(self, event: Event) -> None:
         """A slow disk: until it has done its work, the save goes on."""
-        if event.kind is EventKind.COMMITTED:
+        if event.kind is Transition.COMMITTED:
             pause(self._disk_s)
 
     def behind(self, step: int, session: Session, model: nn.Module) -> None:

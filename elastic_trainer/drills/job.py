@@ -40,7 +40,7 @@ _PARTS = 8
 """Micro-batches of a global batch."""
 
 
-class Ending:
+class JobEnding:
     """Whether all ranks are to end behind the present step. Part of the state, so that healing carries it over."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.wedges:
         data = Rows(data, obstacles)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    ending = Ending()
+    ending = JobEnding()
     with Session(
         checkpoint_dir=options.directory / CHECKPOINTS,
         checkpoint_every_s=options.save_every,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_trainer.preflight.finding import Finding, Status, counted
-from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.preflight.limits import FitLimits
 
 _HINT = "switch time synchronization (NTP) on; nothing here relies on it, but logs and graphs will mislead"
 
@@ -43,7 +43,7 @@ def least_offset(document: Dated, first: Anchor, last: Anchor) -> float:
     return max(0.0, document.wall - last.after) + min(0.0, document.wall - first.before)
 
 
-def compared(documents: Iterable[Dated], first: Anchor, last: Anchor, limits: Limits) -> Finding:
+def compared(documents: Iterable[Dated], first: Anchor, last: Anchor, limits: FitLimits) -> Finding:
     """The worst of them."""
     offsets = {document.node: least_offset(document, first, last) for document in documents}
     if not offsets:
@@ -51,7 +51,7 @@ def compared(documents: Iterable[Dated], first: Anchor, last: Anchor, limits: Li
     return told("run.clock", offsets, limits, "at least ")
 
 
-def told(name: str, offsets: dict[str, float], limits: Limits, prefix: str = "") -> Finding:
+def told(name: str, offsets: dict[str, float], limits: FitLimits, prefix: str = "") -> Finding:
     """A finding about clocks that differ from ours by so many seconds, by node."""
     node, worst = max(offsets.items(), key=lambda item: abs(item[1]))
     text = f"agrees with {counted(len(offsets), 'other node')}, as far as can be seen"

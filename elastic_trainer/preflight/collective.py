@@ -32,7 +32,7 @@ TRIES = {SIZES[0]: 20, SIZES[1]: 5, SIZES[2]: 3}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MeasuredPart:
     """What the parent writes: this node's part in the meeting."""
 
     host: str
@@ -45,7 +45,7 @@ class Part:
     """How long to wait for the first partner to come."""
 
     @classmethod
-    def read(cls, line: str) -> Part:
+    def read(cls, line: str) -> MeasuredPart:
         """Of one line of JSON."""
         values = json.loads(line)
         return cls(**{**values, "names": tuple(values["names"])})
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     teller.doing("waiting for other nodes")
     line = sys.stdin.readline()
     if line:  # else the parent has given up
-        Measurement(Part.read(line), teller).run()
+        Measurement(MeasuredPart.read(line), teller).run()
     return 0
 
 
@@ -78,7 +78,7 @@ def devices(told: Sequence[tuple[str, int] | None]) -> list[str]:
 class Measurement:
     """See the module."""
 
-    def __init__(self, part: Part, teller: Teller) -> None:
+    def __init__(self, part: MeasuredPart, teller: Teller) -> None:
         import torch
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 

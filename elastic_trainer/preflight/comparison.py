@@ -12,7 +12,7 @@ from elastic_trainer.membership.documents import DocumentError, NodeRecord
 from elastic_trainer.preflight.clocks import Anchor, Dated, compared
 from elastic_trainer.preflight.finding import Finding, bad, sentence
 from elastic_trainer.preflight.judge import judge
-from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.preflight.limits import FitLimits
 from elastic_trainer.preflight.network import MOST_ASKED, Neighbor, reaching
 from elastic_trainer.preflight.report import NodeReport, Published, count, publish, published, report_in
 from elastic_trainer.store.api import Order, Store
@@ -25,10 +25,10 @@ _ENOUGH = 8
 """Enough other nodes for a median; no more are waited for."""
 
 
-class Comparison:
+class PeerComparison:
     """One node's; made before its checks begin, so that clocks can be compared over the time that they take."""
 
-    def __init__(self, store: Store, keys: RunKeys, node: str, limits: Limits, clock: Clock = SYSTEM) -> None:
+    def __init__(self, store: Store, keys: RunKeys, node: str, limits: FitLimits, clock: Clock = SYSTEM) -> None:
         self._store, self._keys, self._node, self._limits, self._clock = store, keys, node, limits, clock
         self._first = self._anchor()
 

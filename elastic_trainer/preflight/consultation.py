@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError, TransientError
 from elastic_trainer.preflight.child import Doing
-from elastic_trainer.preflight.comparison import STORE_S, Comparison
+from elastic_trainer.preflight.comparison import STORE_S, PeerComparison
 from elastic_trainer.preflight.coordination import endpoints, round_trip
 from elastic_trainer.preflight.examination import Subject, examine
 from elastic_trainer.preflight.finding import Finding, Status, bad
@@ -91,7 +91,7 @@ def _with_store(
         none = Finding("peers", Status.SKIPPED, "no --run-id was given")
         return Diagnosis(case.node, (*found, *own.findings, none), own.versions)
     keys = RunKeys(prefix, case.run)
-    comparison = Comparison(store, keys, case.node, limits)
+    comparison = PeerComparison(store, keys, case.node, limits)
     own = examine(case.subject, deadline, doing)
     found += own.findings
     try:

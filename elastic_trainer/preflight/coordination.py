@@ -12,7 +12,7 @@ from statistics import median
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.preflight.finding import Finding, Status
-from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.preflight.limits import FitLimits
 from elastic_trainer.settings import StoreSettings
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.api import Store
@@ -22,7 +22,7 @@ ENDPOINT_S = 4.0
 _TRIES = 7
 
 
-def endpoints(settings: StoreSettings, run: str | None, limits: Limits, deadline: Deadline) -> list[Finding]:
+def endpoints(settings: StoreSettings, run: str | None, limits: FitLimits, deadline: Deadline) -> list[Finding]:
     """One finding for each endpoint. With some that work, the others are but a warning."""
     found = [
         _endpoint(settings, index, run, limits, deadline.at_most(ENDPOINT_S))
@@ -37,7 +37,7 @@ def _lessened(finding: Finding) -> Finding:
     return Finding(finding.name, Status.WARN, finding.text, hint=finding.hint)
 
 
-def _endpoint(settings: StoreSettings, index: int, run: str | None, limits: Limits, deadline: Deadline) -> Finding:
+def _endpoint(settings: StoreSettings, index: int, run: str | None, limits: FitLimits, deadline: Deadline) -> Finding:
     endpoint = settings.endpoints[index]
     name = "etcd" if len(settings.endpoints) == 1 else f"etcd {endpoint}"
     alone = settings.model_copy(update={"endpoints": (endpoint,)})
@@ -51,7 +51,7 @@ def _endpoint(settings: StoreSettings, index: int, run: str | None, limits: Limi
         store.close()
 
 
-def version(store: Store, where: str, limits: Limits, deadline: Deadline, name: str = "etcd") -> Finding:
+def version(store: Store, where: str, limits: FitLimits, deadline: Deadline, name: str = "etcd") -> Finding:
     """Which etcd it is."""
     try:
         said = store.version(deadline)
@@ -64,7 +64,7 @@ def version(store: Store, where: str, limits: Limits, deadline: Deadline, name: 
     return Finding(name, Status.OK, f"{where}etcd {said}")
 
 
-def round_trip(store: Store, key: str, limits: Limits, deadline: Deadline, clock: Clock = SYSTEM) -> Finding:
+def round_trip(store: Store, key: str, limits: FitLimits, deadline: Deadline, clock: Clock = SYSTEM) -> Finding:
     """How long a read that asks a quorum takes; the middle of several. Raises the store's errors."""
     times = list[float]()
     for _ in range(_TRIES):
@@ -74,7 +74,7 @@ def round_trip(store: Store, key: str, limits: Limits, deadline: Deadline, clock
     return judged_round_trip(times, limits)
 
 
-def judged_round_trip(times: Sequence[float], limits: Limits) -> Finding:
+def judged_round_trip(times: Sequence[float], limits: FitLimits) -> Finding:
     """The finding for these times. Pure."""
     value_ms, limit_ms = median(times) * 1e3, limits.etcd_round_trip_s * 1e3
     slow = value_ms > limit_ms

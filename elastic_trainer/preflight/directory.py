@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.preflight.finding import Finding, Status, amount, size_text
-from elastic_trainer.preflight.limits import MIB, Limits
+from elastic_trainer.preflight.limits import MIB, FitLimits
 from elastic_trainer.preflight.telling import Teller
 
 LARGEST_BYTES = 64 * MIB
@@ -25,7 +25,7 @@ _BLOCK = 4 * MIB
 _PREFIX = ".preflight-"
 
 
-def check(directory: Path, limits: Limits, teller: Teller | None = None) -> Iterator[Finding]:
+def check(directory: Path, limits: FitLimits, teller: Teller | None = None) -> Iterator[Finding]:
     """All checks of ``directory``; the later ones only where the first is good."""
 
     def doing(what: str) -> None:
@@ -84,7 +84,7 @@ def _sync(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _space(place: Path, limits: Limits) -> Finding:
+def _space(place: Path, limits: FitLimits) -> Finding:
     status = os.statvfs(place)
     free = status.f_bavail * status.f_frsize
     limit = limits.disk_bytes or limits.disk_doubtful_bytes
@@ -97,7 +97,7 @@ def _space(place: Path, limits: Limits) -> Finding:
     return found.but(Status.WARN, hint)
 
 
-def _speeds(place: Path, limits: Limits) -> Iterator[Finding]:
+def _speeds(place: Path, limits: FitLimits) -> Iterator[Finding]:
     status = os.statvfs(place)
     most = min(LARGEST_BYTES, status.f_bavail * status.f_frsize // 2)  # never fills what jobs need
     if most < _BLOCK:
@@ -142,7 +142,7 @@ def _read(descriptor: int, size: int) -> tuple[int, float]:
     return done, max(1e-9, SYSTEM.monotonic() - begun)
 
 
-def _speed(name: str, rate: float, limits: Limits) -> Finding:
+def _speed(name: str, rate: float, limits: FitLimits) -> Finding:
     slow = rate < limits.disk_speed
     return Finding(
         name,
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str]) -> int:
     """``DIRECTORY NEEDED_BYTES LIMIT_S``."""
     directory, needed, limit_s = Path(arguments[0]), int(arguments[1]), float(arguments[2])
     teller = Teller(limit_s)
-    for finding in check(directory, Limits(disk_bytes=needed), teller):
+    for finding in check(directory, FitLimits(disk_bytes=needed), teller):
         teller.found(finding)
     return 0
 

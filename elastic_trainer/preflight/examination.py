@@ -15,7 +15,7 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.preflight import gpu, machine, network
 from elastic_trainer.preflight.child import Doing, findings_of
 from elastic_trainer.preflight.finding import Finding, Status
-from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.preflight.limits import FitLimits
 from elastic_trainer.settings import worker_threads
 
 DIRECTORY_S = 60.0
@@ -32,7 +32,7 @@ class Subject:
     directory: Path | None = None
     workers: int = 1
     compute: bool = True
-    limits: Limits = field(default_factory=Limits)
+    limits: FitLimits = field(default_factory=FitLimits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Final
 
 from elastic_trainer.preflight.finding import Finding, Status, amount, bad, counted, sentence
-from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.preflight.limits import FitLimits
 from elastic_trainer.preflight.report import Published
 
 MUST_AGREE: Final = ("torch", "cuda", "nccl")
@@ -25,7 +25,7 @@ _SLOW_HINT = "look for other load, a CPU quota, heat, a slower model; or give --
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FitnessVerdict:
     """What the comparison with the others shows."""
 
     findings: tuple[Finding, ...]
@@ -41,16 +41,16 @@ class Verdict:
         return sentence(bad(self.findings))
 
 
-def judge(mine: Published, peers: Sequence[Published], limits: Limits) -> Verdict:
+def judge(mine: Published, peers: Sequence[Published], limits: FitLimits) -> FitnessVerdict:
     """Compare this node's report with the others'. Unfit ones are no measure."""
     others = [peer for peer in peers if peer.report.node != mine.report.node and peer.report.fit]
-    return Verdict((*_speeds(mine, others, limits), *_versions(mine, others)))
+    return FitnessVerdict((*_speeds(mine, others, limits), *_versions(mine, others)))
 
 
 # ---- speeds
 
 
-def _speeds(mine: Published, others: Sequence[Published], limits: Limits) -> Iterator[Finding]:
+def _speeds(mine: Published, others: Sequence[Published], limits: FitLimits) -> Iterator[Finding]:
     known = [_by_kind(peer.report.values) for peer in others]
     for name, value in mine.report.values.items():
         pools = [values[kind_of(name)] for values in known if kind_of(name) in values]
@@ -79,7 +79,7 @@ def _by_kind(values: Mapping[str, float]) -> dict[str, list[float]]:
     return kinds
 
 
-def _compared(name: str, value: float, middle: float, who: str, limits: Limits) -> Finding:
+def _compared(name: str, value: float, middle: float, who: str, limits: FitLimits) -> Finding:
     ratio = value / middle if middle > 0 else 1.0
     area = name.partition(".")[0]
     text = f"{amount(value)} {_UNITS.get(area, '')} is {ratio:.2f} of the median of {who}, {amount(middle)}"

@@ -10,7 +10,7 @@ GIB: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FitLimits:
     """Times in seconds, sizes in bytes. Only what is said to be bad makes a node unfit; else it is a warning."""
 
     ratio: float = 0.5

@@ -9,14 +9,14 @@ import tempfile
 from pathlib import Path
 
 from elastic_trainer.preflight.finding import Finding, Status, size_text
-from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.preflight.limits import FitLimits
 
 SHARED_MEMORY = Path("/dev/shm")
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _SHM_HINT = "docker run --shm-size, or in Kubernetes an emptyDir with medium: Memory at /dev/shm"
 
 
-def shared_memory(limits: Limits, place: Path = SHARED_MEMORY) -> Finding:
+def shared_memory(limits: FitLimits, place: Path = SHARED_MEMORY) -> Finding:
     """Whether shared memory can be used, and how much of it is free."""
     name = "shm"
     if not place.exists() and platform.system() != "Linux":
@@ -33,7 +33,7 @@ def shared_memory(limits: Limits, place: Path = SHARED_MEMORY) -> Finding:
     return found.but(Status.WARN, _SHM_HINT) if free < limits.shm_bytes else found
 
 
-def open_files(limits: Limits) -> Finding:
+def open_files(limits: FitLimits) -> Finding:
     """How many files and sockets a process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY

@@ -33,7 +33,7 @@ class AbsentError(PermanentError):
     """Too few nodes came in time."""
 
 
-class Place(BaseModel):
+class MeetingPlace(BaseModel):
     """One who takes part: its name, and where its TCP store listens."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -46,9 +46,9 @@ class Place(BaseModel):
 class Attendance(Document):
     """One node's key. ``members`` is written by the first of them: who takes part, in the order of ranks."""
 
-    place: Place
+    place: MeetingPlace
     count: int
-    members: tuple[Place, ...] = ()
+    members: tuple[MeetingPlace, ...] = ()
     nonce: str = ""
 
 
@@ -56,7 +56,7 @@ class Attendance(Document):
 class Meeting:
     """Who meets. The store of the first member is used, with keys that begin with ``nonce``."""
 
-    members: tuple[Place, ...]
+    members: tuple[MeetingPlace, ...]
     nonce: str
 
     def rank(self, node: str) -> int:
@@ -66,7 +66,13 @@ class Meeting:
 
 @contextmanager
 def attended(
-    store: Store, keys: RunKeys, place: Place, count: int, deadline: Deadline, doing: Doing, clock: Clock = SYSTEM
+    store: Store,
+    keys: RunKeys,
+    place: MeetingPlace,
+    count: int,
+    deadline: Deadline,
+    doing: Doing,
+    clock: Clock = SYSTEM,
 ) -> Iterator[Meeting]:
     """Be there until the context ends; what is given is the meeting once all ``count`` nodes are there."""
     session = LeaseSession(store, TTL_S, deadline=deadline, clock=clock)

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Final
 
 from elastic_trainer.preflight.finding import Finding, Status, amount
-from elastic_trainer.preflight.limits import MIB, Limits
+from elastic_trainer.preflight.limits import MIB, FitLimits
 
 SIZES: Final = (4096, MIB, 16 * MIB)
 """Bytes of the all-reduces, from latency to bandwidth; the largest is judged."""
@@ -49,7 +49,7 @@ class Measured:
         return largest / self.seconds[largest] if largest else None
 
 
-def judge(names: Sequence[str], me: int, pairs: Mapping[Pair, Measured], limits: Limits) -> list[Finding]:
+def judge(names: Sequence[str], me: int, pairs: Mapping[Pair, Measured], limits: FitLimits) -> list[Finding]:
     """What the pairs' times say to node ``me``: bad is what it is itself, the others' faults are warnings."""
     rates = {pair: measured.rate for pair, measured in pairs.items() if measured.rate is not None}
     found = [_mine(names, me, rates)] if any(me in pair for pair in rates) else []
@@ -66,7 +66,7 @@ def judge(names: Sequence[str], me: int, pairs: Mapping[Pair, Measured], limits:
     return found
 
 
-def _slow(name: str, status: Status, text: str, ratio: float, limits: Limits) -> Finding:
+def _slow(name: str, status: Status, text: str, ratio: float, limits: FitLimits) -> Finding:
     hint = "look for other load, and at cables and switches"
     return Finding(name, status, text, ratio, "of median", limits.ratio, hint)
 

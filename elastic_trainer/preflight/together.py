@@ -14,8 +14,8 @@ from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.preflight import clocks, pairs
 from elastic_trainer.preflight.child import Child, ChildError, Doing
 from elastic_trainer.preflight.finding import Finding, Status
-from elastic_trainer.preflight.limits import Limits
-from elastic_trainer.preflight.meeting import AbsentError, Meeting, Place, attended
+from elastic_trainer.preflight.limits import FitLimits
+from elastic_trainer.preflight.meeting import AbsentError, Meeting, MeetingPlace, attended
 from elastic_trainer.preflight.network import Neighbor, reaching
 from elastic_trainer.preflight.pairs import Measured, Pair
 from elastic_trainer.store.api import Store
@@ -25,12 +25,19 @@ _MODULE = "elastic_trainer.preflight.collective"
 
 
 def measured_together(
-    store: Store, keys: RunKeys, node: str, address: str, count: int, limits: Limits, deadline: Deadline, doing: Doing
+    store: Store,
+    keys: RunKeys,
+    node: str,
+    address: str,
+    count: int,
+    limits: FitLimits,
+    deadline: Deadline,
+    doing: Doing,
 ) -> list[Finding]:
     """Findings about the network between ``count`` nodes, this one among them."""
     with Child(_MODULE, [f"{deadline.remaining_s():.3f}", address]) as child:
         try:
-            place = Place(node=node, address=address, port=port_of(child, deadline, doing))
+            place = MeetingPlace(node=node, address=address, port=port_of(child, deadline, doing))
             with attended(store, keys, place, count, deadline, doing) as meeting:
                 return _measured(child, meeting, node, limits, deadline, doing)
         except AbsentError as error:
@@ -55,7 +62,7 @@ def port_of(child: Child, deadline: Deadline, doing: Doing) -> int:
 
 
 def _measured(
-    child: Child, meeting: Meeting, node: str, limits: Limits, deadline: Deadline, doing: Doing
+    child: Child, meeting: Meeting, node: str, limits: FitLimits, deadline: Deadline, doing: Doing
 ) -> list[Finding]:
     me, first = meeting.rank(node), meeting.members[0]
     names = [member.node for member in meeting.members]

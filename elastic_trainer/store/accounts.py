@@ -13,7 +13,7 @@ from typing import Any, Self
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import AccessDeniedError, ConfigError, OutcomeUnknownError
 from elastic_trainer.settings import StoreSettings
-from elastic_trainer.store.connection import Connection
+from elastic_trainer.store.connection import StoreConnection
 from elastic_trainer.store.retry import within
 from elastic_trainer.store.rights import Right
 
@@ -27,7 +27,7 @@ class Accounts:
 
     def __init__(self, settings: StoreSettings, deadline: Deadline) -> None:
         self._settings, self._deadline = settings, deadline
-        self._connection = Connection(settings)
+        self._connection = StoreConnection(settings)
         self._rpc = self._connection.rpc
 
     def __enter__(self) -> Self:

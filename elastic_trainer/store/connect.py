@@ -15,7 +15,7 @@ from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError, CredentialsError, StoreUnavailableError
 from elastic_trainer.settings import Endpoint, StoreSettings
 from elastic_trainer.store.api import Store
-from elastic_trainer.store.diagnosis import START_HINT, Finding, examine
+from elastic_trainer.store.diagnosis import START_HINT, StoreFault, examine
 from elastic_trainer.store.handshake import refusal
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.retry import within
@@ -84,7 +84,7 @@ def _tried(settings: StoreSettings, run: str | None, deadline: Deadline) -> Stor
     return store
 
 
-def _examined(settings: StoreSettings, deadline: Deadline) -> list[Finding]:
+def _examined(settings: StoreSettings, deadline: Deadline) -> list[StoreFault]:
     tls, timeout_s = settings.ca_cert is not None, min(EXAMINE_S, max(0.2, deadline.remaining_s()))
     found = [examine(endpoint, tls=tls, timeout_s=timeout_s) for endpoint in settings.endpoints]
     return [
@@ -92,7 +92,7 @@ def _examined(settings: StoreSettings, deadline: Deadline) -> list[Finding]:
     ]
 
 
-def _explained(finding: Finding, settings: StoreSettings, endpoint: Endpoint) -> Finding:
+def _explained(finding: StoreFault, settings: StoreSettings, endpoint: Endpoint) -> StoreFault:
     """A failed handshake with its cause, which waiting does not mend."""
     cause = refusal(endpoint, settings, EXAMINE_S) if finding.handshake else None
     if cause is None:
@@ -100,7 +100,7 @@ def _explained(finding: Finding, settings: StoreSettings, endpoint: Endpoint) ->
     return replace(finding, text=f"{finding.text}: {cause}", permanent=True)
 
 
-def _raise_if_hopeless(findings: Sequence[Finding], error: StoreUnavailableError) -> None:
+def _raise_if_hopeless(findings: Sequence[StoreFault], error: StoreUnavailableError) -> None:
     """Raise ConfigError when waiting cannot mend what is wrong."""
     hopeless = all(finding.permanent for finding in findings) or any(finding.for_all for finding in findings)
     if _UNTRUSTED in error.message or hopeless:
@@ -109,12 +109,12 @@ def _raise_if_hopeless(findings: Sequence[Finding], error: StoreUnavailableError
         raise kind(_message(findings, error), hint=_hint(findings)) from error
 
 
-def _message(findings: Sequence[Finding], error: StoreUnavailableError) -> str:
+def _message(findings: Sequence[StoreFault], error: StoreUnavailableError) -> str:
     told = "; ".join(dict.fromkeys(finding.text for finding in findings))
     return f"cannot use the store: {told}"
 
 
-def _hint(findings: Sequence[Finding]) -> str:
+def _hint(findings: Sequence[StoreFault]) -> str:
     """The most specific advice: what holds for all, then an etcd without a quorum before its dead members."""
     hints = [finding.hint for finding in sorted(findings, key=lambda finding: not finding.for_all)]
     return next((hint for hint in hints if hint != START_HINT), hints[0])

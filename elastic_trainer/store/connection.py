@@ -26,7 +26,7 @@ Metadata = tuple[tuple[str, str], ...]
 Method = Callable[[channel.Wire], Any]
 
 
-class Connection:
+class StoreConnection:
     """One logical connection to etcd."""
 
     def __init__(self, settings: StoreSettings) -> None:

@@ -20,7 +20,7 @@ _TLS_WANTED = b"HTTP request to an HTTPS server"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class StoreFault:
     """What is at an endpoint. ``permanent``: waiting will not help; ``for_all``: nor will any other endpoint."""
 
     text: str
@@ -34,7 +34,7 @@ class Finding:
 START_HINT = "start etcd or correct the endpoint"
 
 
-def examine(endpoint: Endpoint, *, tls: bool, timeout_s: float) -> Finding:
+def examine(endpoint: Endpoint, *, tls: bool, timeout_s: float) -> StoreFault:
     """Ask ``endpoint`` for etcd's version over HTTP, which etcd serves on its client port, and judge the answer."""
     try:
         with socket.create_connection((endpoint.host, endpoint.port), timeout_s) as connection:
@@ -42,13 +42,15 @@ def examine(endpoint: Endpoint, *, tls: bool, timeout_s: float) -> Finding:
             connection.sendall(_REQUEST.format(host=endpoint.host).encode())
             answer = _received(connection)
     except socket.gaierror:
-        return Finding(f"the host name {endpoint.host!r} is not known", False, "check the name and DNS")
+        return StoreFault(f"the host name {endpoint.host!r} is not known", False, "check the name and DNS")
     except ConnectionRefusedError:
-        return Finding(f"nothing listens at {endpoint}", False, START_HINT)
+        return StoreFault(f"nothing listens at {endpoint}", False, START_HINT)
     except TimeoutError:
-        return Finding(f"{endpoint} accepts no connection or says nothing", False, "check address, firewall and etcd")
+        return StoreFault(
+            f"{endpoint} accepts no connection or says nothing", False, "check address, firewall and etcd"
+        )
     except OSError as error:
-        return Finding(f"{endpoint} cannot be reached: {error.strerror or error}", False, START_HINT)
+        return StoreFault(f"{endpoint} cannot be reached: {error.strerror or error}", False, START_HINT)
     if not answer and _speaks_tls(endpoint, timeout_s):
         answer = _TLS_ALERT  # etcd hangs up on plaintext without a word
     return judge(answer, endpoint, tls=tls)
@@ -84,25 +86,27 @@ def _received(connection: socket.socket) -> bytes:
     return answer
 
 
-def judge(answer: bytes, endpoint: Endpoint, *, tls: bool) -> Finding:
+def judge(answer: bytes, endpoint: Endpoint, *, tls: bool) -> StoreFault:
     """What an answer to the version request says about who sent it. Pure."""
     if answer.startswith(_TLS_ALERT) or _TLS_WANTED in answer:
         if tls:
             text = f"the TLS handshake with {endpoint} fails"
-            return Finding(text, False, "check ca_cert, cert and key", handshake=True)
-        return Finding(
+            return StoreFault(text, False, "check ca_cert, cert and key", handshake=True)
+        return StoreFault(
             f"{endpoint} speaks TLS", True, "set ca_cert (and cert and key if etcd asks for them)", for_all=True
         )
     if b'"etcdserver"' in answer:
         if tls:
-            return Finding(
+            return StoreFault(
                 f"etcd at {endpoint} does not speak TLS", True, "leave out ca_cert, cert and key", for_all=True
             )
-        return Finding(f"etcd at {endpoint} is up but does not serve requests", False, "check that it has a quorum")
+        return StoreFault(f"etcd at {endpoint} is up but does not serve requests", False, "check that it has a quorum")
     if answer.startswith(b"HTTP/"):
         status = re.match(rb"HTTP/\S+ \d+", answer)
         told = status.group().decode() if status else "HTTP"
-        return Finding(f"{endpoint} is a web server ({told}), not etcd", True, "correct the endpoint")
+        return StoreFault(f"{endpoint} is a web server ({told}), not etcd", True, "correct the endpoint")
     if not answer:
-        return Finding(f"{endpoint} closes connections without an answer", False, "check that it is etcd's client port")
-    return Finding(f"{endpoint} is not etcd", True, "correct the endpoint")
+        return StoreFault(
+            f"{endpoint} closes connections without an answer", False, "check that it is etcd's client port"
+        )
+    return StoreFault(f"{endpoint} is not etcd", True, "correct the endpoint")

@@ -32,9 +32,9 @@ from elastic_trainer.store.api import (
     WatchListener,
     prefix_end,
 )
-from elastic_trainer.store.connection import Connection, Method
+from elastic_trainer.store.connection import Method, StoreConnection
 from elastic_trainer.store.retry import read_attempt, within
-from elastic_trainer.store.watch import Batch, History, Reading, WatchLoop
+from elastic_trainer.store.watch import EventBatch, KeyHistory, WatchLoop, WatchReading
 
 WATCH_CALL_S = 5.0
 """Limit of one call that a watch makes; it has no caller with a deadline and tries again for ever."""
@@ -44,7 +44,7 @@ class EtcdStore:
     """One connection to the etcd of ``settings``. Nothing is sent before the first call."""
 
     def __init__(self, settings: StoreSettings) -> None:
-        self._connection = Connection(settings)
+        self._connection = StoreConnection(settings)
         self._lock = threading.Lock()
         self._watches: set[_EtcdWatch] = set()
 
@@ -174,7 +174,7 @@ class _EtcdWatch(WatchLoop):
 class _EtcdStream:
     """One watch stream. The request side stays open until cancelled: a proxy ends the watch with it."""
 
-    def __init__(self, connection: Connection, fields: dict[str, bytes], revision: int) -> None:
+    def __init__(self, connection: StoreConnection, fields: dict[str, bytes], revision: int) -> None:
         self._connection = connection
         self._fields = fields
         self._cancelled = threading.Event()
@@ -182,14 +182,14 @@ class _EtcdStream:
         deadline = Deadline.after(WATCH_CALL_S)
         self._call = connection.stream(lambda stubs: stubs.watch.Watch, self._requests(revision), deadline)
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[EventBatch]:
         for response in self._connection.responses(self._call):
             if response.canceled and not response.compact_revision:
                 # Seen for an expired token too, which etcd calls a denied permission here.
                 self._connection.forget_token()
             yield _batch(response)
 
-    def read(self) -> Reading:
+    def read(self) -> WatchReading:
         response = self._connection.call(
             lambda stubs: stubs.kv.Range,
             self._connection.rpc.RangeRequest(**self._fields),
@@ -197,7 +197,7 @@ class _EtcdStream:
             write=False,
             started=self._read_started,
         )
-        return Reading(wire.snapshot(response.kvs, response.header.revision), _history(response.header))
+        return WatchReading(wire.snapshot(response.kvs, response.header.revision), _history(response.header))
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -217,13 +217,13 @@ class _EtcdStream:
         self._cancelled.wait()
 
 
-def _history(header: Any) -> History:
-    return History(header.cluster_id, header.raft_term, header.revision)
+def _history(header: Any) -> KeyHistory:
+    return KeyHistory(header.cluster_id, header.raft_term, header.revision)
 
 
-def _batch(response: Any) -> Batch:
+def _batch(response: Any) -> EventBatch:
     compacted = bool(response.compact_revision)
-    return Batch(
+    return EventBatch(
         now=_history(response.header),
         events=tuple(wire.event(event) for event in response.events),
         created=response.created,

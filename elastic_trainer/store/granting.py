@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.store.accounts import ROOT, Accounts
-from elastic_trainer.store.rights import Account, Known, Step, account_of, monitors_account, steps
+from elastic_trainer.store.rights import Account, Known, RightsStep, account_of, monitors_account, steps
 
 
 def known(accounts: Accounts) -> Known:
@@ -72,13 +72,13 @@ def _perform(accounts: Accounts, account: Account, present: Known, password: str
     name = account.name
     for step in steps(account, present):
         match step:
-            case Step.ADD_ROLE:
+            case RightsStep.ADD_ROLE:
                 accounts.add_role(name)
-            case Step.GIVE_RIGHT:
+            case RightsStep.GIVE_RIGHT:
                 accounts.give_right(name, account.right)
-            case Step.ADD_USER:
+            case RightsStep.ADD_USER:
                 accounts.add_user(name, password)
-            case Step.SET_PASSWORD:
+            case RightsStep.SET_PASSWORD:
                 accounts.set_password(name, password)
-            case Step.GIVE_ROLE:
+            case RightsStep.GIVE_ROLE:
                 accounts.give_role(name, name)

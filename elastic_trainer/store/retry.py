@@ -56,7 +56,7 @@ def within(deadline: Deadline, attempt: Callable[[], ResultT], stop: threading.E
 
 
 @dataclass(slots=True)
-class Backoff:
+class RetryBackoff:
     """Pauses of a loop that has no deadline: jittered, doubling from ``first_s`` to ``longest_s``."""
 
     first_s: float = FIRST_PAUSE_S

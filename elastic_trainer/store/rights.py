@@ -42,7 +42,7 @@ class Known:
     roles: Mapping[str, frozenset[Right]]
 
 
-class Step(StrEnum):
+class RightsStep(StrEnum):
     """One change that makes an account as it should be."""
 
     ADD_ROLE = "add_role"
@@ -64,7 +64,7 @@ def monitors_account(prefix: str) -> Account:
     return Account(MONITOR, Right(root, prefix_end(root), write=False))
 
 
-def steps(account: Account, known: Known) -> tuple[Step, ...]:
+def steps(account: Account, known: Known) -> tuple[RightsStep, ...]:
     """What is to be done, in this order, so that ``account`` exists with a new password.
 
     The user comes last: one without its role could do nothing, but one with a role of unknown rights might do anything.
@@ -82,12 +82,12 @@ def steps(account: Account, known: Known) -> tuple[Step, ...]:
             f"etcd's user {name!r} has the role {sorted(set(user) - {name})[0]!r} too",
             hint="take it from him with etcdctl, or remove the user",
         )
-    found = [Step.ADD_ROLE] if rights is None else []
+    found = [RightsStep.ADD_ROLE] if rights is None else []
     if not rights:
-        found.append(Step.GIVE_RIGHT)
-    found.append(Step.ADD_USER if user is None else Step.SET_PASSWORD)
+        found.append(RightsStep.GIVE_RIGHT)
+    found.append(RightsStep.ADD_USER if user is None else RightsStep.SET_PASSWORD)
     if user is None or name not in user:
-        found.append(Step.GIVE_ROLE)
+        found.append(RightsStep.GIVE_ROLE)
     return tuple(found)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError, LeaseLostError
 from elastic_trainer.store.api import Lease, Store
-from elastic_trainer.store.retry import Backoff
+from elastic_trainer.store.retry import RetryBackoff
 from elastic_trainer.telemetry.logs import logger
 
 REFRESHES_PER_TTL = 3.0
@@ -141,7 +141,7 @@ class LeaseSession:
     def _keep(self, held: _Held) -> None:
         """Refresh ``held`` until it is lost or retired."""
         interval_s = held.lease.ttl_s / REFRESHES_PER_TTL
-        backoff = Backoff()
+        backoff = RetryBackoff()
         pause_s = interval_s * random.uniform(0.5, 1.0)  # nodes that came together need not refresh together
         while not self._clock.wait(held.retired, pause_s):
             try:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import ElasticTrainerError, StoreUnavailableError
 from elastic_trainer.store.api import Snapshot, WatchEvent, WatchListener
-from elastic_trainer.store.retry import LONGEST_PAUSE_S, Backoff
+from elastic_trainer.store.retry import LONGEST_PAUSE_S, RetryBackoff
 from elastic_trainer.telemetry.logs import logger
 
 JOIN_LIMIT_S = 10.0
@@ -25,23 +25,23 @@ JOIN_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class KeyHistory:
     """Which history a revision belongs to. In one history neither ``term`` nor ``revision`` ever goes back."""
 
     cluster: int
     term: int
     revision: int
 
-    def precedes(self, other: History) -> bool:
+    def precedes(self, other: KeyHistory) -> bool:
         """Whether ``other`` can be a later point of the same history."""
         return self.cluster == other.cluster and self.term <= other.term and self.revision <= other.revision
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class EventBatch:
     """One message of a stream. Without events, and not ``created``, it is a progress notification."""
 
-    now: History
+    now: KeyHistory
     events: tuple[WatchEvent, ...] = ()
     created: bool = False
     compacted: bool = False
@@ -49,21 +49,21 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class WatchReading:
     """A linearizable read of all that is watched, and the history that it belongs to."""
 
     snapshot: Snapshot
-    now: History
+    now: KeyHistory
 
 
-class Stream(Protocol):
+class WatchStream(Protocol):
     """An open stream of batches; the first one is ``created``."""
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[EventBatch]:
         """What arrives. Raises ElasticTrainerError when the stream is lost."""
         ...
 
-    def read(self) -> Reading:
+    def read(self) -> WatchReading:
         """Read now all that is watched. Raises ElasticTrainerError."""
         ...
 
@@ -72,10 +72,10 @@ class Stream(Protocol):
         ...
 
 
-OpenStream = Callable[[int], Stream]
+OpenStream = Callable[[int], WatchStream]
 """Opens a stream of changes from a revision on (0: from now)."""
 
-_ORIGIN = History(0, 0, 0)
+_ORIGIN = KeyHistory(0, 0, 0)
 
 
 class WatchLoop:
@@ -87,9 +87,9 @@ class WatchLoop:
         self._what = what
         self._seen = _ORIGIN  # everything up to its revision has been delivered; revision 0: nothing has
         self._connected: bool | None = None
-        self._backoff = Backoff()
+        self._backoff = RetryBackoff()
         self._lock = threading.Lock()
-        self._stream: Stream | None = None
+        self._stream: WatchStream | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"watch-{what}", daemon=True)
         self._thread.start()
@@ -138,14 +138,14 @@ class WatchLoop:
         finally:
             stream.cancel()
 
-    def _attached(self, stream: Stream) -> Stream:
+    def _attached(self, stream: WatchStream) -> WatchStream:
         with self._lock:
             self._stream = stream
             if self._closed.is_set():
                 stream.cancel()
         return stream
 
-    def _begin(self, created: Batch | None, stream: Stream) -> bool:
+    def _begin(self, created: EventBatch | None, stream: WatchStream) -> bool:
         """Check that the stream goes on where we are, or begin with a snapshot; False: open another stream."""
         if created is None or not created.created:
             raise StoreUnavailableError("the store did not confirm the watch")
@@ -161,13 +161,13 @@ class WatchLoop:
         self._tell_connected(True)
         return True
 
-    def _restart_at(self, reading: Reading) -> None:
+    def _restart_at(self, reading: WatchReading) -> None:
         # The stream was open before the read, so changes after it cannot be missed; those before it are dropped.
         self._seen = reading.now
         self._tell_connected(True)
         self._tell(self._listener.on_snapshot, reading.snapshot)
 
-    def _take(self, batch: Batch) -> bool:
+    def _take(self, batch: EventBatch) -> bool:
         _raise_if_refused(batch)
         if batch.compacted:
             return self._forget("the history was compacted")
@@ -178,7 +178,7 @@ class WatchLoop:
                 self._tell(self._listener.on_events, fresh)
             revision = batch.events[-1].item.mod_revision
         if revision > self._seen.revision:
-            self._seen = History(batch.now.cluster, max(batch.now.term, self._seen.term), revision)
+            self._seen = KeyHistory(batch.now.cluster, max(batch.now.term, self._seen.term), revision)
         return True
 
     def _forget(self, cause: str) -> bool:
@@ -208,6 +208,6 @@ class WatchLoop:
             logger().exception("watch.listener_failed", what=self._what)
 
 
-def _raise_if_refused(batch: Batch) -> None:
+def _raise_if_refused(batch: EventBatch) -> None:
     if batch.refused is not None:
         raise StoreUnavailableError(f"the store refuses the watch: {batch.refused}")

@@ -18,7 +18,7 @@ from elastic_trainer.model import Cause, Phase
 PREFIX: Final = "elastic_trainer_"
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     """What a metric is to Prometheus."""
 
     GAUGE = "gauge"
@@ -27,7 +27,7 @@ class Kind(StrEnum):
     INFO = "info"
 
 
-class Source(StrEnum):
+class MetricSource(StrEnum):
     """Who exports it."""
 
     NODE = "node"
@@ -41,8 +41,8 @@ class Family:
     """One metric. ``name`` is without the prefix and, for counters, without ``_total`` (for info without ``_info``)."""
 
     name: str
-    kind: Kind
-    source: Source
+    kind: MetricKind
+    source: MetricSource
     text: str
     labels: tuple[str, ...] = ()
     values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Family:
     @property
     def full_name(self) -> str:
         """The name that queries use (of a histogram: without ``_bucket``, ``_sum``, ``_count``)."""
-        suffix = {Kind.COUNTER: "_total", Kind.INFO: "_info"}.get(self.kind, "")
+        suffix = {MetricKind.COUNTER: "_total", MetricKind.INFO: "_info"}.get(self.kind, "")
         return f"{PREFIX}{self.name}{suffix}"
 
 
@@ -76,24 +76,24 @@ Values = Mapping[str, tuple[str, ...]]
 NONE: Final[Values] = {}
 
 
-def _rank(name: str, text: str, kind: Kind = Kind.GAUGE, *labels: str, values: Values = NONE) -> Family:
-    return Family(name, kind, Source.NODE, text, (*RANK, *values, *labels), values)
+def _rank(name: str, text: str, kind: MetricKind = MetricKind.GAUGE, *labels: str, values: Values = NONE) -> Family:
+    return Family(name, kind, MetricSource.NODE, text, (*RANK, *values, *labels), values)
 
 
-def _node(name: str, text: str, kind: Kind = Kind.GAUGE) -> Family:
-    return Family(name, kind, Source.NODE, text, NODE)
+def _node(name: str, text: str, kind: MetricKind = MetricKind.GAUGE) -> Family:
+    return Family(name, kind, MetricSource.NODE, text, NODE)
 
 
 def _run(
-    name: str, text: str, kind: Kind = Kind.GAUGE, *, values: Values = NONE, buckets: tuple[float, ...] = ()
+    name: str, text: str, kind: MetricKind = MetricKind.GAUGE, *, values: Values = NONE, buckets: tuple[float, ...] = ()
 ) -> Family:
-    return Family(name, kind, Source.MONITOR, text, (*RUN, *values), values, buckets)
+    return Family(name, kind, MetricSource.MONITOR, text, (*RUN, *values), values, buckets)
 
 
 RANK_INFO = _rank(
     "rank",
     "Who a rank is: its node, device and versions.",
-    Kind.INFO,
+    MetricKind.INFO,
     "node",
     "local_rank",
     "device",
@@ -108,15 +108,15 @@ COMPUTE_DURATION = _rank(
     "How long a step takes without the wait for other ranks, smoothed: here a slow rank shows.",
 )
 PHASE = _rank("phase", "1 for what this rank is doing, 0 for all else.", values={"phase": PHASES})
-NONFINITE = _rank("nonfinite_steps", "Looks at the loss that found it NaN or infinite.", Kind.COUNTER)
+NONFINITE = _rank("nonfinite_steps", "Looks at the loss that found it NaN or infinite.", MetricKind.COUNTER)
 GPU_MEMORY = _rank("gpu_memory_bytes", "Memory of this rank's device.", values={"kind": MEMORY})
 
-STORE_ERRORS = _node("store_errors", "Requests to the store that failed.", Kind.COUNTER)
+STORE_ERRORS = _node("store_errors", "Requests to the store that failed.", MetricKind.COUNTER)
 STORE_SUCCESS = _node(
     "store_last_success_timestamp_seconds",
     "When the store last answered this node, and took what it wrote (Unix time).",
 )
-WORKERS_KILLED = _node("workers_killed", "Workers that this node's agent ended by force.", Kind.COUNTER)
+WORKERS_KILLED = _node("workers_killed", "Workers that this node's agent ended by force.", MetricKind.COUNTER)
 
 WORLD_SIZE = _run("world_size", "Ranks in the present round; 0 while there is none.")
 NODES = _run("nodes", "Nodes that are there, by state.", values={"state": NODE_STATES})
@@ -126,33 +126,37 @@ RUN_STATE = _run("run_state", "1 for the state that the run is in, else 0.", val
 RENDEZVOUS_START = _run(
     "rendezvous_start_timestamp_seconds", "Since when ranks are gathered (Unix time); 0 while they train."
 )
-RESTARTS = _run("restarts", "Rounds that ended, by what ended them.", Kind.COUNTER, values={"reason": CAUSES})
+RESTARTS = _run("restarts", "Rounds that ended, by what ended them.", MetricKind.COUNTER, values={"reason": CAUSES})
 RECOVERY = _run(
     "recovery_seconds",
     "From the end of a round to the first step of the next.",
-    Kind.HISTOGRAM,
+    MetricKind.HISTOGRAM,
     values={"kind": RECOVERIES},
     buckets=RECOVERY_BUCKETS,
 )
-TIME = _run("time_seconds", "Time of all ranks together, by what it went into.", Kind.COUNTER, values={"phase": PHASES})
+TIME = _run(
+    "time_seconds", "Time of all ranks together, by what it went into.", MetricKind.COUNTER, values={"phase": PHASES}
+)
 NONFINITE_LOSSES = _run(
     "nonfinite_losses",
     "Looks at the loss that found it NaN or infinite, of all ranks together, those that have died of it too.",
-    Kind.COUNTER,
+    MetricKind.COUNTER,
 )
-DIFFERENCES = _run("parameter_differences", "Comparisons that found ranks with different parameters.", Kind.COUNTER)
-SAMPLES = _run("samples", "Samples trained on, repeated ones too.", Kind.COUNTER)
+DIFFERENCES = _run(
+    "parameter_differences", "Comparisons that found ranks with different parameters.", MetricKind.COUNTER
+)
+SAMPLES = _run("samples", "Samples trained on, repeated ones too.", MetricKind.COUNTER)
 LOSS = _run("loss", "The newest loss that is known.")
 PROGRESS = _run("committed_step", "The newest committed step that rank 0's node has published.")
 CHECKPOINT_SUCCESS = _run("checkpoint_last_success_timestamp_seconds", "When a checkpoint was last saved (Unix time).")
 CHECKPOINT_INTERVAL = _run("checkpoint_interval_seconds", "How often checkpoints are to be saved; 0: not by time.")
 CHECKPOINTS = _run(
-    "checkpoints", "Checkpoints saved and loaded.", Kind.COUNTER, values={"op": OPERATIONS, "result": RESULTS}
+    "checkpoints", "Checkpoints saved and loaded.", MetricKind.COUNTER, values={"op": OPERATIONS, "result": RESULTS}
 )
 CHECKPOINT_DURATION = _run(
     "checkpoint_duration_seconds",
     "How long saving and loading took.",
-    Kind.HISTOGRAM,
+    MetricKind.HISTOGRAM,
     values={"op": OPERATIONS},
     buckets=SAVE_BUCKETS,
 )
@@ -160,8 +164,8 @@ CHECKPOINT_BYTES = _run("checkpoint_bytes", "The size of the last checkpoint.")
 STRAGGLERS = _run("stragglers", "Ranks that compute much longer than the others.")
 MONITOR_STORE = Family(
     "monitor_store_last_success_timestamp_seconds",
-    Kind.GAUGE,
-    Source.MONITOR,
+    MetricKind.GAUGE,
+    MetricSource.MONITOR,
     "When the monitor last read the store (Unix time).",
 )
 

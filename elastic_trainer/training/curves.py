@@ -48,7 +48,7 @@ class Change:
 
 
 @dataclass(slots=True)
-class Curves:
+class TrainingCurves:
     """Points by step, in the order of the steps; of a step that was done twice the later one."""
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Curves:
     """The number of ranks, by the first step with it."""
 
 
-def read_curves(directory: Path) -> Curves:
+def read_curves(directory: Path) -> TrainingCurves:
     """The curves of the run in ``directory``."""
     path = directory / FILE_NAME
     try:
@@ -76,12 +76,12 @@ def read_curves(directory: Path) -> Curves:
     return curves
 
 
-def curves_of(lines: Iterable[str]) -> Curves:
+def curves_of(lines: Iterable[str]) -> TrainingCurves:
     """The curves in the ``lines`` of a log; what is no line of it is passed over.
 
     So is what a rank 0 that was cut off, or stood still, has written of its round after another had taken over.
     """
-    curves = Curves()
+    curves = TrainingCurves()
     present = 0
     for record in filter(None, map(_parsed, lines)):
         told_in = record.get("round", present)
@@ -101,7 +101,7 @@ def curves_of(lines: Iterable[str]) -> Curves:
     return curves
 
 
-def _fall_back(curves: Curves, step: int) -> None:
+def _fall_back(curves: TrainingCurves, step: int) -> None:
     """The run stands at ``step``: what it did behind that before does not count."""
     void = [(each, curves.losses[each]) for each in _behind(curves.losses, step)]
     if void:
@@ -117,7 +117,7 @@ def _behind(points: dict[int, Any], step: int) -> list[int]:
     return list(takewhile(lambda each: each > step, reversed(points)))[::-1]
 
 
-def _change(curves: Curves, record: dict[str, Any]) -> None:
+def _change(curves: TrainingCurves, record: dict[str, Any]) -> None:
     step, world = record["step"], record.get("world_size")
     if not isinstance(world, int):
         return

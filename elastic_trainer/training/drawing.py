@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.errors import ConfigError, StorageError
-from elastic_trainer.training.curves import Curves
+from elastic_trainer.training.curves import TrainingCurves
 
 ENDINGS = (".png", ".svg", ".pdf")
 _FAULT, _PLANNED, _LOSS, _VOID = "#c0392b", "#2471a3", "#1c2833", "#aeb6bf"
@@ -29,7 +29,7 @@ def check_drawable(output: Path) -> None:
         )
 
 
-def draw(curves: Curves, title: str, output: Path) -> None:
+def draw(curves: TrainingCurves, title: str, output: Path) -> None:
     """Draw ``curves`` into ``output``."""
     from matplotlib.figure import Figure
 
@@ -50,7 +50,7 @@ def draw(curves: Curves, title: str, output: Path) -> None:
         raise StorageError(f"{output}: cannot be written: {error.strerror}", hint="choose another --output") from error
 
 
-def _losses(axes: Any, curves: Curves) -> None:
+def _losses(axes: Any, curves: TrainingCurves) -> None:
     for void in curves.repeated:
         axes.plot(*zip(*void, strict=True), color=_VOID, linewidth=1, label="done again")
     axes.plot(list(curves.losses), list(curves.losses.values()), color=_LOSS, linewidth=1.2, label="training loss")
@@ -61,7 +61,7 @@ def _losses(axes: Any, curves: Curves) -> None:
     axes.grid(alpha=0.25)
 
 
-def _evaluations(axes: Any, curves: Curves) -> None:
+def _evaluations(axes: Any, curves: TrainingCurves) -> None:
     for name, points in sorted(curves.evaluations.items()):
         axes.plot(list(points), list(points.values()), marker="o", markersize=3, linewidth=1, label=f"test {name}")
     axes.set_ylabel("test")
@@ -69,7 +69,7 @@ def _evaluations(axes: Any, curves: Curves) -> None:
     axes.grid(alpha=0.25)
 
 
-def _worlds(axes: Any, curves: Curves) -> None:
+def _worlds(axes: Any, curves: TrainingCurves) -> None:
     steps, worlds = list(curves.worlds), list(curves.worlds.values())
     last = max([*curves.losses, *steps], default=0)
     axes.step([*steps, last], [*worlds, *worlds[-1:]], where="post", color=_LOSS)
@@ -78,7 +78,7 @@ def _worlds(axes: Any, curves: Curves) -> None:
     axes.set_ylabel("ranks")
 
 
-def _changes(axes: list[Any], curves: Curves) -> None:
+def _changes(axes: list[Any], curves: TrainingCurves) -> None:
     """A line through all for each change: red for a failure, blue for a plan, with words while there is room."""
     changes = [change for change in curves.changes if not change.begins]
     for change in changes:

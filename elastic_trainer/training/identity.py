@@ -17,7 +17,7 @@ from elastic_trainer.errors import ConfigError
 _SHOWN = 5
 
 
-class Identity:
+class TaskIdentity:
     """The facts that a task names (:meth:`Task.identity`), registered with the session."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ _SHORTEST_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class ProgressMoment:
     """Where a run stands after a committed step; ``epoch`` counts those that are complete."""
 
     step: int
@@ -36,7 +36,7 @@ class Moment:
     round: int
 
 
-class Rate:
+class StepRate:
     """Samples and steps per second over about the last ten seconds, so that a change of the world shows."""
 
     def __init__(self, clock: Clock = SYSTEM, window_s: float = _WINDOW_S) -> None:
@@ -69,7 +69,7 @@ class Rate:
         return rates
 
 
-class Progress(Protocol):
+class TrainingProgress(Protocol):
     """One way to show a run."""
 
     def due(self) -> bool:
@@ -80,11 +80,11 @@ class Progress(Protocol):
         """Take one more committed step on ``samples`` samples into account; cheap, called at each."""
         ...
 
-    def report(self, moment: Moment, loss: float) -> None:
+    def report(self, moment: ProgressMoment, loss: float) -> None:
         """Show where the run stands."""
         ...
 
-    def evaluated(self, moment: Moment, metrics: Mapping[str, float]) -> None:
+    def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
         """Show the result of an evaluation."""
         ...
 
@@ -100,7 +100,7 @@ class Lines:
         self._every_s = every_s
         self._clock = clock
         self._next = math.inf  # before the first step there is no speed to tell, and that step may last
-        self._rate = Rate(clock)
+        self._rate = StepRate(clock)
 
     def due(self) -> bool:
         return self._clock.monotonic() >= self._next
@@ -110,7 +110,7 @@ class Lines:
         if self._next == math.inf:
             self._next = self._clock.monotonic() + self._every_s
 
-    def report(self, moment: Moment, loss: float) -> None:
+    def report(self, moment: ProgressMoment, loss: float) -> None:
         self._next = self._clock.monotonic() + self._every_s
         samples_per_s, steps_per_s = self._rate.read()
         left = (moment.steps - moment.step) / steps_per_s if steps_per_s else None
@@ -126,7 +126,7 @@ class Lines:
             eta_s=None if left is None else round(left, 1),
         )
 
-    def evaluated(self, moment: Moment, metrics: Mapping[str, float]) -> None:
+    def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
         values = {name: round(value, 6) for name, value in metrics.items()}
         logs.logger().info("training.evaluated", step=moment.step, epoch=moment.epoch, metrics=values)
 
@@ -142,7 +142,7 @@ class Terminal:
     def __init__(self, console: Console, clock: Clock = SYSTEM) -> None:
         self._clock = clock
         self._next = 0.0
-        self._rate = Rate(clock)
+        self._rate = StepRate(clock)
         self._metrics = ""
         self._bar = Bar(
             TextColumn("epoch {task.fields[epoch]}"),
@@ -164,7 +164,7 @@ class Terminal:
     def count(self, samples: int) -> None:
         self._rate.count(samples)
 
-    def report(self, moment: Moment, loss: float) -> None:
+    def report(self, moment: ProgressMoment, loss: float) -> None:
         self._next = self._clock.monotonic() + self._EVERY_S
         world = f"{moment.world_size} rank{'s' * (moment.world_size != 1)}, round {moment.round}"
         self._bar.update(
@@ -178,7 +178,7 @@ class Terminal:
             metrics=self._metrics,
         )
 
-    def evaluated(self, moment: Moment, metrics: Mapping[str, float]) -> None:
+    def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
         self._metrics = "test: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self._bar.update(self._row, completed=moment.step, metrics=self._metrics)
 
@@ -196,17 +196,17 @@ class Silent:
     def count(self, samples: int) -> None:
         """Nobody asks."""
 
-    def report(self, moment: Moment, loss: float) -> None:
+    def report(self, moment: ProgressMoment, loss: float) -> None:
         """Nobody looks."""
 
-    def evaluated(self, moment: Moment, metrics: Mapping[str, float]) -> None:
+    def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
         """Nobody looks."""
 
     def close(self) -> None:
         """Nothing to give back."""
 
 
-def progress(config: LoggingConfig, *, leader: bool, stream: TextIO | None = None) -> Progress:
+def progress(config: LoggingConfig, *, leader: bool, stream: TextIO | None = None) -> TrainingProgress:
     """The way to show a run on ``stream`` (default: standard error) to whoever watches this rank."""
     if not leader or config.progress == "none":
         return Silent()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elastic_trainer.training.config import LoggingConfig
-from elastic_trainer.training.progress import Moment, Progress, Rate, Silent, progress
+from elastic_trainer.training.progress import ProgressMoment, Silent, StepRate, TrainingProgress, progress
 from elastic_trainer.training.step_log import StepLog
 from elastic_trainer.training.task import Exhibits
 from elastic_trainer.training.tensorboard import TensorBoard
@@ -22,17 +22,17 @@ class Reporter:
         self._config, self._directory = config, directory
         self._leads = False
         self._round: int | None = None
-        self._progress: Progress = Silent()
+        self._progress: TrainingProgress = Silent()
         self._log: StepLog | None = None
         self._board: TensorBoard | None = None
-        self._rate = Rate()
+        self._rate = StepRate()
 
     @property
     def wants_exhibits(self) -> bool:
         """Whether anybody would show what a task exhibits."""
         return self._board is not None
 
-    def lead(self, leads: bool, moment: Moment, reason: str) -> None:
+    def lead(self, leads: bool, moment: ProgressMoment, reason: str) -> None:
         """Tell, or stop telling, as rank 0 moves; ``reason`` is that of the present round."""
         if leads and not self._leads:
             self.close()
@@ -56,11 +56,11 @@ class Reporter:
         """Whether people want to know where the run stands."""
         return self._progress.due()
 
-    def stands(self, moment: Moment, loss: float) -> None:
+    def stands(self, moment: ProgressMoment, loss: float) -> None:
         """Show where the run stands."""
         self._progress.report(moment, loss)
 
-    def looked(self, moment: Moment, loss: float, lr: float) -> None:
+    def looked(self, moment: ProgressMoment, loss: float, lr: float) -> None:
         """The loss of the step at ``moment`` is known, about a step later."""
         if self._log is None:
             return
@@ -69,7 +69,7 @@ class Reporter:
         if self._board is not None:
             self._board.loss(moment, loss, lr, samples_per_s)
 
-    def evaluated(self, moment: Moment, metrics: Mapping[str, float], exhibits: Exhibits) -> None:
+    def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float], exhibits: Exhibits) -> None:
         """The result of an evaluation."""
         self._progress.evaluated(moment, metrics)
         if self._log is not None:

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.telemetry import logs
-from elastic_trainer.training.progress import Moment
+from elastic_trainer.training.progress import ProgressMoment
 
 FILE_NAME = "steps.jsonl"
 
@@ -37,22 +37,22 @@ class StepLog:
         self._whole = False
         """Whether the file is known to end with a whole line."""
 
-    def loss(self, moment: Moment, loss: float, lr: float, samples_per_s: float) -> None:
+    def loss(self, moment: ProgressMoment, loss: float, lr: float, samples_per_s: float) -> None:
         """The global mean loss of the step that was committed at ``moment``."""
         self._write(
             "loss", moment, epoch=moment.epoch, loss=_finite(loss), lr=lr, samples_per_s=round(samples_per_s, 1)
         )
 
-    def evaluated(self, moment: Moment, metrics: Mapping[str, float]) -> None:
+    def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
         """The result of an evaluation."""
         values = {name: _finite(value) for name, value in metrics.items()}
         self._write("evaluation", moment, epoch=moment.epoch, metrics=values)
 
-    def round(self, moment: Moment, reason: str) -> None:
+    def round(self, moment: ProgressMoment, reason: str) -> None:
         """From this moment on the ranks are others, because of ``reason``."""
         self._write("round", moment, reason=reason)
 
-    def _write(self, kind: str, moment: Moment, **values: Any) -> None:
+    def _write(self, kind: str, moment: ProgressMoment, **values: Any) -> None:
         where = {"world_size": moment.world_size, "round": moment.round, "wall": self._clock.wall()}
         self._append(json.dumps({"kind": kind, "step": moment.step, **values, **where}, allow_nan=False) + "\n")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.telemetry import logs
-from elastic_trainer.training.progress import Moment
+from elastic_trainer.training.progress import ProgressMoment
 from elastic_trainer.training.task import Exhibits
 
 DIRECTORY = "tensorboard"
@@ -41,13 +41,13 @@ class TensorBoard:
         with self._unless_refused():
             self._writer = SummaryWriter(str(self._path), purge_step=step + 1)
 
-    def loss(self, moment: Moment, loss: float, lr: float, samples_per_s: float) -> None:
+    def loss(self, moment: ProgressMoment, loss: float, lr: float, samples_per_s: float) -> None:
         """The global mean loss of the step that was committed at ``moment``."""
         values = {"loss": loss, "learning rate": lr, "samples per second": samples_per_s}
         with self._unless_refused():
             self._scalars("train", {**values, "world size": moment.world_size, "round": moment.round}, moment.step)
 
-    def evaluated(self, moment: Moment, metrics: Mapping[str, float], exhibits: Exhibits) -> None:
+    def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float], exhibits: Exhibits) -> None:
         """The result of an evaluation."""
         with self._unless_refused():
             self._scalars("test", metrics, moment.step)

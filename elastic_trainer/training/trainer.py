@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.checkpoint.retention import Mode as BestMode
+from elastic_trainer.checkpoint.retention import BestMode as BestMode
 from elastic_trainer.checkpoint.retention import Retention
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.data.sampler import Batch, checked_length
@@ -30,10 +30,10 @@ from elastic_trainer.training.evaluation import check_metric, evaluate, exhibite
 from elastic_trainer.training.export import BEST_FILE, FINAL_FILE, export, exported_step
 from elastic_trainer.training.files import make_writable, write_atomically
 from elastic_trainer.training.history import FILE_NAME, History
-from elastic_trainer.training.identity import Identity
+from elastic_trainer.training.identity import TaskIdentity
 from elastic_trainer.training.loading import as_yaml
 from elastic_trainer.training.precision import arithmetic
-from elastic_trainer.training.progress import Moment
+from elastic_trainer.training.progress import ProgressMoment
 from elastic_trainer.training.reporter import Reporter
 from elastic_trainer.training.schedule import epochs_done, evaluation_due, run_length
 from elastic_trainer.training.task import Exhibits, Task
@@ -64,7 +64,7 @@ class Trainer:
         self.arithmetic = arithmetic(config.precision, placement.device)
         self.data = self.task.datasets()
         checked_length(self.data.test)
-        self.identity = Identity(self.task.identity())
+        self.identity = TaskIdentity(self.task.identity())
         self.length = run_length(self.config, checked_length(self.data.train))
         torch.manual_seed(config.seed)
         self.model = self.task.model()
@@ -231,7 +231,7 @@ class Run:
     def _finished(self) -> bool:
         return self.job.length.finished(self.session.cursor, self.session.step_number)
 
-    def _looked(self, later: LaterLoss, moment: Moment, lr: float, samples: int) -> None:
+    def _looked(self, later: LaterLoss, moment: ProgressMoment, lr: float, samples: int) -> None:
         """The global loss of the step that ended at ``moment`` should be there by now."""
         loss = later.read()
         if loss is None:
@@ -251,9 +251,9 @@ class Run:
             self.history.settle()
             self.reporter.stands(self._moment(), self._loss)
 
-    def _moment(self) -> Moment:
+    def _moment(self) -> ProgressMoment:
         session, length = self.session, self.job.length
-        return Moment(
+        return ProgressMoment(
             step=session.step_number,
             steps=length.steps,
             epoch=epochs_done(session.cursor, length.samples),

@@ -31,7 +31,7 @@ from elastic_trainer.monitor.read.feed import RunFeed
 from elastic_trainer.settings import RendezvousOptions, StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
 from elastic_trainer.store.keys import RunKeys
-from elastic_trainer.telemetry.families import FAMILIES, Family, Source
+from elastic_trainer.telemetry.families import FAMILIES, Family, MetricSource
 from elastic_trainer.web.node import NodeEndpoint
 from elastic_trainer.web.node_metrics import NodeCollector
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
@@ -199,7 +199,7 @@ def _encoded(endpoint: str, nodes: int, repeats: int) -> Mapping[str, Any]:
 
 def _series_of_node(family: Family) -> int:
     """How many series the endpoint of a node with 8 ranks has of ``family``."""
-    if family.source is not Source.NODE:
+    if family.source is not MetricSource.NODE:
         return 0
     values = math.prod(len(each) for each in family.values.values())
     return values * (RANKS if "rank" in family.labels else 1)

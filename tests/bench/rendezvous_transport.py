@@ -37,7 +37,7 @@ from elastic_trainer.store.channel import KEEPALIVE_PATH
 from elastic_trainer.store.descriptors import load_etcd3
 from elastic_trainer.store.etcd import WATCH_CALL_S, _batch, _history
 from elastic_trainer.store.retry import within
-from elastic_trainer.store.watch import Batch, Reading, WatchLoop
+from elastic_trainer.store.watch import EventBatch, WatchLoop, WatchReading
 
 OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
 
@@ -155,7 +155,7 @@ class _AioStream:
 
     def __init__(self, store: AioStore, fields: dict[str, bytes], revision: int) -> None:
         self._store, self._fields = store, fields
-        self._arrived: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[EventBatch | None] = queue.SimpleQueue()
         create = store.rpc.WatchCreateRequest(start_revision=revision, progress_notify=True, **fields)
         self._task = store.loop.submit(self._receive(store.rpc.WatchRequest(create_request=create)))
 
@@ -170,15 +170,15 @@ class _AioStream:
         finally:
             self._arrived.put(None)
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[EventBatch]:
         while (batch := self._arrived.get()) is not None:
             yield batch
         raise StoreUnavailableError("the watch was lost")
 
-    def read(self) -> Reading:
+    def read(self) -> WatchReading:
         request = self._store.rpc.RangeRequest(**self._fields)
         response = self._store.call(self._store.kv.Range, request, Deadline.after(WATCH_CALL_S))
-        return Reading(wire.snapshot(response.kvs, response.header.revision), _history(response.header))
+        return WatchReading(wire.snapshot(response.kvs, response.header.revision), _history(response.header))
 
     def cancel(self) -> None:
         self._task.cancel()

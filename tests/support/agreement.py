@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 from elastic_trainer import errors
 from elastic_trainer.model import PreflightMode, RecoveryMode
-from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.preflight.limits import FitLimits
 from elastic_trainer.settings import RendezvousOptions, parse_endpoints, rendezvous_options
 from elastic_trainer.worker.steps.options import STOP_TIMEOUT_S
 from tests.support.manifests import Container, Manifest, container
@@ -204,8 +204,8 @@ def workers_and_threads_fit_the_machine(it: Training) -> Iterator[str]:
         yield "in place, a crash of a worker needs --max-restarts"
     shm = it.volume("shm").get("emptyDir", {})
     size = quantity(shm.get("sizeLimit", 0))
-    if shm.get("medium") != "Memory" or size < Limits().shm_bytes:
-        yield f"less shared memory than the checks of a machine ask for, {Limits().shm_bytes} bytes"
+    if shm.get("medium") != "Memory" or size < FitLimits().shm_bytes:
+        yield f"less shared memory than the checks of a machine ask for, {FitLimits().shm_bytes} bytes"
     if size > it.resource("memory") / 2:
         yield "shared memory counts as memory, and would take more than half of it"
 

@@ -34,7 +34,7 @@ from elastic_trainer.store.api import (
     Snapshot,
     WatchEvent,
 )
-from elastic_trainer.store.watch import History
+from elastic_trainer.store.watch import KeyHistory
 
 MAX_OPERATIONS = 128
 """etcd's default limit for one transaction."""
@@ -228,9 +228,9 @@ class MemoryBackend:
             and (event.item.key == key if range_end is None else key <= event.item.key < range_end)
         )
 
-    def now(self) -> History:
+    def now(self) -> KeyHistory:
         """Where the history is."""
-        return History(self.cluster, 1, self.revision)
+        return KeyHistory(self.cluster, 1, self.revision)
 
     def attach(self, stream: BackendStream, attached: bool) -> None:
         """Count ``stream`` among the open ones, or no longer."""

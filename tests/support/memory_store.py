@@ -27,7 +27,7 @@ from elastic_trainer.store.api import (
     WatchListener,
     prefix_end,
 )
-from elastic_trainer.store.watch import Batch, Reading, WatchLoop
+from elastic_trainer.store.watch import EventBatch, WatchLoop, WatchReading
 from tests.support.memory_backend import ManualClock as ManualClock
 from tests.support.memory_backend import MemoryBackend as MemoryBackend
 from tests.support.memory_backend import check_operations, holds
@@ -144,19 +144,19 @@ class _MemoryStream:
             self._next = revision or self._backend.revision + 1
             self._backend.attach(self, True)
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[EventBatch]:
         with self._backend.changed:
-            first = Batch(self._backend.now(), created=True)
+            first = EventBatch(self._backend.now(), created=True)
         yield first
         while True:
             yield self._await_batch()
 
-    def read(self) -> Reading:
+    def read(self) -> WatchReading:
         with self._backend.changed:
             self._require_reachable()
             self._backend.expire()
             items = self._backend.read(self._key, self._range_end)
-            return Reading(Snapshot(items, self._backend.revision), self._backend.now())
+            return WatchReading(Snapshot(items, self._backend.revision), self._backend.now())
 
     def cancel(self) -> None:
         with self._backend.changed:
@@ -167,18 +167,18 @@ class _MemoryStream:
         """Whether all there is has been taken from this stream and dealt with (``changed`` is held)."""
         return self._waiting and not self._backend.since(self._next, self._key, self._range_end)
 
-    def _await_batch(self) -> Batch:
+    def _await_batch(self) -> EventBatch:
         backend = self._backend
         with backend.changed:
             while True:
                 self._require_reachable()
                 next_expiry_s = backend.expire()
                 if self._next <= backend.compacted:
-                    return Batch(backend.now(), compacted=True)
+                    return EventBatch(backend.now(), compacted=True)
                 events = backend.since(self._next, self._key, self._range_end)
                 if events:
                     self._next = backend.revision + 1
-                    return Batch(backend.now(), events)
+                    return EventBatch(backend.now(), events)
                 self._next = max(self._next, backend.revision + 1)
                 self._wait(next_expiry_s)
 

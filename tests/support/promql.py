@@ -10,7 +10,7 @@ from typing import Any
 import promql_parser
 
 from elastic_trainer.telemetry import families
-from elastic_trainer.telemetry.families import Family, Kind
+from elastic_trainer.telemetry.families import Family, MetricKind
 
 _OPERATORS = {"Equal": "=", "NotEqual": "!=", "Re": "=~", "NotRe": "!~"}
 _PARTS = ("lhs", "rhs", "expr", "param", "args", "vector_selector")
@@ -66,7 +66,7 @@ def _within(part: Any) -> Iterator[Any]:
 def family_of(name: str) -> Family | None:
     """The family that the series ``name`` belongs to."""
     for family in families.FAMILIES:
-        ends = ("_bucket", "_sum", "_count") if family.kind is Kind.HISTOGRAM else ("",)
+        ends = ("_bucket", "_sum", "_count") if family.kind is MetricKind.HISTOGRAM else ("",)
         if name in {family.full_name + end for end in ends}:
             return family
     return None

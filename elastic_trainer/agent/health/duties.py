@@ -47,7 +47,7 @@ class Health:
         self,
         node: str,
         pages: Pages,
-        limits: hang_rules.Limits,
+        limits: hang_rules.HangLimits,
         verdicts: Verdicts,
         incidents: Incidents,
         round_now: Callable[[], RoundDocument | None],

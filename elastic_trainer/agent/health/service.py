@@ -69,7 +69,7 @@ class HealthService:
         self._told.fold(member.look().nodes)
         records = partial(records_of, store, keys)
         straggling = StragglerWatch(node, store, keys, records, evicts=options.evict_stragglers, clock=clock)
-        limits = hang_rules.Limits(options.step_timeout, options.first_step_timeout, options.phase_timeout)
+        limits = hang_rules.HangLimits(options.step_timeout, options.first_step_timeout, options.phase_timeout)
         self.health = Health(
             node,
             self.pages,

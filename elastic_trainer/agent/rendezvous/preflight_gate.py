@@ -15,11 +15,11 @@ from elastic_trainer.clock import Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError, TransientError, UnfitError
 from elastic_trainer.membership.health import Incident
 from elastic_trainer.model import PreflightMode
-from elastic_trainer.preflight.comparison import STORE_S, Comparison
+from elastic_trainer.preflight.comparison import STORE_S, PeerComparison
 from elastic_trainer.preflight.coordination import round_trip
 from elastic_trainer.preflight.examination import Subject, examine
 from elastic_trainer.preflight.finding import Finding, Status, bad, sentence
-from elastic_trainer.preflight.limits import GIB, Limits
+from elastic_trainer.preflight.limits import GIB, FitLimits
 from elastic_trainer.preflight.report import report_of
 from elastic_trainer.settings import RendezvousOptions
 from elastic_trainer.store.api import Store
@@ -31,7 +31,7 @@ KEEP_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class NodeCandidate:
     """The node that would like to join a job of ``least`` nodes or more."""
 
     node: str
@@ -40,7 +40,7 @@ class Candidate:
     least: int
 
 
-def ensure_fit(store: Store, keys: RunKeys, options: RendezvousOptions, candidate: Candidate, clock: Clock) -> None:
+def ensure_fit(store: Store, keys: RunKeys, options: RendezvousOptions, candidate: NodeCandidate, clock: Clock) -> None:
     """Check this node. What is bad is told to people, and refused if the options say so."""
     begun = clock.monotonic()
     logger().info("preflight.begun", limit_s=options.preflight_timeout)
@@ -64,11 +64,11 @@ def ensure_fit(store: Store, keys: RunKeys, options: RendezvousOptions, candidat
 
 
 def examined(
-    store: Store, keys: RunKeys, options: RendezvousOptions, candidate: Candidate, clock: Clock
+    store: Store, keys: RunKeys, options: RendezvousOptions, candidate: NodeCandidate, clock: Clock
 ) -> list[Finding]:
     """The checks of this node, then its comparison with the others."""
     limits = limits_of(options)
-    comparison = Comparison(store, keys, candidate.node, limits, clock)
+    comparison = PeerComparison(store, keys, candidate.node, limits, clock)
     subject = Subject(
         address=candidate.address,
         directory=options.preflight_dir,
@@ -90,9 +90,9 @@ def examined(
     return found
 
 
-def limits_of(options: RendezvousOptions) -> Limits:
+def limits_of(options: RendezvousOptions) -> FitLimits:
     """The limits that the options set."""
-    return Limits(ratio=options.preflight_ratio, disk_bytes=int(options.preflight_min_disk * GIB))
+    return FitLimits(ratio=options.preflight_ratio, disk_bytes=int(options.preflight_min_disk * GIB))
 
 
 def _tell_people(store: Store, keys: RunKeys, node: str, text: str, clock: Clock) -> None:

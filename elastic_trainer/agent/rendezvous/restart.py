@@ -27,7 +27,7 @@ from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPor
 from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, failures, local_workers
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
-from elastic_trainer.agent.rendezvous.preflight_gate import Candidate, ensure_fit
+from elastic_trainer.agent.rendezvous.preflight_gate import NodeCandidate, ensure_fit
 from elastic_trainer.agent.suspicion.questions import Notice
 from elastic_trainer.agent.workers.false_starts import FalseStart, Starts
 from elastic_trainer.agent.workers.supervisor import Supervisor
@@ -273,8 +273,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             undo.pop_all()
         return self._node
 
-    def _candidate(self) -> Candidate:
-        return Candidate(self.node_id, self._address, local_workers().count, self._spec.min_nodes)
+    def _candidate(self) -> NodeCandidate:
+        return NodeCandidate(self.node_id, self._address, local_workers().count, self._spec.min_nodes)
 
     def _leave_round(self, node: ArrivedNode, deadline: Deadline) -> tuple[bool, str]:
         """Say that this node has left its round, if it was still on; whether by agreement, and why."""

@@ -13,19 +13,19 @@ import socket
 from dataclasses import dataclass
 from typing import Any, Final
 
-from elastic_trainer.agent.suspicion.questions import LONGEST_ANSWER, Answer, Question, read
+from elastic_trainer.agent.suspicion.questions import LONGEST_ANSWER, NoticeAnswer, Question, read
 from elastic_trainer.clock import SYSTEM, Clock
 
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class HeardAnswers:
     """What came of a question to ``node``: an ``answer``, or at least a sign of life (None), or that it is ``dead``."""
 
     node: str
     after_s: float
-    answer: Answer | None = None
+    answer: NoticeAnswer | None = None
     dead: bool = False
 
 
@@ -65,7 +65,7 @@ class Asker:
         self._open[node] = each = _Open(node, self._clock.monotonic(), connection, code)
         self._selector.register(connection, selectors.EVENT_WRITE, each)
 
-    def hear(self, timeout_s: float) -> list[Heard]:
+    def hear(self, timeout_s: float) -> list[HeardAnswers]:
         """What has come, waited for ``timeout_s`` seconds at most."""
         heard = []
         for key, events in self._selector.select(timeout_s):
@@ -89,7 +89,7 @@ class Asker:
             self.forget(node)
         self._selector.close()
 
-    def _connected(self, each: _Open) -> Heard | None:
+    def _connected(self, each: _Open) -> HeardAnswers | None:
         """The connection is there, or will never be."""
         code = each.refused or each.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
@@ -102,7 +102,7 @@ class Asker:
         self._selector.modify(each.connection, selectors.EVENT_READ, each)
         return None
 
-    def _listen(self, each: _Open) -> Heard | None:
+    def _listen(self, each: _Open) -> HeardAnswers | None:
         try:
             received = each.connection.recv(LONGEST_ANSWER)
         except OSError:
@@ -110,10 +110,10 @@ class Asker:
         each.said += received
         if received and b"\n" not in received and len(each.said) <= LONGEST_ANSWER:
             return None
-        answer = read(Answer, each.said)
+        answer = read(NoticeAnswer, each.said)
         if answer is None or answer.run != self._run:
             return self._heard(each)  # an agent that knows no questions, or does not know this run
         return self._heard(each, answer, dead=answer.node != each.node)
 
-    def _heard(self, each: _Open, answer: Answer | None = None, *, dead: bool = False) -> Heard:
-        return Heard(each.node, self._clock.monotonic() - each.sent_at, answer, dead)
+    def _heard(self, each: _Open, answer: NoticeAnswer | None = None, *, dead: bool = False) -> HeardAnswers:
+        return HeardAnswers(each.node, self._clock.monotonic() - each.sent_at, answer, dead)

@@ -46,7 +46,7 @@ class Peers:
         self._number = -1
         self._around: dict[str, Address] = {}
         """Whom this node asks in the round of that number, itself among them."""
-        self._delays: dict[str, doubt.Delays] = {}
+        self._delays: dict[str, doubt.AnswerDelays] = {}
         self._dead: set[str] = set()
         self._own_s = float("inf")
         """What this node's last answer to itself took."""
@@ -90,7 +90,7 @@ class Peers:
                 continue
             self._dead.discard(each.node)
             if not stood_still:
-                self._delays.setdefault(each.node, doubt.Delays()).note(each.after_s, now)
+                self._delays.setdefault(each.node, doubt.AnswerDelays()).note(each.after_s, now)
             if each.node == self._node:
                 self._own_s = each.after_s
             elif each.answer is not None and not all(worker.waits for worker in each.answer.workers):
@@ -115,7 +115,7 @@ class Peers:
     def _limit_s(self, name: str, now: float) -> float:
         own_s = self._asker.open.get(self._node)
         own_s = self._own_s if own_s is None else now - own_s
-        lately = [self._delays.get(each, doubt.Delays()) for each in (name, self._node)]
+        lately = [self._delays.get(each, doubt.AnswerDelays()) for each in (name, self._node)]
         return max(doubt.TIMES_OWN * own_s, *(each.limit_s(doubt.ANSWER_S, now) for each in lately))
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ class WorkerStanding(BaseModel):
     silent_s: float = 0.0
 
 
-class Answer(_Line):
+class NoticeAnswer(_Line):
     """What the workers of ``node`` do in ``round``, the newest that it has a part in (0: none)."""
 
     round: int = Field(ge=0)
@@ -73,7 +73,7 @@ class Notice:
 
     def __init__(self, run: str, node: str, clock: Clock = SYSTEM) -> None:
         self._clock = clock
-        self._answer = Answer(run=run, node=node, round=0)
+        self._answer = NoticeAnswer(run=run, node=node, round=0)
         self.asked_at = -float("inf")
         """Monotonic time of the last question."""
 

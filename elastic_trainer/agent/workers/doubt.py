@@ -37,7 +37,7 @@ NEIGHBOURS: Final = 4
 
 
 @dataclass(slots=True)
-class Delays:
+class AnswerDelays:
     """How long the last answers of somebody took."""
 
     _seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))

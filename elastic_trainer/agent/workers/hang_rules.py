@@ -30,7 +30,7 @@ _NEVER: Final[Mapping[int, float]] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HangLimits:
     """How long a worker may not get on, in seconds; 0: for ever. See the options of the same names."""
 
     step_s: float
@@ -74,7 +74,7 @@ def _phase(reading: Reading) -> Phase:
     return reading.phase if reading.pulse.phase in WORK else reading.pulse.phase
 
 
-def limit_of(reading: Reading, limits: Limits) -> float:
+def limit_of(reading: Reading, limits: HangLimits) -> float:
     """How long this worker may take to get on in what it is doing; 0: as long as it wants."""
     phase = _phase(reading)
     if phase in _LONG:
@@ -107,7 +107,7 @@ def busy(reading: Reading) -> str:
 
 def hung(
     readings: Iterable[Reading],
-    limits: Limits,
+    limits: HangLimits,
     now: float,
     stood: Sequence[tuple[float, float]] = (),
     waited: Mapping[int, float] = _NEVER,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic_trainer.agent.workers.doubt import Delays
+from elastic_trainer.agent.workers.doubt import AnswerDelays
 from elastic_trainer.ipc.channel import Connection
 from elastic_trainer.ipc.messages import Leaving, Ready
 from elastic_trainer.membership.documents import Identity, NodeState
@@ -34,7 +34,7 @@ class Worker:
     """What keeps it in a round that is over, where that is known."""
     pinged_at: float = 0.0
     """Monotonic time of the first question that it has not answered; 0: there is none."""
-    delays: Delays = field(default_factory=Delays)
+    delays: AnswerDelays = field(default_factory=AnswerDelays)
     """How long its answers have taken."""
     stuck: bool = False
     """Whether it stood still when others waited for it, and has not been free since."""

@@ -39,7 +39,7 @@ class IncidentKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Incident:
+class ShownIncident:
     """One thing that happened, at ``t`` (monotonic seconds)."""
 
     t: float
@@ -80,7 +80,7 @@ class Picture:
         self.loss: float | None = None
         self.first: str | None = None
         """The node of rank 0."""
-        self.incidents: list[Incident] = []
+        self.incidents: list[ShownIncident] = []
         self.documents: dict[int, RoundDocument] = {}
         """The last document seen of each round."""
         self.lines: list[Line] = []
@@ -101,9 +101,9 @@ class Picture:
         away = any(node.phase is NodePhase.REGROUPING for node in self.nodes.values())
         return len(self.training) > min_nodes or not away or len(self.training) >= max_nodes
 
-    def observe(self, lines: Iterable[Line]) -> list[Incident]:
+    def observe(self, lines: Iterable[Line]) -> list[ShownIncident]:
         """Take in ledger lines, in the order of their times."""
-        new: list[Incident] = []
+        new: list[ShownIncident] = []
         read = list(lines)
         for line in read:
             self.lines.append(line)
@@ -114,7 +114,7 @@ class Picture:
         new += _metrics(read)
         return self._note(new)
 
-    def _trained(self, line: Line) -> list[Incident]:
+    def _trained(self, line: Line) -> list[ShownIncident]:
         node = self.nodes.setdefault(line.node, NodePicture(line.node))
         if node.round != line.round:
             node.round, node.ranks = line.round, {}
@@ -140,24 +140,24 @@ class Picture:
             return latest is None or number > latest.number
         return latest.state is not RoundState.BROKEN
 
-    def _entered(self, line: Line) -> list[Incident]:
+    def _entered(self, line: Line) -> list[ShownIncident]:
         self.round, self.world = line.round, line.world
         begin = line.step if line.event is LineKind.OPENED else line.step - 1
         source = f" of {line.resumed_from}" if line.resumed_from else ""
         text = f"round {line.round} trains with {counted(line.world, 'rank')} from step {begin}{source}"
-        return [Incident(line.t, IncidentKind.ROUND, text)]
+        return [ShownIncident(line.t, IncidentKind.ROUND, text)]
 
-    def _recoveries(self) -> list[Incident]:
+    def _recoveries(self) -> list[ShownIncident]:
         new = []
         for injected in list(self._recovering):
             found = recovery(injected, self.lines)
             if found is not None:
                 self._recovering.remove(injected)
                 t = injected.t + found.recovery_s
-                new.append(Incident(t, IncidentKind.RECOVERY, recovery_text(injected, found)))
+                new.append(ShownIncident(t, IncidentKind.RECOVERY, recovery_text(injected, found)))
         return new
 
-    def document(self, document: RoundDocument, t: float) -> list[Incident]:
+    def document(self, document: RoundDocument, t: float) -> list[ShownIncident]:
         """Take in the round document as it became at about ``t``."""
         before = self.documents.get(document.number)
         self.documents[document.number] = document
@@ -167,26 +167,26 @@ class Picture:
                 node.phase = NodePhase.REGROUPING
         if before is not None and before.state is document.state:
             return []
-        return self._note([Incident(t, IncidentKind.ROUND, _round_text(document))])
+        return self._note([ShownIncident(t, IncidentKind.ROUND, _round_text(document))])
 
-    def node_started(self, name: str, t: float) -> list[Incident]:
+    def node_started(self, name: str, t: float) -> list[ShownIncident]:
         """A node's torchrun was started."""
         self.nodes[name] = NodePicture(name)
-        return self._note([Incident(t, IncidentKind.NODE, f"node {name} started")])
+        return self._note([ShownIncident(t, IncidentKind.NODE, f"node {name} started")])
 
     def node_said(self, name: str, text: str) -> None:
         """The last line of a node's output."""
         self.nodes[name].last_line = text
 
-    def node_ended(self, name: str, exit_code: int, t: float) -> list[Incident]:
+    def node_ended(self, name: str, exit_code: int, t: float) -> list[ShownIncident]:
         """A node's torchrun has ended."""
         node = self.nodes[name]
         if node.phase is NodePhase.KILLED:
             return []
         node.phase = NodePhase.DONE if exit_code == 0 else NodePhase.FAILED
-        return self._note([Incident(t, IncidentKind.NODE, f"node {name} {exit_text(exit_code)}")])
+        return self._note([ShownIncident(t, IncidentKind.NODE, f"node {name} {exit_text(exit_code)}")])
 
-    def fault(self, injected: Injected) -> list[Incident]:
+    def fault(self, injected: Injected) -> list[ShownIncident]:
         """A fault was carried out. A join is noted by its node's start."""
         self.injected.append(injected)
         self._recovering.append(injected)
@@ -196,18 +196,18 @@ class Picture:
         node = self.nodes[injected.node]
         node.phase, node.struck_in = NodePhase.KILLED if whole else NodePhase.REGROUPING, injected.round
         text = f"{injected}, at step {injected.step}"
-        return self._note([Incident(injected.t, IncidentKind.FAULT, text)])
+        return self._note([ShownIncident(injected.t, IncidentKind.FAULT, text)])
 
-    def warn(self, text: str, t: float) -> list[Incident]:
+    def warn(self, text: str, t: float) -> list[ShownIncident]:
         """Something that the user should know."""
-        return self._note([Incident(t, IncidentKind.FAULT, text)])
+        return self._note([ShownIncident(t, IncidentKind.FAULT, text)])
 
-    def _note(self, incidents: list[Incident]) -> list[Incident]:
+    def _note(self, incidents: list[ShownIncident]) -> list[ShownIncident]:
         self.incidents += incidents
         return incidents
 
 
-def _metrics(lines: Iterable[Line]) -> list[Incident]:
+def _metrics(lines: Iterable[Line]) -> list[ShownIncident]:
     """One incident for all metrics of one step."""
     values: dict[tuple[int, int], list[Line]] = {}
     for line in lines:
@@ -215,7 +215,7 @@ def _metrics(lines: Iterable[Line]) -> list[Incident]:
             values.setdefault((line.epoch, line.step), []).append(line)
     told = {key: ", ".join(f"{line.name} {line.value:.4g}" for line in group) for key, group in values.items()}
     return [
-        Incident(group[0].t, IncidentKind.METRIC, f"epoch {key[0]}, step {key[1]}: {told[key]}")
+        ShownIncident(group[0].t, IncidentKind.METRIC, f"epoch {key[0]}, step {key[1]}: {told[key]}")
         for key, group in values.items()
     ]
 

@@ -23,7 +23,7 @@ from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.drills.user_job import faults, report
 from elastic_trainer.drills.user_job.faults import Fault
 from elastic_trainer.drills.user_job.job import entry
-from elastic_trainer.drills.user_job.picture import Incident, Picture
+from elastic_trainer.drills.user_job.picture import Picture, ShownIncident
 from elastic_trainer.drills.user_job.summary import Ending, Summary, summarize
 from elastic_trainer.drills.user_job.view import Display, display
 from elastic_trainer.errors import ConfigError, StorageError
@@ -176,7 +176,7 @@ class Following:
             shown.close()
         return self._summary()
 
-    def _start(self) -> list[Incident]:
+    def _start(self) -> list[ShownIncident]:
         nodes = self._cluster.start(self._options.start)
         now = self._clock.monotonic()
         return [incident for node in nodes for incident in self._picture.node_started(node.name, now)]
@@ -186,7 +186,7 @@ class Following:
         self._timed_out = limit is not None and self._clock.monotonic() - self._picture.started_at > limit
         return bool(self._cluster.running) and self._interrupts.signal is None and not self._timed_out
 
-    def _look(self) -> list[Incident]:
+    def _look(self) -> list[ShownIncident]:
         """Take in what has changed since the last look."""
         # Exit codes first: a node that has ended has written its last line.
         ended = [(node.name, node.exit_code()) for node in self._cluster.nodes if node.name not in self._ended]
@@ -204,12 +204,12 @@ class Following:
                 news += self._picture.node_ended(name, code, self._clock.monotonic())
         return news
 
-    def _strike(self) -> list[Incident]:
+    def _strike(self) -> list[ShownIncident]:
         """Carry out what is due. A fault whose victim is not there stays pending: a worker may be restarting.
 
         Where the choice is left to us, it is made once the job can lose a node, so perhaps behind a recovery.
         """
-        news: list[Incident] = []
+        news: list[ShownIncident] = []
         picture, options = self._picture, self._options
         at = (picture.round or 0, picture.step)
         for fault in faults.due(self._pending, picture.step):

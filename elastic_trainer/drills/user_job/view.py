@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from elastic_trainer.drills.user_job.picture import Incident, IncidentKind, NodePhase, NodePicture, Picture
+from elastic_trainer.drills.user_job.picture import IncidentKind, NodePhase, NodePicture, Picture, ShownIncident
 from elastic_trainer.local.wording import counted
 from elastic_trainer.membership.documents import RoundState
 
@@ -43,7 +43,7 @@ _KINDS = {
 class Display(Protocol):
     """Where a run is shown."""
 
-    def update(self, picture: Picture, incidents: Sequence[Incident], now: float) -> None:
+    def update(self, picture: Picture, incidents: Sequence[ShownIncident], now: float) -> None:
         """Show ``incidents``, which are new, and the present state."""
         ...
 
@@ -64,7 +64,7 @@ class PlainDisplay:
         self._console = console
         self._progress_at: float | None = None
 
-    def update(self, picture: Picture, incidents: Sequence[Incident], now: float) -> None:
+    def update(self, picture: Picture, incidents: Sequence[ShownIncident], now: float) -> None:
         """Print what is new."""
         for incident in incidents:
             self._print(incident_line(incident, picture.started_at))
@@ -88,7 +88,7 @@ class LiveDisplay:
         self._live = Live(console=console, auto_refresh=False)
         self._drawn_at: float | None = None
 
-    def update(self, picture: Picture, incidents: Sequence[Incident], now: float) -> None:
+    def update(self, picture: Picture, incidents: Sequence[ShownIncident], now: float) -> None:
         """Redraw, at most every quarter of a second unless something happened."""
         if self._drawn_at is None:
             self._live.start()
@@ -107,7 +107,7 @@ def stamp(seconds: float) -> str:
     return f"[{seconds:7.2f} s]"
 
 
-def incident_line(incident: Incident, started_at: float) -> str:
+def incident_line(incident: ShownIncident, started_at: float) -> str:
     """One incident as one line."""
     return f"{stamp(incident.t - started_at)} {incident.text}"
 

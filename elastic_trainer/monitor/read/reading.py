@@ -57,7 +57,7 @@ class RunReading:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class StoreReading:
     """All runs by name."""
 
     runs: Mapping[str, RunReading] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Reader:
         self._serial = 0
         self._problem = ""
 
-    def poll(self, limit_s: float = READ_LIMIT_S) -> Reading:
+    def poll(self, limit_s: float = READ_LIMIT_S) -> StoreReading:
         """Read what can have changed; a store that does not tell of one run within ``limit_s`` seconds is away."""
         try:
             self._read(limit_s)
@@ -192,14 +192,14 @@ class Reader:
             for followed, round_, nodes in zip(batch, answers[::2], answers[1::2], strict=True):
                 followed.resting = not followed.lives(round_, nodes)
 
-    def _reading(self) -> Reading:
+    def _reading(self) -> StoreReading:
         now, wall = self._clock.monotonic(), self._clock.wall()
         self._serial += 1
         looked = {run: each.look(now, wall, self._forget_s) for run, each in self._followed.items()}
         runs = {run: reading for run, reading in looked.items() if reading.documents.is_run}
         age_s = None if self._read_at is None else now - self._read_at
         store = StoreStatus(connected=not self._problem, age_s=age_s)
-        return Reading(runs, store, self._read_at, self._read_wall, wall, self._serial, self._problem)
+        return StoreReading(runs, store, self._read_at, self._read_wall, wall, self._serial, self._problem)
 
 
 def run_names(store: Store, prefix: str, limit_s: float, *, after: str = "", clock: Clock = SYSTEM) -> Iterator[str]:

@@ -12,7 +12,7 @@ import re
 from elastic_trainer.membership.documents import join_address
 from elastic_trainer.monitor import page
 from elastic_trainer.monitor.model.snapshot import as_values
-from elastic_trainer.monitor.read.reading import FORGET_S, Reading, RunReading
+from elastic_trainer.monitor.read.reading import FORGET_S, RunReading, StoreReading
 from elastic_trainer.monitor.serve.board import Board
 from elastic_trainer.monitor.serve.metrics import MonitorCollector
 from elastic_trainer.monitor.serve.streams import snapshots
@@ -106,7 +106,7 @@ class MonitorSite:
         return Answer(200, JSON, Body.of(json.dumps(targets(reading, self._forget_s)).encode()), NO_STORE)
 
 
-def targets(reading: Reading, forget_s: float = FORGET_S) -> list[dict[str, object]]:
+def targets(reading: StoreReading, forget_s: float = FORGET_S) -> list[dict[str, object]]:
     """The endpoints of all nodes that are there, as Prometheus' http_sd reads them."""
     return [
         {"targets": [address], "labels": {"__scheme__": scheme, "run": run, "node": node}}

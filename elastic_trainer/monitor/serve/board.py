@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.monitor.model.snapshot import Listing, RunSnapshot, as_json, listing, snapshot, summary
-from elastic_trainer.monitor.read.reading import Reading
+from elastic_trainer.monitor.read.reading import StoreReading
 from elastic_trainer.web.answers import Body
 
 
@@ -21,7 +21,7 @@ class Board:
     def __init__(self, clock: Clock = SYSTEM) -> None:
         self._clock = clock
         self._changed = threading.Condition()
-        self._reading = Reading()
+        self._reading = StoreReading()
         self._published_at = clock.monotonic()
         self._making = threading.Lock()
         self._bodies: dict[str, Body] = {}
@@ -29,7 +29,7 @@ class Board:
         self._closed = False
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> StoreReading:
         """The newest reading."""
         return self._reading
 
@@ -49,7 +49,7 @@ class Board:
         read_at = self._reading.read_at
         return None if read_at is None else self._clock.monotonic() - read_at
 
-    def publish(self, reading: Reading) -> None:
+    def publish(self, reading: StoreReading) -> None:
         """``reading`` is the newest."""
         with self._changed:
             self._reading, self._published_at = reading, self._clock.monotonic()
@@ -61,7 +61,7 @@ class Board:
             self._closed = True
             self._changed.notify_all()
 
-    def wait(self, serial: int, timeout_s: float) -> Reading:
+    def wait(self, serial: int, timeout_s: float) -> StoreReading:
         """The newest reading, once it is another than ``serial`` or ``timeout_s`` seconds have passed."""
         with self._changed:
             self._changed.wait_for(lambda: self._reading.serial != serial or self._closed, timeout_s)

@@ -19,9 +19,9 @@ from prometheus_client.utils import floatToGoString
 
 from elastic_trainer.monitor.model import state
 from elastic_trainer.monitor.model.snapshot import save_interval_s, straggling
-from elastic_trainer.monitor.read.reading import FORGET_S, Reading, RunReading
+from elastic_trainer.monitor.read.reading import FORGET_S, RunReading, StoreReading
 from elastic_trainer.telemetry import families
-from elastic_trainer.telemetry.families import FAMILIES, Family, Kind, Source
+from elastic_trainer.telemetry.families import FAMILIES, Family, MetricKind, MetricSource
 
 Labels = tuple[str, ...]
 """Values of the labels beside the run's name."""
@@ -42,7 +42,7 @@ COUNTED: Final = {
 class MonitorCollector(Collector):
     """All runs of what ``reading()`` gives."""
 
-    def __init__(self, reading: Callable[[], Reading], *, forget_s: float = FORGET_S) -> None:
+    def __init__(self, reading: Callable[[], StoreReading], *, forget_s: float = FORGET_S) -> None:
         self._reading, self._forget_s = reading, forget_s
 
     def collect(self) -> Iterator[Metric]:
@@ -51,7 +51,7 @@ class MonitorCollector(Collector):
         runs = [(name, run) for name, run in sorted(reading.runs.items()) if not run.forgotten(self._forget_s)]
         told = [(name, gauges(run), run.documents.counters) for name, run in runs]
         for family in FAMILIES:
-            if family.source is Source.MONITOR:
+            if family.source is MetricSource.MONITOR:
                 metric = Metric(f"{families.PREFIX}{family.name}", family.text, str(family.kind))
                 if family is families.MONITOR_STORE:
                     metric.add_sample(family.full_name, {}, reading.read_wall or 0.0)
@@ -100,13 +100,13 @@ def _add(
     """Add the series that ``run`` has of ``family``."""
     for values in label_values(family):
         labels = run | dict(zip(family.values, values, strict=True))
-        if family.kind is Kind.GAUGE:
+        if family.kind is MetricKind.GAUGE:
             known = present.get(family.name, {})
             if values in known:
                 metric.add_sample(family.full_name, labels, float(known[values]))
             continue
         counter = COUNTED[family.name].format(*values)
-        if family.kind is Kind.HISTOGRAM:
+        if family.kind is MetricKind.HISTOGRAM:
             _add_histogram(metric, family, labels, histogram(counters, counter, family.buckets))
         else:
             metric.add_sample(family.full_name, labels, counters.get(counter, 0.0))

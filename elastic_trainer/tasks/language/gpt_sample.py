@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.checkpoint import CheckpointManager, Entry, Mode, Retention
+from elastic_trainer.checkpoint import BestMode, CheckpointManager, Entry, Retention
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError
 from elastic_trainer.tasks.language.gpt import Gpt
 from elastic_trainer.tasks.language.sampling import Manner, written
@@ -89,7 +89,7 @@ def _task(directory: Path, overrides: Sequence[str]) -> Gpt:
 
 def _state(directory: Path, config: CheckpointConfig, *, best: bool) -> Mapping[str, Any]:
     """The state in the newest or the best checkpoint; changes nothing in the directory."""
-    manager = CheckpointManager(directory, Retention(metric=config.metric, mode=Mode(config.mode)))
+    manager = CheckpointManager(directory, Retention(metric=config.metric, mode=BestMode(config.mode)))
     entry: Entry | None = manager.best() if best else manager.newest()
     if entry is None:
         what = "checkpoint that was the best" if best else "checkpoint"

@@ -72,7 +72,7 @@ def explicit_attention(query: Tensor, key: Tensor, value: Tensor, rate: float) -
     return functional.dropout(weights, rate) @ value
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, then a network of one hidden layer; both add to what passes through."""
 
     def __init__(self, options: TransformerOptions) -> None:
@@ -101,7 +101,7 @@ class Transformer(nn.Module):
         self.tokens = nn.Embedding(padded(vocabulary, options.vocab_multiple), options.width)
         self.positions = nn.Embedding(options.context, options.width)
         self.drop = nn.Dropout(options.dropout)
-        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(options) for _ in range(options.layers))
         self.norm = nn.LayerNorm(options.width)
         self._initialize(options.layers)
 

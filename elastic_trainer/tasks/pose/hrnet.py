@@ -80,7 +80,7 @@ def _halving(inputs: int, outputs: int) -> list[nn.Module]:
     return [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(outputs)]
 
 
-class Stage(nn.Module):
+class HrnetStage(nn.Module):
     """New branches from the lowest resolution there is, then the modules of ``plan``.
 
     The ``last`` stage gives the highest resolution alone: parameters without a part in the loss are no use, and an
@@ -137,7 +137,7 @@ class HighResolutionNet(nn.Module):
         self.stem = nn.Sequential(*stem)
         present = [1, *(plan.branches for plan in stages)]
         self.stages = nn.ModuleList(
-            Stage(channels, before, plan, last=number == len(stages))
+            HrnetStage(channels, before, plan, last=number == len(stages))
             for number, (before, plan) in enumerate(zip(present, stages, strict=False), 1)
         )
         self.heat = nn.Conv2d(channels[0], points, 1)

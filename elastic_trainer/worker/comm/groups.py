@@ -30,7 +30,7 @@ from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm import sever
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.failures import collective
-from elastic_trainer.worker.comm.link import Formation, StoreAddress
+from elastic_trainer.worker.comm.link import RoundPlace, StoreAddress
 from elastic_trainer.worker.comm.placement import NCCL, Placement
 from elastic_trainer.worker.comm.sever import End, resolved
 from elastic_trainer.worker.comm.store_handshake import meet
@@ -46,7 +46,7 @@ LAST_TEARDOWN_S = 2.0
 class Group:
     """What one formation formed."""
 
-    formation: Formation
+    formation: RoundPlace
     control: Control
     store: Any = None
     """The dedicated connection; severing it frees a rank that blocks while forming."""
@@ -67,7 +67,7 @@ class FormTimeouts:
     working_s: float
 
 
-def form(formation: Formation, placement: Placement, patience: FormTimeouts, works: InterruptibleWaits) -> Group:
+def form(formation: RoundPlace, placement: Placement, patience: FormTimeouts, works: InterruptibleWaits) -> Group:
     """The groups of ``formation``; a process that is alone by nature needs none and opens no port."""
     if formation.store is None:
         return Group(formation, Control())
@@ -93,7 +93,7 @@ def form(formation: Formation, placement: Placement, patience: FormTimeouts, wor
 
 
 def _init(
-    formation: Formation,
+    formation: RoundPlace,
     placement: Placement,
     fresh: PrefixStore,
     forming: timedelta,
@@ -124,14 +124,14 @@ def _init(
     return Control(made.result, rank, world_size, works)
 
 
-def _connect(formation: Formation, address: StoreAddress, timeout: timedelta) -> Any:
+def _connect(formation: RoundPlace, address: StoreAddress, timeout: timedelta) -> Any:
     serves = address.serve and formation.rank == 0
     return TCPStore(
         address.host, address.port, None, serves, timeout=timeout, wait_for_workers=False, multi_tenant=serves
     )
 
 
-def _agreed_prefix(store: Any, formation: Formation, timeout_s: float) -> str:
+def _agreed_prefix(store: Any, formation: RoundPlace, timeout_s: float) -> str:
     return meet(store, formation.rank, formation.world_size, Deadline.after(timeout_s))
 
 
@@ -142,7 +142,7 @@ def leave(group: Group) -> None:
         _TEARDOWNS.finish()
 
 
-def store_ends(formation: Formation) -> list[End]:
+def store_ends(formation: RoundPlace) -> list[End]:
     """Where connections to the store of ``formation`` lead."""
     return resolved(formation.store.host, formation.store.port) if formation.store is not None else []
 
@@ -154,7 +154,7 @@ def leave_torch() -> None:
 
 
 def form_in_place(
-    formation: Formation,
+    formation: RoundPlace,
     placement: Placement,
     patience: FormTimeouts,
     begun: Callable[[], None],

@@ -27,7 +27,7 @@ class StoreAddress:
 
 
 @dataclass(frozen=True, slots=True)
-class Formation:
+class RoundPlace:
     """One process's place in one round. Without ``store`` it is alone and needs no process group."""
 
     round: int
@@ -47,7 +47,7 @@ class Formation:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RankProgress:
     """What a session tells about itself; ``step_s`` is the time that a step takes, smoothed."""
 
     phase: str
@@ -68,7 +68,7 @@ class Link(Protocol):
         """Whether anybody wants to know how far this process is."""
         ...
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: RankProgress) -> None:
         """Take note of ``progress``."""
         ...
 
@@ -83,7 +83,7 @@ class EnvironmentLink:
     def __init__(self, environment: WorkerEnvironment) -> None:
         self._environment = environment
 
-    def formation(self) -> Formation:
+    def formation(self) -> RoundPlace:
         """The place that the environment names. ConfigError if it contradicts itself."""
         env = self._environment
         if env.rank >= env.world_size or env.local_rank >= env.local_world_size:
@@ -92,7 +92,7 @@ class EnvironmentLink:
                 f" LOCAL_WORLD_SIZE {env.local_world_size} make no sense",
                 hint="start the script with torchrun, or unset these variables",
             )
-        return Formation(
+        return RoundPlace(
             round=env.round,
             rank=env.rank,
             world_size=env.world_size,
@@ -117,7 +117,7 @@ class EnvironmentLink:
     def report_due(self) -> bool:
         return False
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: RankProgress) -> None:
         return None
 
     def close(self, status: str) -> None:

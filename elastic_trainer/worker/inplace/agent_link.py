@@ -23,7 +23,7 @@ from elastic_trainer.ipc.channel import ChannelClosedError, connect
 from elastic_trainer.ipc.mutex import LifeMutex
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import last_words, logger
-from elastic_trainer.worker.comm.link import Formation, Progress, StoreAddress
+from elastic_trainer.worker.comm.link import RankProgress, RoundPlace, StoreAddress
 
 WELCOME_TIMEOUT_S = 30.0
 REPORT_EVERY_S = 0.2
@@ -70,7 +70,7 @@ class ChannelLink:
         """Now and then."""
         return self._clock.monotonic() - self._reported_at >= REPORT_EVERY_S
 
-    def report(self, progress: Progress) -> None:
+    def report(self, progress: RankProgress) -> None:
         """Tell the agent; dropped rather than waited for."""
         self._reported_at = self._clock.monotonic()
         self._send(
@@ -114,7 +114,7 @@ class ChannelLink:
         """The newest round that is known to be over; 0 for none."""
         return self._over
 
-    def await_formation(self, number: int, idle: Callable[[], None] = lambda: None) -> Formation | None:
+    def await_formation(self, number: int, idle: Callable[[], None] = lambda: None) -> RoundPlace | None:
         """Wait for a round of at least ``number`` that is not broken already, however long that takes.
 
         None when round ``number`` is over before this worker could take its place: then it is free for a later one,
@@ -130,11 +130,11 @@ class ChannelLink:
                 return None
             idle()
 
-    def place(self, formation: messages.Formation) -> Formation:
+    def place(self, formation: messages.Formation) -> RoundPlace:
         """The agent's message as the session's own value."""
         self._round = formation.number
         host, _, port = formation.store.rpartition(":")
-        return Formation(
+        return RoundPlace(
             round=formation.number,
             rank=formation.rank,
             world_size=formation.world_size,

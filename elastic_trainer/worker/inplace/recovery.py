@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from elastic_trainer.clock import SYSTEM
@@ -22,7 +23,7 @@ from elastic_trainer.model import Phase
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.codecs import Codec
 from elastic_trainer.worker.comm.groups import Group
-from elastic_trainer.worker.comm.link import Formation
+from elastic_trainer.worker.comm.link import RoundPlace
 from elastic_trainer.worker.inplace.call_replay import NEWCOMER, CallReplay
 from elastic_trainer.worker.inplace.rounds import Rounds
 from elastic_trainer.worker.state.heal import heal, identity
@@ -58,14 +59,10 @@ class InPlaceRecovery:
         """Come into the first round, where the others may train already."""
         self._enter()
 
-    def _enter(self, *, planned: bool = False, joinable: bool = True, following: Formation | None = None) -> None:
+    def _enter(self, *, planned: bool = False, joinable: bool = True, following: RoundPlace | None = None) -> None:
         """Come into the next round with the state that is held here, or get it from those who hold it."""
         tracker = self._place.tracker
-        before = tracker.change(Phase.RENDEZVOUS)
-
-        def forming() -> None:
-            tracker.change(Phase.RENDEZVOUS)
-
+        before, forming = tracker.change(Phase.RENDEZVOUS), partial(tracker.change, Phase.RENDEZVOUS)
         while True:
             offer = self._offer(planned=planned, joinable=joinable)
             formed = self._rounds.enter(offer, self._while_waiting, forming, following)
@@ -89,14 +86,8 @@ class InPlaceRecovery:
 
     def _offer(self, *, planned: bool, joinable: bool) -> Ready:
         """What this worker brings along into a round; its number is known when it is sent."""
-        return Ready(
-            number=0,
-            state=self._report(),
-            planned=planned,
-            joinable=joinable,
-            newcomer=self._calls.count == NEWCOMER,
-            step_time_s=self._place.span_s,
-        )
+        report, newcomer, span_s = self._report(), self._calls.count == NEWCOMER, self._place.span_s
+        return Ready(number=0, state=report, planned=planned, joinable=joinable, newcomer=newcomer, step_time_s=span_s)
 
     def _report(self) -> StateReport | None:
         if not self._valid:

@@ -21,7 +21,7 @@ from elastic_trainer.ipc.messages import Drain, Ready
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm.failures import is_collective_failure, summary, trail
-from elastic_trainer.worker.comm.link import Formation
+from elastic_trainer.worker.comm.link import RoundPlace
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.inplace.agent_link import ChannelLink
 from elastic_trainer.worker.inplace.escape import Escape
@@ -52,7 +52,7 @@ class Rounds:
         """None between two rounds."""
 
     def enter(
-        self, offer: Ready, idle: Callable[[], None], forming: Callable[[], object], place: Formation | None = None
+        self, offer: Ready, idle: Callable[[], None], forming: Callable[[], object], place: RoundPlace | None = None
     ) -> Formed:
         """Come into the next round, whatever rounds fail to form meanwhile; what was formed.
 
@@ -74,7 +74,7 @@ class Rounds:
                 self.give_up(place.round, error)
                 place = None
 
-    def _await_place(self, offer: Ready, idle: Callable[[], None]) -> Formation | None:
+    def _await_place(self, offer: Ready, idle: Callable[[], None]) -> RoundPlace | None:
         first = max(self._escape.number, self._link.over) + 1
         self._link.ready(offer.model_copy(update={"number": first}))
         return self._link.await_formation(first, idle)
@@ -88,7 +88,7 @@ class Rounds:
         self.abandon()
         self._link.await_over(number)
 
-    def _form(self, formation: Formation) -> Formed:
+    def _form(self, formation: RoundPlace) -> Formed:
         works = self._escape.enter(formation.round, groups.store_ends(formation))
         if self._link.broken(formation.round) is not None:
             raise RejoinError(f"round {formation.round} is broken already")
@@ -141,6 +141,6 @@ class Rounds:
         """The planned change that ends the present round, or None."""
         return self._link.drain(self._escape.number)
 
-    def following(self, drain: Drain) -> Formation | None:
+    def following(self, drain: Drain) -> RoundPlace | None:
         """This worker's place in the round that follows, if it has one."""
         return self._link.place(drain.next) if drain.next is not None else None

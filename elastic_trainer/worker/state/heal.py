@@ -45,21 +45,21 @@ class Patient(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class HealPlan:
     """Who gives the state to whom; ``source`` None: no rank holds a valid one."""
 
     source: int | None
     behind: tuple[int, ...] = ()
 
 
-def diagnose(states: Sequence[StateIdentity | None]) -> Diagnosis:
+def diagnose(states: Sequence[StateIdentity | None]) -> HealPlan:
     """Choose the source among the ``states`` of all ranks, in rank order. Pure."""
     held = [(rank, state) for rank, state in enumerate(states) if state is not None]
     if not held:
-        return Diagnosis(None)
+        return HealPlan(None)
     newest = max((state.round, state.step) for _, state in held)
     source, wanted = next((rank, state) for rank, state in held if (state.round, state.step) == newest)
-    return Diagnosis(source, tuple(rank for rank, state in enumerate(states) if state != wanted))
+    return HealPlan(source, tuple(rank for rank, state in enumerate(states) if state != wanted))
 
 
 def disagreeing(states: Sequence[StateIdentity | None], source: int) -> list[int]:
@@ -115,7 +115,7 @@ def give(
     sent = whole(patient.collect()) if control.rank == source else 0
     text = json.dumps({"notes": dict(notes), "whole": sent}).encode()
     told = json.loads(control.broadcast_bytes(text, source))
-    _give(control, Diagnosis(source, behind), patient, told["whole"])
+    _give(control, HealPlan(source, behind), patient, told["whole"])
     given: Mapping[str, Any] = told["notes"]
     return given
 
@@ -133,7 +133,7 @@ class Healed:
     """The counts of all ranks, by rank."""
 
 
-def _give(control: Control, found: Diagnosis, patient: Patient, wanted: int) -> None:
+def _give(control: Control, found: HealPlan, patient: Patient, wanted: int) -> None:
     source = found.source
     if source is None:
         return

@@ -28,7 +28,7 @@ Tree = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Candidate:
+class StateCandidate:
     """The state that a node can offer, ordered by age."""
 
     round: int
@@ -44,7 +44,7 @@ class Origin:
     run: str | None = None
 
 
-def choose(candidates: Sequence[Candidate | None]) -> int | None:
+def choose(candidates: Sequence[StateCandidate | None]) -> int | None:
     """The rank whose candidate is the newest, the lowest of several; None if there is none. Pure."""
     best: int | None = None
     for rank, candidate in enumerate(candidates):
@@ -62,20 +62,20 @@ class Inventory:
         self._loaded: Loaded | None = None
         self.error: CheckpointError | None = None
 
-    def candidate(self) -> Candidate | None:
+    def candidate(self) -> StateCandidate | None:
         """The newest one, or None."""
         if self._manager is None:
             return None
         if self._loaded is not None:
-            return Candidate(self._loaded.manifest.round, self._loaded.manifest.step)
+            return StateCandidate(self._loaded.manifest.round, self._loaded.manifest.step)
         try:
             entry = self._manager.newest()
         except CheckpointError as error:
             self.error = error
             return None
-        return None if entry is None else Candidate(entry.manifest.round, entry.manifest.step)
+        return None if entry is None else StateCandidate(entry.manifest.round, entry.manifest.step)
 
-    def load(self, wanted: Candidate) -> Loaded | None:
+    def load(self, wanted: StateCandidate) -> Loaded | None:
         """Load it. None if an older one, or none, turned out to be the newest good one: choose again."""
         if self._manager is None:
             raise RuntimeError("this rank has no checkpoints to load")
@@ -130,7 +130,7 @@ def _elect(control: Control, inventory: Inventory) -> tuple[int | None, Loaded |
     while True:
         mine = inventory.candidate()
         row = [1, mine.round, mine.step] if mine is not None else [0, 0, 0]
-        candidates = [Candidate(r, s) if known else None for known, r, s in control.gather(row)]
+        candidates = [StateCandidate(r, s) if known else None for known, r, s in control.gather(row)]
         winner = choose(candidates)
         if winner is None:
             return None, None

@@ -27,26 +27,20 @@ from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state import rng
 from elastic_trainer.worker.state.training_state import Position
 from elastic_trainer.worker.steps import closures
-from elastic_trainer.worker.steps.feed import Feed
+from elastic_trainer.worker.steps.feed import DataFeed
 from elastic_trainer.worker.steps.step import Step
 
 _MOST_UNCHECKED = 64
 
 
 class Surroundings(Protocol):
-    """Where steps end: the training that they belong to."""
+    """The training that steps belong to; ``absorb`` and ``check_gradients`` are those of its round's end."""
 
-    def after_step(self, step: Step) -> None:
-        """A committed step has ended."""
-        ...
+    def after_step(self, step: Step) -> None: ...
 
-    def absorb(self, step: Step, error: BaseException) -> bool:
-        """Whether ``error`` was the end of a round, and has been dealt with."""
-        ...
+    def absorb(self, step: Step, error: BaseException) -> bool: ...
 
-    def check_gradients(self) -> None:
-        """Raise if the gradients at hand are not those of all ranks (asked right before the update)."""
-        ...
+    def check_gradients(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +53,7 @@ class Machinery:
     scaling: Scaling
     position: Position
     average: AveragedModel | None
-    feed: Feed
+    feed: DataFeed
     tracker: HeartbeatReporter
     seed: int
     device: torch.device

@@ -19,7 +19,7 @@ from elastic_trainer.data.bad_samples import Tally
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import EpochPlan, LrRule
 from elastic_trainer.data.reader import Drawn
-from elastic_trainer.data.requests import Request
+from elastic_trainer.data.requests import SampleRequest
 from elastic_trainer.data.sampler import Batch, Collate, Fetcher, Sampler, Source
 from elastic_trainer.data.sources import checked_length, is_stream
 from elastic_trainer.errors import ConfigError
@@ -39,7 +39,7 @@ class Awaited:
         self._source, self._tracker = source, tracker
         self.follow = source.follow
 
-    def draw(self, request: Request) -> Drawn:
+    def draw(self, request: SampleRequest) -> Drawn:
         """The samples of ``request``."""
         before = self._tracker.draws()
         try:
@@ -48,7 +48,7 @@ class Awaited:
             self._tracker.enter(before)
 
 
-class Feed:
+class DataFeed:
     """``batch`` is the one at hand; ``fields`` describe how the data is cut and go into every checkpoint."""
 
     def __init__(

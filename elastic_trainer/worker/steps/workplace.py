@@ -15,13 +15,13 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker.comm import groups as groups
-from elastic_trainer.worker.comm.link import Link, Progress
+from elastic_trainer.worker.comm.link import Link, RankProgress
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.report.ledger import Ledger
 from elastic_trainer.worker.state import rng
 from elastic_trainer.worker.state.training_state import Position
-from elastic_trainer.worker.steps.feed import Feed
+from elastic_trainer.worker.steps.feed import DataFeed
 from elastic_trainer.worker.steps.options import SessionOptions
 from elastic_trainer.worker.steps.rank_context import RankContext
 from elastic_trainer.worker.steps.signals import Signals
@@ -52,7 +52,7 @@ class Workplace:
         self.owner = Owner(environment.run_name, job)
         self.manager = self._manager()
         self.ledger = Ledger(environment)
-        self.feed = Feed(position, options.seed, placement.device, options.allow_changed, tracker, environment.node)
+        self.feed = DataFeed(position, options.seed, placement.device, options.allow_changed, tracker, environment.node)
         logs.bind(run=environment.run_id, node=environment.node, role="worker")
         rng.seed_all(rng.key(rng.START, options.seed), placement.device)
 
@@ -108,7 +108,7 @@ class Workplace:
         if not self._link.report_due():
             return
         cursor = self.position.cursor
-        self._link.report(Progress(phase, self.position.step, cursor.epoch, cursor.samples, self.span_s))
+        self._link.report(RankProgress(phase, self.position.step, cursor.epoch, cursor.samples, self.span_s))
 
     def record(self, step: Step, **place: int) -> None:
         """Write a committed step to the ledger, once: its round may end before the boundary behind it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, Status, describe
+from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, Soundness, describe
 from elastic_trainer.checkpoint.layout import TENSORS_FILE, temporary_name
 from elastic_trainer.checkpoint.storage import PosixStorage
 from elastic_trainer.errors import CheckpointError, StorageError
@@ -115,7 +115,7 @@ def test_a_read_only_file_system_can_be_loaded_from(small_disk: Path) -> None:
     assert loaded.manifest.step == 1
     assert heard.kinds() == ["checkpoint.failed", "checkpoint.skipped", "checkpoint.loaded"]
     assert "cannot be renamed" in heard[1].reason
-    assert [each.status for each in describe(small_disk)] == [Status.DAMAGED, Status.VERIFIED]
+    assert [each.status for each in describe(small_disk)] == [Soundness.DAMAGED, Soundness.VERIFIED]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from elastic_trainer.checkpoint import CheckpointManager, Status, describe
+from elastic_trainer.checkpoint import CheckpointManager, Soundness, describe
 from elastic_trainer.cli.main import main as command
 from elastic_trainer.errors import EXIT_CANNOT_WRITE
 from elastic_trainer.local.ledger import audit
@@ -79,7 +79,7 @@ def test_a_disk_that_fails_under_a_running_job_costs_no_step(
         assert {step for step, name in told.items() if name is None} == REFUSED
         assert told.keys() == set(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
         assert saves(out, 1).items() <= told.items()
-        assert {each.status for each in describe(checkpoints)} == {Status.VERIFIED}
+        assert {each.status for each in describe(checkpoints)} == {Soundness.VERIFIED}
         newest = CheckpointManager(checkpoints).load_newest()
         assert newest is not None
         assert newest.manifest.step == STEPS
@@ -141,5 +141,5 @@ def test_a_full_disk_does_not_end_the_trainer_with_a_metric(tmp_path: Path) -> N
         mine, theirs = (load_file(each / FINAL_FILE) for each in (directory, tmp_path / "reference"))
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
         assert exported_step(directory / BEST_FILE) == report["best"]["step"] == 16
-        assert {each.status for each in describe(directory)} == {Status.VERIFIED}
+        assert {each.status for each in describe(directory)} == {Soundness.VERIFIED}
         assert set(read_curves(directory).losses) >= {1, 2, *range(10, 17)}

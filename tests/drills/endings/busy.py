@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from elastic_trainer import Session
-from elastic_trainer.checkpoint.events import Event, EventKind
+from elastic_trainer.checkpoint.events import Event, Transition
 from elastic_trainer.clock import pause
 from elastic_trainer.worker.steps.options import SavingOptions
 from tests.drills.endings.train import BATCH, SAMPLES
@@ -36,7 +36,7 @@ class Work:
 
     def save_slowly(self, event: Event) -> None:
         """On rank 0, in the middle of a save."""
-        if event.kind is EventKind.COMMITTED and self.asked("slow"):
+        if event.kind is Transition.COMMITTED and self.asked("slow"):
             self._begin()
             pause(SAVE_S)
 

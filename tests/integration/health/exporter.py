@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from elastic_trainer.telemetry.families import PREFIX, Family, Kind
+from elastic_trainer.telemetry.families import PREFIX, Family, MetricKind
 
 Row = tuple[Family, dict[str, str], float]
 
@@ -33,7 +33,7 @@ class FakeExporter(Collector):
     def collect(self) -> Iterator[Metric]:
         found: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
         for family, labels, value in self._rows():
-            kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
+            kind = CounterMetricFamily if family.kind is MetricKind.COUNTER else GaugeMetricFamily
             metric = found.setdefault(family.name, kind(PREFIX + family.name, family.text, labels=list(labels)))
             metric.add_metric(list(labels.values()), value)
         yield from found.values()

@@ -13,7 +13,7 @@ from elastic_trainer.drills.stage import Setting
 from elastic_trainer.drills.strikes import kill_nodes
 from elastic_trainer.drills.wedge import Wedge, ask, pace
 from elastic_trainer.telemetry import families
-from elastic_trainer.telemetry.families import FAMILIES, Kind
+from elastic_trainer.telemetry.families import FAMILIES, MetricKind
 from tests.integration.health.watched import SCALE, Watched, watched
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("etcd_binary")]
@@ -61,7 +61,7 @@ def test_all_ranks_appear_with_all_that_is_promised(job: Watched) -> None:
     ranks = {str(rank): node for rank, node in enumerate(standing.nodes)}
     job.watch.wait("all ranks by their nodes", lambda: _shown(job) == ranks)
     for family in FAMILIES:
-        suffix = "_count" if family.kind is Kind.HISTOGRAM else ""
+        suffix = "_count" if family.kind is MetricKind.HISTOGRAM else ""
         matcher = "{RUN}" if "run" in family.labels else ""
         if family is not families.GPU_MEMORY:
             job.wait_value(f"{family.full_name}{suffix}{matcher}")
@@ -185,7 +185,7 @@ def _drain(job: Watched, name: str) -> None:
 
 def _gone_back(job: Watched) -> dict[str, float]:
     """Counters that have ever become smaller."""
-    kinds = {Kind.COUNTER: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
+    kinds = {MetricKind.COUNTER: ("",), MetricKind.HISTOGRAM: ("_bucket", "_sum", "_count")}
     names = [f"{each.full_name}{suffix}" for each in FAMILIES for suffix in kinds.get(each.kind, ())]
     found = {name: job.value(f"max(resets({name}{{RUN}}[1h]))") for name in names}
     assert all(value is not None for value in found.values()), found

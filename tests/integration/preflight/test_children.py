@@ -13,7 +13,7 @@ from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.preflight.child import Child, findings_of
 from elastic_trainer.preflight.finding import Finding, Status
 from elastic_trainer.preflight.judge import judge
-from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.preflight.limits import FitLimits
 from elastic_trainer.preflight.pairs import judge as judge_pairs
 from elastic_trainer.preflight.report import Published, report_of
 from elastic_trainer.preflight.together import Heard, port_of
@@ -90,12 +90,12 @@ def test_a_machine_that_is_slower_than_the_others_is_unfit() -> None:
     assert set(slow.report.values) == {"memory.cpu", "matmul.cpu.fp32"}
     assert slow.report.versions["torch"]
     good = [faster(slow, "a", 4.0), faster(slow, "b", 5.0)]
-    verdict = judge(slow, good, Limits())
+    verdict = judge(slow, good, FitLimits())
     assert not verdict.fit
     assert "matmul.cpu.fp32" in verdict.reason
     assert "of the median of 2 other nodes" in verdict.reason
-    assert judge(good[0], [good[1], slow], Limits()).fit
-    assert judge(slow, [faster(slow, "a", 1.2), faster(slow, "b", 0.9)], Limits()).fit
+    assert judge(good[0], [good[1], slow], FitLimits()).fit
+    assert judge(slow, [faster(slow, "a", 1.2), faster(slow, "b", 0.9)], FitLimits()).fit
 
 
 # ---- all-reduces
@@ -133,5 +133,5 @@ def test_a_node_that_dies_before_it_measures_is_named_by_the_others() -> None:
             assert (heard.pairs[0, 1].rate or 0) > 0
             assert "c did not come" in heard.pairs[0, 2].error
             assert "c did not come" in heard.all.error
-            found = {finding.name: finding for finding in judge_pairs(["a", "b", "c"], rank, heard.pairs, Limits())}
+            found = {finding.name: finding for finding in judge_pairs(["a", "b", "c"], rank, heard.pairs, FitLimits())}
             assert "c reached none of 2" in found["allreduce.node"].text

@@ -16,12 +16,12 @@ from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.local.ports import free_ports
 from elastic_trainer.preflight import directory, gpu
 from elastic_trainer.preflight.finding import Finding, Status
-from elastic_trainer.preflight.limits import GIB, MIB, Limits
+from elastic_trainer.preflight.limits import GIB, MIB, FitLimits
 from elastic_trainer.preflight.machine import open_files, processors, shared_memory, usable_cores
 from elastic_trainer.preflight.network import Neighbor, host_name, listening, reaching
 from tests.support.small_disk import mounted, run
 
-LIMITS = Limits()
+LIMITS = FitLimits()
 SMALL = 8 * MIB
 
 
@@ -68,16 +68,16 @@ def test_a_relative_directory_is_the_one_that_is_there(tmp_path: Path, monkeypat
 
 def test_too_little_space_is_bad_only_against_a_known_need(tmp_path: Path) -> None:
     """Without one it is a guess, hence a warning."""
-    needed = by_name(directory.check(tmp_path, Limits(disk_bytes=1 << 60)))["disk.space"]
+    needed = by_name(directory.check(tmp_path, FitLimits(disk_bytes=1 << 60)))["disk.space"]
     assert needed.status is Status.BAD
     assert "are needed" in needed.text
-    guessed = by_name(directory.check(tmp_path, Limits(disk_doubtful_bytes=1 << 60)))["disk.space"]
+    guessed = by_name(directory.check(tmp_path, FitLimits(disk_doubtful_bytes=1 << 60)))["disk.space"]
     assert guessed.status is Status.WARN
 
 
 def test_a_slow_disk_is_a_warning(tmp_path: Path) -> None:
     """Against a limit that no disk reaches."""
-    found = by_name(directory.check(tmp_path, Limits(disk_speed=1e15)))
+    found = by_name(directory.check(tmp_path, FitLimits(disk_speed=1e15)))
     assert found["disk.write"].status is found["disk.read"].status is Status.WARN
 
 
@@ -128,7 +128,7 @@ def test_shared_memory_that_is_small_full_or_missing(small_disk: Path) -> None:
     small = shared_memory(LIMITS, small_disk)
     assert small.status is Status.WARN
     assert "--shm-size" in small.hint
-    assert shared_memory(Limits(shm_bytes=MIB), small_disk).status is Status.OK
+    assert shared_memory(FitLimits(shm_bytes=MIB), small_disk).status is Status.OK
     with pytest.raises(OSError, match="No space"):
         (small_disk / "ballast").write_bytes(b"x" * 2 * SMALL)
     assert shared_memory(LIMITS, small_disk).status is Status.BAD
@@ -162,7 +162,7 @@ def test_few_open_files_are_a_warning() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
         assert open_files(LIMITS).status is Status.WARN
-        assert open_files(Limits(open_files=512)).status is Status.OK
+        assert open_files(FitLimits(open_files=512)).status is Status.OK
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -22,7 +22,7 @@ from elastic_trainer.errors import (
 from elastic_trainer.local.etcd import EtcdCluster, EtcdServer, ServerTls
 from elastic_trainer.store import connect_checked, connect_patiently
 from elastic_trainer.store.api import Put, Store
-from elastic_trainer.store.connection import Connection
+from elastic_trainer.store.connection import StoreConnection
 from tests.integration.store.support import client, put, settings, soon
 from tests.support.certificates import Authority
 from tests.support.guarded import guard
@@ -86,7 +86,7 @@ def test_many_threads_share_one_new_token(guarded: EtcdServer) -> None:
 
 def test_a_token_that_a_watch_has_dropped_is_made_anew(guarded: EtcdServer) -> None:
     """A call that finds its token stale, while a watch has found the same, is not left without any."""
-    connection = Connection(settings(guarded.endpoint, **TRAINER))
+    connection = StoreConnection(settings(guarded.endpoint, **TRAINER))
     try:
         assert connection.asks_who_it_is(soon())
         stale = connection._token

@@ -25,7 +25,7 @@ from elastic_trainer.local.etcd import EtcdServer, ServerTls
 from elastic_trainer.local.etcd_binary import find_binary
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.api import Compare, Delete, Field, Put, Read, Relation, absent
-from elastic_trainer.store.connection import Connection
+from elastic_trainer.store.connection import StoreConnection
 from tests.integration.store.support import client, put, settings, soon
 from tests.support.certificates import Authority
 from tests.support.listeners import Recorder
@@ -255,7 +255,7 @@ def test_leases_are_protected_by_the_keys_that_they_hold(server: EtcdServer, use
 def test_what_authentication_does_not_cover(server: EtcdServer, users: dict[str, dict[str, str]]) -> None:
     """Contents are safe from whoever reaches etcd's port without a user; its service is not. That is why etcd asks for
     certificates too, and the network lets in only who needs it."""
-    nobody = Connection(settings(server.endpoint))
+    nobody = StoreConnection(settings(server.endpoint))
     rpc = nobody.rpc
     try:
         requests: list[tuple[Callable[[Any], Any], Any]] = [
@@ -271,7 +271,9 @@ def test_what_authentication_does_not_cover(server: EtcdServer, users: dict[str,
         nobody.close()
     with client(server.endpoint, **users["run-a"]) as owner:
         assert owner.get(f"{A}spec", soon()).first is not None
-    once = Connection(settings(server.endpoint, **users["run-a"]))  # a store would try again until its time is over
+    once = StoreConnection(
+        settings(server.endpoint, **users["run-a"])
+    )  # a store would try again until its time is over
     try:
         with pytest.raises(StoreUnavailableError, match="no space left"):
             once.call(lambda wire: wire.kv.Put, rpc.PutRequest(key=f"{A}x".encode()), soon(), write=True)

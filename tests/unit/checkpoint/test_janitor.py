@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.checkpoint.events import EventKind
+from elastic_trainer.checkpoint.events import Transition
 from elastic_trainer.checkpoint.janitor import ELSEWHERE_S, REBOOTED_S, fate, sweep, this_process
-from elastic_trainer.checkpoint.layout import Writer, temporary_name, trash_name
+from elastic_trainer.checkpoint.layout import WriterIdentity, temporary_name, trash_name
 from elastic_trainer.checkpoint.storage import PosixStorage
 
-ME = Writer(100, 5000, "a" * 32, 1, "here")
+ME = WriterIdentity(100, 5000, "a" * 32, 1, "here")
 NAME = "step-000000120-r7-0123456789ab"
 
 
@@ -21,18 +21,18 @@ NAME = "step-000000120-r7-0123456789ab"
     ("writer", "alive", "idle_s", "removed"),
     [
         (ME, None, None, False),
-        (Writer(101, 5000, "a" * 32, 1, "here"), True, None, False),
-        (Writer(101, 5000, "a" * 32, 1, "here"), False, None, True),
-        (Writer(101, 5000, "b" * 32, 1, "here"), None, REBOOTED_S - 1, False),
-        (Writer(101, 5000, "b" * 32, 1, "here"), None, REBOOTED_S + 1, True),
-        (Writer(101, 5000, "a" * 32, 2, "here"), None, REBOOTED_S + 1, False),
-        (Writer(101, 5000, "a" * 32, 2, "here"), None, ELSEWHERE_S + 1, True),
-        (Writer(101, 5000, "b" * 32, 1, "there"), None, REBOOTED_S + 1, False),
-        (Writer(101, 5000, "b" * 32, 1, "there"), None, ELSEWHERE_S + 1, True),
-        (Writer(101, 5000, "b" * 32, 1, "there"), None, None, False),
+        (WriterIdentity(101, 5000, "a" * 32, 1, "here"), True, None, False),
+        (WriterIdentity(101, 5000, "a" * 32, 1, "here"), False, None, True),
+        (WriterIdentity(101, 5000, "b" * 32, 1, "here"), None, REBOOTED_S - 1, False),
+        (WriterIdentity(101, 5000, "b" * 32, 1, "here"), None, REBOOTED_S + 1, True),
+        (WriterIdentity(101, 5000, "a" * 32, 2, "here"), None, REBOOTED_S + 1, False),
+        (WriterIdentity(101, 5000, "a" * 32, 2, "here"), None, ELSEWHERE_S + 1, True),
+        (WriterIdentity(101, 5000, "b" * 32, 1, "there"), None, REBOOTED_S + 1, False),
+        (WriterIdentity(101, 5000, "b" * 32, 1, "there"), None, ELSEWHERE_S + 1, True),
+        (WriterIdentity(101, 5000, "b" * 32, 1, "there"), None, None, False),
     ],
 )
-def test_fate(writer: Writer, alive: bool | None, idle_s: float | None, removed: bool) -> None:
+def test_fate(writer: WriterIdentity, alive: bool | None, idle_s: float | None, removed: bool) -> None:
     """The kernel's word counts where it has one; elsewhere only long silence does."""
     verdict = fate(writer, ME, alive, idle_s)
     assert verdict.remove is removed
@@ -50,7 +50,7 @@ def make(directory: Path, name: str, age_s: float = 0.0) -> Path:
     return path
 
 
-def dead_process() -> Writer:
+def dead_process() -> WriterIdentity:
     """The identity of a process that has lived on this machine and is gone."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
@@ -58,7 +58,7 @@ def dead_process() -> Writer:
     child.start()
     writer = receive.recv()
     child.join(60)
-    assert isinstance(writer, Writer)
+    assert isinstance(writer, WriterIdentity)
     return writer
 
 
@@ -70,8 +70,8 @@ def test_only_what_is_dead_is_swept(tmp_path: Path) -> None:
     """A dead process's temporary and interrupted removals go; live, foreign and committed entries stay."""
     me = this_process()
     dead = dead_process()
-    reused = Writer(me.pid, me.start + 1, me.boot, me.namespace, me.host)
-    elsewhere = Writer(1, 1, "b" * 32, 1, "elsewhere")
+    reused = WriterIdentity(me.pid, me.start + 1, me.boot, me.namespace, me.host)
+    elsewhere = WriterIdentity(1, 1, "b" * 32, 1, "elsewhere")
     gone = [
         make(tmp_path, temporary_name(dead)),
         make(tmp_path, temporary_name(reused)),
@@ -87,7 +87,7 @@ def test_only_what_is_dead_is_swept(tmp_path: Path) -> None:
     ]
     events = list(sweep(PosixStorage(tmp_path)))
     assert sorted(event.name for event in events) == sorted(path.name for path in gone)
-    assert all(event.kind is EventKind.SWEPT for event in events)
+    assert all(event.kind is Transition.SWEPT for event in events)
     assert sorted(os.listdir(tmp_path)) == sorted(path.name for path in stays)
 
 

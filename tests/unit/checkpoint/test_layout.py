@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from elastic_trainer.checkpoint.layout import (
     CheckpointName,
     Kind,
-    Writer,
+    WriterIdentity,
     host_label,
     kind_of,
     parse_checkpoint,
@@ -73,7 +73,7 @@ def test_negative_steps_are_refused() -> None:
 @given(st.text(max_size=100), st.integers(1, 2**31), st.integers(0, 2**60), st.integers(0, 2**40))
 def test_a_temporary_name_carries_its_writer(host: str, pid: int, start: int, namespace: int) -> None:
     """The writer's identity comes back from the name, whatever the host is called; the name fits a file system."""
-    writer = Writer(pid=pid, start=start, boot="ab" * 16, namespace=namespace, host=host_label(host))
+    writer = WriterIdentity(pid=pid, start=start, boot="ab" * 16, namespace=namespace, host=host_label(host))
     name = temporary_name(writer)
     assert parse_temporary(name) == writer
     assert kind_of(name) is Kind.TEMPORARY
@@ -83,7 +83,7 @@ def test_a_temporary_name_carries_its_writer(host: str, pid: int, start: int, na
 
 def test_temporary_names_of_one_writer_differ() -> None:
     """Two saves of one process never meet."""
-    writer = Writer(1, 2, "0" * 32, 3, "host")
+    writer = WriterIdentity(1, 2, "0" * 32, 3, "host")
     assert temporary_name(writer) != temporary_name(writer)
 
 

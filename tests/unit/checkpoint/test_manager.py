@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import (
+    BestMode,
     CheckpointManager,
     DamagedError,
     GoneError,
-    Mode,
     Retention,
     SaveInfo,
-    Status,
+    Soundness,
     describe,
 )
 from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, TENSORS_FILE
@@ -86,7 +86,7 @@ def test_many_small_and_some_large_tensors_come_back(tmp_path: Path) -> None:
     loaded = checkpoints.load_newest()
     assert loaded is not None
     assert same(loaded.state, state)
-    assert [each.status for each in describe(tmp_path)] == [Status.VERIFIED]
+    assert [each.status for each in describe(tmp_path)] == [Soundness.VERIFIED]
 
 
 def test_newest_is_the_highest_round_then_step(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_previous_one_taken(
     assert heard[0].name == bad
     assert sorted(os.listdir(tmp_path)) == sorted([f"corrupt-{bad}-1", good])
     assert {path.name: path.read_bytes() for path in (tmp_path / f"corrupt-{bad}-1").iterdir()} == content
-    assert [each.status for each in describe(tmp_path)] == [Status.VERIFIED, Status.QUARANTINED]
+    assert [each.status for each in describe(tmp_path)] == [Soundness.VERIFIED, Soundness.QUARANTINED]
 
 
 def test_quarantine_never_overwrites(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_checkpoint_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
     assert loaded.name == good
     assert heard.kinds() == ["checkpoint.skipped", "checkpoint.loaded"]
     assert (tmp_path / future).exists()
-    assert [each.status for each in describe(tmp_path)] == [Status.UNREADABLE, Status.VERIFIED]
+    assert [each.status for each in describe(tmp_path)] == [Soundness.UNREADABLE, Soundness.VERIFIED]
 
 
 def test_load_of_one_entry_tells_what_is_wrong(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_if_the_only_one_was_replaced_meanwhile_the_new_one_is_found(tmp_path: P
 
 def test_best_by_metric_and_by_flag(tmp_path: Path) -> None:
     """With a metric the best value counts; without one the newest that was saved as best."""
-    ranked, _ = manager(tmp_path / "metric", metric="accuracy", mode=Mode.MAX)
+    ranked, _ = manager(tmp_path / "metric", metric="accuracy", mode=BestMode.MAX)
     for step, value in ((1, 0.5), (2, 0.9), (3, 0.7)):
         ranked.save({}, SaveInfo(step, metrics={"accuracy": value}))
     flagged, _ = manager(tmp_path / "flag")
@@ -376,7 +376,7 @@ def test_a_committed_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=name):
         storage.rename("tmp", name)
     assert sorted(os.listdir(tmp_path)) == sorted([name, "tmp"])
-    assert [each.status for each in describe(tmp_path)] == [Status.VERIFIED]
+    assert [each.status for each in describe(tmp_path)] == [Soundness.VERIFIED]
 
 
 def test_two_saves_of_one_step_do_not_collide(tmp_path: Path) -> None:
@@ -426,9 +426,12 @@ def test_describe_without_reading_tells_so(tmp_path: Path) -> None:
     """The quick listing does not claim what it has not checked; the long one finds the damage and moves nothing."""
     good, bad = save(manager(tmp_path)[0], 1, 2)
     middle_bit(tmp_path / bad / TENSORS_FILE)
-    assert [each.status for each in describe(tmp_path, read_all=False)] == [Status.UNVERIFIED] * 2
+    assert [each.status for each in describe(tmp_path, read_all=False)] == [Soundness.UNVERIFIED] * 2
     slow = describe(tmp_path)
-    assert [(each.name, each.status) for each in slow] == [(bad, Status.DAMAGED), (good, Status.VERIFIED)]
+    assert [(each.name, each.status) for each in slow] == [
+        (bad, Soundness.DAMAGED),
+        (good, Soundness.VERIFIED),
+    ]
     assert TENSORS_FILE in slow[0].problem
     assert (tmp_path / bad).exists()
 

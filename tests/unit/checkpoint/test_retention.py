@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.checkpoint.retention import Candidate, Mode, Retention, by_metric, decide
+from elastic_trainer.checkpoint.retention import BestMode, Candidate, Retention, by_metric, decide
 from elastic_trainer.errors import ConfigError
 
 
@@ -33,8 +33,8 @@ def test_every_kth_step_stays() -> None:
     assert kept(story(25, 24, 20, 15, 10), Retention(keep_last=1, keep_every=10)) == ["s25", "s20", "s10"]
 
 
-@pytest.mark.parametrize(("mode", "expected"), [(Mode.MIN, "s2"), (Mode.MAX, "s1")])
-def test_the_best_by_metric_stays(mode: Mode, expected: str) -> None:
+@pytest.mark.parametrize(("mode", "expected"), [(BestMode.MIN, "s2"), (BestMode.MAX, "s1")])
+def test_the_best_by_metric_stays(mode: BestMode, expected: str) -> None:
     """The mode says which end is good; NaN and missing values are never best."""
     candidates = story(5, 4, 3, 2, 1, s4=math.nan, s3=0.5, s2=0.1, s1=0.9)
     assert kept(candidates, Retention(keep_last=1, metric="loss", mode=mode)) == ["s5", expected]

@@ -22,7 +22,7 @@ from elastic_trainer.membership.health import Saved
 from elastic_trainer.model import Cause
 from elastic_trainer.monitor.model.observation import Observed, Observer
 from elastic_trainer.monitor.model.snapshot import StoreStatus, listing, snapshot, summary
-from elastic_trainer.monitor.read.reading import Reading, RunReading
+from elastic_trainer.monitor.read.reading import RunReading, StoreReading
 from elastic_trainer.settings import ENV_ENDPOINT, secret, store_endpoint
 from tests.support.monitored import entry, health, incident, rank, run
 
@@ -112,10 +112,10 @@ def test_what_people_wrote_is_not_read_as_markup() -> None:
     assert "[bold]y" in text
 
 
-def reading(serial: int) -> Reading:
+def reading(serial: int) -> StoreReading:
     """One of many."""
     documents = run(serial=serial)
-    return Reading({"r": RunReading(documents, Observer().look(documents, 0.0, 0.0))}, StoreStatus(True, 0.0))
+    return StoreReading({"r": RunReading(documents, Observer().look(documents, 0.0, 0.0))}, StoreStatus(True, 0.0))
 
 
 def test_where_nothing_can_be_redrawn_a_view_is_printed_again_when_there_is_news() -> None:
@@ -134,7 +134,7 @@ def test_on_a_terminal_the_view_is_redrawn_in_place() -> None:
     out = io.StringIO()
     show = LiveShow(Console(file=out, force_terminal=True, width=120), "r")
     show(reading(1), False)
-    show(Reading(), True)
+    show(StoreReading(), True)
     show.close()
     assert "run r is gone" in out.getvalue()
 

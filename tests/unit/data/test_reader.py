@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from elastic_trainer.data.bad_samples import LEAST_LIMIT, Missing, Tally, limit, worth_a_line
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import EpochPlan
-from elastic_trainer.data.reader import Reader
-from elastic_trainer.data.requests import Request
+from elastic_trainer.data.reader import SampleReader
+from elastic_trainer.data.requests import SampleRequest
 from elastic_trainer.data.sampler import Fetcher, Sampler
 from elastic_trainer.data.sources import SeekableStream, checked_length, deterministic, generators, is_stream
 from elastic_trainer.errors import ConfigError, DataError
@@ -41,8 +41,8 @@ class NoisyMany(Noisy):
         return [self[index] for index in indices]
 
 
-def request(*numbers: int, epoch: int = 0, position: int = 0) -> Request:
-    return Request(epoch, position, np.array(numbers))
+def request(*numbers: int, epoch: int = 0, position: int = 0) -> SampleRequest:
+    return SampleRequest(epoch, position, np.array(numbers))
 
 
 def drawn(dataset: Any, *numbers: int, epoch: int = 0) -> dict[int, tuple[float, ...]]:
@@ -87,7 +87,7 @@ class Fixed(NoisyMany):
 def test_a_data_set_that_draws_no_random_numbers_is_asked_for_many_at_once() -> None:
     """It says so, or wraps one that does; nothing is seeded then."""
     dataset = Fixed()
-    reader = Reader(dataset, None, seed=7)
+    reader = SampleReader(dataset, None, seed=7)
     assert (reader.draws, deterministic(Subset(dataset, [0])), deterministic(Noisy())) == ((), True, False)
     assert reader.read(request(4, 2)).data.tolist() == [4, 2]
     assert dataset.asked == [[4, 2]]
@@ -108,13 +108,17 @@ class OfPythons(Dataset[Any]):
 
 def test_a_data_set_may_name_the_generators_that_it_draws_from() -> None:
     """Those alone are seeded for a sample, and kept for what follows; the others go on as they were."""
-    reader = Reader(OfPythons(), None, seed=7)
+    reader = SampleReader(OfPythons(), None, seed=7)
     assert (reader.draws, generators(Subset(OfPythons(), [0]))) == (("random",), ("random",))
     torch.manual_seed(1)
     first, again = (reader.read(request(3)).data for _ in range(2))
     assert float(first[0]) == float(again[0])
     assert float(first[2]) != float(again[2])
-    assert Reader(OfPythons(), list, seed=7).draws == ("random", "numpy", "torch")  # its collate may draw from all
+    assert SampleReader(OfPythons(), list, seed=7).draws == (
+        "random",
+        "numpy",
+        "torch",
+    )  # its collate may draw from all
 
 
 def test_only_generators_that_are_known_can_be_named() -> None:
@@ -123,7 +127,7 @@ def test_only_generators_that_are_known_can_be_named() -> None:
     for wrong in ("random", ("jax",), 3, len, [torch.Generator()], [["random"]]):
         dataset.generators = wrong  # type: ignore[assignment]
         with pytest.raises(DataError, match=r"OfPythons\.generators is .*: unknown"):
-            Reader(dataset, None, seed=7)
+            SampleReader(dataset, None, seed=7)
 
 
 def test_a_collate_function_that_mixes_at_random_is_keyed_too() -> None:
@@ -132,8 +136,8 @@ def test_a_collate_function_that_mixes_at_random_is_keyed_too() -> None:
     def mixing(samples: list[Any]) -> float:
         return random.random()
 
-    first, again = (Reader(Noisy(), mixing, seed=1).read(request(5, 6)).data for _ in range(2))
-    assert first == again != Reader(Noisy(), mixing, seed=1).read(request(6, 5)).data
+    first, again = (SampleReader(Noisy(), mixing, seed=1).read(request(5, 6)).data for _ in range(2))
+    assert first == again != SampleReader(Noisy(), mixing, seed=1).read(request(6, 5)).data
 
 
 def test_a_data_set_is_told_of_the_epoch() -> None:
@@ -145,7 +149,7 @@ def test_a_data_set_is_told_of_the_epoch() -> None:
         def set_epoch(self, epoch: int) -> None:
             self.told.append(epoch)
 
-    reader = Reader(Knowing(), None, seed=1)
+    reader = SampleReader(Knowing(), None, seed=1)
     for epoch in (2, 2, 3):
         reader.read(request(1, epoch=epoch))
     assert Knowing.told == [2, 3]
@@ -175,7 +179,7 @@ class Words:
 def test_a_stream_is_read_in_its_own_order_and_sought_in_only_where_it_must() -> None:
     """Contiguous requests go on with the open iterator."""
     stream = Words()
-    reader = Reader(stream, None, seed=1)
+    reader = SampleReader(stream, None, seed=1)
     assert reader.read(request(2, 3)).data.tolist() == [2, 3]
     assert reader.read(request(4, 5)).data.tolist() == [4, 5]
     assert reader.read(request(0, epoch=1)).data.tolist() == [100]
@@ -187,12 +191,12 @@ def test_a_stream_is_read_in_its_own_order_and_sought_in_only_where_it_must() ->
 def test_a_stream_that_is_shorter_than_it_says_is_an_error_also_where_bad_samples_are_skipped() -> None:
     """Skipping to its end would train on less data than the plan says."""
     with pytest.raises(DataError, match="of 10 samples ended before sample 4 of epoch 0"):
-        Reader(Words(real=4), None, seed=1, skips=True).read(request(3, 4, 5))
+        SampleReader(Words(real=4), None, seed=1, skips=True).read(request(3, 4, 5))
 
 
 def test_a_bad_sample_of_a_stream_is_passed_over() -> None:
     """The stream is sought behind it."""
-    read = Reader(Words(), None, seed=1, skips=True).read(request(6, 7, 8, epoch=5))
+    read = SampleReader(Words(), None, seed=1, skips=True).read(request(6, 7, 8, epoch=5))
     assert (read.data.tolist(), [each.number for each in read.missing]) == ([506, 508], [7])
 
 

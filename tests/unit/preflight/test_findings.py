@@ -9,7 +9,7 @@ import pytest
 from elastic_trainer.preflight.coordination import judged_round_trip
 from elastic_trainer.preflight.finding import Finding, Status, amount, bad, counted, sentence, size_text
 from elastic_trainer.preflight.gpu import understood
-from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.preflight.limits import FitLimits
 
 
 def test_a_finding_survives_json() -> None:
@@ -54,8 +54,8 @@ def test_an_unknown_answer_of_the_driver_is_skipped() -> None:
 
 def test_a_slow_store_is_a_warning() -> None:
     """The middle of the times counts, not one that was unlucky."""
-    assert judged_round_trip([0.001, 0.002, 3.0], Limits()).status is Status.OK
-    slow = judged_round_trip([0.3, 0.2, 0.4], Limits())
+    assert judged_round_trip([0.001, 0.002, 3.0], FitLimits()).status is Status.OK
+    slow = judged_round_trip([0.3, 0.2, 0.4], FitLimits())
     assert (slow.status, slow.unit) == (Status.WARN, "ms")
     assert slow.value == pytest.approx(300.0)
 

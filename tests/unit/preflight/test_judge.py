@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.preflight.finding import Status
-from elastic_trainer.preflight.judge import Verdict, agreed, judge, kind_of
-from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.preflight.judge import FitnessVerdict, agreed, judge, kind_of
+from elastic_trainer.preflight.limits import FitLimits
 from elastic_trainer.preflight.report import Published
 from tests.unit.preflight.reports import report, with_speeds
 
-LIMITS = Limits()
+LIMITS = FitLimits()
 
 
-def status(verdict: Verdict, name: str) -> Status | None:
+def status(verdict: FitnessVerdict, name: str) -> Status | None:
     """Of the finding called ``name``."""
     return next((finding.status for finding in verdict.findings if finding.name == name), None)
 
@@ -45,7 +45,7 @@ def test_the_ratio_can_be_set() -> None:
     """A cluster of unequal machines may allow more."""
     mine, others = with_speeds("a", {"memory.cpu": 5.0}), [report("b"), report("c")]
     assert not judge(mine, others, LIMITS).fit
-    assert judge(mine, others, Limits(ratio=0.2)).fit
+    assert judge(mine, others, FitLimits(ratio=0.2)).fit
 
 
 def test_a_slow_disk_is_only_a_warning() -> None:

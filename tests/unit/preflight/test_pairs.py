@@ -8,10 +8,10 @@ import pytest
 
 from elastic_trainer.preflight.collective import devices
 from elastic_trainer.preflight.finding import Finding, Status
-from elastic_trainer.preflight.limits import Limits
+from elastic_trainer.preflight.limits import FitLimits
 from elastic_trainer.preflight.pairs import MOST_TURNS, Measured, Pair, judge, slow_nodes, slow_pairs, together, turns
 
-LIMITS = Limits()
+LIMITS = FitLimits()
 SIZE = 16 << 20
 
 

@@ -10,7 +10,7 @@ from elastic_trainer.errors import ConfigError, StoreUnavailableError
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store.api import prefix_end
 from elastic_trainer.store.channel import options, resolved, target
-from elastic_trainer.store.connection import Connection
+from elastic_trainer.store.connection import StoreConnection
 
 
 @pytest.mark.parametrize(
@@ -50,12 +50,12 @@ def test_tls_files_are_checked_before_grpc_sees_them(tmp_path: Path) -> None:
     """gRPC reports bad files as a failed handshake, for ever; this names the file."""
     endpoints = parse_endpoints("127.0.0.1:1")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        Connection(StoreSettings(endpoints=endpoints, ca_cert=tmp_path / "none"))
+        StoreConnection(StoreSettings(endpoints=endpoints, ca_cert=tmp_path / "none"))
     (tmp_path / "der").write_bytes(b"\x30\x82")
     with pytest.raises(ConfigError, match="not in PEM form"):
-        Connection(StoreSettings(endpoints=endpoints, ca_cert=tmp_path / "der"))
+        StoreConnection(StoreSettings(endpoints=endpoints, ca_cert=tmp_path / "der"))
     with pytest.raises(ConfigError, match="no 'ca_cert'"):
-        Connection(StoreSettings(endpoints=endpoints, cert=tmp_path / "der", key=tmp_path / "der"))
+        StoreConnection(StoreSettings(endpoints=endpoints, cert=tmp_path / "der", key=tmp_path / "der"))
 
 
 def test_the_end_of_a_prefix() -> None:

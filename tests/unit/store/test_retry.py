@@ -8,7 +8,14 @@ import pytest
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import LeaseLostError, OutcomeUnknownError, StoreUnavailableError
-from elastic_trainer.store.retry import LEAST_ATTEMPT_S, LEAST_TRY_S, LONGEST_PAUSE_S, Backoff, read_attempt, within
+from elastic_trainer.store.retry import (
+    LEAST_ATTEMPT_S,
+    LEAST_TRY_S,
+    LONGEST_PAUSE_S,
+    RetryBackoff,
+    read_attempt,
+    within,
+)
 from tests.support.memory_store import ManualClock
 
 
@@ -92,7 +99,7 @@ def test_one_attempt_leaves_time_for_another() -> None:
 
 def test_backoff_begins_short_and_grows_to_its_limit() -> None:
     """Pauses are jittered within half and all of a step that doubles; success begins again."""
-    backoff = Backoff(first_s=0.1, longest_s=0.5)
+    backoff = RetryBackoff(first_s=0.1, longest_s=0.5)
     steps = [0.1, 0.2, 0.4, 0.5, 0.5]
     for step in steps:
         assert step / 2 <= backoff.next_s() <= step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.store.rights import Known, Right, Step, account_of, granted, monitors_account, steps
+from elastic_trainer.store.rights import Known, Right, RightsStep, account_of, granted, monitors_account, steps
 
 A = account_of("/p", "a")
 OTHER = Right("/other/a/", "/other/a0", write=True)
@@ -22,13 +22,13 @@ def test_the_rights_of_a_run_are_those_of_its_keys() -> None:
 @pytest.mark.parametrize(
     ("known", "expected"),
     [
-        (Known({}, {}), (Step.ADD_ROLE, Step.GIVE_RIGHT, Step.ADD_USER, Step.GIVE_ROLE)),
-        (Known({}, {"run-a": frozenset()}), (Step.GIVE_RIGHT, Step.ADD_USER, Step.GIVE_ROLE)),
-        (Known({"run-a": ()}, {"run-a": frozenset({A.right})}), (Step.SET_PASSWORD, Step.GIVE_ROLE)),
-        (Known({"run-a": ("run-a",)}, {"run-a": frozenset({A.right})}), (Step.SET_PASSWORD,)),
+        (Known({}, {}), (RightsStep.ADD_ROLE, RightsStep.GIVE_RIGHT, RightsStep.ADD_USER, RightsStep.GIVE_ROLE)),
+        (Known({}, {"run-a": frozenset()}), (RightsStep.GIVE_RIGHT, RightsStep.ADD_USER, RightsStep.GIVE_ROLE)),
+        (Known({"run-a": ()}, {"run-a": frozenset({A.right})}), (RightsStep.SET_PASSWORD, RightsStep.GIVE_ROLE)),
+        (Known({"run-a": ("run-a",)}, {"run-a": frozenset({A.right})}), (RightsStep.SET_PASSWORD,)),
     ],
 )
-def test_only_what_is_missing_is_done(known: Known, expected: tuple[Step, ...]) -> None:
+def test_only_what_is_missing_is_done(known: Known, expected: tuple[RightsStep, ...]) -> None:
     """Rights before the user; a new password each time."""
     assert steps(A, known) == expected
 

@@ -9,24 +9,24 @@ from collections.abc import Iterator
 from elastic_trainer.clock import pause
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, WatchEvent
-from elastic_trainer.store.watch import Batch, History, Reading, WatchLoop
+from elastic_trainer.store.watch import EventBatch, KeyHistory, WatchLoop, WatchReading
 from tests.support.listeners import Recorder
 
 
-def history(revision: int, *, term: int = 2, cluster: int = 9) -> History:
-    return History(cluster, term, revision)
+def history(revision: int, *, term: int = 2, cluster: int = 9) -> KeyHistory:
+    return KeyHistory(cluster, term, revision)
 
 
-def created(now: History) -> Batch:
-    return Batch(now, created=True)
+def created(now: KeyHistory) -> EventBatch:
+    return EventBatch(now, created=True)
 
 
 def change(revision: int, value: bytes = b"") -> WatchEvent:
     return WatchEvent(EventKind.PUT, KeyValue("/k", value, 1, revision))
 
 
-def changes(*revisions: int) -> Batch:
-    return Batch(history(revisions[-1]), tuple(change(revision, str(revision).encode()) for revision in revisions))
+def changes(*revisions: int) -> EventBatch:
+    return EventBatch(history(revisions[-1]), tuple(change(revision, str(revision).encode()) for revision in revisions))
 
 
 class Script:
@@ -37,7 +37,7 @@ class Script:
         self.streams: queue.Queue[ScriptedStream | None] = queue.Queue()
         self.opens = 0
 
-    def then(self, *batches: Batch, reading: Reading | None = None, stays: bool = False) -> Script:
+    def then(self, *batches: EventBatch, reading: WatchReading | None = None, stays: bool = False) -> Script:
         """The next stream."""
         self.streams.put(ScriptedStream(list(batches), reading, stays))
         return self
@@ -65,17 +65,17 @@ class Script:
 class ScriptedStream:
     """Plays its batches."""
 
-    def __init__(self, batches: list[Batch], reading: Reading | None, stays: bool) -> None:
+    def __init__(self, batches: list[EventBatch], reading: WatchReading | None, stays: bool) -> None:
         self._batches, self._reading, self._stays = batches, reading, stays
         self._cancelled = threading.Event()
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[EventBatch]:
         yield from self._batches
         if self._stays:
             self._cancelled.wait(30.0)
         raise StoreUnavailableError("stream lost")
 
-    def read(self) -> Reading:
+    def read(self) -> WatchReading:
         if self._reading is None:
             raise StoreUnavailableError("no answer")
         return self._reading
@@ -84,9 +84,9 @@ class ScriptedStream:
         self._cancelled.set()
 
 
-def reading(now: History, *values: bytes) -> Reading:
+def reading(now: KeyHistory, *values: bytes) -> WatchReading:
     items = tuple(KeyValue(f"/k{number}", value, 1, 1) for number, value in enumerate(values))
-    return Reading(Snapshot(items, now.revision), now)
+    return WatchReading(Snapshot(items, now.revision), now)
 
 
 def test_events_that_the_snapshot_holds_are_dropped() -> None:
@@ -116,7 +116,7 @@ def test_a_lost_stream_is_resumed_after_the_last_event() -> None:
 
 def test_a_progress_notification_advances_the_resumption() -> None:
     """A quiet watch need not fall behind compactions."""
-    script = Script().then(created(history(5)), Batch(history(40)), reading=reading(history(5)))
+    script = Script().then(created(history(5)), EventBatch(history(40)), reading=reading(history(5)))
     script.then(created(history(40)), stays=True)
     loop = WatchLoop(script.open, Recorder(), "t")
     assert script.opened_at(2) == [0, 41]
@@ -126,7 +126,7 @@ def test_a_progress_notification_advances_the_resumption() -> None:
 def test_compaction_leads_to_a_new_snapshot() -> None:
     """History that is gone is replaced by the present state, and events go on from there."""
     script = Script().then(created(history(5)), reading=reading(history(5)))
-    script.then(created(history(90)), Batch(history(90), compacted=True))
+    script.then(created(history(90)), EventBatch(history(90), compacted=True))
     script.then(created(history(90)), changes(91), reading=reading(history(90), b"new"), stays=True)
     recorder = Recorder()
     loop = WatchLoop(script.open, recorder, "t")
@@ -149,7 +149,7 @@ def test_a_lagging_member_is_not_taken_for_a_wiped_store() -> None:
     loop.close()
 
 
-def _restarts(now: History) -> list[int]:
+def _restarts(now: KeyHistory) -> list[int]:
     """The snapshots' revisions when the store comes back as ``now`` after revision 50, term 2, cluster 9."""
     script = Script().then(created(history(50)), reading=reading(history(50)))
     script.then(created(now), reading=reading(now))
@@ -171,7 +171,7 @@ def test_a_wiped_store_leads_to_a_new_snapshot() -> None:
 
 def test_a_refused_watch_is_tried_again() -> None:
     """Say, with a token that has expired: the next stream has a new one."""
-    script = Script().then(Batch(history(5), created=True, refused="permission denied"))
+    script = Script().then(EventBatch(history(5), created=True, refused="permission denied"))
     script.then(created(history(5)), reading=reading(history(5)), stays=True)
     recorder = Recorder()
     loop = WatchLoop(script.open, recorder, "t")

@@ -12,7 +12,7 @@ import torch
 from elastic_trainer.cli.main import main
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
 from elastic_trainer.training.config import LoggingConfig
-from elastic_trainer.training.progress import Moment
+from elastic_trainer.training.progress import ProgressMoment
 from elastic_trainer.training.reporter import Reporter
 from elastic_trainer.training.step_log import FILE_NAME
 from elastic_trainer.training.task import Exhibits
@@ -80,8 +80,8 @@ def points(directory: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[st
     return scalars, {"images": tags["images"], "tensors": tags["tensors"]}
 
 
-def moment(step: int) -> Moment:
-    return Moment(step=step, steps=100, epoch=0, world_size=2, round=3)
+def moment(step: int) -> ProgressMoment:
+    return ProgressMoment(step=step, steps=100, epoch=0, world_size=2, round=3)
 
 
 def test_tensorboard_gets_scalars_images_and_texts(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_without_the_extra_the_mistake_is_told_before_anything_starts(monkeypatc
 def test_events_that_cannot_be_written_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither from the beginning nor later; it is said, and the training goes on."""
     pytest.importorskip("tensorboard")
-    moment = Moment(step=10, steps=100, epoch=1, world_size=2, round=1)
+    moment = ProgressMoment(step=10, steps=100, epoch=1, world_size=2, round=1)
     (tmp_path / "refused").mkdir()
     (tmp_path / "refused" / DIRECTORY).touch()
     refused, later = TensorBoard(tmp_path / "refused", 0), TensorBoard(tmp_path, 0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
-from elastic_trainer.training.identity import Identity, changed
+from elastic_trainer.training.identity import TaskIdentity, changed
 
 
 @pytest.mark.parametrize(
@@ -30,21 +30,21 @@ def test_a_change_is_said_in_one_sentence(was: Any, now: Any, sentence: str | No
 
 def test_a_state_with_other_facts_is_refused_and_equal_ones_are_not() -> None:
     """As a mistake of the user's, with what to do; tuples are the lists that JSON makes of them."""
-    saved = Identity({"classes": ("cat", "dog"), "size": 3}).state_dict()
-    Identity({"classes": ["cat", "dog"], "size": 3}).load_state_dict(saved)
+    saved = TaskIdentity({"classes": ("cat", "dog"), "size": 3}).state_dict()
+    TaskIdentity({"classes": ["cat", "dog"], "size": 3}).load_state_dict(saved)
     with pytest.raises(ConfigError, match=r"'cow' added.*checkpoint\.directory") as caught:
-        Identity({"classes": ["cat", "cow", "dog"], "size": 3}).check_state(saved)
+        TaskIdentity({"classes": ["cat", "cow", "dog"], "size": 3}).check_state(saved)
     assert caught.value.exit_code == EXIT_CONFIG
     with pytest.raises(ConfigError, match="'size' is 4 here and was 3"):
-        Identity({"classes": ["cat", "dog"], "size": 4}).load_state_dict(saved)
+        TaskIdentity({"classes": ["cat", "dog"], "size": 4}).load_state_dict(saved)
 
 
 def test_facts_that_only_one_side_knows_are_no_matter() -> None:
     """A newer version of a task may name more, or less, than the one that saved."""
-    Identity({"classes": ["a"], "new": 1}).check_state(Identity({"classes": ["a"], "old": 2}).state_dict())
+    TaskIdentity({"classes": ["a"], "new": 1}).check_state(TaskIdentity({"classes": ["a"], "old": 2}).state_dict())
 
 
 def test_what_json_cannot_say_is_refused_at_once() -> None:
     """Not at the first checkpoint."""
     with pytest.raises(ConfigError, match="JSON cannot say"):
-        Identity({"classes": {1, 2}})
+        TaskIdentity({"classes": {1, 2}})

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_trainer.telemetry import logs
 from elastic_trainer.training.config import LoggingConfig
-from elastic_trainer.training.progress import Lines, Moment, Rate, Silent, Terminal, progress
+from elastic_trainer.training.progress import Lines, ProgressMoment, Silent, StepRate, Terminal, progress
 
 
 class _Clock:
@@ -40,14 +40,14 @@ def log() -> Iterator[io.StringIO]:
     logs.configure()
 
 
-def _moment(step: int) -> Moment:
-    return Moment(step=step, steps=100, epoch=1, world_size=3, round=4)
+def _moment(step: int) -> ProgressMoment:
+    return ProgressMoment(step=step, steps=100, epoch=1, world_size=3, round=4)
 
 
 def test_a_rate_follows_a_change_within_its_window() -> None:
     """After half the ranks are gone the rate of the past does not linger."""
     clock = _Clock()
-    rate = Rate(clock, window_s=10.0)
+    rate = StepRate(clock, window_s=10.0)
     assert rate.read() == (0.0, 0.0)
     for samples in [64] * 20 + [32] * 20:
         rate.count(samples)

@@ -14,14 +14,14 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.telemetry import logs
 from elastic_trainer.training.config import LoggingConfig
 from elastic_trainer.training.curves import curves_of, read_curves
-from elastic_trainer.training.progress import Moment
+from elastic_trainer.training.progress import ProgressMoment
 from elastic_trainer.training.reporter import Reporter
 from elastic_trainer.training.step_log import FILE_NAME, StepLog
 from elastic_trainer.training.task import Exhibits
 
 
-def moment(step: int, world: int = 2, round: int = 1) -> Moment:
-    return Moment(step=step, steps=100, epoch=step // 10, world_size=world, round=round)
+def moment(step: int, world: int = 2, round: int = 1) -> ProgressMoment:
+    return ProgressMoment(step=step, steps=100, epoch=step // 10, world_size=world, round=round)
 
 
 def written(directory: Path) -> list[dict[str, Any]]:

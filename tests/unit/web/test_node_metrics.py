@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from elastic_trainer.ipc.page import Reading
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry import families
-from elastic_trainer.telemetry.families import FAMILIES, Family, Kind, Source
+from elastic_trainer.telemetry.families import FAMILIES, Family, MetricKind, MetricSource
 from elastic_trainer.web.node_metrics import NodeCollector
 from tests.unit.agent.readings import reading
 
-NODE_FAMILIES = [family for family in FAMILIES if family.source is Source.NODE]
+NODE_FAMILIES = [family for family in FAMILIES if family.source is MetricSource.NODE]
 
 
 @dataclass
@@ -167,7 +167,7 @@ def test_names_are_unique_and_kinds_fit_them() -> None:
     """Counters end in _total, and times tell their unit."""
     assert len({family.full_name for family in FAMILIES}) == len(FAMILIES)
     for family in FAMILIES:
-        assert family.full_name.endswith("_total") is (family.kind is Kind.COUNTER)
-        assert bool(family.buckets) is (family.kind is Kind.HISTOGRAM)
+        assert family.full_name.endswith("_total") is (family.kind is MetricKind.COUNTER)
+        assert bool(family.buckets) is (family.kind is MetricKind.HISTOGRAM)
         assert list(family.buckets) == sorted(family.buckets)
         assert set(family.values) <= set(family.labels)

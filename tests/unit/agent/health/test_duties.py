@@ -15,7 +15,7 @@ from elastic_trainer.agent.health.duties import LEAST_INTERVAL_S, REPEATED_INCID
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.agent.health.stragglers import StragglerWatch
-from elastic_trainer.agent.workers.hang_rules import Limits
+from elastic_trainer.agent.workers.hang_rules import HangLimits
 from elastic_trainer.agent.workers.kill import Verdicts
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.page import Reading
@@ -27,7 +27,7 @@ from tests.support.crew import LIMIT_S
 from tests.support.memory_store import ManualClock, MemoryStore
 from tests.unit.agent.readings import rank, reading, round_of, told_by
 
-LIMITS = Limits(step_s=10.0, first_step_s=100.0, phase_s=1000.0)
+LIMITS = HangLimits(step_s=10.0, first_step_s=100.0, phase_s=1000.0)
 
 
 class Judge(Verdicts):
@@ -74,7 +74,7 @@ class Desk:
         self.judge = Judge(partial(self.pages.count, "workers_killed"))
         self.health = self.health_with(LIMITS)
 
-    def health_with(self, limits: Limits) -> Health:
+    def health_with(self, limits: HangLimits) -> Health:
         return Health(
             "a",
             self.pages,
@@ -181,7 +181,7 @@ def test_an_agent_that_stands_still_often_finds_hangs_nevertheless(desk: Desk) -
 
 def test_limits_of_zero_end_nobody(desk: Desk) -> None:
     """However long it takes."""
-    desk.health = desk.health_with(Limits(0.0, 0.0, 0.0))
+    desk.health = desk.health_with(HangLimits(0.0, 0.0, 0.0))
     desk.pages.living = [desk.worker(1), desk.worker(2, waits=True)]
     desk.round, desk.told = round_of(1, "a"), {"a": told_by("a", rank(0))}
     desk.turns(200.0)

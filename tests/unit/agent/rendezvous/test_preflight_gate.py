@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from elastic_trainer.agent.rendezvous import preflight_gate
-from elastic_trainer.agent.rendezvous.preflight_gate import Candidate, ensure_fit
+from elastic_trainer.agent.rendezvous.preflight_gate import NodeCandidate, ensure_fit
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import EXIT_UNFIT, UnfitError
 from elastic_trainer.membership.health import Incident
@@ -43,7 +43,7 @@ class Cluster:
 
         self._monkeypatch.setattr(preflight_gate, "examine", examine)
         given = RendezvousOptions(preflight=PreflightMode(mode), preflight_wait=0.0, **options)
-        ensure_fit(self.store, KEYS, given, Candidate(node, "127.0.0.1", 2, 3), SYSTEM)
+        ensure_fit(self.store, KEYS, given, NodeCandidate(node, "127.0.0.1", 2, 3), SYSTEM)
 
     def incidents(self) -> list[Incident]:
         items = self.store.range(KEYS.incidents, Deadline.after(5.0)).items

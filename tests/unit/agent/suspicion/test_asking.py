@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from elastic_trainer.agent.rendezvous.addresses import LivenessPort
-from elastic_trainer.agent.suspicion.asking import Asker, Heard
-from elastic_trainer.agent.suspicion.questions import Answer, Notice, Question, WorkerStanding, read
+from elastic_trainer.agent.suspicion.asking import Asker, HeardAnswers
+from elastic_trainer.agent.suspicion.questions import Notice, NoticeAnswer, Question, WorkerStanding, read
 from elastic_trainer.agent.suspicion.reception import MOST_AT_ONCE
 from elastic_trainer.clock import Deadline
 from tests.support.crew import LIMIT_S
@@ -50,7 +50,7 @@ def ask(asker: Asker, port: int, node: str = "other") -> None:
     asker.ask(node, (socket.AF_INET, (LOCAL, port)))
 
 
-def heard(asker: Asker, limit_s: float = LIMIT_S) -> Heard | None:
+def heard(asker: Asker, limit_s: float = LIMIT_S) -> HeardAnswers | None:
     """The first thing to be heard, or None."""
     deadline = Deadline.after(limit_s)
     while not deadline.expired:
@@ -67,7 +67,7 @@ def test_an_agent_answers_what_its_workers_do(asker: Asker) -> None:
         ask(asker, agent.port.port)
         found = heard(asker)
         assert found is not None
-        assert found.answer == Answer(run="run", node="other", round=7, workers=(STANDING,))
+        assert found.answer == NoticeAnswer(run="run", node="other", round=7, workers=(STANDING,))
         assert (found.node, found.dead, asker.open) == ("other", False, {})
         assert agent.notice.asked_at > 0
 
@@ -126,7 +126,7 @@ def test_garbage_gets_no_answer(garbage: bytes) -> None:
         assert answered(visitor) == b""
         with agent.connect() as other:
             other.sendall(Question(run="run", node="me").encode())
-            assert read(Answer, answered(other)) is not None
+            assert read(NoticeAnswer, answered(other)) is not None
 
 
 def test_a_question_in_pieces_is_answered() -> None:
@@ -136,9 +136,9 @@ def test_a_question_in_pieces_is_answered() -> None:
         visitor.sendall(line[:9])
         with agent.connect() as other:  # answered meanwhile: nobody waits for the rest
             other.sendall(line)
-            assert read(Answer, answered(other)) is not None
+            assert read(NoticeAnswer, answered(other)) is not None
         visitor.sendall(line[9:])
-        assert read(Answer, answered(visitor)) is not None
+        assert read(NoticeAnswer, answered(visitor)) is not None
 
 
 def test_visitors_that_say_nothing_keep_nobody_out() -> None:
@@ -147,7 +147,7 @@ def test_visitors_that_say_nothing_keep_nobody_out() -> None:
         idle = [held.enter_context(agent.connect()) for _ in range(2 * MOST_AT_ONCE)]
         with agent.connect() as visitor:
             visitor.sendall(Question(run="run", node="me").encode())
-            assert read(Answer, answered(visitor)) is not None
+            assert read(NoticeAnswer, answered(visitor)) is not None
         assert answered(idle[0]) == b""
 
 

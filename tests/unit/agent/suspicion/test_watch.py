@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from elastic_trainer.agent.suspicion import watch
-from elastic_trainer.agent.suspicion.asking import Address, Heard
+from elastic_trainer.agent.suspicion.asking import Address, HeardAnswers
 from elastic_trainer.agent.suspicion.neighbours import LATE_S, Peers, Suspects
 from elastic_trainer.agent.suspicion.questions import Notice, WorkerStanding
 from elastic_trainer.agent.suspicion.watch import TURN_S, Suspicion
@@ -220,7 +220,7 @@ class Line:
 
     clock: ManualClock
     asked: dict[str, float] = field(default_factory=dict)
-    heard: list[Heard] = field(default_factory=list)
+    heard: list[HeardAnswers] = field(default_factory=list)
     frozen_s: float = 0.0
     """For how long this node stands still while it listens next."""
 
@@ -231,7 +231,7 @@ class Line:
     def ask(self, node: str, address: Address) -> None:
         self.asked.setdefault(node, self.clock.monotonic())
 
-    def hear(self, timeout_s: float) -> list[Heard]:
+    def hear(self, timeout_s: float) -> list[HeardAnswers]:
         self.clock.advance(self.frozen_s)
         self.heard = [replace(each, after_s=each.after_s + self.frozen_s) for each in self.heard]
         self.frozen_s = 0.0
@@ -244,7 +244,7 @@ class Line:
     def answer(self, *nodes: str, dead: bool = False) -> None:
         """Those answer now."""
         now = self.clock.monotonic()
-        self.heard += [Heard(name, now - self.asked.pop(name), dead=dead) for name in nodes]
+        self.heard += [HeardAnswers(name, now - self.asked.pop(name), dead=dead) for name in nodes]
 
 
 @dataclass

@@ -24,7 +24,7 @@ def test_a_wait_is_too_long_after_three_steps(step_s: float, patience_s: float) 
 
 def test_late_answers_make_the_next_limit_longer_for_a_while() -> None:
     """Twice the longest one of late; the answer of somebody who had stood still teaches nothing."""
-    delays = doubt.Delays()
+    delays = doubt.AnswerDelays()
     delays.note(0.3, now=0.0)
     delays.note(0.01, now=1.0)
     delays.note(doubt.LONGEST_DELAY_S + 1.0, now=2.0)

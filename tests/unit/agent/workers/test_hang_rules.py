@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.agent.workers.hang_rules import Limits, Waiting, all_wait, busy, hung, limit_of
+from elastic_trainer.agent.workers.hang_rules import HangLimits, Waiting, all_wait, busy, hung, limit_of
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import rendezvous_options
 from tests.unit.agent.readings import rank, reading, round_of, told_by
 
-LIMITS = Limits(step_s=10.0, first_step_s=100.0, phase_s=1000.0)
+LIMITS = HangLimits(step_s=10.0, first_step_s=100.0, phase_s=1000.0)
 
 
 @pytest.mark.parametrize(
@@ -43,15 +43,15 @@ def test_the_wait_at_the_end_is_that_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("limits", "phase", "fresh", "limit_s"),
     [
-        (Limits(0.0, 100.0, 1000.0), Phase.TRAINING, 5, 0.0),
-        (Limits(0.0, 100.0, 1000.0), Phase.DATA, 0, 0.0),
-        (Limits(10.0, 0.0, 1000.0), Phase.TRAINING, 1, 0.0),
-        (Limits(10.0, 0.0, 1000.0), Phase.TRAINING, 2, 10.0),
-        (Limits(10.0, 5.0, 1000.0), Phase.TRAINING, 0, 10.0),
-        (Limits(10.0, 100.0, 0.0), Phase.EVALUATION, 5, 0.0),
+        (HangLimits(0.0, 100.0, 1000.0), Phase.TRAINING, 5, 0.0),
+        (HangLimits(0.0, 100.0, 1000.0), Phase.DATA, 0, 0.0),
+        (HangLimits(10.0, 0.0, 1000.0), Phase.TRAINING, 1, 0.0),
+        (HangLimits(10.0, 0.0, 1000.0), Phase.TRAINING, 2, 10.0),
+        (HangLimits(10.0, 5.0, 1000.0), Phase.TRAINING, 0, 10.0),
+        (HangLimits(10.0, 100.0, 0.0), Phase.EVALUATION, 5, 0.0),
     ],
 )
-def test_limits_of_zero_are_none(limits: Limits, phase: Phase, fresh: int, limit_s: float) -> None:
+def test_limits_of_zero_are_none(limits: HangLimits, phase: Phase, fresh: int, limit_s: float) -> None:
     """And a first step gets no less than any other."""
     assert limit_of(reading(phase, fresh=fresh), limits) == limit_s
 
@@ -85,8 +85,8 @@ def test_a_save_inside_of_steps_is_seen_in_the_moment() -> None:
 def test_the_shortest_limit_is_that_of_those_there_are() -> None:
     """Looks are so frequent that it is kept."""
     assert LIMITS.least_s == 10.0
-    assert Limits(0.0, 0.0, 7.0).least_s == 7.0
-    assert Limits(0.0, 0.0, 0.0).least_s == 0.0
+    assert HangLimits(0.0, 0.0, 7.0).least_s == 7.0
+    assert HangLimits(0.0, 0.0, 0.0).least_s == 0.0
 
 
 def test_who_waits_for_rank_0s_save_has_the_time_of_a_save() -> None:
@@ -127,7 +127,7 @@ def test_the_time_in_which_the_agent_stood_still_counts_for_nobody() -> None:
 def test_a_step_ten_times_as_long_as_usual_is_no_hang(step_s: float) -> None:
     """At the default limits, however long steps are."""
     options = rendezvous_options({})
-    limits = Limits(options.step_timeout, options.first_step_timeout, options.phase_timeout)
+    limits = HangLimits(options.step_timeout, options.first_step_timeout, options.phase_timeout)
     worker = reading(moved_at=0.0, step_s=step_s)
     assert hung([worker], limits, 10.0 * step_s) == []
     assert hung([worker], limits, 10.0 * step_s + 301.0) != []

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from elastic_trainer.drills.user_job.faults import FaultKind
-from elastic_trainer.drills.user_job.picture import Incident, NodePhase, Picture
+from elastic_trainer.drills.user_job.picture import NodePhase, Picture, ShownIncident
 from elastic_trainer.drills.user_job.view import LiveDisplay, PlainDisplay, display, progress_line, readable, render
 from elastic_trainer.local.ledger import Line, LineKind
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState, RunResult
@@ -21,7 +21,7 @@ def document(number: int, state: RoundState, reason: str = "", result: RunResult
     return RoundDocument(number=number, nonce="x", state=state, members=members, reason=reason, result=result)
 
 
-def texts(incidents: list[Incident]) -> list[str]:
+def texts(incidents: list[ShownIncident]) -> list[str]:
     return [incident.text for incident in incidents]
 
 

@@ -13,7 +13,7 @@ from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.monitor import page
 from elastic_trainer.monitor.model.observation import Observer
 from elastic_trainer.monitor.model.snapshot import StoreStatus
-from elastic_trainer.monitor.read.reading import Reading, RunReading
+from elastic_trainer.monitor.read.reading import RunReading, StoreReading
 from elastic_trainer.monitor.serve.answers import MonitorSite, targets
 from elastic_trainer.monitor.serve.board import Board
 from elastic_trainer.web.access import Access
@@ -35,7 +35,7 @@ def board(clock: ManualClock) -> Board:
     seen = RunReading(
         run(health={"n0": health("n0", metrics="https://10.0.0.1:9000")}), Observer().look(run(), 1.0, 2.0)
     )
-    board.publish(Reading({"r": seen}, StoreStatus(True, 0.0), read_at=1000.0, read_wall=5.0, serial=1))
+    board.publish(StoreReading({"r": seen}, StoreStatus(True, 0.0), read_at=1000.0, read_wall=5.0, serial=1))
     return board
 
 
@@ -64,7 +64,7 @@ def test_each_reading_is_encoded_once(board: Board) -> None:
     """However many ask; a new reading is encoded anew."""
     first = ask(board, "/api/runs/r").body
     assert ask(board, "/api/runs/r").body is first
-    board.publish(Reading(board.reading.runs, read_at=1.0, serial=2))
+    board.publish(StoreReading(board.reading.runs, read_at=1.0, serial=2))
     assert ask(board, "/api/runs/r").body is not first
 
 
@@ -158,7 +158,7 @@ def test_it_is_alive_while_it_polls(board: Board, clock: ManualClock) -> None:
     assert ask(board, "/healthz").status == 200
     clock.advance(2.0)
     assert ask(board, "/healthz").status == 503
-    board.publish(Reading())
+    board.publish(StoreReading())
     assert ask(board, "/healthz").status == 200
 
 
@@ -196,7 +196,7 @@ def test_only_live_nodes_with_a_usable_endpoint_are_targets() -> None:
         "gone": health("gone", metrics="http://10.0.0.9:9000"),
     }
     documents = run(nodes=views, health=told)
-    found = targets(Reading({"r": RunReading(documents, Observer().look(documents, 0.0, 0.0))}))
+    found = targets(StoreReading({"r": RunReading(documents, Observer().look(documents, 0.0, 0.0))}))
     assert [(each["labels"], each["targets"]) for each in found] == [
         ({"__scheme__": "http", "run": "r", "node": "early"}, ["127.0.0.1:9100"]),
         ({"__scheme__": "http", "run": "r", "node": "told"}, ["[::1]:9000"]),
@@ -210,5 +210,5 @@ def test_the_nodes_of_a_run_that_is_long_over_are_no_targets() -> None:
         Observer(),
     )
     observer.look(over, 0.0, 0.0)
-    assert targets(Reading({"r": RunReading(over, observer.look(over, 10.0, 10.0))}))
-    assert not targets(Reading({"r": RunReading(over, observer.look(over, 4000.0, 4000.0))}))
+    assert targets(StoreReading({"r": RunReading(over, observer.look(over, 10.0, 10.0))}))
+    assert not targets(StoreReading({"r": RunReading(over, observer.look(over, 4000.0, 4000.0))}))

@@ -15,18 +15,18 @@ from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.membership.health import GONE, Saved
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.model.observation import Observer
-from elastic_trainer.monitor.read.reading import Reading, RunReading
+from elastic_trainer.monitor.read.reading import RunReading, StoreReading
 from elastic_trainer.monitor.serve.metrics import COUNTED, MonitorCollector, histogram, label_values
-from elastic_trainer.telemetry.families import FAMILIES, PREFIX, Kind, Source
+from elastic_trainer.telemetry.families import FAMILIES, PREFIX, MetricKind, MetricSource
 from tests.support.monitored import health, rank, run
 
-MINE = [family for family in FAMILIES if family.source is Source.MONITOR]
+MINE = [family for family in FAMILIES if family.source is MetricSource.MONITOR]
 
 
-def reading(*runs: RunDocuments, now: float = 100.0) -> Reading:
+def reading(*runs: RunDocuments, now: float = 100.0) -> StoreReading:
     """The runs as seen for the first time."""
     seen = {each.run: RunReading(each, Observer().look(each, now, 5000.0)) for each in runs}
-    return Reading(seen, read_at=now, read_wall=4999.0)
+    return StoreReading(seen, read_at=now, read_wall=4999.0)
 
 
 def series(*runs: RunDocuments) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -51,12 +51,12 @@ def test_every_family_is_there_with_all_values_of_its_labels() -> None:
     names = {name for name, _ in found}
     for family in MINE:
         full = family.full_name.removeprefix(PREFIX)
-        expected = f"{full}_count" if family.kind is Kind.HISTOGRAM else full
+        expected = f"{full}_count" if family.kind is MetricKind.HISTOGRAM else full
         assert (expected in names) is (family.name not in unknown), family.name
         if family.name not in unknown and "run" in family.labels:
             for values in label_values(family):
                 value(found, expected, **dict(zip(family.values, values, strict=True)))
-    assert {family.name for family in MINE if family.kind in (Kind.COUNTER, Kind.HISTOGRAM)} == set(COUNTED)
+    assert {family.name for family in MINE if family.kind in (MetricKind.COUNTER, MetricKind.HISTOGRAM)} == set(COUNTED)
 
 
 def test_what_is_known_has_its_value() -> None:
@@ -129,7 +129,7 @@ def test_the_series_of_a_run_vanish_an_hour_after_its_end(seconds: float, there:
     observer.look(run(), 0.0, 5000.0)
     observer.look(over, 1.0, 5001.0)
     seen = {"r": RunReading(over, observer.look(over, 1.0 + seconds, 5001.0 + seconds))}
-    text = generate_latest(MonitorCollector(lambda: Reading(seen))).decode()
+    text = generate_latest(MonitorCollector(lambda: StoreReading(seen))).decode()
     assert ('run="r"' in text) is there
 
 

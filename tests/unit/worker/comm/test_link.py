@@ -6,7 +6,7 @@ import pytest
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import worker_environment
-from elastic_trainer.worker.comm.link import EnvironmentLink, Formation, StoreAddress
+from elastic_trainer.worker.comm.link import EnvironmentLink, RoundPlace, StoreAddress
 
 TORCHRUN = {
     "RANK": "3",
@@ -26,13 +26,13 @@ def link(environ: dict[str, str]) -> EnvironmentLink:
 
 def test_a_plain_process_is_alone_and_needs_no_store() -> None:
     """Without a launcher there is nothing to form."""
-    assert link({}).formation() == Formation(0, 0, 1, 0, 1, None)
+    assert link({}).formation() == RoundPlace(0, 0, 1, 0, 1, None)
 
 
 def test_torchrun_names_the_place_and_who_hosts_the_store() -> None:
     """The agent's store is used where torchrun has one; otherwise rank 0 serves."""
     formation = link(TORCHRUN).formation()
-    assert formation == Formation(5, 3, 4, 1, 2, StoreAddress("node7", 29500, serve=False))
+    assert formation == RoundPlace(5, 3, 4, 1, 2, StoreAddress("node7", 29500, serve=False))
     assert not formation.one_host
     own = link({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}).formation()
     assert own.store is not None

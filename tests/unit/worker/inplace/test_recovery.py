@@ -10,7 +10,7 @@ import pytest
 from elastic_trainer.model import Phase
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.groups import Group
-from elastic_trainer.worker.comm.link import Formation
+from elastic_trainer.worker.comm.link import RoundPlace
 from elastic_trainer.worker.inplace.recovery import InPlaceRecovery
 from elastic_trainer.worker.inplace.rounds import Formed
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
@@ -31,7 +31,7 @@ def test_a_phase_of_the_script_goes_on_in_the_next_round(
     """A collective in the middle of it met the end of the round; the rest takes long for the same good reason."""
     tracker, seen = HeartbeatReporter(), list[Phase]()
     training: Any = SimpleNamespace(place=SimpleNamespace(tracker=tracker, span_s=0.0))
-    formed = Formed(Group(Formation(1, 0, 1, 0, 1), Control()), 0.0)
+    formed = Formed(Group(RoundPlace(1, 0, 1, 0, 1), Control()), 0.0)
 
     def enter(*_: object) -> Formed:
         seen.append(tracker.pulse.phase)

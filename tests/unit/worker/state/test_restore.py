@@ -16,7 +16,7 @@ from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.state import transfer
-from elastic_trainer.worker.state.restore import Candidate, Origin, choose, restore
+from elastic_trainer.worker.state.restore import Origin, StateCandidate, choose, restore
 from tests.unit.worker.ranks import outcome, run_ranks
 
 
@@ -54,11 +54,11 @@ def damage(directory: Path, step: int) -> None:
     path.write_bytes(bytes(content))
 
 
-candidates = st.lists(st.one_of(st.none(), st.builds(Candidate, st.integers(0, 3), st.integers(0, 3))), max_size=8)
+candidates = st.lists(st.one_of(st.none(), st.builds(StateCandidate, st.integers(0, 3), st.integers(0, 3))), max_size=8)
 
 
 @given(rows=candidates)
-def test_the_newest_wins_and_the_lowest_rank_breaks_a_tie(rows: list[Candidate | None]) -> None:
+def test_the_newest_wins_and_the_lowest_rank_breaks_a_tie(rows: list[StateCandidate | None]) -> None:
     """A later round beats a higher step."""
     winner = choose(rows)
     known = [row for row in rows if row is not None]
