@@ -1,8 +1,8 @@
-"""A small in-place training that is busy for long when a file asks it to; the test decides its end as in ``train``.
+"""A small in-place training that is busy for as long as files want it to; the test decides its end as in ``train``.
 
-``evaluate``: behind the next step all ranks do something of their own for a while, and then evaluate for longer.
-``slow``: the next checkpoints take long. ``stick-NODE``: that node's worker never comes back from an evaluation.
-Whoever is busy has written ``busy-NODE``.
+``evaluate``: behind the next step all ranks do something of their own until ``marked`` is there, then evaluate until
+``free`` is. ``slow``: the next checkpoint takes until ``free`` is there. ``stick-NODE``: that node's worker never comes
+back from an evaluation. Whoever is busy has written ``busy-NODE``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import nn
 
 from elastic_trainer import Session
 from elastic_trainer.checkpoint.events import Event, Transition
-from elastic_trainer.clock import pause
+from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.worker.steps.options import SavingOptions
 from tests.drills.endings.train import BATCH, SAMPLES
 
-UNMARKED_S, EVALUATION_S, SAVE_S, FOREVER_S = 3.0, 9.0, 12.0, 600.0
-"""More than the ``sever_timeout`` of these drills; with it more than a node gets that is not busy; more than a test."""
+FOREVER_S = 600.0
+"""More than a test."""
 
 
 class Work:
@@ -38,15 +38,20 @@ class Work:
         """On rank 0, in the middle of a save."""
         if event.kind is Transition.COMMITTED and self.asked("slow"):
             self._begin()
-            pause(SAVE_S)
+            self._until("free")
 
     def evaluate(self, session: Session) -> None:
         """On all ranks."""
-        self._begin()
         stick = self.asked(f"stick-{session.environment.node}")
-        pause(0.0 if stick else UNMARKED_S)
+        self._begin()
+        self._until("marked")
         with session.phase("evaluation"):
-            pause(FOREVER_S if stick else EVALUATION_S)
+            self._until("never" if stick else "free")
+
+    def _until(self, name: str) -> None:
+        deadline = Deadline.after(FOREVER_S)
+        while not self.asked(name) and not deadline.expired:
+            pause(0.02)
 
     def _begin(self) -> None:
         if self.session is not None:

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from elastic_trainer.clock import pause
 from elastic_trainer.membership.documents import RoundState
 from tests.drills.endings.job import LASTING, Job
 
 SCRIPT = Path(__file__).with_name("busy.py")
-QUICK = LASTING | {"sever_timeout": "2"}
+SEVER_S = 2.0
+QUICK = LASTING | {"sever_timeout": f"{SEVER_S:g}"}
 ALL = ("n0", "n1", "n2")
+HELD_S = 11.0
+"""Longer than ``sever_timeout``, and than the others wait for a member that is not busy."""
 
 
 def busy_job(directory: Path, endpoint: str, run: str, **options: str) -> Job:
@@ -28,13 +32,22 @@ def pids(job: Job, names: Sequence[str]) -> dict[str, int]:
 
 
 def ask(job: Job, what: str, *busy: str) -> None:
-    """Ask for ``what``, once, and wait until these nodes are at it."""
+    """Ask for ``what``, once, and wait until these nodes are at it, which they stay until they may end it."""
     directory = job.spec.directory
+    for name in ("marked", "free"):
+        (directory / name).unlink(missing_ok=True)
     job.tell(what)
     job.wait_for(lambda: all((directory / f"busy-{name}").exists() for name in busy), f"{busy} do not get busy")
     (directory / what).unlink()
     for name in busy:
         (directory / f"busy-{name}").unlink()
+
+
+def hold(job: Job, nodes: Sequence[str], doing: str, seconds: float) -> None:
+    """Wait until the agents of these nodes have said what their workers are ``doing``; then some time more."""
+    said = f'"busy": "{doing}"'
+    job.wait_for(lambda: all(said in job.log(name) for name in nodes), f"nobody waits for what is {doing}")
+    pause(seconds)
 
 
 def broken(job: Job) -> list[str]:
@@ -50,30 +63,36 @@ def test_survivors_that_are_busy_are_neither_killed_nor_left_behind(
     ``sever_timeout`` and the time of a node that is not busy; then one while rank 0 saves. The same processes go on,
     no committed step is lost, and the logs say what was waited for. One that never comes back from an evaluation is
     waited for until ``phase_timeout`` is over."""
-    with busy_job(tmp_path, etcd_endpoint, run_id, phase_timeout="16") as job:
+    with busy_job(tmp_path, etcd_endpoint, run_id, phase_timeout="24") as job:
         job.start(3)
         before = job.await_world(*ALL, count=20)
-        for turn, (what, reason) in enumerate((("evaluate", "in evaluation"), ("slow", "in checkpoint")), 1):
+        for turn, what in enumerate(("evaluate", "slow"), 1):
             *stay, victim = job.order()
             there = pids(job, stay)
             ask(job, what, *(ALL if what == "evaluate" else stay[:1]))
             stood = job.newest()
             assert job.node(victim).kill_worker() is not None
+            if what == "evaluate":
+                hold(job, stay, "between two steps", HELD_S)
+                job.tell("marked")
+                hold(job, stay, "in evaluation", SEVER_S + 1.0)
+            else:
+                hold(job, stay[:1], "in checkpoint", HELD_S)
+            job.tell("free")
             before = job.await_world(*ALL, after=before)
             assert pids(job, stay) == there
             assert len(broken(job)) == turn, broken(job)
             assert job.newest() > stood
-            said = "".join(job.log(name) for name in stay)
-            assert f'"busy": "{reason}"' in said
-            assert f"({reason}) to be free" in said
-        assert '"busy": "between two steps"' in said
+            reason = "in evaluation" if what == "evaluate" else "in checkpoint"
+            assert f"({reason}) to be free" in "".join(job.log(name) for name in stay)
         assert all("worker.killed" not in job.log(name) for name in ALL)
         head, stuck, victim = job.order()
         there = pids(job, [head])
         job.tell(f"stick-{stuck}")
         ask(job, "evaluate", *ALL)
-        (tmp_path / f"stick-{stuck}").unlink()
         assert job.node(victim).kill_worker() is not None
+        job.tell("marked")
+        job.tell("free")
         job.await_world(*ALL, after=before)
         assert pids(job, [head]) == there
         assert "it has not got on for" in job.log(stuck)
