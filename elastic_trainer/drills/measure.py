@@ -49,11 +49,12 @@ class Effect:
 class Book:
     """The ledger lines of a run, kept so that questions are cheap while it grows."""
 
-    def __init__(self) -> None:
+    def __init__(self, lines: Iterable[Line] = ()) -> None:
         self.lines: list[Line] = []
         self._steps: dict[int, list[Line]] = {}
         self._in_round: dict[int, dict[str, list[Line]]] = {}
         self._opened: set[int] = set()
+        self.add(lines)
 
     def add(self, lines: Iterable[Line]) -> None:
         """Take in what was written since."""
@@ -109,7 +110,12 @@ class Book:
         ]
         return max(spans, default=0.0)
 
-    def committed_again(self, pids: Collection[int]) -> int:
-        """Steps that one of ``pids`` committed more than once."""
-        numbers = {pid: [line.step for line in self._steps.get(pid, [])] for pid in pids}
+    def committed_again(self, pids: Collection[int] | None = None) -> int:
+        """Steps that one of ``pids``, or any process, committed more than once.
+
+        A step that only a worker had committed that then died is not among them: the others make it for the first time.
+        """
+        numbers = {
+            pid: [line.step for line in self._steps.get(pid, [])] for pid in (self._steps if pids is None else pids)
+        }
         return max((len(steps) - len(set(steps)) for steps in numbers.values()), default=0)

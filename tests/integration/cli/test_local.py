@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.drills.measure import Book
 from elastic_trainer.local import processes
 from elastic_trainer.local.etcd_binary import find_binary
 from elastic_trainer.local.ledger import LineKind
@@ -86,6 +87,10 @@ class Local:
             assert not deadline.expired, self.said()
             reached = max([reached, *(line.step for line in tail.read() if line.event is LineKind.STEP)])
             pause(0.05)
+
+    def committed_again(self) -> int:
+        """Steps that one process made twice."""
+        return Book(LedgerTail(self.run_dir / "ledger").read()).committed_again()
 
     def left(self) -> list[Any]:
         """Processes of the run that still live: nodes, workers and the etcd."""
