@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_trainer.drills.checks import compared, round_problems, sample_problems, state_problems
+from elastic_trainer.drills.harness import new_directory
 from elastic_trainer.drills.measure import Effect
 from elastic_trainer.drills.report import Report
-from elastic_trainer.drills.stage import Loopback, Stage
+from elastic_trainer.drills.stage import Stage, staged
 from elastic_trainer.drills.table import Circumstances, Drill, named
-from elastic_trainer.errors import ConfigError, ElasticTrainerError, StorageError
+from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.local.interrupts import Interrupts
 from elastic_trainer.local.namespaces import Segment
 
@@ -42,7 +43,8 @@ class DrillOptions:
 def run_drill(options: DrillOptions, tell: Tell = lambda _: None) -> Report:
     """Play it; ``tell`` hears what happens."""
     drill = named(options.name)
-    directory = _directory(options)
+    default = Path(tempfile.gettempdir()) / f"elastic-trainer-drill-{secrets.token_hex(4)}"
+    directory = new_directory(default if options.directory is None else options.directory.absolute())
     with Interrupts() as interrupts, _segment(drill) as segment:
         effects, problems, points = _play(drill, options, directory, segment, interrupts, tell)
     report = Report(drill.name, tuple(effects), (*problems, *unmet(drill, options, effects)), points, directory)
@@ -60,18 +62,6 @@ def _segment(drill: Drill) -> Iterator[Segment | None]:
         yield segment
 
 
-def _directory(options: DrillOptions) -> Path:
-    default = Path(tempfile.gettempdir()) / f"elastic-trainer-drill-{secrets.token_hex(4)}"
-    directory = default if options.directory is None else options.directory.absolute()
-    if (directory / "ledger").exists():
-        raise ConfigError(f"--run-dir {directory} holds an earlier run", hint="name a new directory, or remove it")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot create {directory}: {error.strerror}", hint="choose another --run-dir") from error
-    return directory
-
-
 def _play(
     drill: Drill,
     options: DrillOptions,
@@ -83,9 +73,8 @@ def _play(
     """The effects of all repeats, what was wrong, and at how many points the ranks' states were compared."""
     effects: list[Effect] = []
     circumstances = Circumstances(options.seconds, segment)
-    place = segment if segment is not None else Loopback()
     try:
-        with Stage(drill.setting, directory, place, interrupts) as stage:
+        with staged(drill.setting, directory, segment, interrupts) as stage:
             tell(f"{drill.name}: {drill.summary}; {drill.setting.nodes} nodes start")
             try:
                 for repeat in range(options.repeats):

@@ -1,39 +1,35 @@
 """The stage of a drill: a real etcd, real nodes that train in place, and everything that is known of them.
 
 *Runs in* the main thread of the command or test.
-*Owns* the etcd, the nodes and a watch on the round document, from entry to exit; the directory is the caller's.
+*Owns* what its harness owns, until its block ends; the directory is the caller's.
 *Fails by* DrillError when something does not come about in time, when it was not done, or when a signal asks to end.
-*Invariant*: after exit no process of the stage is left, however the drill ended.
+*Invariant*: after the block no process of the stage is left, however the drill ended.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.drills.checks import Digest, read_digest
+from elastic_trainer.drills.harness import Harness, Meeting, Place, harness
 from elastic_trainer.drills.interludes import Program
 from elastic_trainer.drills.job import DIGESTS, STACKS_SIGNAL, STOP_FILE
 from elastic_trainer.drills.measure import Book, Standing
 from elastic_trainer.errors import PermanentError
 from elastic_trainer.local import processes
-from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
+from elastic_trainer.local.cluster import ClusterSpec, Node
 from elastic_trainer.local.etcd import EtcdCluster, EtcdServer
 from elastic_trainer.local.interrupts import Interrupts
-from elastic_trainer.local.rounds import RoundFeed
-from elastic_trainer.local.tail import FileTail, LedgerTail
+from elastic_trainer.local.tail import FileTail
 from elastic_trainer.membership.documents import RoundDocument
-from elastic_trainer.settings import StoreSettings, parse_endpoints
-from elastic_trainer.store import connect_checked
-from elastic_trainer.store.keys import RunKeys
 
 POLL_S = 0.02
-CONNECT_S = 20.0
 SETTLED_STEPS = 12
 """Steps in a round after which it counts as quiet; workers that live that long never back off from joining."""
 STACKS_S = 0.5
@@ -81,105 +77,51 @@ class Setting:
         return tuple(words)
 
 
-class Place(Protocol):
-    """Where the processes of a stage live: on this machine's loopback, or in networks of their own."""
-
-    def etcd(self, members: int, directory: Path) -> EtcdServer | EtcdCluster: ...
-
-    def endpoint(self, etcd: EtcdServer | EtcdCluster) -> str:
-        """Where nodes reach it."""
-        ...
-
-    def cluster(self, spec: ClusterSpec) -> LocalCluster: ...
-
-
-class Loopback:
-    """All in the network of this process."""
-
-    def etcd(self, members: int, directory: Path) -> EtcdServer | EtcdCluster:
-        return EtcdServer(directory) if members == 1 else EtcdCluster(members, directory=directory)
-
-    def endpoint(self, etcd: EtcdServer | EtcdCluster) -> str:
-        return etcd.endpoint
-
-    def cluster(self, spec: ClusterSpec) -> LocalCluster:
-        return LocalCluster(spec)
-
-
 class Stage:
-    """See the module. A context manager."""
+    """See the module; :func:`staged` opens one."""
 
-    def __init__(self, setting: Setting, directory: Path, place: Place, interrupts: Interrupts | None = None) -> None:
-        self.setting, self.directory, self._place = setting, directory, place
-        self.run = f"drill-{secrets.token_hex(4)}"
+    def __init__(self, setting: Setting, harness: Harness, interrupts: Interrupts | None) -> None:
+        self.setting, self.cluster, self._harness, self._interrupts = setting, harness.cluster, harness, interrupts
+        self.directory, self.run = harness.cluster.spec.directory, harness.cluster.spec.run
         self.book = Book()
         self.history: list[RoundDocument] = []
-        self._interrupts = interrupts
         self._gone: set[str] = set()
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        try:
-            self._open()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def _open(self) -> None:
-        setting, directory = self.setting, self.directory
-        self.etcd: EtcdServer | EtcdCluster = self._place.etcd(setting.etcd_members, directory / "etcd")
-        self._stack.enter_context(self.etcd)
-        endpoint = self._place.endpoint(self.etcd)
-        store = connect_checked(StoreSettings(endpoints=parse_endpoints(endpoint)), Deadline.after(CONNECT_S))
-        self._stack.callback(store.close)
-        self._feed = RoundFeed.follow(store, RunKeys("/elastic_trainer", self.run).round)
-        spec = ClusterSpec(
-            run=self.run,
-            directory=directory,
-            endpoint=endpoint,
-            entry=setting.job(directory),
-            min_nodes=setting.min_nodes,
-            max_nodes=setting.max_nodes,
-            max_restarts=1000,
-            options=IN_PLACE | dict(setting.options),
-            environment={"ELASTIC_TRAINER_LOG_LEVEL": "info"},
-        )
-        self.cluster = self._stack.enter_context(self._place.cluster(spec))
-        self._ledger = LedgerTail(spec.ledger)
-        self.cluster.start(setting.nodes)
 
     # ---- etcd
 
     @property
+    def meeting(self) -> Meeting:
+        """etcd, and what is in it."""
+        if self._harness.meeting is None:
+            raise DrillError("this stage has no etcd")
+        return self._harness.meeting
+
+    @property
     def server(self) -> EtcdServer:
         """The only etcd server."""
-        if not isinstance(self.etcd, EtcdServer):
+        if not isinstance(self.meeting.etcd, EtcdServer):
             raise DrillError("this stage has several etcd servers")
-        return self.etcd
+        return self.meeting.etcd
 
     @property
     def servers(self) -> EtcdCluster:
         """The etcd servers."""
-        if not isinstance(self.etcd, EtcdCluster):
+        if not isinstance(self.meeting.etcd, EtcdCluster):
             raise DrillError("this stage has one etcd server")
-        return self.etcd
+        return self.meeting.etcd
 
     # ---- looking
 
     def look(self) -> Standing | None:
         """Take in what has happened; who trains now."""
-        self.book.add(self._ledger.read())
-        self.history += [document for document, _ in self._feed.take()]
+        self.book.add(self._harness.lines())
+        self.history += [document for document, _ in self._harness.documents()]
         return self.book.standing()
 
     @property
     def document(self) -> RoundDocument | None:
         """The newest round document that is known."""
-        self.history += [document for document, _ in self._feed.take()]
+        self.history += [document for document, _ in self._harness.documents()]
         return self.history[-1] if self.history else None
 
     def until(self, holds: Callable[[], Any], what: str, limit_s: float | None = None) -> Any:
@@ -296,6 +238,27 @@ class Stage:
             said = node.log.read_text(errors="replace").splitlines()[-lines:] if node.log.exists() else []
             told += [f"{node.name}: {line}" for line in said]
         return told
+
+
+@contextmanager
+def staged(
+    setting: Setting, directory: Path, place: Place | None = None, interrupts: Interrupts | None = None
+) -> Iterator[Stage]:
+    """A stage of ``setting`` in ``directory``, whose first nodes have been started."""
+    spec = ClusterSpec(
+        run=f"drill-{secrets.token_hex(4)}",
+        directory=directory,
+        endpoint="",
+        entry=setting.job(directory),
+        min_nodes=setting.min_nodes,
+        max_nodes=setting.max_nodes,
+        max_restarts=1000,
+        options=IN_PLACE | dict(setting.options),
+        environment={"ELASTIC_TRAINER_LOG_LEVEL": "info"},
+    )
+    with harness(spec, place, setting.etcd_members) as opened:
+        opened.cluster.start(setting.nodes)
+        yield Stage(setting, opened, interrupts)
 
 
 def now() -> float:

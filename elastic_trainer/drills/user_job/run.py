@@ -1,7 +1,7 @@
 """One local run from start to summary: an etcd, nodes, faults when they are due, a view, a verdict.
 
 *Runs in* the main thread of ``elastic-trainer local`` (it handles signals).
-*Owns* the run directory, the embedded etcd and the cluster; all processes are gone when :func:`run_local` returns.
+*Owns* the run directory; all processes are gone when :func:`run_local` returns.
 *Fails by* ConfigError or StoreUnavailableError before anything runs; a job that fails is a summary, not an error.
 """
 
@@ -10,38 +10,28 @@ from __future__ import annotations
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from elastic_trainer.agent.health.health_store import told_by_all
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+from elastic_trainer.drills.harness import Harness, harness, new_directory
 from elastic_trainer.drills.user_job import faults, report
 from elastic_trainer.drills.user_job.faults import Fault
 from elastic_trainer.drills.user_job.job import entry
 from elastic_trainer.drills.user_job.picture import Picture, ShownIncident
 from elastic_trainer.drills.user_job.summary import Ending, Summary, summarize
 from elastic_trainer.drills.user_job.view import Display, display
-from elastic_trainer.errors import ConfigError, StorageError
-from elastic_trainer.local.cluster import ClusterSpec, LocalCluster
-from elastic_trainer.local.etcd import EtcdServer
+from elastic_trainer.local.cluster import ClusterSpec
 from elastic_trainer.local.interrupts import Interrupts
-from elastic_trainer.local.ports import HOST, free_ports
-from elastic_trainer.local.rounds import RoundFeed
-from elastic_trainer.local.tail import FileTail, LedgerTail
-from elastic_trainer.membership.health import NodeHealth, added_up
-from elastic_trainer.settings import StoreSettings, parse_endpoints
-from elastic_trainer.store import connect_checked
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.local.tail import FileTail
+from elastic_trainer.membership.health import added_up
 
 POLL_S = 0.05
 STOP_GRACE_S = 10.0
 """How long nodes get to end by themselves when the run is stopped."""
-CONNECT_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +57,22 @@ def run_local(options: LocalOptions, console: Console) -> Summary:
     faults.check(options.faults, options.start, options.min_nodes, options.workers)
     run = f"local-{secrets.token_hex(4)}"
     directory = run_directory(options, run)
-    words = entry(options.words, directory)
-    _create(directory)
-    summary = _run(options, run, directory, words, console)
+    spec = ClusterSpec(
+        run=run,
+        directory=directory,
+        endpoint="",
+        entry=entry(options.words, directory),
+        min_nodes=options.min_nodes,
+        max_nodes=options.max_nodes,
+        workers=options.workers,
+        max_restarts=options.max_restarts,
+        backend=options.backend,
+        options=options.options,
+    )
+    new_directory(directory)
+    with Interrupts() as interrupts, harness(spec) as opened:
+        summary = Following(opened, options, interrupts).to_the_end(display(console))
+    shutil.rmtree(directory / "etcd" / "data", ignore_errors=True)  # larger than all that is worth keeping
     report.write(summary, directory / "summary.json")
     report.show(summary, console)
     if options.run_dir is None and not options.keep and summary.verdict.exit_code == 0:
@@ -88,74 +91,14 @@ def run_directory(options: LocalOptions, run: str) -> Path:
     return Path(tempfile.gettempdir()) / f"elastic-trainer-{run}"
 
 
-def _create(directory: Path) -> None:
-    if (directory / "ledger").exists():
-        raise ConfigError(f"--run-dir {directory} holds an earlier run", hint="name a new directory, or remove it")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot create {directory}: {error.strerror}", hint="choose another --run-dir") from error
-
-
-def _run(options: LocalOptions, run: str, directory: Path, words: tuple[str, ...], console: Console) -> Summary:
-    with Interrupts() as interrupts, _meeting_point(options, run, directory) as (endpoint, feed, told):
-        spec = ClusterSpec(
-            run=run,
-            directory=directory,
-            endpoint=endpoint,
-            entry=words,
-            min_nodes=options.min_nodes,
-            max_nodes=options.max_nodes,
-            workers=options.workers,
-            max_restarts=options.max_restarts,
-            backend=options.backend,
-            options=options.options,
-        )
-        with LocalCluster(spec) as cluster:
-            following = Following(cluster, options, feed, told, interrupts)
-            return following.to_the_end(display(console))
-
-
-@contextmanager
-def _meeting_point(options: LocalOptions, run: str, directory: Path) -> Iterator[tuple[str, RoundFeed | None, Told]]:
-    """Where the nodes meet: an etcd of our own, or a port for torchrun's c10d backend, which has no round document."""
-    if options.backend == "c10d":
-        yield f"{HOST}:{free_ports(1)[0]}", None, dict
-        return
-    with EtcdServer(directory / "etcd") as etcd:
-        settings = StoreSettings(
-            endpoints=parse_endpoints(etcd.endpoint), prefix=options.options.get("prefix", "/elastic_trainer")
-        )
-        store = connect_checked(settings, Deadline.after(CONNECT_S))
-        try:
-            keys = RunKeys(settings.prefix, run)
-            yield etcd.endpoint, RoundFeed.follow(store, keys.round), partial(told_by_all, store, keys)
-        finally:
-            store.close()
-            etcd.wipe()  # what etcd pre-allocates is larger than all that is worth keeping
-
-
-Told = Callable[[], Mapping[str, NodeHealth]]
-"""What the nodes have published of their workers, by name."""
-
-
 class Following:
     """Watches a cluster until it has ended, strikes when faults are due, and tells the display."""
 
-    def __init__(
-        self,
-        cluster: LocalCluster,
-        options: LocalOptions,
-        feed: RoundFeed | None,
-        told: Told,
-        interrupts: Interrupts,
-        clock: Clock = SYSTEM,
-    ) -> None:
-        self._cluster, self._options, self._feed, self._interrupts = cluster, options, feed, interrupts
-        self._told = told
+    def __init__(self, opened: Harness, options: LocalOptions, interrupts: Interrupts, clock: Clock = SYSTEM) -> None:
+        self._harness, self._options, self._interrupts = opened, options, interrupts
+        self._cluster = opened.cluster
         self._clock = clock
-        self._picture = Picture(cluster.spec.run, clock.monotonic())
-        self._ledger = LedgerTail(cluster.spec.ledger)
+        self._picture = Picture(opened.cluster.spec.run, clock.monotonic())
         self._logs: dict[str, FileTail] = {}
         self._ended: set[str] = set()
         self._pending = list(options.faults)
@@ -190,8 +133,8 @@ class Following:
         """Take in what has changed since the last look."""
         # Exit codes first: a node that has ended has written its last line.
         ended = [(node.name, node.exit_code()) for node in self._cluster.nodes if node.name not in self._ended]
-        news = self._picture.observe(self._ledger.read())
-        for document, t in self._feed.take() if self._feed is not None else ():
+        news = self._picture.observe(self._harness.lines())
+        for document, t in self._harness.documents():
             news += self._picture.document(document, t)
         for node in self._cluster.nodes:
             tail = self._logs.setdefault(node.name, FileTail(node.log))
@@ -245,5 +188,5 @@ class Following:
                 signal=self._interrupts.signal,
                 timed_out=self._timed_out,
             ),
-            counters=added_up(health.counters for health in self._told().values()),
+            counters=added_up(health.counters for health in self._harness.health().values()),
         )

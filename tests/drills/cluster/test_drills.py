@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.drills.run import conclusions
-from elastic_trainer.drills.stage import Loopback, Setting, Stage
+from elastic_trainer.drills.stage import Setting, staged
 from elastic_trainer.drills.table import DRILLS, Circumstances
 from elastic_trainer.errors import EXIT_CONFIG
 from elastic_trainer.local.namespaces import PROGRAMS
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("etcd_binary")]
 
 def play(names: list[str], setting: Setting, directory: Path) -> None:
     """Play the drills ``names`` one after the other on one job; a name twice is its next repeat."""
-    with Stage(setting, directory, Loopback()) as stage:
+    with staged(setting, directory) as stage:
         for number, name in enumerate(names):
             effect = DRILLS[name].act(stage, names[:number].count(name), Circumstances(OUTAGE_S))
             assert effect.problems == (), (name, effect)
@@ -73,7 +73,7 @@ def test_with_the_tree_faults_leave_no_trace_in_any_bit(tmp_path: Path, monkeypa
     state are those of one process that was never disturbed, at every step compared. Dropout included."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     setting = Setting(nodes=3, max_nodes=4, samples=500, width=64, reduction="tree", limit_s=180.0, options=PATIENT)
-    with Stage(setting, tmp_path / "disturbed", Loopback()) as stage:
+    with staged(setting, tmp_path / "disturbed") as stage:
         for name in ("node-join", "worker-kill", "rank0-node-kill", "node-drain"):
             effect = DRILLS[name].act(stage, 0, Circumstances(OUTAGE_S))
             assert effect.problems == (), (name, effect)

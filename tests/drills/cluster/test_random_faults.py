@@ -12,7 +12,7 @@ import pytest
 
 from elastic_trainer.drills.checks import compared
 from elastic_trainer.drills.run import conclusions
-from elastic_trainer.drills.stage import Loopback, Stage
+from elastic_trainer.drills.stage import staged
 from elastic_trainer.drills.storm import SETTING, Storm
 
 VARIABLE = "ELASTIC_TRAINER_RANDOM_FAULTS"
@@ -33,7 +33,7 @@ def _seeds() -> list[tuple[int, int]]:
 def test_a_storm_of_faults_costs_no_sample(seed: int, count: int, tmp_path: Path) -> None:
     """Whatever happens in whatever order: every sample of every epoch counts once, the parameters of all ranks are
     bitwise equal, there is one round of each number, round numbers only grow, and no node ends by itself."""
-    with Stage(SETTING, tmp_path, Loopback()) as stage:
+    with staged(SETTING, tmp_path) as stage:
         storm = Storm(stage, seed)
         storm.rage(count)
         assert conclusions(stage) == [], storm.told

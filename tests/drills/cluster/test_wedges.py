@@ -9,30 +9,20 @@ import pytest
 from elastic_trainer.agent.health.health_store import told_by_all
 from elastic_trainer.clock import Deadline
 from elastic_trainer.drills.run import conclusions
-from elastic_trainer.drills.stage import Loopback, Setting, Stage
+from elastic_trainer.drills.stage import Setting, Stage, staged
 from elastic_trainer.drills.table import DRILLS, Circumstances
 from elastic_trainer.drills.wedge import STUCK, Wedge, ask
 from elastic_trainer.membership.health import Incident
 from elastic_trainer.model import Cause
-from elastic_trainer.settings import StoreSettings, parse_endpoints
-from elastic_trainer.store import connect_checked
-from elastic_trainer.store.api import Store
-from elastic_trainer.store.keys import RunKeys
 
 PATIENT = {"regroup_grace": "10"}
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("etcd_binary")]
 
 
-def incidents(store: Store, keys: RunKeys) -> list[Incident]:
+def incidents(stage: Stage) -> list[Incident]:
     """All that the run has told, oldest first."""
-    items = store.range(keys.incidents, Deadline.after(10.0)).items
+    items = stage.meeting.store.range(stage.meeting.keys.incidents, Deadline.after(10.0)).items
     return [Incident.decode(item.value, item.key) for item in items]
-
-
-def open_store(stage: Stage) -> tuple[Store, RunKeys]:
-    """A connection to the stage's etcd."""
-    settings = StoreSettings(endpoints=parse_endpoints(stage.server.endpoint))
-    return connect_checked(settings, Deadline.after(10.0)), RunKeys("/elastic_trainer", stage.run)
 
 
 def test_stuck_workers_are_ended_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -40,20 +30,16 @@ def test_stuck_workers_are_ended_and_nothing_is_lost(tmp_path: Path) -> None:
     the log, and the others go on in the same processes. Where all ranks wait for each other no process ends. No step
     is made twice, every sample counts once, parameters stay equal; each incident is told once, with its cause."""
     options = {**PATIENT, "hang_timeout": "6", "step_timeout": "6", "first_step_timeout": "120"}
-    with Stage(Setting(nodes=3, wedges=True, limit_s=180.0, options=options), tmp_path, Loopback()) as stage:
+    with staged(Setting(nodes=3, wedges=True, limit_s=180.0, options=options), tmp_path) as stage:
         for repeat, wedge in enumerate(STUCK):
             effect = DRILLS["worker-wedge"].act(stage, repeat, Circumstances())
             assert effect.problems == (), effect
             assert effect.steps_lost == 0, effect
             # It was not killed for another reason; one that answers nothing is passed over before its limit.
             assert effect.recovery_s > 2.0 or wedge is Wedge.LOCK, effect
-        store, keys = open_store(stage)
-        try:
-            stage.until(lambda: len(ended(store, keys)) >= len(STUCK), "all incidents")
-            told = ended(store, keys)
-            counters = told_by_all(store, keys)
-        finally:
-            store.close()
+        stage.until(lambda: len(ended(stage)) >= len(STUCK), "all incidents")
+        told = ended(stage)
+        counters = told_by_all(stage.meeting.store, stage.meeting.keys)
         assert conclusions(stage) == []
     assert [each.cause for each in told] == [Cause.WORKER_HUNG] * 3 + [Cause.STALLED]
     assert all(each.steps_lost == 0 and each.next_round is not None for each in told)
@@ -65,17 +51,17 @@ def test_stuck_workers_are_ended_and_nothing_is_lost(tmp_path: Path) -> None:
     assert logs.count('"event": "worker.hung"') == 3
 
 
-def ended(store: Store, keys: RunKeys) -> list[Incident]:
+def ended(stage: Stage) -> list[Incident]:
     """The incidents of rounds that a failure has ended."""
     planned = (Cause.NODE_JOINED, Cause.NODE_LEFT)
-    return [each for each in incidents(store, keys) if each.kind == "round" and each.cause not in planned]
+    return [each for each in incidents(stage) if each.kind == "round" and each.cause not in planned]
 
 
 def test_a_slow_node_goes_where_another_stands_ready(tmp_path: Path) -> None:
     """Four nodes for three places; one of the three becomes slow: it is named, leaves by a planned change, the fourth
     takes its place, and no step is lost."""
     setting = Setting(nodes=4, max_nodes=3, wedges=True, limit_s=240.0, options={**PATIENT, "evict_stragglers": "true"})
-    with Stage(setting, tmp_path, Loopback()) as stage:
+    with staged(setting, tmp_path) as stage:
         before = stage.until(lambda: _three(stage), "three nodes that train")
         slow = before.nodes[-1]
         stage.retire(slow)
@@ -83,12 +69,8 @@ def test_a_slow_node_goes_where_another_stands_ready(tmp_path: Path) -> None:
         stage.until(lambda: (now := stage.look()) and slow not in now.nodes and len(now.nodes) == 3, f"{slow} to go")
         stage.until(lambda: not stage.node(slow).running, f"the end of {slow}")
         assert stage.node(slow).exit_code() == 143
-        store, keys = open_store(stage)
-        try:
-            stage.until(lambda: any(each.cause is Cause.NODE_LEFT for each in incidents(store, keys)), "the incident")
-            told = incidents(store, keys)
-        finally:
-            store.close()
+        stage.until(lambda: any(each.cause is Cause.NODE_LEFT for each in incidents(stage)), "the incident")
+        told = incidents(stage)
         assert conclusions(stage) == []
     stragglers = [each for each in told if each.kind == "straggler"]
     assert {each.nodes for each in stragglers} == {(slow,)}  # told again once the fourth is there to take its place

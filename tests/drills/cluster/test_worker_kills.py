@@ -17,7 +17,7 @@ import pytest
 from elastic_trainer.drills.checks import compared
 from elastic_trainer.drills.interludes import Program
 from elastic_trainer.drills.run import conclusions
-from elastic_trainer.drills.stage import Loopback, Setting, Stage
+from elastic_trainer.drills.stage import Setting, staged
 from elastic_trainer.local import processes
 from elastic_trainer.local.ledger import LineKind, audit
 from tests.drills.cluster.kills import Kills
@@ -69,7 +69,7 @@ def test_an_evaluation_is_completed_by_one_who_is_left_of_too_few(tmp_path: Path
     early = [evaluations.behind(step) for step in range(1, 250)]
     assert {str(due[0]) for due in early if due is not None} == {"evaluation"}
     setting = Setting(nodes=2, min_nodes=2, max_nodes=2, interludes=evaluations, limit_s=120.0, options=FREELY)
-    with Stage(setting, tmp_path, Loopback()) as stage:
+    with staged(setting, tmp_path) as stage:
         kills = Kills(stage, 1, interlude_every=1, least_s=2.0)
         kills.rage(2)
         assert [kill.amid for kill in kills.done] == [1, 1]
@@ -98,7 +98,7 @@ def test_workers_killed_in_a_row_cost_the_others_nothing(tmp_path: Path, monkeyp
         limit_s=PACE.limit_s,
         options={**FREELY, "sever_timeout": PACE.sever_timeout},
     )
-    with Stage(setting, tmp_path / "job", Loopback()) as stage:
+    with staged(setting, tmp_path / "job") as stage:
         kills = Kills(stage, seed, interlude_every=PACE.interlude_every, least_s=PACE.least_s)
         kills.rage(PACE.kills, PACE.least, PACE.budget_s)
         final = stage.settled()

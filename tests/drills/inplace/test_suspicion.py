@@ -14,7 +14,7 @@ import pytest
 from elastic_trainer.drills.busy import busy_machine
 from elastic_trainer.drills.node_faults import node_freeze, worker_freeze
 from elastic_trainer.drills.run import conclusions
-from elastic_trainer.drills.stage import Loopback, Setting, Stage
+from elastic_trainer.drills.stage import Setting, Stage, staged
 from elastic_trainer.local.namespaces import PROGRAMS
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from tests.support.requirements import needs, needs_root
@@ -35,7 +35,7 @@ def test_who_stands_still_is_found_by_asking(tmp_path: Path) -> None:
     a break. Samples and parameters are exact.
     """
     setting = Setting(limit_s=LIMIT_S, options=UNTOLD)
-    with Stage(setting, tmp_path, Loopback()) as stage:
+    with staged(setting, tmp_path) as stage:
         calm = busy_machine(stage, 0, BUSY_S)
         assert (calm.steps_lost, calm.problems) == (0, ())
         assert calm.details["steps"] > 0

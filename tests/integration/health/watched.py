@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_trainer.drills.measure import Standing
-from elastic_trainer.drills.stage import Loopback, Setting, Stage
+from elastic_trainer.drills.stage import Setting, Stage, staged
 from tests.support.following import monitor
 from tests.support.watch import Sample, Watch
 
@@ -61,7 +61,7 @@ class Watched:
 @contextmanager
 def watched(setting: Setting, directory: Path, ranges_s: Mapping[str, float] | None = None) -> Iterator[Watched]:
     """Start everything, and wait until the job trains and is seen; ``ranges_s``: see :class:`Watch`."""
-    with Stage(setting, directory / "job", Loopback()) as stage, monitor(stage.server.endpoint) as (_, port):
+    with staged(setting, directory / "job") as stage, monitor(stage.server.endpoint) as (_, port):
         stage.settled()  # how long this machine takes to start is no rendezvous that anybody should be told of
         address = f"127.0.0.1:{port}"
         nodes_from = f"http://{address}/sd/nodes"

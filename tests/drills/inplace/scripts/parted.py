@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from elastic_trainer.drills.run import conclusions
-from elastic_trainer.drills.stage import Setting, Stage
+from elastic_trainer.drills.stage import Setting, Stage, staged
 from elastic_trainer.local.namespaces import Segment
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 
@@ -18,7 +18,7 @@ def play(directory: Path) -> None:
     """The whole story."""
     options = {"regroup_grace": "10", "form_timeout": "3", "join_interval": "10"}
     setting = Setting(nodes=2, min_nodes=2, max_nodes=3, limit_s=180.0, options=options)
-    with Segment() as segment, Stage(setting, directory, segment) as stage:
+    with Segment() as segment, staged(setting, directory, segment) as stage:
         before = stage.settled()
         name = stage.cluster.add().name
         segment.part(before.nodes[1], name)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from elastic_trainer.drills.partition import node_partition, pair_partition
 from elastic_trainer.drills.run import conclusions
-from elastic_trainer.drills.stage import Setting, Stage
+from elastic_trainer.drills.stage import Setting, staged
 from elastic_trainer.local.namespaces import Segment
 from tests.drills.inplace.test_suspicion import LIMIT_S, UNTOLD, broken_after
 
@@ -18,7 +18,7 @@ from tests.drills.inplace.test_suspicion import LIMIT_S, UNTOLD, broken_after
 def play(directory: Path) -> None:
     """The whole story."""
     setting = Setting(limit_s=LIMIT_S, options=UNTOLD)
-    with Segment() as segment, Stage(setting, directory, segment) as stage:
+    with Segment() as segment, staged(setting, directory, segment) as stage:
         before = stage.settled()
         effect = pair_partition(stage, 0, segment)
         assert (effect.steps_lost, effect.problems) == (0, ()), effect

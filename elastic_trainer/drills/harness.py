@@ -1,0 +1,121 @@
+"""What every run on this machine stands on: an etcd, real nodes, and what they write; for drills and for a user's job.
+
+*Runs in* the main thread of the command or test.
+*Owns* the etcd, the connection to it, a watch on the round document and the nodes, until its block ends.
+*Fails by* ConfigError or StoreUnavailableError before any node runs.
+*Invariant*: after the block no process of the run is left, however it ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from elastic_trainer.agent.health.health_store import told_by_all
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import ConfigError, StorageError
+from elastic_trainer.local.cluster import ClusterSpec, LocalCluster
+from elastic_trainer.local.etcd import EtcdCluster, EtcdServer
+from elastic_trainer.local.ledger import Line
+from elastic_trainer.local.ports import HOST, free_ports
+from elastic_trainer.local.rounds import RoundFeed
+from elastic_trainer.local.tail import LedgerTail
+from elastic_trainer.membership.documents import RoundDocument
+from elastic_trainer.membership.health import NodeHealth
+from elastic_trainer.settings import StoreSettings, parse_endpoints
+from elastic_trainer.store import connect_checked
+from elastic_trainer.store.api import Store
+from elastic_trainer.store.keys import RunKeys
+
+CONNECT_S = 20.0
+PREFIX = "/elastic_trainer"
+
+
+class Place(Protocol):
+    """Where the processes live: on this machine's loopback, or in networks of their own."""
+
+    def etcd(self, members: int, directory: Path) -> EtcdServer | EtcdCluster: ...
+
+    def endpoint(self, etcd: EtcdServer | EtcdCluster) -> str:
+        """Where nodes reach it."""
+        ...
+
+    def cluster(self, spec: ClusterSpec) -> LocalCluster: ...
+
+
+class Loopback:
+    """All in the network of this process."""
+
+    def etcd(self, members: int, directory: Path) -> EtcdServer | EtcdCluster:
+        return EtcdServer(directory) if members == 1 else EtcdCluster(members, directory=directory)
+
+    def endpoint(self, etcd: EtcdServer | EtcdCluster) -> str:
+        return etcd.endpoint
+
+    def cluster(self, spec: ClusterSpec) -> LocalCluster:
+        return LocalCluster(spec)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The etcd at which the nodes meet, and what can be read there."""
+
+    etcd: EtcdServer | EtcdCluster
+    store: Store
+    keys: RunKeys
+    rounds: RoundFeed
+
+
+@dataclass(frozen=True, slots=True)
+class Harness:
+    """A run under way. ``meeting`` is None with torchrun's c10d backend, which has no round document."""
+
+    cluster: LocalCluster
+    ledger: LedgerTail
+    meeting: Meeting | None
+
+    def lines(self) -> list[Line]:
+        """What workers wrote since the last look."""
+        return self.ledger.read()
+
+    def documents(self) -> list[tuple[RoundDocument, float]]:
+        """Round documents since the last look, with their times of arrival."""
+        return self.meeting.rounds.take() if self.meeting is not None else []
+
+    def health(self) -> Mapping[str, NodeHealth]:
+        """What the nodes have published of their workers, by name."""
+        return told_by_all(self.meeting.store, self.meeting.keys) if self.meeting is not None else {}
+
+
+@contextmanager
+def harness(spec: ClusterSpec, place: Place | None = None, etcd_members: int = 1) -> Iterator[Harness]:
+    """A run of ``spec``, whose endpoint is filled in here. No node is started yet."""
+    place = place if place is not None else Loopback()
+    with ExitStack() as stack:
+        meeting, endpoint = None, f"{HOST}:{free_ports(1)[0]}"
+        if spec.backend != "c10d":
+            etcd: EtcdServer | EtcdCluster = place.etcd(etcd_members, spec.directory / "etcd")
+            stack.enter_context(etcd)
+            endpoint = place.endpoint(etcd)
+            prefix = spec.options.get("prefix", PREFIX)
+            settings = StoreSettings(endpoints=parse_endpoints(endpoint), prefix=prefix)
+            store = connect_checked(settings, Deadline.after(CONNECT_S))
+            stack.callback(store.close)
+            keys = RunKeys(prefix, spec.run)
+            meeting = Meeting(etcd, store, keys, RoundFeed.follow(store, keys.round))
+        cluster = stack.enter_context(place.cluster(replace(spec, endpoint=endpoint)))
+        yield Harness(cluster, LedgerTail(spec.ledger), meeting)
+
+
+def new_directory(directory: Path) -> Path:
+    """Make ``directory``, unless an earlier run is there."""
+    if (directory / "ledger").exists():
+        raise ConfigError(f"--run-dir {directory} holds an earlier run", hint="name a new directory, or remove it")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot create {directory}: {error.strerror}", hint="choose another --run-dir") from error
+    return directory
