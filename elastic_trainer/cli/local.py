@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.drills.user_job.faults import Fault, FaultKind, parse_fault
+from elastic_trainer.drills.faults import Fault, FaultKind, parse_fault
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import rendezvous_options

@@ -47,7 +47,7 @@ def understand(words: Words) -> None:
 def _understand_cli(rest: Words) -> None:
     from elastic_trainer.cli import local
     from elastic_trainer.cli.main import COMMANDS, Parser
-    from elastic_trainer.drills.user_job import faults
+    from elastic_trainer.drills import faults
     from elastic_trainer.drills.user_job.job import entry
 
     homes = {command.name: command.module for command in COMMANDS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic_trainer.drills.user_job.faults import Fault, FaultKind, Injected
+from elastic_trainer.drills.faults import Fault, FaultKind, Injected
 from elastic_trainer.local.ledger import Line, LineKind
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from elastic_trainer.drills.user_job.faults import FaultKind, Injected
-from elastic_trainer.drills.user_job.recovery import Recovery, recovery
+from elastic_trainer.drills.faults import FaultKind, Injected
+from elastic_trainer.drills.measure import Recovery, recovery
 from elastic_trainer.local.ledger import Line, LineKind
 from elastic_trainer.local.wording import counted, exit_text
 from elastic_trainer.membership.documents import RoundDocument, RoundState

@@ -17,9 +17,9 @@ from pathlib import Path
 from rich.console import Console
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+from elastic_trainer.drills import faults, report
+from elastic_trainer.drills.faults import Fault
 from elastic_trainer.drills.harness import Harness, harness, new_directory
-from elastic_trainer.drills.user_job import faults, report
-from elastic_trainer.drills.user_job.faults import Fault
 from elastic_trainer.drills.user_job.job import entry
 from elastic_trainer.drills.user_job.picture import Picture, ShownIncident
 from elastic_trainer.drills.user_job.summary import Ending, Summary, summarize
@@ -74,11 +74,11 @@ def run_local(options: LocalOptions, console: Console) -> Summary:
         summary = Following(opened, options, interrupts).to_the_end(display(console))
     shutil.rmtree(directory / "etcd" / "data", ignore_errors=True)  # larger than all that is worth keeping
     report.write(summary, directory / "summary.json")
-    report.show(summary, console)
+    report.show_summary(summary, console)
     if options.run_dir is None and not options.keep and summary.verdict.exit_code == 0:
         shutil.rmtree(directory, ignore_errors=True)
     else:
-        console.print(f"{'kept':>10}  {directory}", markup=False, highlight=False, soft_wrap=True)
+        report.say("kept", str(directory), console)
     return summary
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from elastic_trainer.drills.user_job.faults import Fault, FaultKind, Injected
-from elastic_trainer.drills.user_job.recovery import Recovery, recovery
+from elastic_trainer.drills.faults import Fault, FaultKind, Injected
+from elastic_trainer.drills.measure import Recovery, recovery
 from elastic_trainer.errors import EXIT_FAILURE
 from elastic_trainer.local.ledger import Audit, Line, LineKind, audit
 from elastic_trainer.local.wording import counted, exit_text

@@ -23,6 +23,7 @@ from elastic_trainer.drills.stage import DrillError, Stage, now
 from elastic_trainer.drills.strikes import kill_workers
 from elastic_trainer.local import processes
 from elastic_trainer.local.tail import FileTail
+from tests.drills.cluster.storm import holders
 
 SEASONED_STEPS = 10
 """A worker that is killed sooner time and again backs off from joining, which costs the test time."""
@@ -105,17 +106,11 @@ class Kills:
 
     def _holders(self) -> dict[str, int]:
         """Workers that live and hold the training state, by node."""
-        stage = self._stage
-        stage.look()
-        workers = {name: stage.node(name).worker() for name in sorted(stage.expected)}
-        holders = {
-            name: worker
-            for name, worker in workers.items()
-            if worker is not None and processes.alive(worker) and stage.book.has_opened(worker.pid)
-        }
-        self._trained |= {worker.pid: (name, worker) for name, worker in holders.items()}
+        self._stage.look()
+        found = holders(self._stage)
+        self._trained |= {worker.pid: (name, worker) for name, worker in found.items()}
         self._check_survivors()
-        return {name: worker.pid for name, worker in holders.items()}
+        return {name: worker.pid for name, worker in found.items()}
 
     def _check_survivors(self) -> None:
         killed = {kill.pid for kill in self.done}

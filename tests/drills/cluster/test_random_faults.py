@@ -13,7 +13,7 @@ import pytest
 from elastic_trainer.drills.checks import compared
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import staged
-from elastic_trainer.drills.storm import SETTING, Storm
+from tests.drills.cluster.storm import SETTING, Storm
 
 VARIABLE = "ELASTIC_TRAINER_RANDOM_FAULTS"
 FAULTS_IN_CI, FAULTS_OF_A_SEED = 10, 25

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.cli import local
-from elastic_trainer.drills.user_job.faults import Fault, FaultKind
+from elastic_trainer.drills.faults import Fault, FaultKind
 from elastic_trainer.drills.user_job.job import entry
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.cluster import ClusterSpec, threads_per_worker, torchrun

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from elastic_trainer.drills.user_job.faults import FaultKind
+from elastic_trainer.drills.faults import FaultKind
 from elastic_trainer.drills.user_job.picture import NodePhase, Picture, ShownIncident
 from elastic_trainer.drills.user_job.view import LiveDisplay, PlainDisplay, display, progress_line, readable, render
 from elastic_trainer.local.ledger import Line, LineKind

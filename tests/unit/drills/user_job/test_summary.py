@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from elastic_trainer.drills.user_job import report
-from elastic_trainer.drills.user_job.faults import Fault, FaultKind, Injected
+from elastic_trainer.drills import report
+from elastic_trainer.drills.faults import Fault, FaultKind, Injected
 from elastic_trainer.drills.user_job.summary import Ending, Summary, summarize
 from elastic_trainer.errors import StorageError
 from elastic_trainer.local.ledger import Line, LineKind
@@ -135,7 +135,7 @@ def test_a_summary_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> 
 def test_the_tables_say_what_the_user_wants_to_know() -> None:
     """Whether data was exact, what the fault cost, the metric, the exit status."""
     console = Console(file=io.StringIO(), width=120, record=True)
-    report.show(told(injected=(struck(t=3.5, step=3),)), console)
+    report.show_summary(told(injected=(struck(t=3.5, step=3),)), console)
     shown = console.export_text()
     assert "1.50 s" in shown
     assert "step 3 of round 2" in shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.drills.user_job.faults import Fault, FaultKind, check, due, parse_fault, victim
+from elastic_trainer.drills.faults import Fault, FaultKind, check, due, parse_fault, victim
 from elastic_trainer.errors import ConfigError
 
 NODE, WORKER, JOIN = FaultKind.KILL_NODE, FaultKind.KILL_WORKER, FaultKind.JOIN

@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import psutil
+
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.drills.schedule import Blow, Planned, Situation, draw
 from elastic_trainer.drills.stage import DrillError, Setting, Stage
 from elastic_trainer.drills.strikes import kill_nodes, kill_workers
 from elastic_trainer.local import processes
+from tests.drills.cluster.schedule import Blow, Planned, Situation, draw
 
 SETTING = Setting(
     nodes=3,
@@ -63,16 +65,11 @@ class Storm:
         stage.look()
         return Situation(
             running=tuple(sorted(stage.expected)),
-            holders=tuple(sorted(name for name in stage.expected if self._holds(name))),
+            holders=tuple(holders(stage)),
             min_nodes=stage.setting.min_nodes,
             max_nodes=stage.setting.max_nodes,
             etcd_answers=self._etcd_back is None,
         )
-
-    def _holds(self, name: str) -> bool:
-        """Whether the worker of this node lives and holds the training state."""
-        worker = self._stage.node(name).worker()
-        return worker is not None and processes.alive(worker) and self._stage.book.has_opened(worker.pid)
 
     def _pass(self, seconds: float) -> None:
         """Let time pass; etcd comes back when it is due."""
@@ -121,6 +118,16 @@ class Storm:
             stage.retire(planned.node)
             stage.node(planned.node).terminate()
         return True
+
+
+def holders(stage: Stage) -> dict[str, psutil.Process]:
+    """Workers that live and hold the training state, by node."""
+    workers = {name: stage.node(name).worker() for name in sorted(stage.expected)}
+    return {
+        name: worker
+        for name, worker in workers.items()
+        if worker is not None and processes.alive(worker) and stage.book.has_opened(worker.pid)
+    }
 
 
 def quiet(stage: Stage) -> None:

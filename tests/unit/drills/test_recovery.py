@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.drills.user_job.faults import FaultKind
-from elastic_trainer.drills.user_job.recovery import recovery
+from elastic_trainer.drills.faults import FaultKind
+from elastic_trainer.drills.measure import recovery
 from tests.support.story import committed, opened, struck
 
 
