@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager
-from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.drills.measure import Book
-from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
-from elastic_trainer.local.ledger import Line, LineKind, audit, parse
-from elastic_trainer.local.tail import FileTail
-from elastic_trainer.membership.documents import JournalEntry, NodeRecord, NodeState, RoundDocument, RoundState
-from elastic_trainer.settings import StoreSettings, parse_endpoints
-from elastic_trainer.store import connect
-from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.local.cluster import ClusterSpec
+from elastic_trainer.local.ledger import Line, LineKind, audit
+from elastic_trainer.local.tail import LedgerTail
+from elastic_trainer.membership.documents import RoundDocument, RoundState
+from tests.support.running import LIMIT_S as LIMIT_S
+from tests.support.running import Running
 
 SCRIPT = Path(__file__).with_name("train.py")
-LIMIT_S = 120.0
-"""How long anything may take on a slow machine before a test fails."""
 QUICK = {
     "recovery": "in_place",
     "ttl": "4",
@@ -33,7 +28,7 @@ LASTING = {"ttl": "20"}
 """For tests in which no lease is to end, however slow the machine is."""
 
 
-class Job(LocalCluster):
+class Job(Running):
     """The nodes of one run."""
 
     def __init__(
@@ -48,7 +43,6 @@ class Job(LocalCluster):
         store: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         spec = ClusterSpec(
             run=run,
             directory=directory,
@@ -60,31 +54,15 @@ class Job(LocalCluster):
             options=QUICK | (options or {}),
             environment={"OMP_NUM_THREADS": "1"},
         )
-        super().__init__(replace(spec, **more))
-        self.keys = RunKeys("/elastic_trainer", run)
-        self.store = connect(StoreSettings(endpoints=parse_endpoints(endpoint), **(store or {})))
-        self._tails: dict[Path, FileTail] = {}
+        super().__init__(replace(spec, **more), store)
+        self._ledger = LedgerTail(self.spec.ledger)
         self._lines: list[Line] = []
-
-    def __exit__(self, *error: object) -> None:
-        self.store.close()
-        super().__exit__(*error)
-
-    def add_with(self, **changes: Any) -> Node:
-        """One more node, whose command differs from the others' in these fields of the specification."""
-        common, self.spec = self.spec, replace(self.spec, **changes)
-        try:
-            return self.add()
-        finally:
-            self.spec = common
 
     # ---- what the workers wrote
 
     def lines(self) -> list[Line]:
         """All lines of all workers so far."""
-        for path in self.spec.ledger.glob("*.jsonl"):
-            tail = self._tails.setdefault(path, FileTail(path))
-            self._lines += [line for line in map(parse, tail.read()) if line is not None]
+        self._lines += self._ledger.read()
         return self._lines
 
     def steps(self, node: str) -> list[Line]:
@@ -102,20 +80,18 @@ class Job(LocalCluster):
         ``after``: in a round later than that.
         """
 
-        def together() -> bool:
+        def together() -> int:
             for number in sorted({line.round for line in self.lines()}, reverse=True):
                 if number <= after:
                     break
                 here = [line for line in self._lines if line.event is LineKind.STEP and line.round == number]
                 made = {name: sum(line.node == name and line.world == len(nodes) for line in here) for name in nodes}
                 if min(made.values()) >= count:
-                    found.append(number)
-                    return True
-            return False
+                    return number
+            return 0
 
-        found: list[int] = []
-        self.wait_for(together, f"{nodes} do not train together after round {after}")
-        return found[0]
+        found: int = self.wait_for(together, f"{nodes} do not train together after round {after}")
+        return found
 
     def await_steps(self, count: int) -> int:
         """Wait until ``count`` more steps have been made; the newest."""
@@ -132,76 +108,13 @@ class Job(LocalCluster):
         assert found.exact, found.reason
         assert Book(self.lines()).committed_again() <= again, found
 
-    # ---- waiting
-
-    def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
-        """Wait until ``condition()``; fail with ``what`` and the ends of all logs."""
-        deadline = Deadline.after(limit_s)
-        while not condition():
-            assert not deadline.expired, f"{what}:\n{self.describe()}"
-            pause(0.05)
-
-    def tell(self, name: str) -> None:
-        """Write one of the files that the script looks for."""
-        (self.spec.directory / name).touch()
-
-    def finish(self) -> dict[str, int | None]:
-        """Let the training end; the exit codes of all nodes."""
-        self.tell("stop")
-        return self.exit_codes()
-
-    def exit_codes(self, limit_s: float = LIMIT_S) -> dict[str, int | None]:
-        """Wait for the end of all nodes; their exit codes."""
-        assert self.wait(Deadline.after(limit_s)), f"the job does not end:\n{self.describe()}"
-        return {node.name: node.exit_code() for node in self.nodes}
-
-    def exit_code(self, node: Node, limit_s: float = LIMIT_S) -> int | None:
-        """Wait for this node's end."""
-        code = node.wait(Deadline.after(limit_s))
-        assert code is not None, f"{node.name} does not end:\n{self.describe()}"
-        return code
-
     # ---- what the store and the disk hold
-
-    def document(self) -> RoundDocument | None:
-        """The round document."""
-        found = self.store.get(self.keys.round, Deadline.after(LIMIT_S)).first
-        return RoundDocument.decode(found.value, found.key) if found is not None else None
 
     def closed(self) -> RoundDocument:
         """The document of the closed run."""
         document = self.document()
-        assert document is not None
         assert document.state is RoundState.CLOSED, document
         return document
-
-    def journal(self) -> list[JournalEntry]:
-        """All transitions so far."""
-        items = self.store.range(self.keys.events, Deadline.after(LIMIT_S)).items
-        return [JournalEntry.decode(item.value, item.key) for item in items]
-
-    def order(self) -> list[str]:
-        """The nodes of the present round in rank order."""
-        document = self.document()
-        return [member.node for member in document.members] if document is not None else []
-
-    def record(self, node: str) -> NodeRecord | None:
-        """What the node shows of itself; None where its key is gone."""
-        found = self.store.get(self.keys.node(node), Deadline.after(LIMIT_S)).first
-        return NodeRecord.decode(found.value, found.key) if found is not None else None
-
-    def present(self, node: str) -> bool:
-        """Whether the node's key is there."""
-        return self.record(node) is not None
-
-    def absent(self, node: str) -> bool:
-        """Whether it is gone."""
-        return not self.present(node)
-
-    def shows(self, node: str, state: NodeState) -> bool:
-        """Whether the node says that it is in ``state``."""
-        record = self.record(node)
-        return record is not None and record.state is state
 
     def saved_step(self) -> int | None:
         """The step of the newest checkpoint that can be read and verified; None where there is none."""
@@ -211,20 +124,5 @@ class Job(LocalCluster):
         loaded = CheckpointManager(directory).load_newest()
         return loaded.manifest.step if loaded is not None else None
 
-    # ---- what the nodes said
-
-    def log(self, node: str) -> str:
-        """What the node printed."""
-        return (self.spec.logs / f"{node}.log").read_text(errors="replace")
-
-    def sentences(self, node: str) -> list[str]:
-        """The lines in which the node says why it ends."""
-        return [line for line in self.log(node).splitlines() if line.startswith("elastic-trainer: ")]
-
     def describe(self) -> str:
-        """The end of all logs, for a failure's message."""
-        parts: Sequence[str] = [f"--- {node.name} (exit {node.exit_code()})" for node in self.nodes]
-        return f"newest step {self.newest()}\n" + "\n".join(
-            f"{part}\n" + "\n".join(self.log(node.name).splitlines()[-15:])
-            for part, node in zip(parts, self.nodes, strict=True)
-        )
+        return f"newest step {self.newest()}\n{super().describe()}"

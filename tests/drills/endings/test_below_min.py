@@ -11,7 +11,7 @@ from elastic_trainer.local import processes
 from elastic_trainer.membership.documents import NodeState, RunResult
 from tests.drills.endings.job import Job
 
-SOON_S = 20.0
+SOON_S = 60.0
 """A few seconds, on a loaded machine."""
 
 

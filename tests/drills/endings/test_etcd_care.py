@@ -101,7 +101,6 @@ def test_a_job_trains_on_while_etcd_is_full(tmp_path: Path, tools: Tools, run_id
         assert job.node("n1").kill_worker() is not None
         pause(3.0)
         document = job.document()
-        assert document is not None
         assert (document.number, document.state) == (before, RoundState.ACTIVE)
         tools.carry_out(commands(PAGE, "A full etcd"), etcd.endpoint, {})
         job.await_world("n0", "n1", after=before)

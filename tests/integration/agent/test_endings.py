@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_CONFIG
 from elastic_trainer.membership.documents import NodeState, RoundState, RunResult
-from tests.support.plainjob import LIMIT_S, PlainJob
+from tests.support.plainjob import PlainJob
 
 
 @pytest.mark.timeout(200)
@@ -106,8 +106,5 @@ def test_a_node_that_fails_for_good_does_not_stay_for_its_back_off(
         tmp_path / "job", etcd_endpoint, run_id, least=1, options=options, max_restarts=9, entry=[str(script)]
     ) as job:
         node = job.add()
-        deadline = Deadline.after(LIMIT_S)
-        while "exitcode  : 5" not in job.log(node.name):
-            assert not deadline.expired, job.describe()
-            pause(0.05)
+        job.wait_for(lambda: "exitcode  : 5" in job.log(node.name), "torchrun does not give up")
         assert node.wait(Deadline.after(BACK_OFF_S / 2)) == 1, job.describe()

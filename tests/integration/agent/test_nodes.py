@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.membership.documents import RoundState
-from tests.support.plainjob import LIMIT_S, PlainJob
+from tests.support.plainjob import PlainJob
 
 ENDING = {"ttl": "20"}
 """The lease of a frozen node ends, and that of none whose agent is only slow."""
@@ -42,7 +42,7 @@ def test_nodes_are_lost_replaced_and_added(tmp_path: Path, etcd_endpoint: str, r
         assert _reason(job, third, RoundState.DRAINING) == "node n3 joins"
 
         spare = job.add()
-        _await_presence(job, spare.name)
+        job.wait_for(lambda: job.present(spare.name), "the spare does not come")
         job.await_steps(others[0], 100)
         assert job.document().number == fourth
         assert job.last(spare.name) is None
@@ -56,13 +56,6 @@ def test_nodes_are_lost_replaced_and_added(tmp_path: Path, etcd_endpoint: str, r
 
 def _reason(job: PlainJob, number: int, state: RoundState) -> str:
     return "; ".join(entry.reason for entry in job.journal() if (entry.round, entry.state) == (number, state))
-
-
-def _await_presence(job: PlainJob, node: str, present: bool = True) -> None:
-    deadline = Deadline.after(LIMIT_S)
-    while job.present(node) is not present:
-        assert not deadline.expired, job.describe()
-        pause(0.02)
 
 
 @pytest.mark.timeout(600)
