@@ -63,10 +63,7 @@ def test_rounds_that_never_commit_a_step_end_the_run(tmp_path: Path, etcd_endpoi
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_an_error_of_the_script_is_in_the_log_of_its_node(
-    tmp_path: Path, etcd_endpoint: str, run_id: str, nodes: int
-) -> None:
+def test_an_error_of_the_script_is_in_the_log_of_its_node(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """With its traceback, whatever the agent says to the worker meanwhile: who looks at night must see the reason.
 
     One node alone has nobody who lives on and knows how far it was: its page tells.
@@ -74,10 +71,10 @@ def test_an_error_of_the_script_is_in_the_log_of_its_node(
     plan = EpochPlan(SAMPLES, BATCH)
     bad = int(plan.order(0)[3 * BATCH + 5])
     with Job(tmp_path, etcd_endpoint, run_id, "--bad", str(bad), least=1, most=2) as job:
-        job.start(nodes)
-        assert job.exit_codes() == dict.fromkeys(["n0", "n1"][:nodes], 1)
+        job.start(1)
+        assert job.exit_codes() == {"n0": 1}
         assert "3 failures of workers after step 3" in job.closed().reason
-        logs = "".join(job.log(node.name) for node in job.nodes)
+        logs = job.log("n0")
         assert logs.count("Traceback (most recent call last)") >= 3
         assert logs.count(f"ValueError: sample {bad} is bad") >= 3
 

@@ -78,6 +78,29 @@ def test_a_language_model_trains_through_kills_and_a_join(tmp_path: Path, starte
     assert summary["metrics"]["loss"] < 2.0
 
 
+def test_key_points_are_found_after_faults(tmp_path: Path, started: list[Local]) -> None:
+    """With the statistics of all ranks in every norm: a killed worker and a newcomer cost no step and no sample."""
+    # A node comes, one of the first two loses its worker, the other one is killed: none trains on without the new one.
+    faults = ("--join-at", "4", "--kill-worker-at", "20:n0", "--kill-node-at", "40:n1")
+    network = ("model.channels=[8, 16]", "model.stages=[{branches: 1, blocks: 1}, {branches: 2, blocks: 1}]")
+    job = (
+        "keypoints",
+        "data.count=400",
+        "data.test_count=60",
+        "epochs=5",
+        "global_batch=10",
+        "scheduler.milestones=[4]",
+    )
+    quick = ("evaluation.every_epochs=null", "checkpoint.every_steps=40")
+    command = _survived(started, tmp_path, ("--nodes", "2:3", "--start", "2", *faults), (*job, *network, *quick))
+    summary = command.summary()
+    assert len(summary["faults"]) == 3
+    assert "n2" in summary["rounds"][-1]["nodes"], summary["rounds"]
+    assert [epoch["used"] for epoch in summary["audit"]["epochs"]] == [400] * 5
+    assert summary["metrics"]["point_f1"] > 0.6
+    assert summary["metrics"]["heat_loss"] < 0.003
+
+
 def test_the_session_script_survives_a_kill(tmp_path: Path, started: list[Local]) -> None:
     """The script to start from, by its name: in place, evaluated on the ranks there are, resumed when run again."""
     _needs("mlxtend")

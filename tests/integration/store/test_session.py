@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError, StoreUnavailableError
-from elastic_trainer.store.api import Put
 from elastic_trainer.store.session import LeaseSession, SessionListener
 from tests.support.listeners import LIMIT_S
 from tests.support.memory_store import MemoryBackend, MemoryStore
@@ -43,36 +42,6 @@ def test_an_outage_makes_the_lease_suspect_and_not_lost() -> None:
     assert session.lease_id == lease_id
     assert not session.lost.is_set()
     session.close()
-
-
-def test_a_partition_ends_the_lease_and_it_is_known_when_the_store_says_so() -> None:
-    """The others see the key go; the one cut off learns it only after the partition."""
-    backend = MemoryBackend()
-    far, near = MemoryStore(backend), MemoryStore(backend)
-    session = LeaseSession(far, 2.0, soon())
-    far.transact([], [Put("/node", b"", session.lease_id)], deadline=soon())
-    far.cut_off(True)
-    deadline = soon()
-    while near.get("/node", deadline).first is not None and not deadline.expired:
-        pause(0.05)
-    assert near.get("/node", deadline).first is None
-    assert session.suspect
-    assert not session.lost.is_set()
-    far.cut_off(False)
-    assert session.lost.wait(LIMIT_S)
-    session.close()
-
-
-def test_closing_during_an_outage_is_prompt() -> None:
-    """What cannot be revoked is left to expire."""
-    backend = MemoryBackend()
-    session = LeaseSession(MemoryStore(backend), 60.0, soon())
-    backend.outage(True)
-    began = SYSTEM.monotonic()
-    session.close()
-    session.close()
-    assert SYSTEM.monotonic() - began < 5.0
-    assert not session.lost.is_set()
 
 
 def test_its_owner_may_give_a_lease_up() -> None:

@@ -111,19 +111,6 @@ def test_a_run_cut_off_in_mid_epoch_ends_bitwise_like_a_whole_one(tmp_path: Path
         assert torch.equal(mine[name], theirs[name]), name
 
 
-def test_the_tree_gives_the_same_parameters_at_any_number_of_ranks(tmp_path: Path, text: Path) -> None:
-    """Dropout included: what two ranks train together has the bits of one."""
-    for world in (1, 2):
-        where = (f"checkpoint.directory={tmp_path / str(world)}", f"data.files={text}")
-        fixed = (*SMALL, "options.max_tokens=768", "reduction=tree", "micro_batch=2", "model.dropout=0.1")
-        done = train("gpt", *fixed, *where, world=world)
-        assert done.code == 0, done.err
-        assert (done.report["world_size"], done.report["step"]) == (world, 6)
-    one, two = _parameters(tmp_path / "1"), _parameters(tmp_path / "2")
-    for name in one:
-        assert torch.equal(one[name], two[name]), name
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it loads the compiler
 def test_a_compiled_model_computes_alike_and_its_checkpoints_fit(tmp_path: Path, text: Path) -> None:
     """Its parameters keep their names: what it saved is resumed without, and stays where it was to 1e-4."""

@@ -152,11 +152,6 @@ class Cluster:
                 raise ConfigError(f"Job {key[1]}: the template of a Job cannot be changed")
             self._documents[key], self._objects[key] = document, found
 
-    def delete_pod(self, name: str) -> None:
-        """Ask for the end of a pod, as ``kubectl delete pod`` does."""
-        with self._lock:
-            self._pods[name].delete()
-
     def evict(self, name: str) -> None:
         """Ask for it as a drain does: within disruption budgets, and no fault of the pod's."""
         with self._lock:
