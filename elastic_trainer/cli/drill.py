@@ -1,4 +1,4 @@
-"""``elastic-trainer drill``: options in, report out; the work is sim/drill_run's.
+"""``elastic-trainer drill``: options in, report out; the work is drills/run's.
 
 *Fails by* ConfigError for options that cannot be meant and drills that cannot be played here.
 """

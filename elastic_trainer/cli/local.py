@@ -1,4 +1,4 @@
-"""``elastic-trainer local``: options in, exit code out; the work is sim/run's.
+"""``elastic-trainer local``: options in, exit code out; the work is drills/user_job's.
 
 *Fails by* ConfigError for options that cannot be meant.
 """

@@ -16,14 +16,14 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import xxhash
 from torch import nn
 
+from elastic_trainer.checkpoint import Event
 from elastic_trainer.clock import pause
-from elastic_trainer.drills.interludes import Interludes, Program
 from elastic_trainer.drills.wedge import Obstacles, Rows
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.worker.model.replica import Reduction
@@ -96,14 +96,25 @@ class Digests:
             yield from (value for _, value in sorted(kept[number].items()) if isinstance(value, torch.Tensor))
 
 
-def main(argv: list[str] | None = None) -> None:
+class Beside(Protocol):
+    """What a worker does beside its steps."""
+
+    def hear(self, event: Event) -> None:
+        """In the middle of a save."""
+        ...
+
+    def behind(self, step: int, session: Session, model: nn.Module) -> None:
+        """Behind ``step``, which was committed."""
+        ...
+
+
+def main(argv: list[str] | None = None, beside: Beside | None = None) -> None:
     """Train until the file appears."""
     options = _options(argv)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     torch.manual_seed(0)
     model = _model(options.width, options.reduction)
     data: torch.utils.data.TensorDataset = _data(options.samples)
-    interludes = Interludes(options.interludes, options.directory, data)
     obstacles = Obstacles(options.directory, worker_environment().node)
     if options.wedges:
         data = Rows(data, obstacles)
@@ -112,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     with Session(
         checkpoint_dir=options.directory / CHECKPOINTS,
         checkpoint_every_s=options.save_every,
-        saving=SavingOptions(on_event=interludes.hear),
+        saving=SavingOptions(on_event=beside.hear if beside is not None else None),
     ) as session:
         session.register("ending", ending)
         wrapped = session.wrap(model, optimizer=optimizer, reduction=options.reduction)
@@ -132,8 +143,8 @@ def main(argv: list[str] | None = None) -> None:
                 optimizer.step()
             if step.committed and session.step_number % DIGEST_EVERY == 0:
                 digests.write("step")
-            if step.committed:
-                interludes.behind(session.step_number, session, wrapped)
+            if step.committed and beside is not None:
+                beside.behind(session.step_number, session, wrapped)
             ending.agreed |= session.step_number == options.steps
             if ending.agreed:
                 break
@@ -170,8 +181,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--reduction", choices=list(map(str, Reduction)), default=str(Reduction.DDP))
-    parser.add_argument("--wedges", action="store_true", help="get stuck when a file asks for it (see drill_wedge)")
-    parser.add_argument("--interludes", type=Program.parse, help="what takes long between steps (see drill_interludes)")
+    parser.add_argument("--wedges", action="store_true", help="get stuck when a file asks for it (see drills/wedge)")
     parser.add_argument("--steps", type=int, help="end behind this step, without being asked")
     parser.add_argument("--save-every", type=float, help="seconds from one checkpoint to the next")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps")

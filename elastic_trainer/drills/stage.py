@@ -18,7 +18,6 @@ from typing import Any
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.drills.checks import Digest, read_digest
 from elastic_trainer.drills.harness import Harness, Meeting, Place, harness
-from elastic_trainer.drills.interludes import Program
 from elastic_trainer.drills.job import DIGESTS, STACKS_SIGNAL, STOP_FILE
 from elastic_trainer.drills.measure import Book, Standing
 from elastic_trainer.errors import PermanentError
@@ -29,6 +28,7 @@ from elastic_trainer.local.interrupts import Interrupts
 from elastic_trainer.local.tail import FileTail
 from elastic_trainer.membership.documents import RoundDocument
 
+JOB = ("-m", "elastic_trainer.drills.job")
 POLL_S = 0.02
 SETTLED_STEPS = 12
 """Steps in a round after which it counts as quiet; workers that live that long never back off from joining."""
@@ -60,19 +60,19 @@ class Setting:
     pause_s: float = 0.02
     reduction: str = "ddp"
     wedges: bool = False
-    """Whether workers get stuck when they are asked to (see drill_wedge)."""
-    interludes: Program | None = None
+    """Whether workers get stuck when they are asked to (see drills/wedge)."""
+    entry: tuple[str, ...] = JOB
+    """What torchrun runs; it takes the job's options."""
     save_every_s: float | None = None
     limit_s: float = 90.0
     options: Mapping[str, str] = field(default_factory=dict)
 
     def job(self, directory: Path) -> tuple[str, ...]:
         """What torchrun runs."""
-        words = ["-m", "elastic_trainer.drills.job", "--directory", str(directory)]
+        words = [*self.entry, "--directory", str(directory)]
         words += ["--samples", str(self.samples), "--width", str(self.width), "--pause", str(self.pause_s)]
         words += ["--reduction", self.reduction]
         words += ["--wedges"] * self.wedges
-        words += ["--interludes", str(self.interludes)] if self.interludes is not None else []
         words += ["--save-every", str(self.save_every_s)] if self.save_every_s is not None else []
         return tuple(words)
 

@@ -24,7 +24,6 @@ import psutil
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, PermanentError
 from elastic_trainer.local import processes
-from elastic_trainer.local.tail import FileTail
 from elastic_trainer.settings import ENV_LEDGER_DIR, ENV_NODE, without_store
 
 KILL_LIMIT_S = 60.0
@@ -247,10 +246,6 @@ class LocalCluster:
         processes.exterminate(family, self.ledger_marks, Deadline.after(KILL_LIMIT_S))
         for node in nodes:
             node.wait(Deadline.after(KILL_LIMIT_S))
-
-    def log_tail(self, name: str) -> FileTail:
-        """A reader of the node's output."""
-        return FileTail(self.node(name).log)
 
     def _environment(self, name: str) -> dict[str, str]:
         processes_at_most = self.spec.max_nodes * self.spec.workers

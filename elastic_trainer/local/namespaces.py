@@ -68,7 +68,7 @@ class _Cable:
 
 
 class Segment:
-    """One network segment with an etcd at the hub. A context manager; a Place for a stage (see drill_stage)."""
+    """One network segment with an etcd at the hub. A context manager; a Place for a run (see drills/harness)."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()

@@ -8,8 +8,11 @@ What comes behind which step follows from the step's number alone, so all ranks 
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +24,7 @@ from torch import nn
 
 from elastic_trainer.checkpoint import Event, Transition
 from elastic_trainer.clock import SYSTEM, pause
+from elastic_trainer.drills import job
 from elastic_trainer.worker.session import Session
 
 INTERLUDES = "interludes"
@@ -69,6 +73,11 @@ class Program:
     def __str__(self) -> str:
         return f"{self.shortest_s:g}:{self.longest_s:g}:{self.every}:{self.seed}"
 
+    @property
+    def entry(self) -> tuple[str, ...]:
+        """What torchrun runs: the drill's job with these interludes."""
+        return "-m", __name__, "--interludes", str(self)
+
     def behind(self, step: int) -> tuple[Interlude, float] | None:
         """What comes behind ``step``, and its seconds."""
         chance = random.Random(f"{self.seed} {step}")
@@ -79,10 +88,10 @@ class Program:
 
 
 class Interludes:
-    """See the module. Without a ``program`` nothing takes long."""
+    """See the module."""
 
-    def __init__(self, program: Program | None, directory: Path, data: torch.utils.data.TensorDataset) -> None:
-        self._program, self._directory, self._data = program, directory / INTERLUDES, data
+    def __init__(self, program: Program, directory: Path) -> None:
+        self._program, self._directory = program, directory / INTERLUDES
         self._disk_s = 0.0
 
     def hear(self, event: Event) -> None:
@@ -92,7 +101,7 @@ class Interludes:
 
     def behind(self, step: int, session: Session, model: nn.Module) -> None:
         """Do what comes behind ``step``, which was committed."""
-        due = self._program.behind(step) if self._program is not None else None
+        due = self._program.behind(step)
         if due is None:
             return
         kind, seconds = due
@@ -118,8 +127,7 @@ class Interludes:
             pause(seconds / 2)
             return {"samples": (1.0, 1.0)}
 
-        few = torch.utils.data.Subset(self._data, range(4))
-        session.evaluate(model, few, 1, measure)
+        session.evaluate(model, torch.utils.data.TensorDataset(torch.zeros(4)), 1, measure)
 
     def _mark(self, session: Session, kind: Interlude, seconds: float, *, ended: bool) -> None:
         node, pid = session.environment.node, os.getpid()
@@ -135,3 +143,16 @@ class Interludes:
         self._directory.mkdir(parents=True, exist_ok=True)
         with (self._directory / f"{node}-{pid}.jsonl").open("a", encoding="utf-8") as file:
             file.write(mark.model_dump_json() + "\n")
+
+
+def main(argv: Sequence[str]) -> None:
+    """The drill's job, with its options and ``--interludes PROGRAM``."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--interludes", type=Program.parse, required=True)
+    parser.add_argument("--directory", type=Path, required=True)
+    mine, others = parser.parse_known_args(argv)
+    job.main(["--directory", str(mine.directory), *others], Interludes(mine.interludes, mine.directory))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -18,11 +18,11 @@ from pathlib import Path
 import psutil
 
 from elastic_trainer.clock import pause
-from elastic_trainer.drills.interludes import INTERLUDES, Mark
 from elastic_trainer.drills.stage import DrillError, Stage, now
 from elastic_trainer.drills.strikes import kill_workers
 from elastic_trainer.local import processes
 from elastic_trainer.local.tail import FileTail
+from tests.drills.cluster.interludes import INTERLUDES, Mark
 from tests.drills.cluster.storm import holders
 
 SEASONED_STEPS = 10

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.drills.checks import compared
-from elastic_trainer.drills.interludes import Program
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, staged
 from elastic_trainer.local import processes
 from elastic_trainer.local.ledger import LineKind, audit
+from tests.drills.cluster.interludes import Program
 from tests.drills.cluster.kills import Kills
 from tests.drills.cluster.undisturbed import undisturbed
 
@@ -52,7 +52,7 @@ class Pace:
 def _pace() -> Pace:
     asked = int(os.environ.get(COUNT, "0"))
     if asked <= 0:
-        return Pace(50, 16, 240.0, 0.5, 6.0, 80, 0.02, 8, 3.0, "2", 120.0)
+        return Pace(24, 16, 120.0, 0.5, 6.0, 80, 0.02, 8, 3.0, "2", 120.0)
     return Pace(asked, asked, math.inf, 1.0, 90.0, 600, 0.05, 10, 1.0, "30", 900.0)
 
 
@@ -68,7 +68,7 @@ def test_an_evaluation_is_completed_by_one_who_is_left_of_too_few(tmp_path: Path
     evaluations = Program(2.0, 3.0, every=40, seed=965)
     early = [evaluations.behind(step) for step in range(1, 250)]
     assert {str(due[0]) for due in early if due is not None} == {"evaluation"}
-    setting = Setting(nodes=2, min_nodes=2, max_nodes=2, interludes=evaluations, limit_s=120.0, options=FREELY)
+    setting = Setting(nodes=2, min_nodes=2, max_nodes=2, entry=evaluations.entry, limit_s=120.0, options=FREELY)
     with staged(setting, tmp_path) as stage:
         kills = Kills(stage, 1, interlude_every=1, least_s=2.0)
         kills.rage(2)
@@ -94,7 +94,7 @@ def test_workers_killed_in_a_row_cost_the_others_nothing(tmp_path: Path, monkeyp
         width=64,
         pause_s=PACE.pause_s,
         reduction="tree",
-        interludes=Program(PACE.shortest_s, PACE.longest_s, PACE.steps_between, seed),
+        entry=Program(PACE.shortest_s, PACE.longest_s, PACE.steps_between, seed).entry,
         limit_s=PACE.limit_s,
         options={**FREELY, "sever_timeout": PACE.sever_timeout},
     )
