@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +23,6 @@ from elastic_trainer.errors import EXIT_FAILURE, EXIT_LEFT
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection, Listener
 from elastic_trainer.ipc.messages import (
     Drain,
-    Exit,
     Failed,
     Formation,
     Hello,
@@ -39,6 +36,7 @@ from elastic_trainer.ipc.messages import (
 )
 from elastic_trainer.settings import ENV_CHANNEL, ENV_LEDGER_DIR, ENV_NODE, ENV_RECOVERY
 from tests.integration.worker.launch import environment, tail
+from tests.support.forked import Forked
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[3]
@@ -49,7 +47,7 @@ Said = TypeVar("Said", bound=Message)
 class Worker:
     """One worker process, and what it has said."""
 
-    def __init__(self, lead: Lead, name: str, command: Sequence[str]) -> None:
+    def __init__(self, lead: Lead, name: str, words: Sequence[str]) -> None:
         self.name, self._lead = name, lead
         self.said: list[Message] = []
         self.placed = False
@@ -67,10 +65,7 @@ class Worker:
             "WORLD_SIZE": "1",
             "PYTHONPATH": str(ROOT),
         }
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment(**extra), cwd=lead.directory
-            )
+        self.process = Forked(words, environment(**extra), self.log, self.log, lead.directory)
 
     @property
     def pid(self) -> int:
@@ -152,7 +147,7 @@ class Lead:
 
     def start(self, name: str, script: str, *arguments: object) -> Worker:
         """A worker that runs one of the scripts."""
-        worker = Worker(self, name, [sys.executable, "-u", str(SCRIPTS / script), *map(str, arguments)])
+        worker = Worker(self, name, [str(SCRIPTS / script), *map(str, arguments)])
         self.workers.append(worker)
         return worker
 
@@ -193,11 +188,6 @@ class Lead:
         for worker in members:
             if worker not in before:
                 worker.tell(self.place(members, number + 1, worker))
-
-    def dismiss(self, workers: Sequence[Worker], code: int = 0) -> None:
-        """The run is over."""
-        for worker in workers:
-            worker.tell(Exit(code=code, reason="the test says so"))
 
     def tolerate(self, workers: Sequence[Worker]) -> None:
         """These may fail; the others go on."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import EXIT_LEFT
+from tests.support.forked import Forked
 from tests.support.plainjob import LIMIT_S, PlainJob
 
 SENTENCE = "elastic-trainer: told to go (SIGTERM) before the workers were started: this node leaves"
@@ -24,10 +23,7 @@ def test_a_node_that_waits_for_others_leaves_when_it_is_told_to(
     would last for ten minutes. The run is there for the next nodes."""
     with PlainJob(tmp_path, etcd_endpoint, run_id, flags=["--alone"], options={"ttl": "600", "last_call": "1"}) as job:
         early = job.add()
-        deadline = Deadline.after(LIMIT_S)
-        while not job.present(early.name):
-            assert not deadline.expired, job.describe()
-            pause(0.05)
+        job.wait_for(lambda: job.present(early.name), "its key does not come")
         early.terminate()
         assert job.exit_code(early) == EXIT_LEFT, job.describe()
         assert not job.present(early.name)
@@ -43,18 +39,17 @@ def test_a_node_that_waits_for_others_leaves_when_it_is_told_to(
 def test_a_node_that_waits_for_etcd_leaves_when_it_is_told_to(tmp_path: Path, recovery: str) -> None:
     """In both modes, long before ``connect_timeout`` is over."""
     log = tmp_path / "log"
-    with socket.create_server(("127.0.0.1", 0)) as silent, log.open("wb") as output:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(LIMIT_S)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--max-restarts=3", "--rdzv-id=run"]
+        command = ["-m", "torch.distributed.run", "--nnodes=1:2", "--max-restarts=3", "--rdzv-id=run"]
         command += ["--rdzv-backend=etcd3", f"--rdzv-endpoint=127.0.0.1:{silent.getsockname()[1]}"]
         command += [f"--rdzv-conf=recovery={recovery},connect_timeout=600", "no_script_is_ever_started.py"]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = Forked(command, os.environ, log, log)
         try:
             silent.accept()[0].close()
             process.terminate()
             assert process.wait(LIMIT_S) == EXIT_LEFT, log.read_text()
         finally:
             process.kill()
-            process.wait()
     assert SENTENCE in log.read_text()
     assert "Traceback" not in log.read_text()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import http.server
-import subprocess
-import sys
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import pytest
 
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_UNAVAILABLE
 from elastic_trainer.local.ports import free_ports
+from tests.support.forked import Forked
 
 LIMIT_S = 100.0
 
@@ -56,12 +56,12 @@ def web_server() -> Iterator[int]:
         thread.join(LIMIT_S)
 
 
-def _start(mistake: Mistake, ports: dict[str, int], directory: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", f"--rdzv-id={mistake.run}"]
+def _start(mistake: Mistake, ports: dict[str, int], directory: Path) -> Forked:
+    command = ["-m", "torch.distributed.run", "--nnodes=1:2", f"--rdzv-id={mistake.run}"]
     command += ["--rdzv-backend=etcd3", f"--rdzv-endpoint={mistake.endpoint.format(**ports)}"]
     command += [f"--rdzv-conf={mistake.options}", "no_script_is_ever_started.py"]
-    with (directory / mistake.name).open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    log = directory / mistake.name
+    return Forked(command, os.environ, log, log)
 
 
 @pytest.mark.timeout(240)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import psutil
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.clock import SYSTEM
-from tests.integration.worker.launch import finished, started, tail
+from tests.integration.worker.launch import Started, finished, started, tail
 from tests.integration.worker.test_stopping import eventually, ledger, lines, steps_of
 
 SCRIPT = Path(__file__).parent / "scripts" / "job.py"
@@ -27,7 +26,7 @@ LIMIT_S = 60.0
 class Job:
     """A job that trains, its data workers, and a connection that it holds."""
 
-    process: subprocess.Popen[bytes]
+    process: Started
     workers: list[psutil.Process]
     connection: socket.socket
     log: Path

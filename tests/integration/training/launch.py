@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.forked import Forked
 
 LIMIT_S = 300.0
 QUICK = ("data.limit=200", "epochs=2", "global_batch=25", "model.width=4", "logging.loss_every=1")
@@ -43,11 +44,11 @@ class Outcome:
 
 
 def command(world: int = 1) -> list[str]:
-    """How a job is started: by torchrun, or alone."""
+    """What python is given to start a job: by torchrun, or alone."""
     module = ["-m", "elastic_trainer.training"]
     if world == 1:
-        return [sys.executable, *module]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *module]
+        return module
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *module]
 
 
 def environment() -> dict[str, str]:
@@ -58,16 +59,14 @@ def environment() -> dict[str, str]:
 
 def train(*arguments: str, world: int = 1, cwd: Path | None = None) -> Outcome:
     """Run a job to its end."""
-    done = subprocess.run(
-        [*command(world), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-        env=environment(),
-        cwd=cwd,
-    )
-    return Outcome(done.returncode, done.stdout, done.stderr)
+    with tempfile.TemporaryDirectory() as place:
+        out, err = Path(place, "out"), Path(place, "err")
+        process = Forked([*command(world), *arguments], environment(), out, err, cwd)
+        try:
+            code = process.wait(LIMIT_S)
+        finally:
+            process.kill()
+        return Outcome(code, out.read_text(), err.read_text())
 
 
 def records(directory: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,7 @@ def test_a_job_stopped_by_sigterm_continues_as_if_nothing_had_happened(tmp_path:
     whole = train(*long, f"checkpoint.directory={tmp_path / 'whole'}")
     assert whole.code == 0, whole.err
     interrupted = tmp_path / "interrupted"
-    arguments = [*command(), *long, f"checkpoint.directory={interrupted}"]
+    arguments = [sys.executable, *command(), *long, f"checkpoint.directory={interrupted}"]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
     assert process.stderr is not None
     for line in process.stderr:
@@ -150,9 +151,9 @@ def test_bf16_on_the_cpu_trains(tmp_path: Path) -> None:
     assert outcome.report["metrics"]["accuracy"] > 0.85
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_the_shipped_job_reads_97_of_100_unseen_digits(tmp_path: Path, world: int) -> None:
-    """The ready-made job keeps its promise, alone and with ranks that hold unequal parts of each batch."""
+def test_the_shipped_job_reads_97_of_100_unseen_digits(tmp_path: Path) -> None:
+    """The ready-made job keeps its promise, with ranks that hold unequal parts of each batch."""
+    world = 3
     outcome = train("mnist", f"checkpoint.directory={tmp_path}", world=world)
     assert outcome.code == 0, outcome.err
     report = outcome.report

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from elastic_trainer.local.ports import free_ports
+from tests.support.forked import Forked
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LIMIT_S = 150.0
@@ -46,13 +47,19 @@ def standalone(workers: int, script: str, *arguments: object, restarts: int = 0)
     return torchrun(["--standalone", f"--nproc-per-node={workers}", f"--max-restarts={restarts}"], script, *arguments)
 
 
+Started = subprocess.Popen[bytes] | Forked
+
+
 @contextmanager
-def started(
-    command: Sequence[str], log: Path, extra: Mapping[str, str] | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
+def started(command: Sequence[str], log: Path, extra: Mapping[str, str] | None = None) -> Iterator[Started]:
     """The running ``command``; it and its descendants are killed in the end."""
-    with log.open("ab") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment(**(extra or {})))
+    env = environment(**(extra or {}))
+    process: Started
+    if command[0] == sys.executable:
+        process = Forked(command[1:], env, log, log)
+    else:
+        with log.open("ab") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
     try:
         yield process
     finally:
@@ -60,7 +67,7 @@ def started(
         process.wait()
 
 
-def finished(process: subprocess.Popen[bytes], log: Path) -> int:
+def finished(process: Started, log: Path) -> int:
     """The exit code, once it has ended; fails with its output if it does not."""
     try:
         return process.wait(LIMIT_S)

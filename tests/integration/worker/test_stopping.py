@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ import psutil
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.clock import SYSTEM, Deadline, pause
-from tests.integration.worker.launch import LIMIT_S, finished, free_port, plain, standalone, started, tail
+from tests.integration.worker.launch import LIMIT_S, Started, finished, free_port, plain, standalone, started, tail
 
 LONG = ["1000", "--step-s", "0.02", "--stop-timeout-s", "25"]
 
@@ -84,7 +83,7 @@ def test_sigterm_to_one_worker_stops_all_at_one_step(tmp_path: Path) -> None:
     assert_stopped_together(tmp_path, 2)
 
 
-def by_hand(stack: ExitStack, directory: Path, log: Path, *options: str) -> list[subprocess.Popen[bytes]]:
+def by_hand(stack: ExitStack, directory: Path, log: Path, *options: str) -> list[Started]:
     """Two ranks without any launcher: rank 0 hosts the store."""
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     return [
