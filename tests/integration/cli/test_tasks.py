@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from elastic_trainer import tasks
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.etcd_binary import find_binary
 from tests.integration.cli.test_local import Local
-from tests.integration.training.launch import environment
+from tests.integration.training.launch import ran
 from tests.support.requirements import missing
 
 pytestmark = pytest.mark.timeout(500)
@@ -141,11 +139,9 @@ def _alone(script: str, *arguments: str) -> str:
 
 
 def _run(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=200, check=False, env=environment()
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = ran(words)
+    assert done.code == 0, done.err
+    return done.out
 
 
 def _right(said: str) -> float:

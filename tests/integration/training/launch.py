@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,14 @@ def environment() -> dict[str, str]:
 
 def train(*arguments: str, world: int = 1, cwd: Path | None = None) -> Outcome:
     """Run a job to its end."""
+    return ran([*command(world), *arguments], cwd)
+
+
+def ran(words: Sequence[str], cwd: Path | None = None) -> Outcome:
+    """Run a program to its end: what python is given."""
     with tempfile.TemporaryDirectory() as place:
         out, err = Path(place, "out"), Path(place, "err")
-        process = Forked([*command(world), *arguments], environment(), out, err, cwd)
+        process = Forked(words, environment(), out, err, cwd)
         try:
             code = process.wait(LIMIT_S)
         finally:
