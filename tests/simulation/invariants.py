@@ -53,14 +53,17 @@ class Invariants:
         if self._closed is not None:
             raise Violation(STAYS_CLOSED, f"round {document.number} {document.state} after round {self._closed}")
         before, self._newest = self._newest, document
-        if not self._is_put_back(document):
+        if self._is_put_back(document):
+            self._rounds[document.number] = (document.nonce, document.members)
+        else:
             self._know(document)
         if before is not None and position(document) <= position(before) and not self._ends_again(before, document):
             raise Violation(ONLY_GROW, f"{_words(document)} after {_words(before)}")
         if document.next is not None:
             if document.next.number != document.number + 1:
                 raise Violation(ONLY_GROW, f"round {document.next.number} is planned after {document.number}")
-            self._know(document.next)
+            if not self._went_back:  # else whoever puts back a round does not know what is planned behind it
+                self._know(document.next)
         if document.state is RoundState.CLOSED:
             self._closed = document.number
 

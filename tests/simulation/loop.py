@@ -76,6 +76,10 @@ class Host:
         else:
             call()
 
+    def freeze(self) -> None:
+        """Stand still."""
+        self.frozen = True
+
     def thaw(self) -> None:
         """Go on, with all that has come meanwhile in its order."""
         self.frozen = False

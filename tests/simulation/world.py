@@ -10,11 +10,13 @@ from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import Ghost, Identity, RoundDocument, RoundState, RunResult
 from elastic_trainer.model import Incarnation, RecoveryMode
 from elastic_trainer.store.api import EventKind, WatchEvent
-from tests.simulation.agents import Agent, InPlace, Place, Restart
+from tests.simulation.agents import Agent, Place
 from tests.simulation.etcd import Etcd
+from tests.simulation.in_place import InPlace
 from tests.simulation.invariants import LIVENESS, STAYS_CLOSED, Invariants, Violation
 from tests.simulation.loop import Loop
 from tests.simulation.node import KEYS, SimNode
+from tests.simulation.restart import Restart
 
 TICK_S = 0.2
 """A step takes so long."""
@@ -298,47 +300,30 @@ class World:
         self.loop.after(0.0, lambda: None)
         return True
 
-    def _crash_worker(self) -> bool:
-        agent = self._some(lambda each: each.awake and each.place is not None)
+    def _strike(self, what: str, wanted: Callable[[Agent], bool], strike: Callable[[Agent], object]) -> bool:
+        agent = self._some(wanted)
         if agent is not None:
-            self._say(f"worker of {agent.name}")
-            agent.crash_worker()
+            self._say(f"{what} {agent.name}")
+            strike(agent)
         return agent is not None
+
+    def _crash_worker(self) -> bool:
+        return self._strike("crash", lambda each: each.awake and each.place is not None, lambda a: a.crash_worker())
 
     def _kill(self) -> bool:
-        agent = self._some(lambda each: each.alive)
-        if agent is not None:
-            self._say(f"kill {agent.name}")
-            agent.node.die()
-        return agent is not None
+        return self._strike("kill", lambda each: each.alive, lambda a: a.node.die())
 
     def _go(self) -> bool:
-        agent = self._some(lambda each: each.awake)
-        if agent is not None:
-            self._say(f"go {agent.name}")
-            agent.node.leave()
-        return agent is not None
+        return self._strike("leave", lambda each: each.awake, lambda a: a.node.leave())
 
     def _evict(self) -> bool:
-        agent = self._some(lambda each: each.awake)
-        if agent is not None:
-            self._say(f"evict {agent.name}")
-            agent.evict()
-        return agent is not None
+        return self._strike("evict", lambda each: each.awake, lambda a: a.evict())
 
     def _freeze(self) -> bool:
-        agent = self._some(lambda each: each.awake)
-        if agent is not None:
-            self._say(f"freeze {agent.name}")
-            agent.host.frozen = True
-        return agent is not None
+        return self._strike("freeze", lambda each: each.awake, lambda a: a.host.freeze())
 
     def _thaw(self) -> bool:
-        agent = self._some(lambda each: each.alive and each.host.frozen)
-        if agent is not None:
-            self._say(f"thaw {agent.name}")
-            agent.host.thaw()
-        return agent is not None
+        return self._strike("thaw", lambda each: each.alive and each.host.frozen, lambda a: a.host.thaw())
 
     def _cut_from_etcd(self) -> bool:
         agent = self._some(lambda each: each.alive and each.node.link.whole)
@@ -352,10 +337,7 @@ class World:
         return True
 
     def _heal_etcd(self) -> bool:
-        agent = self._some(lambda each: each.alive and not each.node.link.whole)
-        if agent is not None:
-            self._mend(agent)
-        return agent is not None
+        return self._strike("heal", lambda each: each.alive and not each.node.link.whole, self._mend)
 
     @staticmethod
     def _mend(agent: Agent) -> None:
@@ -458,7 +440,11 @@ def _names(document: RoundDocument | None) -> str:
 
 def play(seed: int, tell: Callable[[str], None] | None = None) -> Counts:
     """Play the schedule of ``seed``. A Violation names the seed."""
+    world = World(seed, tell)
     try:
-        return World(seed, tell).play()
+        return world.play()
     except Violation as violation:
         raise Violation(violation.rule, f"seed {seed}: {violation}") from violation
+    finally:
+        for agent in world.agents.values():
+            agent.host.dead = True  # its processes end where they are, and wake no others

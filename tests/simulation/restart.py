@@ -1,0 +1,135 @@
+"""A node in restart mode: workers are started for each round, as its torchrun handler does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+from elastic_trainer.errors import LeaseLostError, TransientError
+from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument
+from elastic_trainer.membership.documents import RoundState as State
+from elastic_trainer.membership.round_write import Failure
+from elastic_trainer.model import Cause
+from tests.simulation.agents import Agent, Watcher
+from tests.simulation.loop import Process, Signal
+from tests.simulation.node import SimNode
+
+Going = Generator[Any, Any, bool]
+"""A process's part; its answer is whether the process goes on."""
+
+
+class Restart(Agent):
+    """Workers are started for each round."""
+
+    def __init__(self, node: SimNode, watch: Watcher, size: int) -> None:
+        super().__init__(node, watch, size)
+        self._current: RoundDocument | None = None
+        self._failed = False
+        self._news = Signal()
+        node.start()
+        self.host.start(self._run())
+
+    def crash_worker(self) -> None:
+        self._failed, self.place = True, None
+        self._news.fire()
+        self.node.changed.fire()
+
+    def lose_contact(self, unreachable: tuple[str, ...]) -> None:
+        self.crash_worker()
+
+    def evict(self) -> None:
+        """SIGTERM: the node goes at once."""
+        self.left = True
+        self.node.leave()
+
+    def finish(self) -> None:
+        self.done = True
+        self.node.changed.fire()
+
+    def switch(self, following: RoundDocument | None) -> None:
+        """Nothing: an unmodified script cannot agree on a step."""
+
+    def _run(self) -> Process:
+        while not self.node.started:
+            yield 0.1
+        while True:
+            if not (yield from self._join()):
+                return
+            yield self.chance.uniform(0.2, 0.8)
+            if self._current is not None and not self._failed and not self._over(self._current):
+                self.enter(self._current)
+            if not (yield from self._work()):
+                return
+            self.place = None
+            yield self.chance.choice([0.01, 0.1, 0.5])
+
+    def _over(self, mine: RoundDocument) -> bool:
+        seen = self.node.view.look().round
+        if seen is None:
+            return False
+        ended = (State.BROKEN, State.DRAINING)
+        return seen.number > mine.number or (seen.number == mine.number and seen.state in ended)
+
+    def _join(self) -> Going:
+        """Wait for a round of this node; False when the run is closed."""
+        planned = True
+        if self._current is not None and not self._over(self._current):
+            planned = False
+            failure = Failure(self._current.number, f"workers of {self.name} failed", True, Cause.WORKER_LOST)
+            yield from self._until_done(lambda: self.node.break_round(failure, None))
+        self.life += 1
+        self._failed = False
+        free_for = self._current.number + 1 if self._current is not None else 0
+        yield from self._announce(state=NodeState.READY, acknowledged=free_for, reported=free_for, planned=planned)
+        while True:
+            seen = self.node.view.look()
+            current = seen.round
+            if current is not None and current.state is State.CLOSED:
+                return self._go()
+            mine = current.member(self.name) if current is not None else None
+            if current is not None and self.takes(mine):
+                if current.state is State.ACTIVE:
+                    self._current = current
+                    return True
+                record = self.node.key.record
+                if record is not None and record.reported <= current.number:
+                    number = current.number + 1
+                    yield from self._announce(**_same(record, acknowledged=number, reported=number, planned=True))
+            if self.node.view.look().serial == seen.serial:
+                yield self.node.changed, 1.0
+
+    def _work(self) -> Going:
+        """Until the round is over; False when the run is closed."""
+        while self._current is not None and not self._over(self._current) and not self._failed:
+            seen = self.node.view.look()
+            if seen.round is not None and seen.round.state is State.CLOSED:
+                return self._go()
+            if self.done and self.node.key.record is not None and self.node.key.record.state is not NodeState.DONE:
+                yield from self._announce(**_same(self.node.key.record, state=NodeState.DONE, planned=True))
+            if self.node.view.look().serial == seen.serial and not self._failed:
+                yield self.node.changed, 1.0
+        return True
+
+    def _go(self) -> bool:
+        self.left = True
+        self.node.leave()
+        return False
+
+    def _announce(self, **fields: Any) -> Process:
+        shown = {"life": self.life, "identity": None, "reached": self.step, **fields}
+        record = self.base.model_copy(update=shown)
+        yield from self._until_done(lambda: self.node.show(record))
+
+    def _until_done(self, begin: Callable[[], Process]) -> Process:
+        while True:
+            try:
+                yield from begin()
+            except (TransientError, LeaseLostError):
+                yield 0.1
+            else:
+                return
+
+
+def _same(record: NodeRecord, **changes: Any) -> dict[str, Any]:
+    kept = {name: getattr(record, name) for name in ("state", "acknowledged", "reported", "planned")}
+    return kept | changes
