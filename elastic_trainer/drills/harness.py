@@ -60,7 +60,7 @@ class Loopback:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class RunStore:
     """The etcd at which the nodes meet, and what can be read there."""
 
     etcd: EtcdServer | EtcdCluster
@@ -75,7 +75,7 @@ class Harness:
 
     cluster: LocalCluster
     ledger: LedgerTail
-    meeting: Meeting | None
+    meeting: RunStore | None
 
     def lines(self) -> list[Line]:
         """What workers wrote since the last look."""
@@ -105,7 +105,7 @@ def harness(spec: ClusterSpec, place: Place | None = None, etcd_members: int = 1
             store = connect_checked(settings, Deadline.after(CONNECT_S))
             stack.callback(store.close)
             keys = RunKeys(prefix, spec.run)
-            meeting = Meeting(etcd, store, keys, RoundFeed.follow(store, keys.round))
+            meeting = RunStore(etcd, store, keys, RoundFeed.follow(store, keys.round))
         cluster = stack.enter_context(place.cluster(replace(spec, endpoint=endpoint)))
         yield Harness(cluster, LedgerTail(spec.ledger), meeting)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.drills.checks import Digest, read_digest
-from elastic_trainer.drills.harness import Harness, Meeting, Place, harness
+from elastic_trainer.drills.harness import Harness, Place, RunStore, harness
 from elastic_trainer.drills.job import DIGESTS, STACKS_SIGNAL, STOP_FILE
 from elastic_trainer.drills.measure import Book, Standing
 from elastic_trainer.errors import PermanentError
@@ -90,7 +90,7 @@ class Stage:
     # ---- etcd
 
     @property
-    def meeting(self) -> Meeting:
+    def meeting(self) -> RunStore:
         """etcd, and what is in it."""
         if self._harness.meeting is None:
             raise DrillError("this stage has no etcd")

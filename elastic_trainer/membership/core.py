@@ -13,7 +13,7 @@ from elastic_trainer.membership.cluster_view import ClusterView, Limits, Sightin
 from elastic_trainer.membership.delays import Delays
 from elastic_trainer.membership.effects import (
     AskOldest,
-    Commit,
+    CommitRound,
     Effect,
     Event,
     Looked,
@@ -21,8 +21,8 @@ from elastic_trainer.membership.effects import (
     Probed,
     Return,
     ShowAgain,
-    Step,
     Tell,
+    TurnOutcome,
 )
 from elastic_trainer.membership.outlook import Outlook
 from elastic_trainer.membership.probe import Doubts
@@ -52,18 +52,18 @@ class Core:
         """Nothing is done until this time, unless the view's serial is another one."""
         self._effects: list[Effect] = []
 
-    def step(self, events: Iterable[Event], now: float) -> Step:
+    def step(self, events: Iterable[Event], now: float) -> TurnOutcome:
         """Take in ``events``; at most one write comes out, and the next step follows as soon as it has ended."""
         self._effects = []
         for event in events:
             self._take(event, now)
         if self._look is None:
-            return Step((), now + LOOK_AGAIN_S)
+            return TurnOutcome((), now + LOOK_AGAIN_S)
         if self._held is not None and self._held[0] == self._look.seen.serial and now < self._held[1]:
-            return Step(tuple(self._effects), self._held[1])
+            return TurnOutcome(tuple(self._effects), self._held[1])
         self._held = None
         again_s = self._turn(self._look, now)
-        return Step(tuple(self._effects), now + min(LOOK_AGAIN_S, again_s))
+        return TurnOutcome(tuple(self._effects), now + min(LOOK_AGAIN_S, again_s))
 
     def _take(self, event: Event, now: float) -> None:
         if isinstance(event, Looked):
@@ -107,7 +107,7 @@ class Core:
         if (delayed := self._delays.note(seen.round, decision, now)) is not None:
             self._effects.append(delayed)
         if decision.action is not Action.WAIT:
-            return self._do(Commit(decision, seen))
+            return self._do(CommitRound(decision, seen))
         probe, probing_s = self._doubts.turn(view, now)
         if probe is not None:
             self._effects.append(probe)
@@ -118,7 +118,7 @@ class Core:
         decision = self._memory.decide(self._node_id, seen.round, now)
         if decision.action is Action.WAIT:
             return decision.again_in_s if decision.again_in_s is not None else LOOK_AGAIN_S
-        return self._do(Commit(decision, seen, went_back=True))
+        return self._do(CommitRound(decision, seen, went_back=True))
 
     def _track(self, seen: Observation, now: float) -> None:
         """Note since when things are as they are; of the nodes nothing is known where they are not followed."""

@@ -76,7 +76,7 @@ class ShowAgain:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class CommitRound:
     """Write the decided round document against ``seen``."""
 
     decision: Decision
@@ -116,11 +116,11 @@ class SayDelayed:
     reason: str
 
 
-Effect = Tell | Return | ShowAgain | Commit | Follow | AskOldest | Probe | SayDelayed
+Effect = Tell | Return | ShowAgain | CommitRound | Follow | AskOldest | Probe | SayDelayed
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TurnOutcome:
     """What to do now, in this order, and the monotonic time of the next step if nothing happens before."""
 
     effects: tuple[Effect, ...]

@@ -38,7 +38,7 @@ from elastic_trainer.membership.documents import (
 )
 from elastic_trainer.membership.effects import (
     AskOldest,
-    Commit,
+    CommitRound,
     Effect,
     Ended,
     Event,
@@ -57,7 +57,7 @@ from elastic_trainer.membership.outlook import LEASE_SLACK_S
 from elastic_trainer.membership.presence import Presence, refuses
 from elastic_trainer.membership.probe import PROBE_TIMEOUT_S
 from elastic_trainer.membership.roll_call import RollCall, named, roll_call
-from elastic_trainer.membership.round_write import ATTEMPT_S, Author, Failure, breaking, is_on, round_write
+from elastic_trainer.membership.round_write import ATTEMPT_S, Author, RoundFailure, breaking, is_on, round_write
 from elastic_trainer.membership.view import Observation, RunView
 from elastic_trainer.model import Cause
 from elastic_trainer.store.api import Order, Read, Store
@@ -161,7 +161,7 @@ class Member:
 
         With ``record`` this node's key is changed in the same write. ``suspects`` are not waited for.
         """
-        failure = Failure(number, reason, worker_failed, cause, suspects)
+        failure = RoundFailure(number, reason, worker_failed, cause, suspects)
         while not deadline.expired:
             seen = self._view.look()
             document = breaking(seen.round, failure, self._limits)
@@ -306,7 +306,7 @@ class Member:
             self._view.wake()
         elif isinstance(effect, ShowAgain):
             self._presence.show_again(Deadline.after(WRITE_TIMEOUT_S, self._clock))
-        elif isinstance(effect, Commit):
+        elif isinstance(effect, CommitRound):
             return self._commit_decided(effect)
         elif isinstance(effect, Follow):
             logger().debug("nodes.followed", nodes=effect.nodes, reason=effect.reason)
@@ -344,7 +344,7 @@ class Member:
             logger().warning("node.found_dead", node=node.id, address=node.record.address)
             self._view.wake()
 
-    def _commit_decided(self, effect: Commit) -> bool:
+    def _commit_decided(self, effect: CommitRound) -> bool:
         document = effect.decision.round
         if document is None:
             return True

@@ -64,7 +64,7 @@ def _writes(author: Author, document: RoundDocument, wall: float) -> list[Operat
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RoundFailure:
     """Why a node breaks round ``number``. ``suspects`` are not waited for."""
 
     number: int
@@ -74,7 +74,7 @@ class Failure:
     suspects: tuple[Ghost, ...] = field(default=())
 
 
-def breaking(current: RoundDocument | None, failure: Failure, limits: Limits) -> RoundDocument | None:
+def breaking(current: RoundDocument | None, failure: RoundFailure, limits: Limits) -> RoundDocument | None:
     """The document that breaks the round of ``failure``; None if that is not on (any more)."""
     if current is None or not is_on(current, failure.number):
         return None

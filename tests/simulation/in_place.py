@@ -8,7 +8,7 @@ from typing import Any
 from elastic_trainer.errors import LeaseLostError, TransientError
 from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundDocument, RoundMember
 from elastic_trainer.membership.documents import RoundState as State
-from elastic_trainer.membership.round_write import Failure
+from elastic_trainer.membership.round_write import RoundFailure
 from elastic_trainer.model import Cause
 from tests.simulation.agents import Agent, Watcher
 from tests.simulation.loop import Process, Signal
@@ -30,7 +30,7 @@ class InPlace(Agent):
         self._ended = True
         self._unreachable: tuple[str, ...] = ()
         self._record: NodeRecord | None = None
-        self._break: Failure | None = None
+        self._break: RoundFailure | None = None
         self._wanted = Signal()
         self._new_worker()
         node.see = self._see
@@ -68,7 +68,7 @@ class InPlace(Agent):
         self._new_worker()
         cause = "its worker was lost"
         if current is not None and taking_part:
-            self._break_round(Failure(_last(current), f"{self.name}: {cause}", True, Cause.WORKER_LOST), cause)
+            self._break_round(RoundFailure(_last(current), f"{self.name}: {cause}", True, Cause.WORKER_LOST), cause)
         else:
             self._publish(cause=cause, planned=False)
         self._warm_up()
@@ -84,7 +84,7 @@ class InPlace(Agent):
         if current is not None and on and current.state in (State.ACTIVE, State.DRAINING):
             self._acknowledged = max(self._acknowledged, _last(current) + 1)
             reason = f"node {self.name} lost contact with a peer"
-            self._break_round(Failure(_last(current), reason, False, Cause.CONTACT_LOST), "", planned=False)
+            self._break_round(RoundFailure(_last(current), reason, False, Cause.CONTACT_LOST), "", planned=False)
         if self._over_heard >= place.number:
             self._worker_is_free_soon()
 
@@ -92,7 +92,7 @@ class InPlace(Agent):
         if self._document is not None and not self._ended:
             self._found(tuple(each.node for each in suspects))
             reason = "no answer from " + ", ".join(each.node for each in suspects)
-            self._break_round(Failure(_last(self._document), reason, False, Cause.CONTACT_LOST, suspects), "")
+            self._break_round(RoundFailure(_last(self._document), reason, False, Cause.CONTACT_LOST, suspects), "")
 
     def evict(self) -> None:
         self.evicted = True
@@ -293,7 +293,7 @@ class InPlace(Agent):
         self._record = self._shown(planned=planned, cause=cause)
         self._wanted.fire()
 
-    def _break_round(self, failure: Failure, cause: str, *, planned: bool | None = None) -> None:
+    def _break_round(self, failure: RoundFailure, cause: str, *, planned: bool | None = None) -> None:
         self._record, self._break = self._shown(planned=planned, cause=cause), failure
         self._wanted.fire()
 

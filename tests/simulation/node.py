@@ -17,7 +17,7 @@ from elastic_trainer.membership.core import LOOK_AGAIN_S, Core
 from elastic_trainer.membership.documents import NodeRecord, RoundDocument
 from elastic_trainer.membership.effects import (
     AskOldest,
-    Commit,
+    CommitRound,
     Effect,
     Ended,
     Event,
@@ -37,7 +37,7 @@ from elastic_trainer.membership.effects import (
 from elastic_trainer.membership.leader_priority import STRAYS, first_names, written_by_nodes
 from elastic_trainer.membership.outlook import LEASE_SLACK_S
 from elastic_trainer.membership.own_key import ATTEMPT_S, OwnKey
-from elastic_trainer.membership.round_write import Author, Failure
+from elastic_trainer.membership.round_write import Author, RoundFailure
 from elastic_trainer.membership.view import Observation, RunView
 from elastic_trainer.store.api import Order, Read, Store, TransactionResult, prefix_end
 from elastic_trainer.store.keys import RunKeys
@@ -201,7 +201,7 @@ class SimNode:
             self.view.wake()
         elif isinstance(effect, ShowAgain):
             yield from self._steps(self.key.showing_again(deadline))
-        elif isinstance(effect, Commit) and effect.decision.round is not None:
+        elif isinstance(effect, CommitRound) and effect.decision.round is not None:
             return (yield from self._commit(effect.decision.round, effect.seen))
         elif isinstance(effect, Follow):
             self.view.change(self._store, nodes=effect.nodes)
@@ -316,7 +316,7 @@ class SimNode:
         yield from self._steps(self.key.showing(record, Deadline.after(limit_s, self.loop)))
         self.view.wake()
 
-    def break_round(self, failure: Failure, record: NodeRecord | None, limit_s: float = 5.0) -> Process:
+    def break_round(self, failure: RoundFailure, record: NodeRecord | None, limit_s: float = 5.0) -> Process:
         """As Member.break_round."""
         deadline = Deadline.after(limit_s, self.loop)
         while not deadline.expired:

@@ -8,7 +8,7 @@ from typing import Any
 from elastic_trainer.errors import LeaseLostError, TransientError
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument
 from elastic_trainer.membership.documents import RoundState as State
-from elastic_trainer.membership.round_write import Failure
+from elastic_trainer.membership.round_write import RoundFailure
 from elastic_trainer.model import Cause
 from tests.simulation.agents import Agent, Watcher
 from tests.simulation.loop import Process, Signal
@@ -75,7 +75,7 @@ class Restart(Agent):
         planned = True
         if self._current is not None and not self._over(self._current):
             planned = False
-            failure = Failure(self._current.number, f"workers of {self.name} failed", True, Cause.WORKER_LOST)
+            failure = RoundFailure(self._current.number, f"workers of {self.name} failed", True, Cause.WORKER_LOST)
             yield from self._until_done(lambda: self.node.break_round(failure, None))
         self.life += 1
         self._failed = False

@@ -6,7 +6,7 @@ import random
 
 from elastic_trainer.membership.core import Core
 from elastic_trainer.membership.documents import RoundDocument, RoundState
-from elastic_trainer.membership.effects import Commit, Ended, Looked, Step, Tell
+from elastic_trainer.membership.effects import CommitRound, Ended, Looked, Tell, TurnOutcome
 from elastic_trainer.membership.rules import Action
 from elastic_trainer.membership.view import Observation
 
@@ -16,14 +16,14 @@ PAIR = [node("a", 1), node("b", 2)]
 REVISION = 7
 
 
-def step(core: Core, document: RoundDocument | None, now: float, *answers: Ended, serial: int = 1) -> Step:
+def step(core: Core, document: RoundDocument | None, now: float, *answers: Ended, serial: int = 1) -> TurnOutcome:
     """Nodes a and b and ``document`` are seen, always at one revision of the store."""
     nodes = {each.id: each for each in PAIR}
     seen = Observation(nodes, document, REVISION if document else 0, True, serial, revision=REVISION)
     return core.step([*answers, Looked(seen, create_revision=1, senior=True, away=False)], now)
 
 
-def told(taken: Step) -> list[RoundDocument]:
+def told(taken: TurnOutcome) -> list[RoundDocument]:
     return [effect.document for effect in taken.effects if isinstance(effect, Tell)]
 
 
@@ -45,8 +45,8 @@ def test_a_write_that_lost_its_compare_is_tried_again_when_something_is_new_or_a
     mine = core()
     step(mine, None, 1.0)
     (commit,) = step(mine, None, 1.0 + LIMITS.last_call_s).effects
-    assert isinstance(commit, Commit)
+    assert isinstance(commit, CommitRound)
     assert commit.decision.action is Action.FORM
     lost = Ended(commit, again_in_s=0.1)
-    assert step(mine, None, 5.0, lost) == Step((), 5.1)
-    assert [type(effect) for effect in step(mine, None, 5.05, serial=2).effects] == [Commit]
+    assert step(mine, None, 5.0, lost) == TurnOutcome((), 5.1)
+    assert [type(effect) for effect in step(mine, None, 5.05, serial=2).effects] == [CommitRound]
