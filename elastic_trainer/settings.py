@@ -204,6 +204,11 @@ class RendezvousOptions(Frozen):
     preflight_timeout: float = Field(default=120.0, gt=0.0, description="longest time for the checks of a node")
     preflight_wait: float = Field(default=10.0, ge=0.0, description="longest wait for others' results to compare with")
     preflight_compute: bool = Field(default=True, description="measure memory and matrix products too")
+    preload: str = Field(
+        default="off",
+        pattern=r"^(off|auto|[A-Za-z_][\w.]*(:[A-Za-z_][\w.]*)*)$",
+        description="modules that workers find imported, joined by colons; auto: as the last ones",
+    )
     reopen: bool = Field(default=False, description="start a new epoch of a closed run")
     node_id: str | None = None
     interface: str | None = Field(default=None, description="address other nodes reach this one by")

@@ -28,12 +28,16 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     sigterm.listen()
     from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler
     from elastic_trainer.agent.rendezvous.restart import Etcd3RendezvousHandler, end
+    from elastic_trainer.agent.workers import warm_starts
     from elastic_trainer.errors import ElasticTrainerError
     from elastic_trainer.model import RecoveryMode
+    from elastic_trainer.settings import rendezvous_options
 
     in_place = parameters.config.get("recovery") == RecoveryMode.IN_PLACE
     kind = InPlaceHandler if in_place else Etcd3RendezvousHandler
     try:
-        return kind.from_parameters(parameters)
+        handler = kind.from_parameters(parameters)
+        warm_starts.install(rendezvous_options(parameters.config).preload)
     except ElasticTrainerError as error:
         end(error)
+    return handler

@@ -1,0 +1,1 @@
+"""Starts Python programs by forking a process that has imported what they will import."""

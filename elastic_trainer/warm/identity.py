@@ -1,0 +1,68 @@
+"""What the kernel knows of a process: whose child it is, what it is called, which signal its parent's death sends.
+
+*Runs in* the template and its forks, and in the process that starts them.
+*Owns* the memory that shows a fork's command.
+*Fails by* OSError where the kernel does not let a process do it (Linux alone does).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 35, 36, 37
+_PR_SET_MM_MAP = 14
+_LIBRARY = ctypes.CDLL(None, use_errno=True)
+_LIBRARY.sbrk.restype = ctypes.c_void_p
+_ADOPTING = threading.Lock()
+_shown: list[mmap.mmap] = []
+"""The command and environment of this process, as /proc shows them."""
+
+
+def _prctl(option: int, *arguments: int) -> None:
+    values = [ctypes.c_ulong(each) for each in (*arguments, 0, 0, 0, 0)[:4]]
+    if _LIBRARY.prctl(option, *values) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl {option}: {os.strerror(number)}")
+
+
+def die_with_parent(signum: int) -> None:
+    """Let the kernel send ``signum`` when the thread ends that is this process's parent."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Meanwhile, a grandchild whose parent ends becomes a child of this process. One thread at a time."""
+    with _ADOPTING:
+        before = ctypes.c_int()
+        _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(before))
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            yield
+        finally:
+            _prctl(_PR_SET_CHILD_SUBREAPER, before.value)
+
+
+def show(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Let ``/proc/PID/cmdline`` and ``/proc/PID/environ`` show these, as after an exec (prctl(2), PR_SET_MM_MAP)."""
+    command = b"".join(os.fsencode(word) + b"\0" for word in words)
+    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    memory = mmap.mmap(-1, len(command) + len(variables) + 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(command + variables)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    middle = start + len(command)
+    stat = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
+    code_start, code_end, stack, data_start, data_end, brk = (int(stat[each - 3]) for each in (26, 27, 28, 45, 46, 47))
+    places = (code_start, code_end, data_start, data_end, brk, _LIBRARY.sbrk(0), stack)
+    # struct prctl_mm_map: eleven addresses, the auxiliary vector (unchanged), the descriptor of the program (none).
+    asked = struct.pack("=12Q2I", *places, start, middle, middle, middle + len(variables), 0, 0, 0xFFFFFFFF)
+    buffer = ctypes.create_string_buffer(asked, len(asked))
+    _prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.addressof(buffer), len(asked))
+    _shown[:] = [memory]

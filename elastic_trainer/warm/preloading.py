@@ -1,0 +1,204 @@
+"""Imports modules in the template, and notices those whose import a fork cannot share.
+
+A module is refused that, while it is imported, reads a variable which differs from worker to worker, starts a thread or
+a process, leaves a file or a device open (CUDA's too), uses a global generator of random numbers, changes the working
+directory, or comes from where the user's own code is: that is read anew at each start.
+
+*Runs in* the template, its only thread. *Owns* ``os.environ``'s class in the template.
+*Fails by* :class:`Refused` once a module has spoiled the template, which must then be replaced.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import os
+import random
+import site
+import sys
+import sysconfig
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from elastic_trainer.warm.fitness import of_one_worker
+
+_read: list[str] = []
+
+
+class _Watched(os._Environ):  # type: ignore[type-arg]
+    """Notes which of a worker's own variables are read."""
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return super().__getitem__(key)  # what the template has, all its forks have
+        except KeyError:
+            if of_one_worker(key):
+                _read.append(key)
+            raise
+
+
+class Refused(Exception):
+    """The import of ``module`` has spoiled this process for its forks."""
+
+    def __init__(self, module: str, reason: str) -> None:
+        super().__init__(f"importing {module} {reason}")
+        self.module = module
+
+
+def installed_roots() -> tuple[str, ...]:
+    """The directories of installed packages and the standard library; this package's own too."""
+    found = [*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    found += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    own = str(Path(__file__).parents[1])
+    return tuple(sorted({os.path.realpath(each) + os.sep for each in [*found, own]}))
+
+
+def is_installed(module: ModuleType, roots: tuple[str, ...]) -> bool:
+    """Whether ``module`` is no code of the user's own; one without a file is built in, or was made by another."""
+    path: str | None = getattr(module, "__file__", None)
+    places = [path] if path is not None else list(getattr(module, "__path__", []))  # of a namespace
+    return all(os.path.realpath(each).startswith(roots) for each in places if os.path.isabs(each))
+
+
+class Preloading:
+    """The modules of the template: imports them, checks them, and says what is to be set right in a fork."""
+
+    def __init__(self, without: Collection[str]) -> None:
+        self._without = tuple(without)
+        self._roots = installed_roots()
+        self._before = dict(os.environ)
+        self._directory = os.getcwd()
+        self._descriptors: set[str] = set()
+        self._random = random.getstate()
+        self._seeds: dict[str, Any] = {}
+        """The state of each library's generator, as it was once that was loaded."""
+        self._seen = set(sys.modules)
+        self._tried: set[str] = set()
+        os.environ.__class__ = _Watched
+
+    def load(self, name: str, *, named: bool) -> None:
+        """Import ``name``; ``named`` by the user, it may be any module. Raises Refused."""
+        if name in self._tried or self._left_out(name):
+            return
+        self._tried.add(name)
+        _read.clear()
+        self._descriptors = _descriptors()
+        try:
+            if not named and not _findable(name, self._roots):
+                return
+            importlib.import_module(name)
+        except Exception:  # noqa: BLE001 - then the worker imports it itself, and its exception is the worker's
+            if named:
+                print(f"elastic-trainer: {name} cannot be preloaded: {sys.exc_info()[1]!r}", file=sys.stderr)
+        if sys.modules.keys() - self._seen:
+            self._check(name, named)
+
+    def _left_out(self, name: str) -> bool:
+        return any(name == each or name.startswith(each + ".") for each in self._without)
+
+    def _check(self, name: str, named: bool) -> None:
+        if _read:
+            raise Refused(name, f"reads {', '.join(sorted(set(_read)))}")
+        if os.getcwd() != self._directory:
+            raise Refused(name, "changes the working directory")
+        if random.getstate() != self._random or self._drawn():
+            raise Refused(name, "uses random numbers")
+        opened = _descriptors() - self._descriptors
+        if opened:
+            raise Refused(name, f"leaves open {', '.join(sorted(opened))}")
+        if _children():
+            raise Refused(name, "starts a process")
+        if len(os.listdir("/proc/self/task")) > 1 and _threads_after_fork() > 1:
+            raise Refused(name, "starts a thread")
+        fresh = sys.modules.keys() - self._seen
+        self._seen |= fresh
+        strange = [each for each in sorted(fresh) if not is_installed(sys.modules[each], self._roots)]
+        if strange and not named:
+            raise Refused(name, f"loads {strange[0]}, which is not installed")
+
+    def _drawn(self) -> bool:
+        """Whether somebody has drawn from or seeded numpy's or torch's generator."""
+        now: dict[str, Any] = {}
+        numpy, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
+        if hasattr(numpy, "get_state"):
+            _, keys, position, *_ = numpy.get_state()  # type: ignore[union-attr]
+            now["numpy"] = keys.tobytes(), position
+        if hasattr(torch, "default_generator"):
+            now["torch"] = torch.default_generator.get_state().tolist()  # type: ignore[union-attr]
+        self._seeds = now | self._seeds
+        return any(self._seeds[name] != now[name] for name in now)
+
+    def settle(self) -> None:
+        """All is imported for now: the collector of a fork writes to no page that is shared."""
+        gc.collect()
+        gc.freeze()
+
+    def hidden_by(self, directory: str) -> str | None:
+        """A file in ``directory`` that hides a module which is loaded here, where ``directory`` comes first."""
+        try:
+            names = {entry: entry.partition(".")[0] for entry in os.listdir(directory)}
+        except OSError:
+            return None
+        for entry, name in names.items():
+            module, path = sys.modules.get(name), os.path.join(directory, entry)
+            own = getattr(module, "__file__", None)
+            if module is None or name in sys.builtin_module_names or own is None or name == "__main__":
+                continue
+            importable = entry.endswith((".py", ".pyc", ".so")) or os.path.exists(os.path.join(path, "__init__.py"))
+            if importable and not os.path.realpath(own).startswith(os.path.realpath(path)):
+                return path
+        return None
+
+    def environment(self, wanted: dict[str, str]) -> dict[str, str]:
+        """``wanted`` with what the imports have set and removed in ``os.environ``."""
+        now = dict(os.environ.items())
+        changed = {name: now[name] for name in now if self._before.get(name) != now[name]}
+        return {name: value for name, value in wanted.items() if name in now or name not in self._before} | changed
+
+    def leave(self, environment: dict[str, str]) -> None:
+        """In a fork: be a process that has imported all this itself."""
+        os.environ.__class__ = os._Environ
+        os.environ.clear()
+        os.environ.update(environment)
+        if "numpy" in self._seeds:
+            sys.modules["numpy.random"].seed()
+        if "torch" in self._seeds:
+            sys.modules["torch"].default_generator.seed()  # Python seeds its own generator itself when it forks
+
+
+def _findable(name: str, roots: tuple[str, ...]) -> bool:
+    """Whether the top package of ``name`` is an installed one."""
+    top = name.partition(".")[0]
+    if top in sys.modules:
+        return is_installed(sys.modules[top], roots)
+    spec = importlib.util.find_spec(top)
+    if spec is None:
+        return False
+    origin = str(spec.origin)
+    return origin in ("built-in", "frozen") or os.path.realpath(origin).startswith(roots)
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{name} ({os.readlink(f'/proc/self/fd/{name}')})")
+        except OSError:
+            continue  # that of the listing itself
+    return found
+
+
+def _children() -> Iterable[str]:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+def _threads_after_fork() -> int:
+    """How many threads are left once this process has forked: OpenBLAS ends its own for that, others would be lost."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return len(os.listdir("/proc/self/task"))

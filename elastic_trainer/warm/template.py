@@ -1,0 +1,248 @@
+"""The template: imports modules once, then forks a process for each order that its owner sends.
+
+An order is a length, a JSON object and four descriptors: standard input, output and error of the fork, and a pipe in
+which the owner says go. Between template and fork there is a process that ends at once: the fork then becomes a child
+of the owner, which waits for it and sees its exit code as of any other.
+
+*Runs in* a process of its own with one thread. *Owns* no file.
+*Fails by* ending; its owner then starts programs cold. *Invariant*: it dies with its owner's thread that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from elastic_trainer.warm import identity
+from elastic_trainer.warm.fitness import Command, Facts
+from elastic_trainer.warm.learning import Recorder
+from elastic_trainer.warm.preloading import Preloading, Refused
+from elastic_trainer.warm.program import first_entry, run
+
+TITLE = "elastic-trainer: template of processes"
+EXIT_ORPHAN = 75
+QUIET_S = 5.0
+"""After the last name that was learned: the worker is then done with its own imports."""
+_HEADER = 8
+_PIECE = 1 << 16
+_DESCRIPTORS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a template is told when it starts."""
+
+    preload: Sequence[str]
+    without: Sequence[str]
+    learn: bool
+    owner: int
+    facts: Facts
+
+
+def send(link: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send one message."""
+    content = json.dumps(message).encode()
+    socket.send_fds(link, [len(content).to_bytes(_HEADER, "little")], list(descriptors))
+    link.sendall(content)
+
+
+def receive(link: socket.socket, descriptors: int = 0) -> tuple[dict[str, Any], list[int]]:
+    """Receive one message. Raises EOFError when the other end is gone."""
+    header, found, _, _ = socket.recv_fds(link, _HEADER, descriptors)
+    if len(header) != _HEADER:
+        raise EOFError
+    left, pieces = int.from_bytes(header, "little"), []
+    while left:
+        pieces.append(link.recv(min(left, _PIECE)))
+        if not pieces[-1]:
+            raise EOFError
+        left -= len(pieces[-1])
+    message: dict[str, Any] = json.loads(b"".join(pieces))
+    return message, list(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a fork is to become."""
+
+    command: Command
+    words: list[str]
+    installed: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heir:
+    """A template that this process, itself a fork, has had made from its own template."""
+
+    link: socket.socket
+    pid: int
+    facts: Facts
+
+
+HEIRS: list[Heir] = []
+"""At most one: a fork that is to start programs itself need not import everything again."""
+
+
+class Template:
+    """Serves its owner at the other end of ``link``; in a fork, :meth:`serve` returns what to become."""
+
+    def __init__(self, link: socket.socket, start: Start, modules: Preloading, installed: str, flaw: str) -> None:
+        self._link, self._start, self._modules, self._installed = link, start, modules, installed
+        self._pending = [(name, True) for name in start.preload]
+        self._learned, self._taught = socket.socketpair()
+        self._rest, self._known, self._heard = "", set(start.preload), 0.0
+        self._working = True
+        self._flaw, self._flawed = flaw, ""
+        """Why nothing can be forked here, and the module that is to blame."""
+
+    def serve(self) -> Program:
+        """Import, learn and fork until the owner is gone; returns in a fork only."""
+        while True:
+            quiet_s = 0.0 if self._working else self._heard + QUIET_S - time.monotonic()
+            limit_s = max(0.0, quiet_s) if self._pending else None
+            ready = select.select([self._link, self._learned], [], [], limit_s)[0]
+            if self._link in ready:
+                program = self._answer()
+                if program is not None:
+                    return program
+            elif self._learned in ready:
+                self._hear((self._rest + self._learned.recv(_PIECE).decode(errors="replace")).split("\n"))
+            else:
+                self._working = True
+                self._load_next()
+
+    def _hear(self, lines: list[str]) -> None:
+        *names, self._rest = lines
+        fresh = [name for name in dict.fromkeys(names) if name not in self._known]
+        if fresh:
+            self._known.update(fresh)
+            self._pending += [(name, False) for name in fresh]
+            self._heard = time.monotonic()
+
+    def _load_next(self) -> None:
+        name, named = self._pending.pop(0)
+        try:
+            self._modules.load(name, named=named)
+        except Refused as refused:
+            self._flaw, self._flawed = str(refused), refused.module
+            self._pending.clear()
+        if not self._pending:
+            self._working = False
+            self._modules.settle()
+
+    def _answer(self) -> Program | None:
+        try:
+            order, descriptors = receive(self._link, _DESCRIPTORS)
+        except (EOFError, OSError):
+            os._exit(0)
+        while self._pending and self._pending[0][1] and not self._flaw:
+            self._load_next()  # the program would import these as well
+        command = Command(**order["command"])
+        hidden = self._modules.hidden_by(first_entry(command))
+        if self._flaw:
+            reason = self._flaw
+        elif not command.module and not (command.target.endswith(".py") and os.path.isfile(command.target)):
+            reason = f"{command.target} is not a Python file"
+        elif hidden is not None:
+            reason = f"{hidden} hides a module that the template has"
+        else:
+            return self._fork(command, order, descriptors)
+        for each in descriptors:
+            os.close(each)
+        send(self._link, {"cold": reason, "without": self._flawed})
+        return None
+
+    def _fork(self, command: Command, order: dict[str, Any], descriptors: list[int]) -> Program | None:
+        hear, say = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            child = os.fork()
+            if child != 0:
+                os.write(say, child.to_bytes(_HEADER, "little"))
+                os._exit(0)
+            os.close(hear)
+            os.close(say)
+            return self._become(command, order, descriptors)
+        for each in (say, *descriptors):
+            os.close(each)
+        pid = int.from_bytes(os.read(hear, _HEADER), "little")
+        os.close(hear)
+        os.waitpid(middle, 0)
+        send(self._link, {"pid": pid} if pid else {"cold": "the template could not fork", "without": ""})
+        return None
+
+    def _become(self, command: Command, order: dict[str, Any], descriptors: list[int]) -> Program | None:
+        """Be what the owner would have started; None in an heir, which goes on as a template."""
+        *standard, go = descriptors
+        self._link.close()
+        if os.read(go, 1) != b"g":
+            os._exit(0)  # the owner has given up, and started the program cold
+        for number, each in enumerate(standard):
+            os.dup2(each, number)
+        for each in descriptors:
+            os.close(each)
+        if order["heir"] and self._bequeath():
+            return None
+        os.setsid()
+        if order["leash"]:
+            identity.die_with_parent(order["leash"])
+            if os.getppid() != order["owner"]:
+                os._exit(EXIT_ORPHAN)
+        self._learned.close()
+        if self._start.learn:
+            sys.meta_path.insert(0, Recorder(self._taught.detach()))
+        else:
+            self._taught.close()
+        identity.show(order["words"], order["environment"])
+        self._modules.leave(self._modules.environment(order["environment"]))
+        return Program(command, order["words"], self._installed)
+
+    def _bequeath(self) -> bool:
+        """Fork an heir: True in it."""
+        mine, its = socket.socketpair()
+        owner = os.getpid()
+        child = os.fork()
+        if child != 0:
+            its.close()
+            HEIRS.append(Heir(mine, child, self._start.facts))
+            return False
+        mine.close()
+        os.setsid()
+        _die_with(owner)
+        self._link = its
+        self._learned, self._taught = socket.socketpair()
+        self._start = replace(self._start, learn=True)
+        return True
+
+
+def _die_with(owner: int) -> None:
+    identity.die_with_parent(signal.SIGKILL)
+    if os.getppid() != owner:
+        os._exit(EXIT_ORPHAN)
+
+
+def main() -> None:
+    """``python -c "from ... import main; main()" DESCRIPTOR``: serve, and in a fork run its program."""
+    link = socket.socket(fileno=int(sys.argv[1]))
+    link.set_inheritable(False)
+    told, _ = receive(link)
+    start = Start(**{**told, "facts": Facts(**told["facts"])})
+    _die_with(start.owner)
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the working directory: a program has its own entry there
+    installed = sys.path[0]
+    flaw = ""
+    try:
+        identity.show([TITLE], os.environ)
+    except OSError as error:
+        flaw = f"this kernel does not let a fork show its own command ({error})"
+    program = Template(link, start, Preloading(start.without), installed, flaw).serve()
+    run(program.command, program.words, program.installed)

@@ -1,0 +1,262 @@
+"""Programs that a template forks behave as those that an interpreter starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.local.processes import alive
+from elastic_trainer.warm.starting import Adopted, Cold, Starter, Wish
+
+LOOK = Path(__file__).parent / "look.py"
+LIMIT_S = 60.0
+BARE = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COV_"))}
+
+
+@contextmanager
+def starter(*modules: str, learn: bool = False, **environment: str) -> Iterator[Starter]:
+    """A template with ``modules``."""
+    it = Starter(modules, ["-u"], BARE | environment, learn=learn)
+    try:
+        yield it
+    finally:
+        it.close()
+
+
+class Place:
+    """Where a program's output goes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.out, self.err = directory / "out", directory / "err"
+        self.more: dict[str, str] = {}
+
+    def warm(self, it: Starter, *words: str) -> Adopted:
+        """Start ``python -u words``."""
+        with self.out.open("w") as out, self.err.open("w") as err:
+            environment = BARE | {"RANK": "1"} | self.more
+            return it.start(Wish([sys.executable, "-u", *words], environment, 0, out.fileno(), err.fileno()))
+
+    def cold(self, *words: str) -> subprocess.Popen[bytes]:
+        """The same, by the interpreter."""
+        with self.out.open("w") as out, self.err.open("w") as err:
+            return subprocess.Popen(
+                [sys.executable, "-u", *words], env=BARE | {"RANK": "1"} | self.more,
+                stdout=out, stderr=err, start_new_session=True,
+            )  # fmt: skip
+
+    def result(self, process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
+        """How it ended, and what it wrote."""
+        return process.wait(LIMIT_S), self.out.read_text(), self.err.read_text()
+
+    def of(self, it: Starter, script: Path, *words: str) -> tuple[int, str, str]:
+        """What ``script`` does, forked."""
+        return self.result(self.warm(it, str(script), *words))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def script(directory: Path, text: str, name: str = "train.py") -> Path:
+    """A script of these lines."""
+    path = directory / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("words", [[str(LOOK), "a b", "-x"], ["-m", "tests.integration.warm.look", "y"]])
+def test_a_fork_sees_of_itself_what_a_fresh_process_sees(place: Place, words: list[str]) -> None:
+    """Arguments, path, ``__main__``, environment and command in /proc, signals, session, limits, streams, parent."""
+    code, wanted, _ = place.result(place.cold(*words))
+    assert code == 0
+    with starter("json", learn=True) as it:
+        code, seen, error = place.result(place.warm(it, *words))
+    assert (code, error) == (0, "")
+    assert json.loads(seen) == json.loads(wanted)
+    assert json.loads(seen)["parent"] == os.getpid()
+
+
+ENDS = {
+    "success": "print('done')",
+    "code": "import sys; sys.exit(3)",
+    "sentence": "import sys; sys.exit('no luck')",
+    "exception": "def f():\n    raise ValueError('x')\nf()",
+    "syntax": "def f(:\n    pass",
+    "signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "abort": "import os; os.abort()",
+    "interrupt": "raise KeyboardInterrupt",
+    "atexit": "import atexit\nx = 5\natexit.register(lambda: print(x))\nprint('first')",
+    "hook": "import sys\nsys.excepthook = lambda *a: print('hooked', a[0])\n1 / 0",
+    "last": "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\n1 / 0",
+    "thread": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
+    "pickle": "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))",
+    "spawn": "import multiprocessing\n\ndef f(x):\n    return x * x\n\n"
+    "if __name__ == '__main__':\n"
+    "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n        print(pool.map(f, [3]))",
+}
+
+
+def test_a_fork_ends_as_a_fresh_process_ends(tmp_path: Path, place: Place) -> None:
+    """Exit codes, signals, tracebacks, atexit, threads waited for, pickles of ``__main__`` in spawned children."""
+    with starter("json") as it:
+        for name, text in ENDS.items():
+            path = script(tmp_path, text, f"ends_with_{name}.py")
+            assert place.of(it, path) == place.result(place.cold(str(path))), name
+
+
+def test_a_fork_has_its_own_signals(tmp_path: Path, place: Place) -> None:
+    """SIGTERM reaches a handler of the program, and its whole group is signalled as torchrun does."""
+    text = (
+        "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "print('ready')\ntime.sleep(60)"
+    )
+    with starter() as it:
+        process = place.warm(it, str(script(tmp_path, text)))
+        await_text(place.out, "ready")
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 143
+
+
+def test_forks_draw_different_random_numbers_unless_they_seed(tmp_path: Path, place: Place) -> None:
+    """The generators of Python, numpy and torch begin anew in each."""
+    text = (
+        "import random, numpy, torch\nprint(random.random())\nprint(numpy.random.rand())\n"
+        "print(torch.initial_seed(), torch.rand(1).item())\n"
+        "random.seed(1); numpy.random.seed(1); torch.manual_seed(1)\n"
+        "print(random.random(), numpy.random.rand(), torch.rand(1))"
+    )
+    path = script(tmp_path, text)
+    with starter("torch", "numpy") as it:
+        one, other = (place.of(it, path)[1].splitlines() for _ in range(2))
+    assert [a == b for a, b in zip(one, other, strict=True)] == [False, False, False, True]
+
+
+def test_the_script_is_read_at_each_start(tmp_path: Path, place: Place) -> None:
+    """A script, and a module beside it, that have changed run as they are now."""
+    path = script(tmp_path, "import beside\nprint('old', beside.x)")
+    script(tmp_path, "x = 1", "beside.py")
+    with starter("json", learn=True) as it:
+        assert place.of(it, path)[1] == "old 1\n"
+        script(tmp_path, "import beside\nprint('new', beside.x)")
+        script(tmp_path, "x = 22", "beside.py")
+        assert place.of(it, path)[1] == "new 22\n"
+
+
+def test_a_file_that_hides_a_module_starts_cold(tmp_path: Path, place: Place) -> None:
+    """The template has the library's module, the script would import its own."""
+    path = script(tmp_path, "import json")
+    script(tmp_path, "", "json.py")
+    with starter("json") as it, pytest.raises(Cold, match=r"json\.py hides a module"):
+        place.warm(it, str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import os; x = os.environ.get('LOCAL_RANK', '0')", "importing odd reads LOCAL_RANK"),
+        ("import threading as t; t.Thread(target=t.Event().wait, args=(99,), daemon=True).start()", "starts a thread"),
+        ("f = open(__file__)", "leaves open"),
+        ("import random; random.seed(1)", "uses random numbers"),
+        ("import numpy; numpy.random.seed(1)", "uses random numbers"),
+        ("import os; os.chdir('/')", "changes the working directory"),
+        ("import subprocess; p = subprocess.Popen(['sleep', '5'])", "starts a process"),
+    ],
+)  # fmt: skip
+def test_a_module_that_a_fork_cannot_share_is_left_out(tmp_path: Path, place: Place, text: str, reason: str) -> None:
+    """The start says why and is cold; the next template is made without it, and forks."""
+    script(tmp_path, "import numpy.random\n" if "numpy" in text else "", "before.py")
+    script(tmp_path, text, "odd.py")
+    path = script(tmp_path, "import odd, sys; print('ran', 'json' in sys.modules)")
+    place.more = {"PYTHONPATH": str(tmp_path)}
+    with starter("before", "odd", "json", PYTHONPATH=str(tmp_path)) as it:
+        with pytest.raises(Cold, match=reason):
+            place.warm(it, str(path))
+        assert place.of(it, path)[:2] == (0, "ran True\n")
+
+
+def test_variables_that_an_import_sets_are_set_in_a_fork(tmp_path: Path, place: Place) -> None:
+    """And one that it removes is gone; those of the worker are its own."""
+    script(tmp_path, "import os; os.environ['SET'] = 'x'; os.environ.pop('GONE')", "sets.py")
+    path = script(tmp_path, "import os; print([os.environ.get(n) for n in ('SET', 'GONE', 'RANK')])")
+    place.more = {"PYTHONPATH": str(tmp_path), "GONE": "1"}
+    with starter("sets", PYTHONPATH=str(tmp_path), GONE="1") as it:
+        assert place.of(it, path)[1] == "['x', None, '1']\n"
+
+
+def test_a_template_learns_what_its_programs_import(tmp_path: Path, place: Place) -> None:
+    """Installed modules alone: the next program finds them, and imports its own code itself."""
+    script(tmp_path, "", "mine.py")
+    path = script(tmp_path, "import sys\nprint('sqlite3.dump' in sys.modules, 'mine' in sys.modules)\n"
+                            "import mine, sqlite3.dump, zipapp, wave")  # fmt: skip
+    with starter(learn=True) as it:
+        assert place.of(it, path)[1] == "False False\n"
+        deadline = Deadline.after(LIMIT_S)
+        while (said := place.of(it, path)[1]) == "False False\n" and not deadline.expired:
+            pause(1.0)
+    assert said == "True False\n"
+
+
+def test_a_template_that_is_killed_is_replaced(place: Place) -> None:
+    """The start after it is cold, with the reason; the next one is warm again."""
+    with starter() as it:
+        deadline = Deadline.after(LIMIT_S)
+        while not (before := templates()):
+            assert not deadline.expired
+            pause(0.02)
+        before[0].kill()
+        with pytest.raises(Cold, match=r"the template is gone"):
+            place.warm(it, str(LOOK))
+        assert place.of(it, LOOK)[0] == 0
+        assert not set(templates()) & set(before)
+    assert templates() == []
+
+
+def templates() -> list[psutil.Process]:
+    """The templates of this process."""
+    return [each for each in psutil.Process().children() if "template of processes" in " ".join(each.cmdline())]
+
+
+OWNER = """
+import os, sys, time
+from elastic_trainer.warm.starting import Starter, Wish
+it = Starter((), ["-u"], dict(os.environ), learn=False)
+child = it.start(Wish([sys.executable, "-u", sys.argv[1]], dict(os.environ), 0, 1, 2))
+print(child.pid, it._process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_template_dies_with_its_owner(tmp_path: Path) -> None:
+    """A killed owner leaves no template; its programs go on, as those of a killed torchrun do."""
+    path = script(tmp_path, "import time; time.sleep(60)")
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(path)], stdout=subprocess.PIPE, text=True, env=BARE)
+    assert owner.stdout is not None
+    program, template = (psutil.Process(int(each)) for each in owner.stdout.readline().split())
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    deadline = Deadline.after(LIMIT_S)
+    while alive(template) and not deadline.expired:
+        pause(0.05)
+    assert not alive(template)
+    assert alive(program)
+    program.kill()
+
+
+def await_text(path: Path, text: str) -> None:
+    """Wait until ``path`` has ``text``."""
+    deadline = Deadline.after(LIMIT_S)
+    while text not in path.read_text():
+        assert not deadline.expired
+        pause(0.02)
