@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,11 +20,18 @@ class Recorder:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._asked = ""
+        os.register_at_fork(after_in_child=self._close)
+
+    def _close(self) -> None:
+        """The worker's own children learn nothing, and have nothing of its template."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         """Send the name before: by now it is loaded, or was only looked for."""
         before, self._asked = self._asked, name
-        if before in sys.modules:
+        if before in sys.modules and self._descriptor >= 0:
             with contextlib.suppress(OSError):
                 link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, self._descriptor)
                 try:

@@ -207,6 +207,14 @@ def test_a_template_learns_what_its_programs_import(tmp_path: Path, place: Place
     assert said == "True False\n"
 
 
+def test_the_children_of_a_fork_have_nothing_of_its_template(tmp_path: Path, place: Place) -> None:
+    """No socket of the template's is open in them, and their imports are their own."""
+    shows = "print([n for n in os.listdir('/proc/self/fd') if int(n) > 2])"
+    path = script(tmp_path, f"import os\nif os.fork() == 0:\n    import wave\n    {shows}\nelse:\n    os.wait()")
+    with starter(learn=True) as it:
+        assert place.of(it, path) == place.result(place.cold(str(path)))
+
+
 def test_a_template_that_is_killed_is_replaced(place: Place) -> None:
     """The start after it is cold, with the reason; the next one is warm again."""
     with starter() as it:
