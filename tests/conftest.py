@@ -12,6 +12,7 @@ import pytest
 
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.local import agents
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.etcd_binary import find_binary
 from elastic_trainer.settings import StoreSettings, parse_endpoints
@@ -28,6 +29,10 @@ BUDGETED = ("tests/drills", "tests/bench")
 """Tests of minutes each, which come last."""
 _began = SYSTEM.monotonic()
 _numbers = itertools.count(1)
+
+# Nodes of local clusters are forked from one process that has imported torch once. Tests that start torchrun themselves
+# (of mistakes, early endings, versions, lives, services) start it cold, as users do.
+agents.preload(free=("PYTEST_CURRENT_TEST",))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

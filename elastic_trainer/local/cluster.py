@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -23,14 +22,12 @@ import psutil
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ConfigError, PermanentError
-from elastic_trainer.local import processes
+from elastic_trainer.local import agents, processes
 from elastic_trainer.settings import ENV_LEDGER_DIR, ENV_NODE, without_store
 
 KILL_LIMIT_S = 60.0
 """How long the kernel may take to bury what was killed."""
 _POLL_S = 0.05
-_SPAWNER = ThreadPoolExecutor(1, thread_name_prefix="node-spawner")
-"""A leash is tied to the *thread* that started the child: this one lives as long as the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,18 +167,6 @@ def _killed(victims: Sequence[psutil.Process], remaining: Sequence[psutil.Proces
     return Killed(tuple(process.pid for process in victims), t)
 
 
-def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with log.open("ab") as output:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for the cluster's owner, who decides what it means
-        )
-
-
 class LocalCluster:
     """The nodes of one run. Use as a context manager: leaving it ends every process of the run."""
 
@@ -205,10 +190,8 @@ class LocalCluster:
         name = f"n{len(self.nodes)}"
         for directory in (self.spec.ledger, self.spec.logs):
             directory.mkdir(parents=True, exist_ok=True)
-        leash = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid())]
         log = self.spec.logs / f"{name}.log"
-        command = [*leash, *self.command(name)]
-        process = _SPAWNER.submit(_spawn, command, log, self._environment(name)).result()
+        process = agents.spawn(self.command(name), log, self._environment(name))
         node = Node(name, process, log, self.ledger_marks | {ENV_NODE: name})
         self.nodes.append(node)
         return node

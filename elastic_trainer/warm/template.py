@@ -212,14 +212,15 @@ class Template:
         child = os.fork()
         if child != 0:
             its.close()
-            HEIRS.append(Heir(mine, child, self._start.facts))
+            facts = self._start.facts  # this process hands on what the imports have set, too
+            given = self._modules.environment(dict(facts.environment))
+            HEIRS.append(Heir(mine, child, replace(facts, environment=given)))
             return False
         mine.close()
         os.setsid()
         _die_with(owner)
         self._link = its
         self._learned, self._taught = socket.socketpair()
-        self._start = replace(self._start, learn=True)
         return True
 
 
