@@ -205,7 +205,7 @@ class RendezvousOptions(Frozen):
     preflight_wait: float = Field(default=10.0, ge=0.0, description="longest wait for others' results to compare with")
     preflight_compute: bool = Field(default=True, description="measure memory and matrix products too")
     preload: str = Field(
-        default="off",
+        default="auto",
         pattern=r"^(off|auto|[A-Za-z_][\w.]*(:[A-Za-z_][\w.]*)*)$",
         description="modules that workers find imported, joined by colons; auto: as the last ones",
     )
