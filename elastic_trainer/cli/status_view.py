@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from statistics import median
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -15,6 +14,7 @@ from elastic_trainer.cli.events import as_line
 from elastic_trainer.cli.wording import UNKNOWN, duration, moment, named, number, percent, ranges
 from elastic_trainer.membership.health import Incident
 from elastic_trainer.monitor.model.snapshot import Listing, NodeStatus, RankStatus, RunSnapshot, StoreStatus
+from elastic_trainer.telemetry.rank import GAUGES, Unit
 
 MOST_RANKS = 40
 """With more, a node is one row."""
@@ -23,6 +23,7 @@ STILL_S = 10.0
 """A rank that has not got on for so long is told of."""
 SILENT_S = 20.0
 """So is a node that has told nothing for so long: it writes every five seconds."""
+_WORDS: Mapping[Unit, Callable[[float | None], str]] = {Unit.COUNT: number, Unit.SECONDS: duration}
 STYLES = {
     "gathering": "yellow",
     "training": "green",
@@ -125,8 +126,11 @@ def _brief(incident: Mapping[str, Any] | None) -> str:
 def _ranks(run: RunSnapshot) -> Table:
     many = sum(len(node.ranks) for node in run.nodes) > MOST_RANKS
     table = Table()
-    for column in ("node", "host", "state", "ranks" if many else "rank", "phase", "step", "step time", "compute", ""):
-        table.add_column(column, overflow="fold", justify="right" if column in ("step", "step time") else "left")
+    for column in ("node", "host", "state", "ranks" if many else "rank", "phase"):
+        table.add_column(column, overflow="fold")
+    for gauge in GAUGES:
+        table.add_column(gauge.title.lower(), overflow="fold", justify="right")
+    table.add_column("", overflow="fold")
     for node in run.nodes:
         rows = [_node_cells(node)] if many else [_rank_cells(rank) for rank in node.ranks]
         for position, (cells, marks) in enumerate(rows):
@@ -144,29 +148,26 @@ def _marks(marks: list[str]) -> Text:
 
 def _rank_cells(rank: RankStatus) -> tuple[list[str], list[str]]:
     """The cells of a rank, and what is odd about it."""
-    marks = [f"straggler x{rank.slowdown:.2g}"] if rank.straggler and rank.slowdown else []
-    if rank.still_s is not None and rank.still_s > STILL_S:
-        marks.append(f"still for {duration(rank.still_s)}")
-    phase = UNKNOWN if rank.phase is None else f"{rank.phase} {duration(rank.phase_s)}"
-    times = [number(rank.step), duration(rank.step_s), duration(rank.compute_s)]
-    return [number(rank.rank), phase, *times], marks
+    marks = [f"straggler x{rank['slowdown']:.2g}"] if rank["straggler"] and rank["slowdown"] else []
+    if rank["still_s"] is not None and rank["still_s"] > STILL_S:
+        marks.append(f"still for {duration(rank['still_s'])}")
+    phase = UNKNOWN if rank["phase"] is None else f"{rank['phase']} {duration(rank['phase_s'])}"
+    return [number(rank["rank"]), phase, *(_WORDS[gauge.unit](rank[gauge.name]) for gauge in GAUGES)], marks
 
 
 def _node_cells(node: NodeStatus) -> tuple[list[str], list[str]]:
     """All ranks of a node in one row."""
-    phases = Counter(rank.phase for rank in node.ranks if rank.phase is not None)
-    steps = [rank.step for rank in node.ranks if rank.step is not None]
-    slow = [rank for rank in node.ranks if rank.straggler]
-    marks = [f"straggler {ranges(rank.rank for rank in slow if rank.rank is not None)}"] if slow else []
-    still = max((rank.still_s for rank in node.ranks if rank.still_s is not None), default=0.0)
+    phases = Counter(_known(node, "phase"))
+    slow = [rank["rank"] for rank in node.ranks if rank["straggler"] and rank["rank"] is not None]
+    marks = [f"straggler {ranges(slow)}"] if slow else []
+    still = max(_known(node, "still_s"), default=0.0)
     if still > STILL_S:
         marks.append(f"still for {duration(still)}")
     told = ", ".join(f"{count} {phase}" for phase, count in phases.most_common()) or UNKNOWN
-    numbers = ranges(rank.rank for rank in node.ranks if rank.rank is not None) or UNKNOWN
-    times = [_typical([rank.step_s for rank in node.ranks]), _typical([rank.compute_s for rank in node.ranks])]
-    return [numbers, told, number(min(steps, default=None)), *times], marks
+    of_all = ((gauge, _known(node, gauge.name)) for gauge in GAUGES)
+    cells = [_WORDS[gauge.unit](gauge.of_node(values) if values else None) for gauge, values in of_all]
+    return [ranges(_known(node, "rank")) or UNKNOWN, told, *cells], marks
 
 
-def _typical(seconds: list[float | None]) -> str:
-    known = [each for each in seconds if each is not None]
-    return duration(median(known) if known else None)
+def _known(node: NodeStatus, name: str) -> list[Any]:
+    return [rank[name] for rank in node.ranks if rank[name] is not None]

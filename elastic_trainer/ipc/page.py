@@ -20,13 +20,15 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
 import xxhash
 
 from elastic_trainer.model import Phase
+from elastic_trainer.telemetry.rank import RankGauges
 
 PAGE_BYTES: Final = 8192
 PHASES: Final = tuple(Phase)
@@ -37,26 +39,19 @@ _ATTEMPTS = 20
 _MOMENT: Final = 0
 """Where the phase of this moment is, behind it whether the worker waits for other ranks, and whether a step is open."""
 _PULSE_AT: Final = 64
-_PULSE: Final = struct.Struct(f"<2Qq11Q8d{len(PHASES)}d")
 _SUM: Final = struct.Struct("<Q")
-_PULSE_SUM_AT: Final = _PULSE_AT + _PULSE.size
-_PULSE_END: Final = _PULSE_SUM_AT + _SUM.size
 _NOTES_AT: Final = 1024
 _NOTES_HEAD: Final = struct.Struct("<QQ")
 _LONGEST_NOTES: Final = PAGE_BYTES - _NOTES_AT - _NOTES_HEAD.size
 
 
 @dataclass(slots=True)
-class Heartbeat:
+class Heartbeat(RankGauges):
     """What changes with every step. Times are on the machine's monotonic clock, which all its processes share."""
 
     phase: Phase = Phase.STARTING
-    rank: int = -1
-    """-1 before it has a place."""
     world_size: int = 0
     round: int = 0
-    step: int = 0
-    """The last step committed, job-wide: that of the state which it holds."""
     steps: int = 0
     """Steps that this process has committed."""
     samples: int = 0
@@ -76,14 +71,23 @@ class Heartbeat:
     """When it last got on."""
     stepped_wall: float = 0.0
     """When it committed its last step (Unix time); 0 before the first."""
-    step_s: float = 0.0
-    compute_s: float = 0.0
     loss: float = float("nan")
     save_interval_s: float = 0.0
     first_at: float = 0.0
     """When it committed the first step of its round (monotonic); 0 before."""
     seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
     """Per phase, up to ``phase_at``."""
+
+
+_CODES: Final = {"int": "q", "float": "d"}
+_NAMES: Final = tuple(each.name for each in fields(Heartbeat) if each.type in _CODES)
+"""The numbers of a pulse in their order; before them are its sequence number and phase, behind them the seconds."""
+_VALUES: Final = attrgetter(*_NAMES)
+_PULSE: Final = struct.Struct(
+    "<2Q" + "".join(_CODES[str(each.type)] for each in fields(Heartbeat) if each.type in _CODES) + f"{len(PHASES)}d"
+)
+_PULSE_SUM_AT: Final = _PULSE_AT + _PULSE.size
+_PULSE_END: Final = _PULSE_SUM_AT + _SUM.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,31 +205,7 @@ class PageWriter:
         self._sequence += 1
         if phase is None:
             phase = NUMBERS[pulse.phase]
-        record = _PULSE.pack(
-            self._sequence,
-            phase,
-            pulse.rank,
-            pulse.world_size,
-            pulse.round,
-            pulse.step,
-            pulse.steps,
-            pulse.samples,
-            pulse.epoch,
-            pulse.used,
-            pulse.fresh,
-            pulse.nonfinite,
-            pulse.allocated,
-            pulse.reserved,
-            pulse.phase_at,
-            pulse.moved_at,
-            pulse.stepped_wall,
-            pulse.step_s,
-            pulse.compute_s,
-            pulse.loss,
-            pulse.save_interval_s,
-            pulse.first_at,
-            *pulse.seconds,
-        )
+        record = _PULSE.pack(self._sequence, phase, *_VALUES(pulse), *pulse.seconds)
         self.memory[_PULSE_AT:_PULSE_END] = record + _SUM.pack(xxhash.xxh3_64_intdigest(record))
 
     def note(self, notes: Mapping[str, Any]) -> None:
@@ -293,29 +273,6 @@ class PageReader:
 
 
 def _pulse(values: tuple[Any, ...]) -> Heartbeat:
-    _, phase, rank, world, round_, step, steps, samples, epoch, used, *rest = values
-    fresh, nonfinite, allocated, reserved, *times = rest
-    return Heartbeat(
-        phase=PHASES[phase] if phase < len(PHASES) else Phase.STARTING,
-        rank=rank,
-        world_size=world,
-        round=round_,
-        step=step,
-        steps=steps,
-        samples=samples,
-        epoch=epoch,
-        used=used,
-        fresh=fresh,
-        nonfinite=nonfinite,
-        allocated=allocated,
-        reserved=reserved,
-        phase_at=times[0],
-        moved_at=times[1],
-        stepped_wall=times[2],
-        step_s=times[3],
-        compute_s=times[4],
-        loss=times[5],
-        save_interval_s=times[6],
-        first_at=times[7],
-        seconds=list(times[8:]),
-    )
+    _, phase, *rest = values
+    known = PHASES[phase] if phase < len(PHASES) else Phase.STARTING
+    return Heartbeat(**dict(zip(_NAMES, rest, strict=False)), phase=known, seconds=rest[len(_NAMES) :])

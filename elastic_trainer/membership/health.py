@@ -6,22 +6,25 @@ node is there is told by its leased key (``nodes/<node>``) alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from elastic_trainer.membership.documents import Document
 from elastic_trainer.model import Cause
+from elastic_trainer.telemetry.rank import GAUGES, RankGauges
 
 GONE: Final = "_gone"
 """Counts of nodes that are gone for long, added up, are kept under this name (no node can have it)."""
 
 
-class RankHealth(NamedTuple):
-    """One rank as its node's agent sees it. Times are in seconds; stored as a list, as there may be many."""
+@dataclass(slots=True, kw_only=True)
+class RankHealth(RankGauges):
+    """One rank as its node's agent sees it. Times are in seconds."""
 
-    rank: int
     local_rank: int
     pid: int
     phase: str
@@ -30,16 +33,37 @@ class RankHealth(NamedTuple):
     """How long it has been in it."""
     still_s: float
     """How long it has not got on."""
-    step: int
-    step_s: float
-    """How long a step takes, smoothed; 0 before there is one."""
-    compute_s: float
-    """The same without the wait for other ranks."""
     device: str = "cpu"
     waits: bool = False
     """Whether it waits for other ranks."""
     waits_s: float = 0.0
     """How long it has been seen to do nothing else."""
+
+    def as_status(self) -> dict[str, Any]:
+        """By name, None for what is not known."""
+        status = dict(zip(RANK_FIELDS, _VALUES(self), strict=True))
+        return status | {gauge.name: gauge.known(status[gauge.name]) for gauge in GAUGES}
+
+
+RANK_FIELDS: Final = tuple(each.name for each in fields(RankHealth))
+_VALUES: Final = attrgetter(*RANK_FIELDS)
+
+
+def _columns(ranks: Sequence[RankHealth]) -> dict[str, Sequence[Any]]:
+    """Each name once, as there may be many ranks."""
+    return dict(zip(RANK_FIELDS, zip(*map(_VALUES, ranks), strict=True), strict=True)) if ranks else {}
+
+
+def _rows(stored: Any) -> Any:
+    """What :func:`_columns` has made; columns that this version does not know are left out when it is validated."""
+    if not isinstance(stored, dict):
+        return stored
+    if not all(isinstance(column, list) for column in stored.values()):
+        raise ValueError("a column is no list")
+    return [dict(zip(stored, row, strict=True)) for row in zip(*stored.values(), strict=True)]
+
+
+Ranks = Annotated[tuple[RankHealth, ...], BeforeValidator(_rows), PlainSerializer(_columns)]
 
 
 class Saved(BaseModel):
@@ -72,7 +96,7 @@ class NodeHealth(Document):
     metrics: str = ""
     """``scheme://host:port`` of the node's endpoint; empty if it has none that others reach."""
     round: int = 0
-    ranks: tuple[RankHealth, ...] = ()
+    ranks: Ranks = ()
     counters: Mapping[str, float] = Field(default_factory=dict)
     loss: float | None = None
     """The newest loss known on the node of rank 0."""

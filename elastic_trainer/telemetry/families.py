@@ -9,56 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Final
 
 from elastic_trainer.model import Cause, Phase
+from elastic_trainer.telemetry.family import NODE, PREFIX, RANK, RUN, Family, MetricKind, MetricSource
+from elastic_trainer.telemetry.rank import GAUGES
 
-PREFIX: Final = "elastic_trainer_"
+__all__ = ["FAMILIES", "PREFIX", "RANK", "Family", "MetricKind", "MetricSource"]
 
-
-class MetricKind(StrEnum):
-    """What a metric is to Prometheus."""
-
-    GAUGE = "gauge"
-    COUNTER = "counter"
-    HISTOGRAM = "histogram"
-    INFO = "info"
-
-
-class MetricSource(StrEnum):
-    """Who exports it."""
-
-    NODE = "node"
-    """The agent of each node (a process by itself, where there is none)."""
-    MONITOR = "monitor"
-    """``elastic-trainer monitor``, from the store."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One metric. ``name`` is without the prefix and, for counters, without ``_total`` (for info without ``_info``)."""
-
-    name: str
-    kind: MetricKind
-    source: MetricSource
-    text: str
-    labels: tuple[str, ...] = ()
-    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """All values of the labels that have a closed set of them."""
-    buckets: tuple[float, ...] = ()
-
-    @property
-    def full_name(self) -> str:
-        """The name that queries use (of a histogram: without ``_bucket``, ``_sum``, ``_count``)."""
-        suffix = {MetricKind.COUNTER: "_total", MetricKind.INFO: "_info"}.get(self.kind, "")
-        return f"{PREFIX}{self.name}{suffix}"
-
-
-RANK: Final = ("run", "rank")
-RUN: Final = ("run",)
-NODE: Final = ("run", "node")
 PHASES: Final = tuple(str(each) for each in Phase)
 CAUSES: Final = tuple(str(each) for each in Cause)
 NODE_STATES: Final = ("warming", "ready", "draining", "finishing", "done")
@@ -90,6 +48,9 @@ def _run(
     return Family(name, kind, MetricSource.MONITOR, text, (*RUN, *values), values, buckets)
 
 
+_OF_RANKS: Final = [each.metric for each in GAUGES]
+STEP, STEP_DURATION, COMPUTE_DURATION = _OF_RANKS[:3]
+
 RANK_INFO = _rank(
     "rank",
     "Who a rank is: its node, device and versions.",
@@ -100,13 +61,7 @@ RANK_INFO = _rank(
     "torch",
     "version",
 )
-STEP = _rank("step", "The last step that this rank committed.")
 LAST_STEP = _rank("last_step_timestamp_seconds", "When it committed that (Unix time); since when it runs, before any.")
-STEP_DURATION = _rank("step_duration_seconds", "How long a step takes, smoothed.")
-COMPUTE_DURATION = _rank(
-    "compute_duration_seconds",
-    "How long a step takes without the wait for other ranks, smoothed: here a slow rank shows.",
-)
 PHASE = _rank("phase", "1 for what this rank is doing, 0 for all else.", values={"phase": PHASES})
 NONFINITE = _rank("nonfinite_steps", "Looks at the loss that found it NaN or infinite.", MetricKind.COUNTER)
 GPU_MEMORY = _rank("gpu_memory_bytes", "Memory of this rank's device.", values={"kind": MEMORY})
@@ -169,7 +124,10 @@ MONITOR_STORE = Family(
     "When the monitor last read the store (Unix time).",
 )
 
-FAMILIES: Final = tuple(value for value in list(globals().values()) if isinstance(value, Family))
+FAMILIES: Final = (
+    *_OF_RANKS,
+    *(each for each in list(globals().values()) if isinstance(each, Family) and each not in _OF_RANKS),
+)
 """All of them."""
 
 

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from elastic_trainer.ipc.page import Reading
 from elastic_trainer.telemetry import families
 from elastic_trainer.telemetry.families import Family
+from elastic_trainer.telemetry.rank import GAUGES
 
 
 class StoreFigures(Protocol):
@@ -49,10 +50,9 @@ class NodeCollector(Collector):
         newest = {each.pulse.rank: each for each in placed}  # another may still have the number from the round before
         ranks = [(each, (self._run, str(rank))) for rank, each in sorted(newest.items())]
         yield _info(ranks)
-        yield _metric(families.STEP, ((who, each.pulse.step) for each, who in ranks))
+        for gauge in GAUGES:
+            yield _metric(gauge.metric, [(who, getattr(each.pulse, gauge.name)) for each, who in ranks])
         yield _metric(families.LAST_STEP, ((who, since(each)) for each, who in ranks))
-        yield _metric(families.STEP_DURATION, ((who, each.pulse.step_s) for each, who in ranks))
-        yield _metric(families.COMPUTE_DURATION, ((who, each.pulse.compute_s) for each, who in ranks))
         phases = families.PHASES
         yield _metric(
             families.PHASE,

@@ -12,6 +12,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Final
 
 from elastic_trainer.agent.health.incidents import Incidents
@@ -27,6 +28,7 @@ from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth, Saved
 from elastic_trainer.telemetry.families import RECOVERY_BUCKETS, observed
 from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.telemetry.rank import RankGauges
 
 LOOKS_PER_LIMIT: Final = 8
 LONGEST_PAUSE_S: Final = 0.25
@@ -278,15 +280,12 @@ def row(reading: Reading, now: float, waiting: hang_rules.Waiting | None = None)
     """How one rank is; ``waiting``: since when it has been seen to wait for others."""
     pulse = reading.pulse
     return RankHealth(
-        rank=pulse.rank,
+        **{each.name: round(getattr(pulse, each.name), 6) for each in fields(RankGauges)},
         local_rank=reading.local_rank,
         pid=reading.pid,
         phase=str(reading.phase),
         phase_s=round(max(0.0, now - pulse.phase_at), 3),
         still_s=round(reading.still_s(now), 3),
-        step=pulse.step,
-        step_s=round(pulse.step_s, 6),
-        compute_s=round(pulse.compute_s, 6),
         device=str(reading.notes.get("device", "cpu")),
         waits=reading.waits,
         waits_s=round(max(0.0, now - waiting.since), 3) if waiting is not None and reading.waits else 0.0,

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from pydantic_core import to_json, to_jsonable_python
 
 from elastic_trainer.membership import stragglers
 from elastic_trainer.membership.documents import JournalEntry, RoundMember, RunResult
-from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth, goodput
+from elastic_trainer.membership.health import RANK_FIELDS, Incident, NodeHealth, RankHealth, goodput
 from elastic_trainer.membership.stragglers import Stragglers, find_stragglers
 from elastic_trainer.monitor.model import state
 from elastic_trainer.monitor.model.contents import RunDocuments
@@ -29,22 +29,10 @@ GONE_STATE = "gone"
 """The state of a member of the newest round whose key is not there."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """One rank. Of a rank that its node has told nothing of, only its numbers are known."""
-
-    rank: int | None
-    local_rank: int
-    pid: int | None = None
-    phase: str | None = None
-    phase_s: float | None = None
-    still_s: float | None = None
-    step: int | None = None
-    step_s: float | None = None
-    compute_s: float | None = None
-    device: str | None = None
-    slowdown: float | None = None
-    straggler: bool = False
+RankStatus = Mapping[str, Any]
+"""One rank: the fields of its health document, ``slowdown`` and ``straggler``. Of a rank that its node has told nothing
+of, only its numbers are known."""
+UNKNOWN: Final[RankStatus] = {**dict.fromkeys(RANK_FIELDS), "slowdown": None, "straggler": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,28 +329,13 @@ def _ranks(
     """The ranks of a node: as it tells, else by the round alone."""
     first = member.first_rank if member is not None else None
     told = {rank.local_rank: rank for rank in health.ranks} if health is not None else {}
-    known = sorted({*range(count), *told})
-    return tuple(
-        _rank(first, told[local], judgment)
-        if local in told
-        else RankStatus(None if first is None else first + local, local)
-        for local in known
-    )
+    return tuple(_rank(first, local, told.get(local), judgment) for local in sorted({*range(count), *told}))
 
 
-def _rank(first: int | None, told: RankHealth, judgment: Stragglers) -> RankStatus:
-    number = None if first is None else first + told.local_rank
-    return RankStatus(
-        rank=number,
-        local_rank=told.local_rank,
-        pid=told.pid,
-        phase=told.phase,
-        phase_s=told.phase_s,
-        still_s=told.still_s,
-        step=told.step,
-        step_s=told.step_s or None,
-        compute_s=told.compute_s or None,
-        device=told.device,
-        slowdown=None if number is None else judgment.slowdown(told.compute_s),
-        straggler=number in judgment.ranks,
-    )
+def _rank(first: int | None, local: int, told: RankHealth | None, judgment: Stragglers) -> RankStatus:
+    number = None if first is None else first + local
+    place = {"rank": number, "local_rank": local}
+    if told is None:
+        return {**UNKNOWN, **place}
+    slowdown = None if number is None else judgment.slowdown(told.compute_s)
+    return {**told.as_status(), **place, "slowdown": slowdown, "straggler": number in judgment.ranks}

@@ -270,7 +270,9 @@ def test_a_row_tells_how_long(desk: Desk) -> None:
     """It has been in its phase, and has not got on."""
     now = desk.clock.monotonic()
     one = desk.worker(9, slot=2, rank=6, waits=True, moved_at=now - 3.0, phase_at=now - 4.0, step_s=0.5, compute_s=0.25)
-    assert row(one, now) == RankHealth(6, 2, 9, "training", 4.0, 3.0, 0, 0.5, 0.25, "cpu", waits=True)
+    assert row(one, now) == RankHealth(
+        rank=6, local_rank=2, pid=9, phase="training", phase_s=4.0, still_s=3.0, step_s=0.5, compute_s=0.25, waits=True
+    )
 
 
 def recovered(desk: Desk) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,8 @@ def soon() -> Deadline:
 
 
 def rank(number: int, compute_s: float) -> RankHealth:
-    return RankHealth(number, 0, 1, "training", 0.0, 0.0, step=5, step_s=1.0, compute_s=compute_s)
+    place: dict[str, Any] = {"rank": number, "local_rank": 0, "pid": 1}
+    return RankHealth(**place, phase="training", phase_s=0.0, still_s=0.0, step=5, step_s=1.0, compute_s=compute_s)
 
 
 def record(node: str) -> NodeRecord:

@@ -38,7 +38,7 @@ def test_the_fields_are_those_of_the_contract() -> None:
     values = json.loads(as_json(snapshot(run(), SEEN)))
     assert set(values) >= CONTRACT
     assert set(values["nodes"][0]) == {"node", "host", "state", "in_round", "metrics", "age_s", "ranks"}
-    assert set(values["nodes"][0]["ranks"][0]) == {
+    assert set(values["nodes"][0]["ranks"][0]) >= {
         *("rank", "local_rank", "pid", "phase", "phase_s", "still_s", "step", "step_s", "compute_s", "device"),
         *("slowdown", "straggler"),
     }
@@ -52,10 +52,13 @@ def test_the_fields_are_those_of_the_contract() -> None:
 def test_without_health_documents_ranks_are_those_of_the_round() -> None:
     """Numbers and nodes are right from the round and the keys alone; the rest is not known."""
     told = snapshot(run(2, 2), SEEN)
-    assert [(node.node, [each.rank for each in node.ranks]) for node in told.nodes] == [("n0", [0, 1]), ("n1", [2, 3])]
+    assert [(node.node, [each["rank"] for each in node.ranks]) for node in told.nodes] == [
+        ("n0", [0, 1]),
+        ("n1", [2, 3]),
+    ]
     assert all(node.in_round for node in told.nodes)
     assert (told.world_size, told.round, told.min_nodes, told.max_nodes) == (4, 1, 1, 4)
-    assert {each.phase for node in told.nodes for each in node.ranks} == {None}
+    assert {each["phase"] for node in told.nodes for each in node.ranks} == {None}
     assert (told.step, told.loss, told.goodput, told.checkpoint) == (None, None, None, None)
 
 
@@ -63,7 +66,7 @@ def test_ranks_are_shown_as_their_node_tells_with_the_numbers_of_the_newest_roun
     """What was written a round ago has old numbers; a rank of which nothing is told is there all the same."""
     told = {"n1": health("n1", [rank(5, 1, phase="checkpoint", pid=77)])}
     n1 = snapshot(run(2, 2, health=told), SEEN).nodes[1]
-    assert [(each.rank, each.phase, each.pid) for each in n1.ranks] == [(2, None, None), (3, "checkpoint", 77)]
+    assert [(each["rank"], each["phase"], each["pid"]) for each in n1.ranks] == [(2, None, None), (3, "checkpoint", 77)]
 
 
 def test_a_newcomer_has_no_rank_and_a_lost_member_is_gone() -> None:
@@ -78,7 +81,7 @@ def test_a_newcomer_has_no_rank_and_a_lost_member_is_gone() -> None:
         ("n9", "warming", False),
         ("n1", "gone", True),
     ]
-    assert [each.rank for node in told for each in node.ranks] == [0, 2, None, 1]
+    assert [each["rank"] for node in told for each in node.ranks] == [0, 2, None, 1]
 
 
 def test_ages_are_of_the_monitor_s_own_clock() -> None:
@@ -96,8 +99,8 @@ def test_stragglers_are_marked_among_the_ranks_of_the_round() -> None:
     }
     documents = run(2, 2, health=told)
     ranks = [each for node in snapshot(documents, SEEN).nodes for each in node.ranks]
-    assert [each.straggler for each in ranks] == [False, False, True, False]
-    assert ranks[2].slowdown == pytest.approx(2.5)
+    assert [each["straggler"] for each in ranks] == [False, False, True, False]
+    assert ranks[2]["slowdown"] == pytest.approx(2.5)
     assert summary(documents, SEEN).stragglers == 1
 
 
