@@ -49,6 +49,11 @@ class Request:
         """The path without the query, decoded once."""
         return unquote(urlsplit(self.target).path)
 
+    @property
+    def query(self) -> str:
+        """What is behind the question mark, as it was sent."""
+        return urlsplit(self.target).query
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:

@@ -25,6 +25,7 @@ from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.ipc.page import Heartbeat, PageWriter, start_of
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.model import Phase
+from elastic_trainer.monitor import page
 from elastic_trainer.monitor.model.observation import Observer
 from elastic_trainer.monitor.model.snapshot import as_json, snapshot
 from elastic_trainer.monitor.read.feed import RunFeed
@@ -37,6 +38,7 @@ from elastic_trainer.web.node_metrics import NodeCollector
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from tests.bench.health_store import LIMIT_S, RANKS, SimulatedRun
 from tests.bench.report import Must, Options, Report, at_most, at_most_time, emit, median, note, parse
+from tests.support import snapshots
 
 NODES, QUICK_NODES = 1250, 40
 SNAPSHOT_NODES, QUICK_SNAPSHOT_NODES = 512, 20
@@ -47,6 +49,8 @@ MEMORY_LIMIT_MB = 500.0
 SERIES_LIMIT = 200_000
 PAGE_LIMIT_US = 5.0
 NODE_SCRAPE_LIMIT_MS = 5.0
+PAGE_NODES = (1, 8, 512)
+PAGE_UPDATE_LIMIT_MS = 50.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse("health", __doc__, argv, repeats=5, quick_repeats=3)
     figures, musts = _monitor_side(options)
     of_nodes, node_musts = _node_side(options)
-    return emit(Report(options, figures={**figures, **of_nodes}, musts=[*musts, *node_musts]))
+    pages, page_musts = _status_page(max(3, options.repeats))
+    return emit(Report(options, figures={**figures, **of_nodes, **pages}, musts=[*musts, *node_musts, *page_musts]))
 
 
 # ---- the monitor
@@ -203,6 +208,31 @@ def _series_of_node(family: Family) -> int:
         return 0
     values = math.prod(len(each) for each in family.values.values())
     return values * (RANKS if "rank" in family.labels else 1)
+
+
+# ---- the status page
+
+
+def _status_page(repeats: int) -> tuple[dict[str, Any], list[Must]]:
+    """What a browser is sent when each rank has made a step: before, the snapshot; now, the lines that have changed."""
+    figures: dict[str, Any] = {}
+    for nodes in PAGE_NODES:
+        runs = [snapshots.large(nodes, turn=turn) for turn in range(repeats + 1)]
+        before, sent, taken = page.run_update(runs[0]), [], []
+        for run in runs[1:]:
+            began = SYSTEM.monotonic()
+            now = page.run_update(run)
+            sent.append(len(page.message(now, before)))
+            taken.append(1000 * (SYSTEM.monotonic() - began))
+            before = now
+        figures |= {
+            f"page_snapshot_bytes_{nodes * RANKS}_ranks": len(as_json(runs[-1])),
+            f"page_first_bytes_{nodes * RANKS}_ranks": len(page.message(before)),
+            f"page_update_bytes_{nodes * RANKS}_ranks": median([float(each) for each in sent]),
+            f"page_update_ms_{nodes * RANKS}_ranks": median(taken),
+        }
+    taken_ms = figures[f"page_update_ms_{PAGE_NODES[1] * RANKS}_ranks"]
+    return figures, [at_most_time("server's part of an update of a page, 64 ranks, ms", taken_ms, PAGE_UPDATE_LIMIT_MS)]
 
 
 # ---- the nodes

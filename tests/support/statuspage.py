@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from elastic_trainer.monitor import page
+from elastic_trainer.web.exchange import SECURITY
 from tests.support.snapshots import Json
 
-CSP = "default-src 'self'; base-uri 'none'; form-action 'none'; object-src 'none'; frame-ancestors 'none'"
+CSP = SECURITY["Content-Security-Policy"]
 
 
 class StatusServer:
@@ -25,6 +25,8 @@ class StatusServer:
         """Whether it cuts every connection without an answer."""
         self.streams = True
         """Whether streams are answered; without, the page has to ask."""
+        self.garbled = False
+        """Whether updates are of a kind that no page understands."""
         self._turned = threading.Condition()
         self._turn = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -62,24 +64,28 @@ class StatusServer:
         self._server.server_close()
         self._thread.join(10)
 
-    def content(self, path: str) -> tuple[bytes, str] | None:
+    def content(self, path: str, query: str) -> tuple[bytes, str] | None:
         """What is at ``path``."""
+        choice = page.Choice.of(query)
         match path.split("/")[1:]:
             case [""]:
                 return page.runs_page(self.list).encode(), "text/html; charset=utf-8"
             case ["runs", run] if run in self.runs:
-                return page.run_page(self.runs[run]).encode(), "text/html; charset=utf-8"
+                return page.run_page(self.runs[run], choice).encode(), "text/html; charset=utf-8"
             case ["static", name]:
                 return page.static(name)
-            case ["api", "runs"]:
-                return json.dumps(self.list).encode(), "application/json"
-            case ["api", "runs", run] if run in self.runs:
-                return json.dumps(self.runs[run]).encode(), "application/json"
+            case ["update"]:
+                return page.message(page.runs_update(self.list)), "application/json"
+            case ["runs", run, "update"] if run in self.runs:
+                return self._message(page.run_update(self.runs[run], choice), page.NOTHING), "application/json"
         return None
 
-    def follow(self, run: str, send: Callable[[bytes], bool]) -> None:
-        """Send each new snapshot until the server falls silent, or nobody listens."""
-        seen = -1
+    def _message(self, now: page.Update, before: page.Update) -> bytes:
+        return b'{"view": 7}' if self.garbled else page.message(now, before)
+
+    def follow(self, run: str, query: str, send: Callable[[bytes], bool]) -> None:
+        """Send what each new snapshot changes until the server falls silent, or nobody listens."""
+        seen, before = -1, page.NOTHING
         while True:
             with self._turned:
                 if self._turn == seen and not self.down:
@@ -87,23 +93,26 @@ class StatusServer:
                 if self.down:
                     return
                 news, seen = self._turn != seen, self._turn
-            if not send(b":\n\n" if not news else b"data: " + json.dumps(self.runs[run]).encode() + b"\n\n"):
+            now = page.run_update(self.runs[run], page.Choice.of(query))
+            if not send(b"data: " + self._message(now, before) + b"\n\n" if news else b":\n\n"):
                 return
+            before = now
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         site = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                path = unquote(self.path)
+                asked = urlsplit(self.path)
+                path = unquote(asked.path)
                 if site.down:
                     self.close_connection = True
                     return
                 if path.endswith("/stream") and site.streams:
                     self._head(200, "text/event-stream")
-                    site.follow(path.split("/")[3], self._send)
+                    site.follow(path.split("/")[2], asked.query, self._send)
                     return
-                found = site.content(path)
+                found = site.content(path, asked.query)
                 self._head(200 if found else 404, found[1] if found else "text/plain", found[0] if found else b"")
 
             def _head(self, status: int, kind: str, body: bytes | None = None) -> None:

@@ -1,13 +1,15 @@
 """The status page: the list of runs, and one run with its nodes, curves and incidents.
 
-Both pages are complete without JavaScript. With it, ``static/`` draws the same from the same JSON as it arrives, and
-adds the curves. The pages refer to everything relatively, so they work below any path: the list at ``/``, a run at
-``/runs/<run>``, files at ``/static/<name>``, JSON at ``/api/``.
+All words and rows are written here. Pages are complete without JavaScript; with it, ``static/page.js`` mounts the
+updates that follow and draws the curves. The pages refer to everything relatively, so they work below any path: the
+list at ``/``, a run at ``/runs/<run>``, with ``update`` and a run's ``stream`` behind them, files at ``/static/``.
 """
 
 from __future__ import annotations
 
 from elastic_trainer.monitor.page.files import static
-from elastic_trainer.monitor.page.rendering import run_page, runs_page
+from elastic_trainer.monitor.page.nodes import Choice
+from elastic_trainer.monitor.page.rendering import run_page, run_update, runs_page, runs_update
+from elastic_trainer.monitor.page.updates import NOTHING, Update, message
 
-__all__ = ["run_page", "runs_page", "static"]
+__all__ = ["NOTHING", "Choice", "Update", "message", "run_page", "run_update", "runs_page", "runs_update", "static"]

@@ -1,4 +1,4 @@
-"""Rounds and incidents of a snapshot as rows of the status page; ``static/history.js`` does the same in the browser."""
+"""Rounds and incidents of a snapshot as rows of the status page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of runs as rows of the status page; ``static/runs.js`` does the same in the browser."""
+"""The list of runs as rows of the status page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nodes and ranks of a snapshot as rows of the status page; ``static/nodes.js`` does the same in the browser.
+"""The nodes and ranks of a snapshot as rows of the status page.
 
 Outside data: any number may be null, and a state or phase may be one that this version does not know.
 """
@@ -9,8 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 from typing import Any, Final
+from urllib.parse import parse_qs
 
 from elastic_trainer.monitor.page.words import (
     NONE,
@@ -27,6 +29,7 @@ from elastic_trainer.monitor.page.words import (
     text,
     times,
 )
+from elastic_trainer.telemetry.rank import GAUGES, Unit
 
 Json = Mapping[str, Any]
 
@@ -39,6 +42,32 @@ UNHEARD_S: Final = 30.0
 """A node that has told nothing for so long is worth a look."""
 OPEN_RANKS: Final = 32
 """A run of at most so many ranks shows the table of each node's ranks from the start."""
+SHOWN: Final = 24
+"""Nodes that have a row if nobody asks for all; with more there is a map of all ranks."""
+MOST_TURNED: Final = 64
+LONGEST_FIND: Final = 100
+CELL: Final = 9
+"""Pixels of a rank on the map, with the gap to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a reader has chosen to see, by the query of the address."""
+
+    turned: frozenset[str] = frozenset()
+    """Nodes whose ranks are hidden where they would be shown, or shown where they would be hidden."""
+    every: bool = False
+    """Whether all nodes have a row."""
+    find: str = ""
+    """Part of a node's or host's name."""
+
+    @classmethod
+    def of(cls, query: str) -> Choice:
+        """That of a form's ``query``: ``turned`` is how it was, ``turn`` the node to be turned now."""
+        told = parse_qs(query)
+        turned = sorted(set(told.get("turned", ())) ^ set(told.get("turn", ())))[:MOST_TURNED]
+        find = told.get("find", [""])[-1].strip()[:LONGEST_FIND]
+        return cls(frozenset(turned), told.get("all", [""])[-1] == "1", find)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +92,8 @@ class RankRow:
     device: str
     phase: Mapping[str, str]
     phase_for: str
-    step: str
-    step_time: str
-    compute: str
+    gauges: tuple[str, ...]
+    """In the order of the columns."""
     slowdown: str
     trouble: str
     remark: str
@@ -88,15 +116,80 @@ class NodeRow:
     slowdown: str
     heard: str
     metrics: str
+    is_open: bool
     ranks: tuple[RankRow, ...]
-    """Of a large run none: its cells have to do."""
+    """None where they are not shown."""
 
 
-def rows(snapshot: Json) -> tuple[NodeRow, ...]:
-    """All nodes, those that need a look first, then by name."""
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One node on the map of a large run: a path for each kind of rank."""
+
+    name: str
+    width: int
+    height: int
+    paths: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTable:
+    """All that is shown of the nodes."""
+
+    summary: str
+    rows: tuple[NodeRow, ...]
+    found: int
+    """How many there are of those that the reader wants to find."""
+    there: int
+    choice: Choice
+    blocks: tuple[Block, ...]
+    kinds: tuple[tuple[str, str], ...]
+    """What the map has: the look and the words of each kind of rank."""
+
+
+def table(snapshot: Json, choice: Choice) -> NodeTable:
+    """The nodes, those that need a look first, then by name."""
     told = snapshot.get("nodes") or ()
     small = sum(len(node.get("ranks") or ()) for node in told) <= OPEN_RANKS
-    return tuple(sorted((_node(node, small) for node in told), key=lambda node: (node.urgency, natural(node.node))))
+    nodes = sorted((_node(node, small, choice) for node in told), key=lambda node: (node.urgency, natural(node.node)))
+    wanted = choice.find.lower()
+    found = [node for node in nodes if wanted in f"{node.node} {node.host}".lower()]
+    rows = tuple(found if choice.every else found[:SHOWN])
+    mapped = sorted(nodes, key=lambda node: natural(node.node)) if len(nodes) > SHOWN else []
+    blocks = tuple(_block(node) for node in mapped)
+    kinds = tuple((kind, _KINDS.get(kind) or named("phases", kind)["label"]) for kind in _met(blocks))
+    return NodeTable(summary(nodes), rows, len(found), len(nodes), choice, blocks, kinds)
+
+
+_KINDS: Final = {"trouble": "slow or standing still", "gone": "gone"}
+
+
+def _met(blocks: Iterable[Block]) -> list[str]:
+    return list(dict.fromkeys(kind for block in blocks for kind in block.paths))
+
+
+def _block(node: NodeRow) -> Block:
+    """Two rows of squares, or one of up to four: a node keeps its place."""
+    many = len(node.cells)
+    wide = many if many <= 4 else (many + 1) // 2
+    paths: dict[str, str] = {}
+    for place, cell in enumerate(node.cells):
+        kind = "trouble" if cell.trouble else cell.phase
+        paths[kind] = paths.get(kind, "") + square(kind, place % wide * CELL, place // wide * CELL)
+    high = -(-many // wide) if many else 1
+    return Block(f"{node.node}: {node.summary}", max(1, wide) * CELL, high * CELL, paths)
+
+
+@cache
+def square(kind: str, x: int = 0, y: int = 0) -> str:
+    """What trains is a plain square; trouble is a lozenge, what is gone a cross: none is known by its color alone."""
+    side, half = CELL - 1, (CELL - 1) // 2
+    if kind == "trouble":
+        return f"M{x + half} {y}l{half} {half}l{-half} {half}l{-half} {-half}z"
+    if kind == "gone":
+        return f"M{x} {y}l{side} {side}M{x + side} {y}l{-side} {side}"
+    if kind == "training":
+        return f"M{x} {y}h{side}v{side}h{-side}z"
+    return f"M{x} {y + half}a{half} {half} 0 1 0 {side} 0a{half} {half} 0 1 0 {-side} 0z"
 
 
 def summary(nodes: Sequence[NodeRow]) -> str:
@@ -121,7 +214,7 @@ def unheard(node: Json) -> bool:
     return text(node.get("state")) not in ("gone", "done") and age is not None and age > UNHEARD_S
 
 
-def _node(node: Json, small: bool) -> NodeRow:
+def _node(node: Json, small: bool, choice: Choice) -> NodeRow:
     ranks = node.get("ranks") or ()
     state = named("nodes", node.get("state"))
     gone = state["key"] == "gone"
@@ -129,9 +222,10 @@ def _node(node: Json, small: bool) -> NodeRow:
     steps = [known for rank in ranks if (known := number(rank.get("step"))) is not None]
     paces = [known for rank in ranks if (known := number(rank.get("step_s")))]
     slow = [known for rank in ranks if (known := number(rank.get("slowdown"))) is not None]
-    metrics = text(node.get("metrics"))
+    metrics, name = text(node.get("metrics")), text(node.get("node")) or NONE
+    is_open = bool(ranks) and small != (name in choice.turned)
     return NodeRow(
-        node=text(node.get("node")) or NONE,
+        node=name,
         host=text(node.get("host")),
         state=state,
         in_round=bool(node.get("in_round")),
@@ -143,7 +237,8 @@ def _node(node: Json, small: bool) -> NodeRow:
         slowdown=times(max(slow, default=None)),
         heard=ago(node.get("age_s")),
         metrics=f"{metrics}/metrics" if re.match(r"https?://[^/]", metrics) else "",
-        ranks=tuple(_rank(rank) for rank in ranks) if small else (),
+        is_open=is_open,
+        ranks=tuple(_rank(rank) for rank in ranks) if is_open else (),
     )
 
 
@@ -184,6 +279,9 @@ def _summary(cells: Sequence[Cell]) -> str:
     return f"{plural(len(cells), 'rank')}: {'; '.join(part for part in (calm, troubled) if part)}"
 
 
+_WORDS: Final = {Unit.COUNT: count, Unit.SECONDS: duration}
+
+
 def _rank(rank: Json) -> RankRow:
     trouble = _trouble(rank)
     remark = {"slow": "slow", "still": f"no step for {duration(rank.get('still_s'))}", "": ""}[trouble]
@@ -194,9 +292,7 @@ def _rank(rank: Json) -> RankRow:
         device=text(rank.get("device")) or NONE,
         phase=named("phases", rank.get("phase")),
         phase_for=lasting(rank.get("phase_s")) if (number(rank.get("phase_s")) or 0) >= 1 else "",
-        step=count(rank.get("step")),
-        step_time=duration(rank.get("step_s") or None),
-        compute=duration(rank.get("compute_s") or None),
+        gauges=tuple(_WORDS[gauge.unit](gauge.known(rank.get(gauge.name))) for gauge in GAUGES),
         slowdown=times(rank.get("slowdown")),
         trouble=trouble,
         remark=remark,

@@ -1,4 +1,4 @@
-"""The pages as HTML, from the JSON that the browser also gets.
+"""The pages as HTML, from the values that ``/api`` has.
 
 The templates escape all that they insert. The output is well-formed XML too, which the tests use.
 """
@@ -6,30 +6,35 @@ The templates escape all that they insert. The output is well-formed XML too, wh
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.monitor.page import history, listing, nodes, view
-from elastic_trainer.monitor.page.nodes import Json
+from elastic_trainer.monitor.page.nodes import Choice, Json
+from elastic_trainer.monitor.page.updates import Update
 from elastic_trainer.monitor.page.words import ago, duration, lasting, named, number, text
+from elastic_trainer.telemetry.rank import GAUGES
+
+ALL: Final = Choice()
 
 
-def runs_page(listing_: Json) -> str:
-    """The list of all runs (``/api/runs``)."""
-    now = _now(listing_)
-    found = listing.rows(listing_)
-    return _render("runs.html", now=now, rows=found, counted=listing.counted(found), stale=_stale(listing_))
+def runs_update(listing_: Json) -> Update:
+    """The list of all runs (``/api/runs``), as it is now."""
+    rows = listing.rows(listing_)
+    content = _render("runs_view.html", now=_now(listing_), rows=rows, counted=listing.counted(rows), root="")
+    return Update(tuple(content.splitlines()), store=listing_.get("store"))
 
 
-def run_page(snapshot: Json) -> str:
-    """One run (``/api/runs/<run>``)."""
-    now, rows = _now(snapshot), nodes.rows(snapshot)
+def run_update(snapshot: Json, choice: Choice = ALL) -> Update:
+    """One run (``/api/runs/<run>``), as it is now."""
+    now = _now(snapshot)
     since, attention = view.since(snapshot, now), view.attention(snapshot)
     state = named("states", snapshot.get("state"))
-    return _render(
-        "run.html",
+    content = _render(
+        "run_view.html",
+        root="../",
         now=now,
         run=text(snapshot.get("run")),
         state=state,
@@ -44,13 +49,31 @@ def run_page(snapshot: Json) -> str:
         ended=text(snapshot.get("state")) in view.ENDED,
         incidents=history.incidents(snapshot),
         rounds=history.rounds(snapshot, now),
-        nodes=rows,
-        nodes_summary=nodes.summary(rows),
+        nodes=nodes.table(snapshot, choice),
+        gauges=GAUGES,
+        square=nodes.square,
         slices=view.slices(snapshot),
         checkpoint=view.checkpoint(snapshot.get("checkpoint")),
         samples=view.samples(snapshot),
-        stale=_stale(snapshot),
     )
+    return Update(tuple(content.splitlines()), view.course(snapshot, now), snapshot.get("store"))
+
+
+def runs_page(listing_: Json) -> str:
+    """The list as a page."""
+    return _page("Runs", "", listing_, runs_update(listing_))
+
+
+def run_page(snapshot: Json, choice: Choice = ALL) -> str:
+    """One run as a page."""
+    run = text(snapshot.get("run"))
+    title = f"{named('states', snapshot.get('state'))['label']}: {run}"
+    return _page(title, run, snapshot, run_update(snapshot, choice))
+
+
+def _page(title: str, run: str, told: Json, update: Update) -> str:
+    root, content = "../" if run else "", "\n".join(update.view)
+    return _render("page.html", title=title, root=root, run=run, content=content, stale=_stale(told))
 
 
 def _now(told: Json) -> float:

@@ -1,10 +1,11 @@
-"""What the page of one run says, from its snapshot; ``static/view.js`` says the same in the browser.
+"""What the page of one run says, from its snapshot.
 
 Outside data: any number may be null, and a state or cause may be one that this version does not know.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -274,8 +275,10 @@ def samples(snapshot: Json, most: int = 12) -> list[list[Any]]:
     """The curves as a short table, the newest first: when, step, loss, step time, ranks."""
     curves = snapshot.get("curves") or {}
     walls = curves.get("wall") or []
-    last = len(walls) - 1
-    places = range(len(walls)) if last < most else [(last * place) // (most - 1) for place in range(most)]
+    apart = 1
+    while len(walls) > apart * (most - 1):
+        apart *= 2  # so that a row stays what it is while points come
+    places = [*range(0, len(walls) - 1, apart), len(walls) - 1] if walls else []
     return [
         [
             history.moment(walls[place]),
@@ -286,6 +289,37 @@ def samples(snapshot: Json, most: int = 12) -> list[list[Any]]:
         ]
         for place in reversed(places)
     ]
+
+
+def course(snapshot: Json, now: float) -> tuple[str, ...]:
+    """What the curves are drawn of, a JSON value a line: the rest, then the points, the newest last."""
+    curves = snapshot.get("curves") or {}
+    walls = curves.get("wall") or []
+    names = ("step", "loss", "step_s", "world_size")
+    points = [
+        [_short(wall, 11), *(_short(_at(curves, name, place)) for name in names)] for place, wall in enumerate(walls)
+    ]
+    rounds = [
+        [count(span.first.get("number")), begun, span.end, number(span.first.get("world_size")) or 0, span.lasts]
+        for span in history.spans(snapshot)
+        if (begun := number(span.first.get("wall"))) is not None
+    ]
+    incidents = [_mark(each) for each in reversed(snapshot.get("incidents") or ()) if number(each.get("wall"))]
+    head = {"now": now, "ended": text(snapshot.get("state")) in ENDED}
+    known = [point for point in points if point[0] is not None]
+    return tuple(json.dumps(each, separators=(",", ":")) for each in (head, rounds, incidents, *known))
+
+
+def _short(value: Any, digits: int = 6) -> float | None:
+    """With as many digits as a drawing shows."""
+    known = number(value)
+    return known if known is None or isinstance(known, int) else float(f"{known:.{digits}g}")
+
+
+def _mark(each: Json) -> Json:
+    what, took, reason = history.what_of(each), number(each.get("total_s")) or 0, text(each.get("reason"))
+    words = f"{what['label']}{f', {duration(took)}' if took else ''}{f': {reason}' if reason else ''}"
+    return {"wall": each.get("wall"), "took": took, "look": what["look"], "words": words}
 
 
 def _at(curves: Json, name: str, place: int) -> Any:

@@ -1,7 +1,4 @@
-"""How the status page writes numbers, durations and names; ``static/words.js`` says the same in the browser.
-
-A test compares the two in a browser, so whoever changes one changes the other.
-"""
+"""How the status page writes numbers, durations and names."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ NONE: Final = "\N{EN DASH}"
 TIMES: Final = "\N{MULTIPLICATION SIGN}"
 
 NAMES: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = json.loads(
-    files(__package__).joinpath("static", "names.json").read_text(encoding="utf-8")
+    files(__package__).joinpath("names.json").read_text(encoding="utf-8")
 )
-"""The words for states, phases and causes, and how each looks; the browser reads the same file."""
+"""The words for states, phases and causes, and how each looks."""
 
 _PLACES: Final = tuple(Decimal(1).scaleb(-digits) for digits in range(6))
 
@@ -39,12 +36,12 @@ def text(value: Any) -> str:
 
 
 def fixed(value: float, digits: int) -> str:
-    """With ``digits`` decimals, halves away from zero, as ``toFixed`` of the browser does."""
+    """With ``digits`` decimals, halves away from zero."""
     return str(Decimal(value).quantize(_PLACES[digits], ROUND_HALF_UP))
 
 
 def whole(value: float) -> int:
-    """The nearest integer, halves up, as ``Math.floor(value + 0.5)``."""
+    """The nearest integer, halves up."""
     return int((value + 0.5) // 1)
 
 

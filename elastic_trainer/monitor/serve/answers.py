@@ -15,7 +15,7 @@ from elastic_trainer.monitor.model.snapshot import as_values
 from elastic_trainer.monitor.read.reading import FORGET_S, RunReading, StoreReading
 from elastic_trainer.monitor.serve.board import Board
 from elastic_trainer.monitor.serve.metrics import MonitorCollector
-from elastic_trainer.monitor.serve.streams import snapshots
+from elastic_trainer.monitor.serve.streams import snapshots, updates
 from elastic_trainer.web.access import Access
 from elastic_trainer.web.answers import HTML, JSON, NO_STORE, Answer, Body, Request, Stream, metrics, text
 from elastic_trainer.web.gate import guarded
@@ -48,19 +48,26 @@ class MonitorSite:
     def _content(self, path: str, request: Request) -> Answer | Stream:
         match path.split("/")[1:]:
             case [""]:
-                return self._page(self._board.body("page", self._runs_page))
-            case ["runs", run] if run in self._board.reading.runs:
-                return self._page(self._board.body(f"page/{run}", lambda: self._run_page(run)))
-            case ["runs", run]:
+                return self._told(HTML, self._board.body("page", self._runs_page))
+            case ["update"]:
+                return self._told(JSON, self._board.body("update", lambda: page.message(self._board.runs_update())))
+            case ["runs", run, *_] | ["api", "runs", run, *_] if run not in self._board.reading.runs:
                 return self._no_run(run)
+            case ["runs", run]:
+                return self._told(HTML, self._run_page(run, page.Choice.of(request.query)))
+            case ["runs", run, "update"]:
+                return self._told(JSON, self._run_update(run, page.Choice.of(request.query)))
+            case ["runs", run, "stream"]:
+                choice = page.Choice.of(request.query)
+                return Stream(run, lambda: updates(self._board, run, choice))
             case ["static", name]:
                 return _static(name, request.headers.get("if-none-match", ""))
             case ["api", "runs"]:
-                return self._json(self._board.list_body())
+                return self._told(JSON, self._board.list_body())
             case ["api", "runs", run]:
-                return self._json(self._board.run_body(run)) if run in self._board.reading.runs else self._no_run(run)
+                return self._told(JSON, self._board.run_body(run))
             case ["api", "runs", run, "stream"]:
-                return self._stream(run) if run in self._board.reading.runs else self._no_run(run)
+                return Stream(run, lambda: snapshots(self._board, run))
             case ["metrics"]:
                 return metrics(self._collector, request.headers.get("accept", ""))
             case ["sd", "nodes"]:
@@ -83,21 +90,26 @@ class MonitorSite:
         names = ", ".join(sorted(self._board.reading.runs)[:20]) or "none"
         return text(404, f"there is no run {run[:128]!r}; there are: {names}")
 
-    def _json(self, body: Body | None) -> Answer:
-        return text(404, "there is nothing here") if body is None else Answer(200, JSON, body, NO_STORE)
-
-    def _page(self, body: Body | None) -> Answer:
-        return text(404, "there is nothing here") if body is None else Answer(200, HTML, body, NO_STORE)
+    def _told(self, kind: str, body: Body | None) -> Answer:
+        return text(404, "there is nothing here") if body is None else Answer(200, kind, body, NO_STORE)
 
     def _runs_page(self) -> bytes:
         return page.runs_page(as_values(self._board.listing())).encode()
 
-    def _run_page(self, run: str) -> bytes | None:
-        found = self._board.snapshot(run)
-        return None if found is None else page.run_page(as_values(found)).encode()
+    def _run_page(self, run: str, choice: page.Choice) -> Body | None:
+        """Of those that somebody has chosen none is kept: there is no end to them."""
+        if choice == page.Choice():
+            return self._board.body(f"page/{run}", lambda: self._written(run, choice))
+        content = self._written(run, choice)
+        return None if content is None else Body.of(content)
 
-    def _stream(self, run: str) -> Stream:
-        return Stream(run, lambda: snapshots(self._board, run))
+    def _written(self, run: str, choice: page.Choice) -> bytes | None:
+        found = self._board.snapshot(run)
+        return None if found is None else page.run_page(as_values(found), choice).encode()
+
+    def _run_update(self, run: str, choice: page.Choice) -> Body | None:
+        update = self._board.run_update(run, choice)
+        return None if update is None else Body.of(page.message(update))
 
     def _targets(self) -> Answer:
         reading = self._board.reading

@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable
 
 from elastic_trainer.clock import SYSTEM, Clock
-from elastic_trainer.monitor.model.snapshot import Listing, RunSnapshot, as_json, listing, snapshot, summary
+from elastic_trainer.monitor import page
+from elastic_trainer.monitor.model.snapshot import Listing, RunSnapshot, as_json, as_values, listing, snapshot, summary
 from elastic_trainer.monitor.read.reading import StoreReading
 from elastic_trainer.web.answers import Body
 
@@ -25,6 +26,7 @@ class Board:
         self._published_at = clock.monotonic()
         self._making = threading.Lock()
         self._bodies: dict[str, Body] = {}
+        self._updates: dict[str, page.Update | None] = {}
         self._bodies_of = -1
         self._closed = False
 
@@ -87,18 +89,40 @@ class Board:
         """The JSON of the list."""
         return self.body("list", lambda: _encoded(self.listing()))
 
+    def runs_update(self) -> page.Update:
+        """The list as its page shows it."""
+        return page.runs_update(as_values(self.listing()))
+
+    def run_update(self, run: str, choice: page.Choice) -> page.Update | None:
+        """The run as its page shows it to whoever has made ``choice``; the usual one is made once for all."""
+        if choice != page.Choice():
+            return self._update(run, choice)
+        with self._making:
+            self._forget_older()
+            if run not in self._updates:
+                self._updates[run] = self._update(run, choice)
+            return self._updates[run]
+
+    def _update(self, run: str, choice: page.Choice) -> page.Update | None:
+        found = self.snapshot(run)
+        return None if found is None else page.run_update(as_values(found), choice)
+
     def body(self, key: str, make: Callable[[], bytes | None]) -> Body | None:
         """What ``make()`` gives for the newest reading, made once; None is not kept."""
         with self._making:
-            serial = self._reading.serial
-            if serial != self._bodies_of:
-                self._bodies, self._bodies_of = {}, serial
+            self._forget_older()
             if key not in self._bodies:
                 content = make()
                 if content is None:
                     return None
                 self._bodies[key] = Body.of(content)
             return self._bodies[key]
+
+    def _forget_older(self) -> None:
+        """What was made of the reading before."""
+        serial = self._reading.serial
+        if serial != self._bodies_of:
+            self._bodies, self._updates, self._bodies_of = {}, {}, serial
 
 
 def _encoded(value: object | None) -> bytes | None:

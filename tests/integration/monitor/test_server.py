@@ -337,6 +337,23 @@ def test_a_stream_sends_a_snapshot_at_once_and_when_something_changed(monitor: M
         listener.close()
 
 
+def test_the_stream_of_a_page_sends_what_has_changed(
+    monitor: Monitor, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole page at first; ages go on where nothing else does."""
+    monkeypatch.setattr(streams, "AGES_EVERY_S", 0.1)
+    listener = Listener(monitor, "/runs/r/stream")
+    whole = listener.snapshot()
+    assert whole["full"]
+    assert any("Training" in line for line in whole["view"][0][2])
+    assert "full" not in listener.snapshot()
+    writer.round(2, {"n0": 2}, RoundState.BROKEN)
+    deadline = Deadline.after(LIMIT_S)
+    while not any("Recovering" in line for edit in listener.snapshot()["view"] for line in edit[2]):
+        assert not deadline.expired
+    listener.close()
+
+
 def test_a_stream_without_news_is_kept_alive(monitor: Monitor, monkeypatch: pytest.MonkeyPatch) -> None:
     """By comments, so that proxies do not end it and a listener that is gone is noticed."""
     monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.1)

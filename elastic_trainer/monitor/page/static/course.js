@@ -1,7 +1,6 @@
 // What the drawing of a run's course shows, before it is drawn: points, rounds and incidents within a range. Pure.
 
-import { spans, whatOf } from "./history.js";
-import { count, duration, list, measure, number, plural, text } from "./words.js";
+import { written } from "./scale.js";
 
 export const RANGES = [
   ["all", "All", Infinity],
@@ -9,68 +8,34 @@ export const RANGES = [
   ["minutes", "10 min", 600],
 ];
 
-/** {from, to, points: {wall, step, loss, step_s, world_size}, rounds, incidents}; null if there is nothing to draw. */
-export function courseOf(snapshot, now, range) {
-  const curves = snapshot.curves ?? {};
-  const walls = list(curves.wall).map(number);
-  const rounds = spans(snapshot).filter((span) => number(span.first.wall) !== null);
-  const known = [...walls, ...rounds.map((span) => span.first.wall)].filter((wall) => wall !== null);
+/**
+ * {from, to, points: {wall, step, loss, step_s, world_size}, rounds, incidents}; null if there is nothing to draw.
+ * `lines` are those of view.py: the time and whether the run has ended, its rounds, its incidents, then the points.
+ */
+export function courseOf([{ now, ended }, spans, incidents, ...points], range) {
+  const rounds = spans.map(([number, from, end, world, lasts]) => ({ number, from, end, world, lasts }));
+  const known = [...points.slice(0, 1).map(([wall]) => wall), ...rounds.map((round) => round.from)];
   if (!known.length) return null;
-  const [earliest, latest] = [least(known), Math.max(now, walls.at(-1) ?? now)];
-  const ended = ["succeeded", "failed"].includes(snapshot.state);
-  const to = ended ? endOf(walls, rounds, latest) : latest;
-  const from = Math.min(to - 1, Math.max(earliest, to - range));
+  const last = points.at(-1)?.[0];
+  const to = ended ? endOf(last, rounds.at(-1), now) : Math.max(now, last ?? now);
+  const from = Math.min(to - 1, Math.max(Math.min(...known), to - range));
+  const within = points.filter(([wall]) => wall >= from && wall <= to);
+  const column = (place) => within.map((point) => point[place]);
   return {
     from,
     to,
-    points: pointsOf(curves, walls, from, to),
-    rounds: rounds.map((span) => roundOf(span, to)).filter((round) => round.to >= from && round.from <= to),
-    incidents: incidentsOf(snapshot, from, to),
+    points: { wall: column(0), step: column(1), loss: column(2), step_s: column(3), world_size: column(4) },
+    rounds: rounds
+      .map((round) => ({ ...round, to: Math.max(round.from, round.lasts ? to : (round.end ?? round.from)) }))
+      .filter((round) => round.to >= from && round.from <= to),
+    incidents: incidents.filter(({ wall }) => wall >= from && wall <= to),
   };
 }
 
-function endOf(walls, rounds, latest) {
-  const ends = [walls.at(-1), rounds.at(-1)?.end, rounds.at(-1)?.first.wall].map(number).filter((end) => end !== null);
-  return ends.length ? Math.max(...ends) : latest;
+function endOf(last, round, now) {
+  const ends = [last, round?.end, round?.from].filter((end) => end != null);
+  return ends.length ? Math.max(...ends) : now;
 }
-
-function pointsOf(curves, walls, from, to) {
-  const places = walls.map((_, place) => place).filter((place) => walls[place] >= from && walls[place] <= to);
-  const column = (name) => places.map((place) => number(list(curves[name])[place]));
-  return {
-    wall: places.map((place) => walls[place]),
-    step: column("step"),
-    loss: column("loss"),
-    step_s: column("step_s"),
-    world_size: column("world_size"),
-  };
-}
-
-function roundOf(span, to) {
-  const from = span.first.wall;
-  return {
-    number: count(span.first.number),
-    from,
-    to: Math.max(from, span.lasts ? to : (span.end ?? from)),
-    world: number(span.first.world_size) ?? 0,
-    lasts: span.lasts,
-  };
-}
-
-function incidentsOf(snapshot, from, to) {
-  return list(snapshot.incidents)
-    .filter((each) => number(each.wall) !== null && each.wall >= from && each.wall <= to)
-    .map((each) => {
-      const took = number(each.total_s) ?? 0;
-      const { label, look } = whatOf(each);
-      const time = took ? `, ${duration(took)}` : "";
-      const reason = text(each.reason) && `: ${text(each.reason)}`;
-      return { wall: each.wall, took, look, words: `${label}${time}${reason}` };
-    })
-    .reverse();
-}
-
-const least = (values) => values.reduce((a, b) => (b < a ? b : a), Infinity);
 
 /** Marks that would lie on each other become one: {x, look, words}. */
 export function marks(incidents, x, room = 9) {
@@ -97,7 +62,14 @@ export function readOut(course, place) {
   const [low, high] = [(before + wall[place]) / 2, (wall[place] + after) / 2];
   const near = course.incidents.filter((each) => each.wall >= low && each.wall < high).map((each) => each.words);
   const when = new Date(wall[place] * 1000).toLocaleTimeString([], { hour12: false });
-  const ranks = world[place] === null ? "" : plural(world[place], "rank");
-  const parts = [when, `step ${count(step[place])}`, `loss ${measure(loss[place])}`, `step time ${duration(pace[place])}`];
-  return [...parts, ranks, ...near].filter(Boolean).join(" · ");
+  const parts = [
+    when,
+    step[place] === null ? "" : `step ${step[place].toLocaleString("en")}`,
+    loss[place] === null ? "" : `loss ${written(loss[place], Math.abs(loss[place]) / 1000)}`,
+    pace[place] === null ? "" : `step time ${timed(pace[place])}`,
+    world[place] === null ? "" : `${world[place]} ${world[place] === 1 ? "rank" : "ranks"}`,
+  ];
+  return [...parts, ...near].filter(Boolean).join(" · ");
 }
+
+const timed = (seconds) => (seconds < 1 ? `${(seconds * 1000).toFixed(0)} ms` : `${seconds.toFixed(1)} s`);

@@ -1,8 +1,7 @@
 // Draws a run's course on one axis of time: its rounds, its incidents, the loss and the step time, with a read-out.
 
-import { Component } from "./preact.js";
 import { RANGES, courseOf, marks, readOut } from "./course.js";
-import { html, measured } from "./parts.js";
+import { html, mount } from "./patch.js";
 import { clock, line, linear, nearest, ticks, timeTicks, written, zone } from "./scale.js";
 
 const LEFT = 52;
@@ -20,33 +19,41 @@ const SHAPES = {
   other: "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
 };
 
-export class Curves extends Component {
-  constructor() {
-    super();
-    this.state = { room: 0, range: "all", wall: null };
-    this.place = measured((room) => this.setState({ room }));
-    this.move = (event) => {
-      const frame = event.currentTarget.getBoundingClientRect();
-      this.go(nearest(this.course.points.wall, this.x.back(event.clientX - frame.left)));
-    };
-    this.leave = (event) => {
-      if (document.activeElement !== event.currentTarget) this.setState({ wall: null });
-    };
-    this.press = (event) => this.key(event);
+export class Curves {
+  /** Draws into `place`, as wide as that is. */
+  constructor(place) {
+    this.place = place;
+    this.room = 0;
+    this.range = "all";
+    this.wall = null;
+    new ResizeObserver(() => this.draw({ room: place.clientWidth })).observe(place);
+    for (const kind of ["pointermove", "pointerdown"]) place.addEventListener(kind, (event) => this.point(event));
+    place.addEventListener("pointerleave", () => {
+      if (!place.contains(document.activeElement)) this.draw({ wall: null });
+    });
+    place.addEventListener("keydown", (event) => this.key(event));
+    place.addEventListener("change", ({ target }) => this.draw({ range: target.value, wall: null }));
   }
 
-  shouldComponentUpdate(next, state) {
-    return state !== this.state || next.snapshot !== this.props.snapshot;
+  /** The newest lines (see course.js). */
+  show(lines) {
+    this.draw({ lines });
+  }
+
+  point(event) {
+    const reader = event.target.closest(".reader");
+    if (reader) this.go(nearest(this.course.points.wall, this.back(event.clientX - reader.getBoundingClientRect().left)));
   }
 
   go(place) {
     const wall = this.course.points.wall[place];
-    if (wall !== undefined && wall !== this.state.wall) this.setState({ wall });
+    if (wall !== undefined && wall !== this.wall) this.draw({ wall });
   }
 
   key(event) {
+    if (!event.target.matches(".reader")) return;
     const walls = this.course.points.wall;
-    const here = this.state.wall === null ? walls.length - 1 : nearest(walls, this.state.wall);
+    const here = this.wall === null ? walls.length - 1 : nearest(walls, this.wall);
     const stops = this.course.incidents.map((each) => nearest(walls, each.wall));
     const places = {
       ArrowLeft: here - 1,
@@ -58,25 +65,27 @@ export class Curves extends Component {
       PageUp: stops.findLast((stop) => stop < here) ?? 0,
       PageDown: stops.find((stop) => stop > here) ?? walls.length - 1,
     };
-    if (event.key === "Escape") this.setState({ wall: null });
+    if (event.key === "Escape") this.draw({ wall: null });
     if (!(event.key in places)) return;
     event.preventDefault();
     this.go(Math.min(walls.length - 1, Math.max(0, places[event.key])));
   }
 
-  render({ snapshot, now }, { room, range, wall }) {
-    const span = RANGES.find(([key]) => key === range)[2];
-    this.course = courseOf(snapshot, now, span);
-    return html`<figure class="course" ref=${this.place}>
-      ${this.course && html`<${Ranges} chosen=${range} choose=${(key) => this.setState({ range: key, wall: null })} />`}
-      ${this.course && room > 0 && this.drawing(this.course, room, wall)}
-    </figure>`;
+  draw(turned) {
+    Object.assign(this, turned);
+    if (!this.lines) return;
+    this.course = courseOf(this.lines, RANGES.find(([key]) => key === this.range)[2]);
+    mount(
+      this.place,
+      html`<figure class="course">${this.course && rangesOf(this.range)}${this.course && this.room > 0 && this.drawing()}</figure>`,
+    );
   }
 
-  drawing(course, room, wall) {
+  drawing() {
+    const { course, room, wall } = this;
     const [start, end] = [LEFT, room - RIGHT];
     const x = linear(course.from, course.to, start, end);
-    this.x = { back: linear(start, end, course.from, course.to) };
+    this.back = linear(start, end, course.from, course.to);
     const walls = course.points.wall;
     const place = walls.length ? (wall === null ? walls.length - 1 : nearest(walls, wall)) : -1;
     const said = place < 0 ? "No point in this range" : readOut(course, place);
@@ -87,40 +96,36 @@ export class Curves extends Component {
         tabindex="0"
         aria-label="Moment in the course of the run"
         aria-valuemin="0"
-        aria-valuemax=${Math.max(0, walls.length - 1)}
-        aria-valuenow=${Math.max(0, place)}
-        aria-valuetext=${said}
-        onKeyDown=${this.press}
-        onPointerMove=${this.move}
-        onPointerDown=${this.move}
-        onPointerLeave=${this.leave}
+        aria-valuemax="${Math.max(0, walls.length - 1)}"
+        aria-valuenow="${Math.max(0, place)}"
+        aria-valuetext="${said}"
       >
-        <svg class="chart" width=${room} height=${HEIGHT} aria-hidden="true">
-          <${TimeAxis} course=${course} frame=${frame} />
-          <${Rounds} course=${course} frame=${frame} />
-          <${Panel} box=${LOSS} name="loss" walls=${walls} values=${course.points.loss} frame=${frame} look="loss" />
-          <${Panel} box=${PACE} ...${paceOf(course.points.step_s)} walls=${walls} frame=${frame} look="pace" floor=${0} />
-          <${Incidents} course=${course} frame=${frame} />
-          ${wall !== null && place >= 0 && html`<${Cursor} at=${x(walls[place])} />`}
+        <svg class="chart" width="${room}" height="${HEIGHT}" aria-hidden="true">
+          ${timeAxis(course, frame)}
+          ${roundsOf(course, frame)}
+          ${panel({ box: LOSS, name: "loss", walls, values: course.points.loss, frame, look: "loss" })}
+          ${panel({ box: PACE, ...paceOf(course.points.step_s), walls, frame, look: "pace", floor: 0 })}
+          ${incidentsOf(course, frame)}
+          ${wall !== null && place >= 0 && cursor(x(walls[place]))}
         </svg>
       </div>
       <figcaption>
         <span class="readout">${said}</span>
         <span class="aside keys">Arrow keys move by a point, Page Up and Page Down by an incident.</span>
         <span class="legend">
-          <span class="look-bad"><${Mark} look="bad" /> failure</span>
-          <span class="look-busy"><${Mark} look="busy" /> planned change</span>
+          <span class="look-bad">${markOf("bad")} failure</span>
+          <span class="look-busy">${markOf("busy")} planned change</span>
         </span>
       </figcaption>`;
   }
 }
 
-function Ranges({ chosen, choose }) {
+function rangesOf(chosen) {
   return html`<fieldset class="ranges">
     <legend class="unseen">Range of time</legend>
     ${RANGES.map(
       ([key, name]) => html`<label>
-        <input type="radio" name="range" value=${key} checked=${key === chosen} onChange=${() => choose(key)} /><span>${name}</span>
+        <input type="radio" name="range" value="${key}" ${key === chosen ? "checked" : ""} /><span>${name}</span>
       </label>`,
     )}
   </fieldset>`;
@@ -132,43 +137,43 @@ function paceOf(seconds) {
   return { name: small ? "step time, ms" : "step time, s", values: small ? seconds.map((s) => (s === null ? null : s * 1000)) : seconds };
 }
 
-function TimeAxis({ course, frame }) {
+function timeAxis(course, frame) {
   const { step, at } = timeTicks(course.from, course.to, Math.max(2, Math.floor((frame.end - frame.start) / 90)));
   const bottom = PACE.top + PACE.height;
   return html`<g class="axis">
     ${at.map((wall) => {
       const x = frame.x(wall).toFixed(1);
-      return html`<line class="grid" x1=${x} x2=${x} y1=${ROUNDS.top} y2=${bottom} />
-        <text x=${x} y=${bottom + 15} text-anchor="middle">${clock(wall, step)}</text>`;
+      return html`<line class="grid" x1="${x}" x2="${x}" y1="${ROUNDS.top}" y2="${bottom}" />
+        <text x="${x}" y="${bottom + 15}" text-anchor="middle">${clock(wall, step)}</text>`;
     })}
-    <text x=${frame.end} y=${bottom + 32} text-anchor="end" class="name">time, ${zone(course.to)}</text>
+    <text x="${frame.end}" y="${bottom + 32}" text-anchor="end" class="name">time, ${zone(course.to)}</text>
   </g>`;
 }
 
 /** Rounds as blocks as high as they have ranks: a gap is time without a round. */
-function Rounds({ course, frame }) {
+function roundsOf(course, frame) {
   const most = Math.max(1, ...course.rounds.map((round) => round.world));
   const base = ROUNDS.top + ROUNDS.height;
   const height = linear(0, most, 0, ROUNDS.height - 4);
   return html`<g class="rounds-drawn">
-    <text x=${frame.start - 8} y=${ROUNDS.top + 11} text-anchor="end">${most}</text>
-    <text x=${frame.start - 8} y=${base} text-anchor="end">0</text>
-    <text x=${frame.start} y=${ROUNDS.top - 7} class="name">rounds, as high as they have ranks</text>
-    <line class="base" x1=${frame.start} x2=${frame.end} y1=${base} y2=${base} />
+    <text x="${frame.start - 8}" y="${ROUNDS.top + 11}" text-anchor="end">${most}</text>
+    <text x="${frame.start - 8}" y="${base}" text-anchor="end">0</text>
+    <text x="${frame.start}" y="${ROUNDS.top - 7}" class="name">rounds, as high as they have ranks</text>
+    <line class="base" x1="${frame.start}" x2="${frame.end}" y1="${base}" y2="${base}" />
     ${course.rounds.map((round) => {
       const left = Math.max(frame.start, frame.x(round.from));
       const width = Math.max(1, frame.x(round.to) - left - 1);
       const tall = Math.max(2, height(round.world));
       const words = width > 74 ? `round ${round.number}: ${round.world}` : width > 22 ? round.number : "";
-      return html`<g key=${round.number}>
-        <rect class=${round.lasts ? "round now" : "round"} x=${left} y=${base - tall} width=${width} height=${tall} />
-        ${words && tall > 14 && html`<text class="inside" x=${left + 5} y=${base - 5}>${words}</text>`}
+      return html`<g>
+        <rect class="${round.lasts ? "round now" : "round"}" x="${left}" y="${base - tall}" width="${width}" height="${tall}" />
+        ${words && tall > 14 && html`<text class="inside" x="${left + 5}" y="${base - 5}">${words}</text>`}
       </g>`;
     })}
   </g>`;
 }
 
-function Panel({ box, name, walls, values, frame, look, floor = null }) {
+function panel({ box, name, walls, values, frame, look, floor = null }) {
   const known = values.filter((value) => value !== null);
   const [low, high] = known.length ? bounds(known, floor) : [0, 1];
   const bottom = box.top + box.height;
@@ -177,16 +182,16 @@ function Panel({ box, name, walls, values, frame, look, floor = null }) {
   const step = marked.length > 1 ? marked[1] - marked[0] : Math.abs(marked[0] ?? 1) || 1;
   const xs = walls.map(frame.x);
   return html`<g class="panel">
-    <text x=${frame.start} y=${box.top - 7} class="name">${name}</text>
+    <text x="${frame.start}" y="${box.top - 7}" class="name">${name}</text>
     ${marked.map((value) => {
       const at = y(value).toFixed(1);
-      return html`<line class="grid" x1=${frame.start} x2=${frame.end} y1=${at} y2=${at} />
-        <text x=${frame.start - 8} y=${Number(at) + 4} text-anchor="end">${written(value, step)}</text>`;
+      return html`<line class="grid" x1="${frame.start}" x2="${frame.end}" y1="${at}" y2="${at}" />
+        <text x="${frame.start - 8}" y="${Number(at) + 4}" text-anchor="end">${written(value, step)}</text>`;
     })}
-    <line class="base" x1=${frame.start} x2=${frame.end} y1=${bottom} y2=${bottom} />
+    <line class="base" x1="${frame.start}" x2="${frame.end}" y1="${bottom}" y2="${bottom}" />
     ${known.length
-      ? html`<path class="curve ${look}" d=${line(xs, values.map((value) => (value === null ? null : y(value))))} />`
-      : html`<text x=${(frame.start + frame.end) / 2} y=${box.top + box.height / 2} text-anchor="middle">nothing known yet</text>`}
+      ? html`<path class="curve ${look}" d="${line(xs, values.map((value) => (value === null ? null : y(value))))}" />`
+      : html`<text x="${(frame.start + frame.end) / 2}" y="${box.top + box.height / 2}" text-anchor="middle">nothing known yet</text>`}
   </g>`;
 }
 
@@ -197,7 +202,7 @@ function bounds(known, floor) {
   return [floor ?? low - room, high + room];
 }
 
-function Incidents({ course, frame }) {
+function incidentsOf(course, frame) {
   const bottom = PACE.top + PACE.height;
   return html`<g class="marks">
     ${course.incidents
@@ -205,24 +210,24 @@ function Incidents({ course, frame }) {
       .map((each) => {
         const left = frame.x(each.wall);
         const width = Math.max(1, Math.min(frame.end, frame.x(each.wall + each.took)) - left);
-        return html`<rect class="took look-${each.look}" x=${left} y=${LOSS.top} width=${width} height=${bottom - LOSS.top} />`;
+        return html`<rect class="took look-${each.look}" x="${left}" y="${LOSS.top}" width="${width}" height="${bottom - LOSS.top}" />`;
       })}
     ${marks(course.incidents, frame.x).map((mark) => {
       const middle = MARKS.top + MARKS.height / 2;
       return html`<g class="mark look-${mark.look}">
         <title>${mark.words.join("\n")}</title>
-        <line x1=${mark.x} x2=${mark.x} y1=${middle} y2=${bottom} />
-        <path d=${SHAPES[mark.look] ?? SHAPES.other} transform="translate(${mark.x} ${middle})" />
-        ${mark.many > 1 && html`<text x=${mark.x + 8} y=${middle + 4}>${mark.many}</text>`}
+        <line x1="${mark.x}" x2="${mark.x}" y1="${middle}" y2="${bottom}" />
+        <path d="${SHAPES[mark.look] ?? SHAPES.other}" transform="translate(${mark.x} ${middle})" />
+        ${mark.many > 1 && html`<text x="${mark.x + 8}" y="${middle + 4}">${mark.many}</text>`}
       </g>`;
     })}
   </g>`;
 }
 
-function Cursor({ at }) {
-  return html`<line class="cursor" x1=${at} x2=${at} y1=${ROUNDS.top} y2=${PACE.top + PACE.height} />`;
+function cursor(at) {
+  return html`<line class="cursor" x1="${at}" x2="${at}" y1="${ROUNDS.top}" y2="${PACE.top + PACE.height}" />`;
 }
 
-function Mark({ look }) {
-  return html`<svg class="icon" viewBox="-6 -6 12 12" aria-hidden="true"><path d=${SHAPES[look]} fill="currentColor" /></svg>`;
+function markOf(look) {
+  return html`<svg class="icon" viewBox="-6 -6 12 12" aria-hidden="true"><path d="${SHAPES[look]}" fill="currentColor" /></svg>`;
 }

@@ -1,4 +1,4 @@
-// Brings the newest JSON: by server-sent events where they come through, else by asking again and again.
+// Brings the page's newest text: by server-sent events where they come through, else by asking again and again.
 
 const SILENT_S = 10; // so long without an event, and the stream may be dead
 const POLL_S = 2;
@@ -12,7 +12,10 @@ export class Feed {
     this.url = url;
     this.stream = stream;
     this.changed = changed;
-    this.raw = null;
+    this.query = "";
+    this.streamed = null; // what the stream has brought up to now, to which its next event adds
+    this.shown = null;
+    this.garbled = false;
     this.state = "starting";
     this.arrived = null;
     this.asked = -Infinity;
@@ -21,11 +24,21 @@ export class Feed {
     this.polling = false;
   }
 
-  start() {
+  start(query) {
+    this.query = query;
     this.tick();
     setInterval(() => this.tick(), 1000);
     document.addEventListener("visibilitychange", () => this.tick());
     addEventListener("online", () => this.tick());
+  }
+
+  /** From now on another view is wanted. */
+  turn(query) {
+    this.query = query;
+    this.source?.close();
+    this.source = null;
+    if (this.stream) this.listen(performance.now() / 1000);
+    this.poll(performance.now() / 1000);
   }
 
   /** Seconds since the newest data came. */
@@ -49,9 +62,14 @@ export class Feed {
 
   listen(now) {
     this.opened = now;
-    this.source = new EventSource(this.stream);
-    this.source.onmessage = (event) => this.accept(event.data, "stream");
-    this.source.onerror = () => {
+    this.streamed = null;
+    const source = new EventSource(this.stream + this.query);
+    this.source = source;
+    source.onmessage = (event) => {
+      if (source === this.source) this.streamed = this.accept(event.data, this.streamed, "stream");
+    };
+    source.onerror = () => {
+      if (source !== this.source) return;
       if (this.state === "stream") this.state = "poll";
       this.tick();
     };
@@ -68,9 +86,12 @@ export class Feed {
   async poll(now) {
     this.polling = true;
     this.asked = now;
+    const { query } = this;
     try {
-      const answer = await fetch(this.url, { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_S * 1000) });
-      if (answer.ok) this.accept(await answer.text(), "poll");
+      const answer = await fetch(this.url + query, { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_S * 1000) });
+      const raw = await answer.text();
+      if (query !== this.query) this.asked = -Infinity; // another view has been chosen meanwhile
+      else if (answer.ok) this.accept(raw, null, "poll");
       else this.fail(answer.status === 404 ? "missing" : "lost");
     } catch {
       this.fail("lost");
@@ -78,11 +99,21 @@ export class Feed {
     this.polling = false;
   }
 
-  accept(raw, by) {
-    this.raw = raw;
+  /** What `before` becomes by the message `raw`; null if that cannot be read. */
+  accept(raw, before, by) {
+    let made = null;
+    try {
+      made = renewed(JSON.parse(raw), before);
+    } catch (error) {
+      console.error(error);
+    }
+    this.garbled = made === null;
     this.state = by;
     this.arrived = performance.now();
+    if (made) this.shown = made;
+    else if (by === "stream") this.giveUp(this.arrived / 1000);
     this.changed();
+    return made;
   }
 
   fail(state) {
@@ -91,10 +122,11 @@ export class Feed {
   }
 
   /** [look, words] for the top of the page. `store`: what the data itself says of its source. */
-  words(lasting, store) {
+  words() {
+    const store = this.shown?.store;
     const age = this.age();
     const old = (age ?? 0) + (store?.age_s ?? 0);
-    const data = age === null ? "Nothing has come yet." : `What you see is ${lasting(Math.round(old))} old.`;
+    const data = age === null ? "Nothing has come yet." : `What you see is ${lasting(old)} old.`;
     if (this.state === "starting") return ["busy", "Connecting"];
     if (this.state === "missing") return ["lost", `The store has no such run any more. ${data}`];
     if (this.state === "lost") return ["lost", `Connection lost. ${data}`];
@@ -103,4 +135,21 @@ export class Feed {
     const how = this.state === "stream" || !this.stream ? "Live" : "Live by polling";
     return ["live", `${how}, ${Math.round(old)} s old`];
   }
+}
+
+/** The texts after the edits of `message`, which go from the last line to the first. */
+function renewed(message, before) {
+  if (!message.full && !before) throw new Error("an update of nothing");
+  const made = { store: message.store };
+  for (const name of ["view", "course"]) {
+    made[name] = message.full ? [] : [...before[name]];
+    for (const [start, removed, lines] of message[name]) made[name].splice(start, removed, ...lines);
+  }
+  return made;
+}
+
+function lasting(seconds) {
+  const units = [[86400, "d"], [3600, "h"], [60, "min"]];
+  const [size, unit] = units.find(([each]) => seconds >= each) ?? [1, "s"];
+  return `${Math.round(seconds / size)} ${unit}`;
 }

@@ -1,89 +1,83 @@
-// What both pages do: take what the feed brings, draw it at most once a frame, and say what changed.
+// Mounts what the server has written, as it comes, and says what has turned.
 
-import { render } from "./preact.js";
+import { Curves } from "./curves.js";
 import { Feed } from "./feed.js";
-import { html } from "./parts.js";
-import { lasting } from "./words.js";
+import { mount } from "./patch.js";
 
 /** A newer monitor may send what this script, which is as old as the page, does not understand. */
 const UNREADABLE = "What the monitor sends cannot be shown. Load this page again.";
+const TYPED_MS = 200;
 
-export class Page {
-  /** `view(data, now)` is what to draw; `news(data, before)` a sentence for screen readers, or nothing. */
-  constructor(url, stream, view, news) {
-    this.view = view;
-    this.news = news;
-    this.place = document.getElementById("view");
-    this.fresh = document.getElementById("fresh");
-    this.said = document.getElementById("said");
-    this.drawn = null;
-    this.data = null;
-    this.look = "";
-    this.waiting = false;
-    this.clock = Number(document.body.dataset.wall) - loaded();
-    this.feed = new Feed(url, stream, () => this.wake());
-  }
+const { root, run } = document.body.dataset;
+const view = document.getElementById("view");
+const fresh = document.getElementById("fresh");
+const said = document.getElementById("said");
+const base = run ? `${root}runs/${encodeURIComponent(run)}/` : root;
 
-  start() {
-    document.addEventListener("visibilitychange", () => this.wake());
-    this.feed.start();
-  }
+let curves = null;
+let mounted = null;
+let look = "";
+let waiting = false;
+let typed = 0;
 
-  /** A hidden page draws nothing: it catches up when it is seen again. */
-  wake() {
-    if (this.waiting || document.hidden) return;
-    this.waiting = true;
-    requestAnimationFrame(() => {
-      this.waiting = false;
-      this.update();
-    });
-  }
+const feed = new Feed(`${base}update`, run ? `${base}stream` : null, wake);
 
-  update() {
-    try {
-      if (this.feed.raw !== this.drawn) this.take(this.feed.raw);
-      if (this.data) this.draw();
-      this.tell(...this.feed.words(lasting, this.data?.store));
-    } catch (error) {
-      console.error(error);
-      this.tell("lost", UNREADABLE);
-    }
-  }
-
-  take(raw) {
-    this.drawn = raw;
-    const before = this.data;
-    this.data = JSON.parse(raw);
-    const said = this.news(this.data, before);
-    if (said) this.said.textContent = said;
-    if (Number.isFinite(this.data.wall)) this.clock = this.data.wall - this.feed.arrived / 1000;
-  }
-
-  draw() {
-    if (this.place.dataset.by !== "script") {
-      this.place.dataset.by = "script";
-      this.place.replaceChildren();
-    }
-    render(html`<${this.view} data=${this.data} now=${this.now()} />`, this.place);
-  }
-
-  /** The time of the monitor. While nothing comes it stands still: what is shown has not become older than known. */
-  now() {
-    const stands = ["lost", "missing"].includes(this.feed.state);
-    return this.clock + (stands ? this.feed.arrived : performance.now()) / 1000;
-  }
-
-  tell(look, words) {
-    if (this.fresh.textContent !== words) this.fresh.textContent = words;
-    if (look === this.look) return;
-    if (look === "lost" || this.look === "lost") this.said.textContent = look === "lost" ? words : "Connected again.";
-    this.look = look;
-    this.fresh.className = `fresh ${look}`;
-    document.body.classList.toggle("stale", look === "lost");
-  }
+/** A hidden page draws nothing: it catches up when it is seen again. */
+function wake() {
+  if (waiting || document.hidden) return;
+  waiting = true;
+  requestAnimationFrame(() => {
+    waiting = false;
+    if (feed.shown && feed.shown !== mounted) show(feed.shown);
+    tell(...(feed.garbled ? ["lost", UNREADABLE] : feed.words()));
+  });
 }
 
-/** Seconds of this page's clock at which the server had written it. */
-function loaded() {
-  return (performance.getEntriesByType("navigation")[0]?.responseStart ?? 0) / 1000;
+function show(shown) {
+  mounted = shown;
+  const before = sayings();
+  mount(view, shown.view.join("\n"));
+  view.dataset.by = "script";
+  const news = [...sayings()].filter(([key]) => !before.has(key)).map(([, words]) => words);
+  if (news.length) said.textContent = news.join(" ");
+  const title = view.querySelector("[data-title]");
+  if (title) document.title = title.dataset.title;
+  const place = view.querySelector("[data-drawn=curves]");
+  if (!place) return;
+  curves ??= new Curves(place);
+  curves.show(shown.course.map((line) => JSON.parse(line)));
 }
+
+/** Only turns are announced: a page that talks all the time is not listened to. */
+function sayings() {
+  const each = [...view.querySelectorAll("[data-said]")];
+  return new Map(each.map(({ dataset }) => [`${dataset.said} ${dataset.at ?? ""}`, dataset.said]));
+}
+
+function tell(now, words) {
+  if (fresh.textContent !== words) fresh.textContent = words;
+  if (now === look) return;
+  if (now === "lost" || look === "lost") said.textContent = now === "lost" ? words : "Connected again.";
+  look = now;
+  fresh.className = `fresh ${look}`;
+  document.body.classList.toggle("stale", look === "lost");
+}
+
+/** What a reader chooses to see is a form's, so it has an address: the server writes it. */
+function choose(form, button) {
+  const query = `?${new URLSearchParams(new FormData(form, button))}`;
+  history.replaceState(null, "", query);
+  feed.turn(query);
+}
+
+view.addEventListener("submit", (event) => {
+  event.preventDefault();
+  choose(event.target, event.submitter);
+});
+view.addEventListener("input", ({ target }) => {
+  if (target.name !== "find") return;
+  clearTimeout(typed);
+  typed = setTimeout(() => choose(target.form), TYPED_MS);
+});
+document.addEventListener("visibilitychange", wake);
+feed.start(location.search);

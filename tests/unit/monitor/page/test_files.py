@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from importlib.resources import files
 
@@ -59,17 +58,3 @@ def test_nothing_comes_from_elsewhere(name: str) -> None:
     assert not addresses
     imported = set(re.findall(r"from \"\./([^\"]+)\"", content))
     assert imported <= set(NAMES)
-
-
-VENDORED = {
-    "preact.js": "225d7a773766e6fb2cfcc45274fe41d2059f5782f3f2c4569aa5132a2d3a2902",
-    "htm.js": "ab33dd3f38059b9be4d5f5350128eefb2356639c4e0bbe9d9e8b3ba75847e9e4",
-}
-"""preact 11.2.0 (dist/preact.mjs without its last line, which names a source map) and htm 3.1.1 (dist/htm.mjs)."""
-
-
-@pytest.mark.parametrize("name", VENDORED)
-def test_vendored_files_are_as_they_were_published(name: str) -> None:
-    """Nobody changes them by accident; each has its license beside it."""
-    assert hashlib.sha256(STATIC.joinpath(name).read_bytes()).hexdigest() == VENDORED[name]
-    assert name.replace(".js", ".LICENSE.txt") in NAMES

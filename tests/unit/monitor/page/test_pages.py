@@ -43,7 +43,7 @@ def test_every_page_is_well_formed_and_safe(make: Callable[[], Any]) -> None:
     """Whatever the snapshot holds: no script but the page's own, no handler, no style that the policy would refuse."""
     root = parsed(page.run_page(make()))
     scripts = list(root.iter("script"))
-    assert [script.get("src") for script in scripts] == ["../static/run.js"]
+    assert [script.get("src") for script in scripts] == ["../static/page.js"]
     assert words(scripts[0]) == ""
     for element in root.iter():
         assert not [name for name in element.attrib if name.startswith("on") or name == "style"]
@@ -207,6 +207,9 @@ def test_512_nodes_are_written_quickly_and_small() -> None:
     began = time.process_time()
     html = page.run_page(run)
     assert time.process_time() - began < 2.0
+    assert len(html) < 1_000_000
+    assert len(table(html, "Nodes and ranks")) == 24
+    html = page.run_page(run, page.Choice(every=True))
     assert len(html) < 1_000_000
     assert len(table(html, "Nodes and ranks")) == 512
 

@@ -75,7 +75,7 @@ def test_pages_are_made_of_the_same_values(board: Board) -> None:
     assert ask(board, "/runs/r").kind.startswith("text/html")
 
 
-@pytest.mark.parametrize("path", ["/runs/x", "/api/runs/x", "/api/runs/x/stream"])
+@pytest.mark.parametrize("path", ["/runs/x", "/runs/x/stream", "/runs/x/update", "/api/runs/x", "/api/runs/x/stream"])
 def test_a_run_that_is_not_there_is_404_and_the_others_are_named(board: Board, path: str) -> None:
     """Whoever mistypes sees what there is."""
     answer = ask(board, path)
@@ -83,8 +83,20 @@ def test_a_run_that_is_not_there_is_404_and_the_others_are_named(board: Board, p
 
 
 def test_the_stream_of_a_run_is_one(board: Board) -> None:
-    """The server sends it."""
-    assert MonitorSite(board, Access()).answer(Request("GET", "/api/runs/r/stream")) == Stream("r", lambda: iter(()))
+    """The server sends it: that of the snapshots, and that of the page."""
+    for path in ("/api/runs/r/stream", "/runs/r/stream?all=1"):
+        assert MonitorSite(board, Access()).answer(Request("GET", path)) == Stream("r", lambda: iter(()))
+
+
+def test_an_update_is_what_the_page_shows(board: Board) -> None:
+    """For whoever has chosen something too; what many see is made once."""
+    run = content(ask(board, "/api/runs/r"))
+    assert content(ask(board, "/update"))["view"][0][2] == list(page.runs_update(content(ask(board, "/api/runs"))).view)
+    for query in ("", "turn=n0"):
+        update = page.run_update(run, page.Choice.of(query))
+        assert content(ask(board, f"/runs/r/update?{query}"))["view"][0][2] == list(update.view)
+        assert ask(board, f"/runs/r?{query}").body.plain.decode() == page.run_page(run, page.Choice.of(query))
+    assert board.run_update("r", page.Choice()) is board.run_update("r", page.Choice())
 
 
 @pytest.mark.parametrize(
