@@ -82,6 +82,7 @@ class RankGauges:
             Unit.SECONDS,
         ),
     )
+    threads: int = field(default=0, metadata=_shown("threads", "Threads of this rank's process.", "Threads"))
 
 
 GAUGES: Final = tuple(Gauge(each.name, **each.metadata) for each in fields(RankGauges) if each.metadata)

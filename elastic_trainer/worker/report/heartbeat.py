@@ -14,7 +14,7 @@ import faulthandler
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import IO, Any, Final
@@ -35,7 +35,7 @@ _START: Final = Cursor()
 _WORK: Final = tuple(NUMBERS[each] for each in (Phase.TRAINING, Phase.REPEATED, Phase.DATA))
 _TRAINING, _REPEATED, _DATA = _WORK
 _CHECKPOINT: Final = NUMBERS[Phase.CHECKPOINT]
-_MEMORY_EVERY_S: Final = 1.0
+_SAMPLE_EVERY_S: Final = 1.0
 _NUMBERS: Final = count(1)
 """Of the pages of this process: a script may open one session after the other."""
 
@@ -66,7 +66,7 @@ class HeartbeatReporter:
         self._before_wait: int | None = None
         self._told_s = 0.0
         """The training seconds that the page shows: those of committed steps."""
-        self._memory_at = 0.0
+        self._sampled_at = 0.0
         self._device: torch.device | None = None
         self._knows_mean = False
         self._stacks: IO[bytes] | None = None
@@ -252,12 +252,17 @@ class HeartbeatReporter:
         pulse.stepped_wall = self._clock.wall()
         if step > self.reached:
             self.reached = step
-        if self._device is not None and now - self._memory_at > _MEMORY_EVERY_S:
-            self._look_at_memory(now)
+        if now - self._sampled_at > _SAMPLE_EVERY_S:
+            self._sample(now)
         self.beat()
 
-    def _look_at_memory(self, now: float) -> None:
-        self._memory_at = now
+    def _sample(self, now: float) -> None:
+        """What is too dear for each step."""
+        self._sampled_at = now
+        with suppress(OSError):
+            self.pulse.threads = len(os.listdir("/proc/self/task"))
+        if self._device is None:
+            return
         self.pulse.allocated = torch.cuda.memory_allocated(self._device)
         self.pulse.reserved = torch.cuda.memory_reserved(self._device)
 

@@ -135,9 +135,9 @@ def test_a_number_that_two_workers_have_for_a_moment_is_told_once() -> None:
 
 
 def test_a_rank_has_few_series() -> None:
-    """A thousand of them are to be scraped: 16 on a CPU, 2 more with a device."""
-    assert len(Node(worker(notes={"device": "cpu"})).samples()) == 16
-    assert len(Node(worker(), worker(1)).samples()) == 2 * 18
+    """A thousand of them are to be scraped: 17 on a CPU, 2 more with a device."""
+    assert len(Node(worker(notes={"device": "cpu"})).samples()) == 17
+    assert len(Node(worker(), worker(1)).samples()) == 2 * 19
 
 
 @pytest.mark.parametrize("living", [0, 1, 3])

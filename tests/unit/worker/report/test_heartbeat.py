@@ -604,3 +604,13 @@ def test_a_process_may_open_one_session_after_the_other(tmp_path: Path) -> None:
 
 def _number(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
+
+
+def test_the_threads_of_the_process_are_sampled(bench: Bench) -> None:
+    """With a committed step, and not again within a second: looking costs more than the step's own figures."""
+    bench.clock.advance(2.0)
+    bench.tracker.committed(1, 4)
+    assert bench.read().pulse.threads >= 1
+    bench.tracker.pulse.threads = -1
+    bench.tracker.committed(2, 4)
+    assert bench.read().pulse.threads == -1
