@@ -5,7 +5,7 @@ that no node is left of, rests: it is only asked for signs of life, many runs in
 
 *Runs in* the thread that calls :meth:`Reader.poll`: of the monitor its own, of a command the main one.
 *Owns* what it has read. *Fails by* nothing in :meth:`Reader.poll`: a store that is away leaves what was read before,
-and :attr:`Reading.store` says how old that is.
+and :attr:`StoreReading.store` says how old that is.
 """
 
 from __future__ import annotations
