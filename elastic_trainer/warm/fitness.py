@@ -28,7 +28,7 @@ def of_one_worker(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class PythonCommand:
     """A Python program: ``python OPTIONS [-m] TARGET ARGUMENTS``."""
 
     executable: str
@@ -50,31 +50,31 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class StartDecision:
     """The command to fork, or None and why it starts cold."""
 
-    command: Command | None
+    command: PythonCommand | None
     reason: str
 
 
-def decide(words: Sequence[str], environment: Mapping[str, str], directory: str, facts: Facts) -> Decision:
+def decide(words: Sequence[str], environment: Mapping[str, str], directory: str, facts: Facts) -> StartDecision:
     """Whether ``words``, with ``environment`` in ``directory``, can start as a fork of the template of ``facts``."""
     if not words or words[0] != facts.executable:
-        return Decision(None, f"the command is not one of {facts.executable}")
+        return StartDecision(None, f"the command is not one of {facts.executable}")
     count = next((i for i, word in enumerate(words[1:]) if word not in OPTIONS), len(words) - 1)
     options, rest = tuple(words[1 : 1 + count]), words[1 + count :]
     if _unbuffered(options, environment) != _unbuffered(facts.options, facts.environment):
-        return Decision(None, "its standard output is buffered otherwise")
+        return StartDecision(None, "its standard output is buffered otherwise")
     module = bool(rest) and rest[0] == "-m"
     rest = rest[1:] if module else rest
     if not rest or rest[0].startswith("-"):
-        return Decision(None, "the command names neither a script nor a module")
+        return StartDecision(None, "the command names neither a script nor a module")
     if directory != facts.directory:
-        return Decision(None, f"the working directory is {directory}, not {facts.directory}")
+        return StartDecision(None, f"the working directory is {directory}, not {facts.directory}")
     differing = sorted(name for name in _differing(environment, facts.environment) if name not in facts.free)
     if differing:
-        return Decision(None, f"the environment differs in {', '.join(differing)}")
-    return Decision(Command(words[0], options, module, rest[0], tuple(rest[1:])), "it fits")
+        return StartDecision(None, f"the environment differs in {', '.join(differing)}")
+    return StartDecision(PythonCommand(words[0], options, module, rest[0], tuple(rest[1:])), "it fits")
 
 
 def _differing(wanted: Mapping[str, str], had: Mapping[str, str]) -> set[str]:

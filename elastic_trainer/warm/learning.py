@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 
-class Recorder:
+class ImportRecorder:
     """A finder at the head of ``sys.meta_path`` that finds nothing, and sends the names that were found behind it."""
 
     def __init__(self, descriptor: int) -> None:

@@ -18,15 +18,15 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from elastic_trainer.warm.fitness import Command
+from elastic_trainer.warm.fitness import PythonCommand
 
 
-def first_entry(command: Command) -> str:
+def first_entry(command: PythonCommand) -> str:
     """What Python puts before ``sys.path``: the script's directory, or the working directory for a module."""
     return os.getcwd() if command.module else os.path.dirname(os.path.realpath(command.target))
 
 
-def run(command: Command, words: list[str], installed: str) -> None:
+def run(command: PythonCommand, words: list[str], installed: str) -> None:
     """Run ``command`` as ``__main__``; ``installed`` is the entry of ``sys.path`` before which its own belongs."""
     main: Any = ModuleType("__main__")
     main.__builtins__ = builtins

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic_trainer.warm import identity
-from elastic_trainer.warm.fitness import Command, Facts, decide
+from elastic_trainer.warm.fitness import Facts, PythonCommand, decide
 from elastic_trainer.warm.template import HEIRS, receive, send
 
 PATIENCE_S = 120.0
@@ -121,7 +121,7 @@ class Starter:
                 self._renew()
             raise Cold(answer["cold"])
 
-    def _ask(self, link: socket.socket, command: Command, wish: Wish) -> dict[str, Any]:
+    def _ask(self, link: socket.socket, command: PythonCommand, wish: Wish) -> dict[str, Any]:
         hear, say = os.pipe()
         order = {
             "command": asdict(command),

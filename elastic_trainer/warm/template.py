@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_trainer.warm import identity
-from elastic_trainer.warm.fitness import Command, Facts
-from elastic_trainer.warm.learning import Recorder
+from elastic_trainer.warm.fitness import Facts, PythonCommand
+from elastic_trainer.warm.learning import ImportRecorder
 from elastic_trainer.warm.preloading import Preloading, Refused
 from elastic_trainer.warm.program import first_entry, run
 
@@ -73,7 +73,7 @@ def receive(link: socket.socket, descriptors: int = 0) -> tuple[dict[str, Any], 
 class Program:
     """What a fork is to become."""
 
-    command: Command
+    command: PythonCommand
     words: list[str]
     installed: str
 
@@ -145,7 +145,7 @@ class Template:
             os._exit(0)
         while self._pending and self._pending[0][1] and not self._flaw:
             self._load_next()  # the program would import these as well
-        command = Command(**order["command"])
+        command = PythonCommand(**order["command"])
         hidden = self._modules.hidden_by(first_entry(command))
         if self._flaw:
             reason = self._flaw
@@ -160,7 +160,7 @@ class Template:
         send(self._link, {"cold": reason, "without": self._flawed})
         return None
 
-    def _fork(self, command: Command, order: dict[str, Any], descriptors: list[int]) -> Program | None:
+    def _fork(self, command: PythonCommand, order: dict[str, Any], descriptors: list[int]) -> Program | None:
         hear, say = os.pipe()
         middle = os.fork()
         if middle == 0:
@@ -179,7 +179,7 @@ class Template:
         send(self._link, {"pid": pid} if pid else {"cold": "the template could not fork", "without": ""})
         return None
 
-    def _become(self, command: Command, order: dict[str, Any], descriptors: list[int]) -> Program | None:
+    def _become(self, command: PythonCommand, order: dict[str, Any], descriptors: list[int]) -> Program | None:
         """Be what the owner would have started; None in an heir, which goes on as a template."""
         *standard, go = descriptors
         self._link.close()
@@ -198,7 +198,7 @@ class Template:
                 os._exit(EXIT_ORPHAN)
         self._learned.close()
         if self._start.learn:
-            sys.meta_path.insert(0, Recorder(self._taught.detach()))
+            sys.meta_path.insert(0, ImportRecorder(self._taught.detach()))
         else:
             self._taught.close()
         identity.show(order["words"], order["environment"])

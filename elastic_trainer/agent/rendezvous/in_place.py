@@ -128,7 +128,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         start = self._starts.end(failures(), stepped=conductor.met.is_set())
         record = conductor.begin(workers.count)
         member.announce(with_false_start(record, start) if start is not None else record, deadline)
-        if start is not None and start.count >= FALSE_STARTS:
+        if start is not None and start.count == FALSE_STARTS:
             member.await_over(0, deadline.at_most(OTHERS_START_S))  # theirs may be a life behind
         closed = member.look().round
         if closed is not None and closed.state is RoundState.CLOSED:

@@ -122,7 +122,7 @@ class NodeRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class NodeBlock:
     """One node on the map of a large run: a path for each kind of rank."""
 
     name: str
@@ -141,7 +141,7 @@ class NodeTable:
     """How many there are of those that the reader wants to find."""
     there: int
     choice: Choice
-    blocks: tuple[Block, ...]
+    blocks: tuple[NodeBlock, ...]
     kinds: tuple[tuple[str, str], ...]
     """What the map has: the look and the words of each kind of rank."""
 
@@ -163,11 +163,11 @@ def table(snapshot: Json, choice: Choice) -> NodeTable:
 _KINDS: Final = {"trouble": "slow or standing still", "gone": "gone"}
 
 
-def _met(blocks: Iterable[Block]) -> list[str]:
+def _met(blocks: Iterable[NodeBlock]) -> list[str]:
     return list(dict.fromkeys(kind for block in blocks for kind in block.paths))
 
 
-def _block(node: NodeRow) -> Block:
+def _block(node: NodeRow) -> NodeBlock:
     """Two rows of squares, or one of up to four: a node keeps its place."""
     many = len(node.cells)
     wide = many if many <= 4 else (many + 1) // 2
@@ -176,7 +176,7 @@ def _block(node: NodeRow) -> Block:
         kind = "trouble" if cell.trouble else cell.phase
         paths[kind] = paths.get(kind, "") + square(kind, place % wide * CELL, place // wide * CELL)
     high = -(-many // wide) if many else 1
-    return Block(f"{node.node}: {node.summary}", max(1, wide) * CELL, high * CELL, paths)
+    return NodeBlock(f"{node.node}: {node.summary}", max(1, wide) * CELL, high * CELL, paths)
 
 
 @cache

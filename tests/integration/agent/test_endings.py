@@ -100,11 +100,11 @@ def test_a_node_that_fails_for_good_does_not_stay_for_its_back_off(
     """In place a node whose workers get nowhere keeps away longer each time, in the end for a minute. When torchrun
     gives up, the process ends, and none of its threads holds it."""
     script = tmp_path / "crash.py"
-    script.write_text("import sys; sys.exit(5)")
+    script.write_text("import os, sys; sys.exit(5 + int(os.environ['TORCHELASTIC_RESTART_COUNT']) % 2)")  # unlike
     options = {"recovery": "in_place"}
     with PlainJob(
         tmp_path / "job", etcd_endpoint, run_id, least=1, options=options, max_restarts=9, entry=[str(script)]
     ) as job:
         node = job.add()
-        job.wait_for(lambda: "exitcode  : 5" in job.log(node.name), "torchrun does not give up")
+        job.wait_for(lambda: "exitcode  : 6" in job.log(node.name), "torchrun does not give up")
         assert node.wait(Deadline.after(BACK_OFF_S / 2)) == 1, job.describe()

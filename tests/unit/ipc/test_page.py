@@ -42,6 +42,7 @@ FIELDS: dict[str, Any] = {
     "nonfinite": counts,
     "allocated": counts,
     "reserved": counts,
+    "threads": counts,
     "phase_at": times,
     "moved_at": times,
     "stepped_wall": times,

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_trainer.warm.fitness import Command, Decision, Facts, decide
+from elastic_trainer.warm.fitness import Facts, PythonCommand, StartDecision, decide
 
 FACTS = Facts("/bin/python", ("-u",), "/job", {"PATH": "/bin", "OMP_NUM_THREADS": "1"}, free=("FREE",))
 FITTING = ["/bin/python", "-u", "train.py", "--lr", "1"]
 
 
-def decided(words: list[str] = FITTING, directory: str = "/job", **more: str) -> Decision:
+def decided(words: list[str] = FITTING, directory: str = "/job", **more: str) -> StartDecision:
     return decide(words, {**FACTS.environment, **more}, directory, FACTS)
 
 
 def test_a_script_fits_whatever_its_rank_is() -> None:
     """Ranks, rounds and ports differ between workers and between their lives, and are no reason."""
     found = decided(RANK="1", MASTER_PORT="2", TORCHELASTIC_RUN_ID="x", ELASTIC_TRAINER_ROUND="3", FREE="4")
-    assert found.command == Command("/bin/python", ("-u",), False, "train.py", ("--lr", "1"))
+    assert found.command == PythonCommand("/bin/python", ("-u",), False, "train.py", ("--lr", "1"))
 
 
 def test_a_module_fits() -> None:
     """``-m`` names a module; what follows is its own."""
     found = decided(["/bin/python", "-u", "-m", "pkg.train", "-m", "x"])
-    assert found.command == Command("/bin/python", ("-u",), True, "pkg.train", ("-m", "x"))
+    assert found.command == PythonCommand("/bin/python", ("-u",), True, "pkg.train", ("-m", "x"))
 
 
 def test_a_variable_does_as_well_as_the_option_for_unbuffered_output() -> None:
