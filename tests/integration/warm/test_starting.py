@@ -217,17 +217,18 @@ def test_the_children_of_a_fork_have_nothing_of_its_template(tmp_path: Path, pla
 
 def test_a_template_that_is_killed_is_replaced(place: Place) -> None:
     """The start after it is cold, with the reason; the next one is warm again."""
+    others = set(templates())  # that of this process's clusters
     with starter() as it:
         deadline = Deadline.after(LIMIT_S)
-        while not (before := templates()):
+        while not (before := set(templates()) - others):
             assert not deadline.expired
             pause(0.02)
-        before[0].kill()
+        next(iter(before)).kill()
         with pytest.raises(Cold, match=r"the template is gone"):
             place.warm(it, str(LOOK))
         assert place.of(it, LOOK)[0] == 0
-        assert not set(templates()) & set(before)
-    assert templates() == []
+        assert not set(templates()) & before
+    assert set(templates()) <= others
 
 
 def templates() -> list[psutil.Process]:
