@@ -82,10 +82,13 @@ def _found() -> dict[str, Any]:
     return {
         "sockets": len(open_sockets()),
         "wakeup": signal.set_wakeup_fd(-1),
-        "default": [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
-        == [signal.SIG_DFL, signal.default_int_handler],
+        "default": _handlers() == BEFORE,
         "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     }
+
+
+def _handlers() -> list[Any]:
+    return [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
 
 
 def grandchild() -> list[int]:
@@ -148,6 +151,8 @@ BETWEEN: dict[int, Callable[[], Any]] = {
 }
 INSIDE: dict[int, Callable[[], Any]] = {11: leaves, 12: fails, 13: pool, 14: terminated}
 LAST = 16
+BEFORE = _handlers()
+"""Without a session. (A shell lets the programs that it starts in the background ignore SIGINT.)"""
 
 
 if __name__ == "__main__":
