@@ -106,10 +106,10 @@ def _figure(lines: Sequence[Line], faults: Sequence[Mark]) -> Any:
         colour = _ROUNDS[bar.round % 2] if bar.round else _STARTING
         place = [(bar.begin_s, bar.end_s - bar.begin_s)]
         above.broken_barh(place, (nodes.index(bar.node) - 0.3, 0.6), facecolor=colour, edgecolor="none")
-    for mark in faults:
-        _mark(above, below, mark, nodes.index(mark.node))
+    for index, mark in enumerate(sorted(faults, key=lambda each: each.t_s)):
+        _mark(above, below, mark, nodes.index(mark.node), -0.65 - 0.45 * (index % 2))
     above.set_yticks(range(len(nodes)), nodes)
-    above.set_ylim(len(nodes) - 0.3, -1.0)
+    above.set_ylim(len(nodes) - 0.3, -1.5)
     patches = [Patch(color=_ROUNDS[1], label="trains"), Patch(color=_ROUNDS[0], label="trains, in the next round")]
     figure.legend(
         handles=[*patches, Patch(color=_STARTING, label="starts")], loc="outside upper right", ncols=3, fontsize="small"
@@ -125,12 +125,12 @@ def _figure(lines: Sequence[Line], faults: Sequence[Mark]) -> Any:
     return figure
 
 
-def _mark(above: Any, below: Any, mark: Mark, row: int) -> None:
+def _mark(above: Any, below: Any, mark: Mark, row: int, words_at: float) -> None:
     colour = _JOIN if mark.joins else _FAULT
     for axes in (above, below):
         axes.axvline(mark.t_s, color=colour, linewidth=1, linestyle=":" if mark.joins else "-")
     above.plot([mark.t_s], [row], marker=">" if mark.joins else "X", color=colour, markersize=9, clip_on=False)
     took = "" if mark.recovery_s is None or mark.joins else f": next step after {mark.recovery_s:.2f} s"
     above.annotate(
-        f"{mark.text}{took}", (mark.t_s, -0.75), xytext=(4, 0), textcoords="offset points", color=colour, fontsize=8
+        f"{mark.text}{took}", (mark.t_s, words_at), xytext=(4, 0), textcoords="offset points", color=colour, fontsize=8
     )

@@ -1,8 +1,9 @@
 """Whether all ranks cut the data alike: the same length, batches, seed and order, else samples are missed or repeated.
 
-They compare at the first step of each round and epoch, before anything is computed (a script may make another plan for
-each epoch), and behind steps by a number that travels with what they agree on anyway. So nothing depends on how often a
-rank calls ``batches()``, and all other steps cost nothing.
+They compare at the first step of each round and epoch (a script may make another plan for each epoch), by one sum before
+anything is computed: ranks that differ in micro-batches would wait for each other in SyncBatchNorm. And they compare
+behind steps by a number that travels with what they agree on anyway. So nothing depends on how often a rank calls
+``batches()``, and all other steps cost nothing.
 
 *Runs in* the worker's main thread of all ranks at once.
 *Fails by* ConfigError that names the field, both values and both ranks: on the ranks that differ from those that have
@@ -109,7 +110,9 @@ class Accord:
         """Look at the plans of all ranks; all call it alike."""
         if self._control.alone:
             return
-        self._control.sum(Purpose.PLAN)
+        mark = self.mark()
+        if self._control.sum(Purpose.PLAN, [mark])[0] == mark * self._control.world_size:
+            return
         mine = {"node": self._node, "fields": dict(self._fields()), "trained": self._trained}
         told = [json.loads(text) for text in self._control.gather_bytes(json.dumps(mine).encode())]
         refused = refusals([Cut(rank, **each) for rank, each in enumerate(told)])
