@@ -1,9 +1,9 @@
 """Whether all ranks cut the data alike: the same length, batches, seed and order, else samples are missed or repeated.
 
-They compare at the first step of each round and epoch (a script may make another plan for each epoch), by one sum before
-anything is computed: ranks that differ in micro-batches would wait for each other in SyncBatchNorm. And they compare
-behind steps by a number that travels with what they agree on anyway. So nothing depends on how often a rank calls
-``batches()``, and all other steps cost nothing.
+They compare at the first step of each round and epoch, since a script may make another plan for each epoch: by one sum,
+before anything is computed, as ranks that differ in micro-batches would wait for each other in SyncBatchNorm. And they
+compare behind steps by a number that travels with what they agree on anyway. So nothing depends on how often a rank
+calls ``batches()``, and all other steps cost nothing.
 
 *Runs in* the worker's main thread of all ranks at once.
 *Fails by* ConfigError that names the field, both values and both ranks: on the ranks that differ from those that have
