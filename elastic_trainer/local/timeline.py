@@ -15,8 +15,9 @@ from typing import Any
 from elastic_trainer.errors import StorageError
 from elastic_trainer.local.ledger import Line, LineKind, lineage
 from elastic_trainer.local.tail import LedgerTail
+from elastic_trainer.training.drawing import FAULT, LINE, save
 
-_ROUNDS, _STARTING, _FAULT, _JOIN, _STEPS = ("#2e86c1", "#85c1e9"), "#d5d8dc", "#c0392b", "#1e8449", "#1c2833"
+_ROUNDS, _STARTING, _JOIN = ("#2e86c1", "#85c1e9"), "#d5d8dc", "#1e8449"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,7 @@ def draw(directory: Path, output: Path) -> None:
         ) from error
     if not lines:
         raise StorageError(f"{directory}: its ledger is empty", hint="draw a run whose script opens a Session")
-    figure = _figure(lines, marks(faults, lines[0].t))
-    try:
-        figure.savefig(output, dpi=120)
-    except OSError as error:
-        raise StorageError(f"{output}: cannot be written: {error.strerror}", hint="choose another --output") from error
+    save(_figure(lines, marks(faults, lines[0].t)), output)
 
 
 def bars(lines: Iterable[Line]) -> tuple[Bar, ...]:
@@ -115,7 +112,7 @@ def _figure(lines: Sequence[Line], faults: Sequence[Mark]) -> Any:
         handles=[*patches, Patch(color=_STARTING, label="starts")], loc="outside upper right", ncols=3, fontsize="small"
     )
     committed = lineage(lines)
-    below.plot([each.t - lines[0].t for each in committed], [each.step for each in committed], color=_STEPS)
+    below.plot([each.t - lines[0].t for each in committed], [each.step for each in committed], color=LINE)
     below.set_ylabel("committed steps")
     below.set_xlabel("seconds")
     below.set_xlim(0, lines[-1].t - lines[0].t)
@@ -126,7 +123,7 @@ def _figure(lines: Sequence[Line], faults: Sequence[Mark]) -> Any:
 
 
 def _mark(above: Any, below: Any, mark: Mark, row: int, words_at: float) -> None:
-    colour = _JOIN if mark.joins else _FAULT
+    colour = _JOIN if mark.joins else FAULT
     for axes in (above, below):
         axes.axvline(mark.t_s, color=colour, linewidth=1, linestyle=":" if mark.joins else "-")
     above.plot([mark.t_s], [row], marker=">" if mark.joins else "X", color=colour, markersize=9, clip_on=False)

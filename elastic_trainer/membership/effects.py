@@ -29,7 +29,7 @@ class Looked:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """``effect`` was performed. ``again_in_s``: it was not, and is to be tried again so much later."""
+    """``effect`` was performed. ``again_in_s``: it was not, and is tried again after that time."""
 
     effect: Effect
     again_in_s: float | None = None

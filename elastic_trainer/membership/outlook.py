@@ -17,7 +17,7 @@ Turn = tuple[Follow | AskOldest | None, float]
 
 
 class Outlook:
-    """See the module. ``patience_s``: leases of nodes that have been silent for so long have ended."""
+    """See the module. ``patience_s``: the time after which a silent node's lease has ended."""
 
     def __init__(self, node_id: str, patience_s: float, chance: random.Random) -> None:
         self._node_id, self._patience_s, self._chance = node_id, patience_s, chance

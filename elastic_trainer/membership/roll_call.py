@@ -15,9 +15,9 @@ from elastic_trainer.store.api import Read, Store, prefix_end
 from elastic_trainer.store.keys import RunKeys
 
 NAMED = 32
-"""So many nodes are named in a message."""
+"""Most nodes that a message names."""
 CALLED = 64
-"""So many members are asked for; if none of them is there, the round has no live member."""
+"""How many members are looked up; if none of them is there, the round has no live member."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from elastic_trainer.errors import ConfigError, StorageError
 from elastic_trainer.training.curves import TrainingCurves
 
 ENDINGS = (".png", ".svg", ".pdf")
-_FAULT, _PLANNED, _LOSS, _VOID = "#c0392b", "#2471a3", "#1c2833", "#aeb6bf"
+FAULT, _PLANNED, LINE, _VOID = "#c0392b", "#2471a3", "#1c2833", "#aeb6bf"
 _BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1.0}
 _MOST_NAMED = 12
 """More changes than that are drawn without words."""
@@ -44,6 +44,11 @@ def draw(curves: TrainingCurves, title: str, output: Path) -> None:
     _worlds(axes[-1], curves)
     _changes(axes, curves)
     axes[-1].set_xlabel("step")
+    save(figure, output)
+
+
+def save(figure: Any, output: Path) -> None:
+    """Write a matplotlib ``figure``. Raises StorageError."""
     try:
         figure.savefig(output, dpi=120)
     except OSError as error:
@@ -53,7 +58,7 @@ def draw(curves: TrainingCurves, title: str, output: Path) -> None:
 def _losses(axes: Any, curves: TrainingCurves) -> None:
     for void in curves.repeated:
         axes.plot(*zip(*void, strict=True), color=_VOID, linewidth=1, label="done again")
-    axes.plot(list(curves.losses), list(curves.losses.values()), color=_LOSS, linewidth=1.2, label="training loss")
+    axes.plot(list(curves.losses), list(curves.losses.values()), color=LINE, linewidth=1.2, label="training loss")
     values = list(curves.losses.values())
     if values and min(values) > 0 and max(values) > 20 * min(values):
         axes.set_yscale("log")
@@ -72,7 +77,7 @@ def _evaluations(axes: Any, curves: TrainingCurves) -> None:
 def _worlds(axes: Any, curves: TrainingCurves) -> None:
     steps, worlds = list(curves.worlds), list(curves.worlds.values())
     last = max([*curves.losses, *steps], default=0)
-    axes.step([*steps, last], [*worlds, *worlds[-1:]], where="post", color=_LOSS)
+    axes.step([*steps, last], [*worlds, *worlds[-1:]], where="post", color=LINE)
     axes.set_ylim(0, max(worlds, default=1) + 1)
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("ranks")
@@ -82,7 +87,7 @@ def _changes(axes: list[Any], curves: TrainingCurves) -> None:
     """A line through all for each change: red for a failure, blue for a plan, with words while there is room."""
     changes = [change for change in curves.changes if not change.begins]
     for change in changes:
-        colour = _PLANNED if change.planned else _FAULT
+        colour = _PLANNED if change.planned else FAULT
         for each in axes:
             each.axvline(change.step, color=colour, linestyle=":" if change.planned else "-", linewidth=1, alpha=0.8)
         if len(changes) <= _MOST_NAMED:

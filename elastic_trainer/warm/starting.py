@@ -24,7 +24,7 @@ from elastic_trainer.warm.template import HEIRS, receive, send
 PATIENCE_S = 120.0
 """How long a template may take to answer: it may be importing what the program would import."""
 MOST_TEMPLATES = 6
-"""After so many that were spoiled or died nothing is preloaded any more."""
+"""Once this many templates were spoiled or have died, all starts are cold."""
 _BOOT = "from elastic_trainer.warm.template import main; main()"
 
 

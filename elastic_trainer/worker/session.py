@@ -55,7 +55,7 @@ from elastic_trainer.worker.steps.workplace import Workplace
 
 
 class Session:
-    """See the module. ``checkpoint_dir`` None: nothing is saved; else every so many steps and seconds.
+    """See the module. ``checkpoint_dir`` None: nothing is saved; else it is saved by steps and by time.
 
     ``allow_changed`` names fields (length, global_batch, micro_batch, seed, shuffle, ...) that a resumed job may have
     changed. What is asked for less often is grouped: ``saving``, ``checks`` and ``group``.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 Process = Generator[Any, Any, None]
-"""Yields seconds to sleep, or (signal, seconds) to wait for a signal at most so long."""
+"""Yields seconds to sleep, or (signal, seconds): a signal to wait for, and the limit."""
 
 
 class Loop:

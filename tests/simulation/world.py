@@ -19,7 +19,7 @@ from tests.simulation.node import KEYS, SimNode
 from tests.simulation.restart import Restart
 
 TICK_S = 0.2
-"""A step takes so long."""
+"""The duration of a step."""
 SPARES = 2
 """Nodes above max."""
 SUSPECTED_S = 1.5
