@@ -83,7 +83,7 @@ class Cause(StrEnum):
     CONTACT_LOST = "contact_lost"
     """A collective failed, and nobody was found dead."""
     STALLED = "stalled"
-    """No rank got on, and none was found to be the culprit."""
+    """No rank made progress, and none was found to be the culprit."""
     NODE_JOINED = "node_joined"
     NODE_LEFT = "node_left"
     """By a planned change, as with ``node_joined``: no step is lost."""

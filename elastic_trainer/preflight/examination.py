@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from elastic_trainer.settings import worker_threads
 DIRECTORY_S = 60.0
 """A slow disk is reported as slow; one without any answer for this long counts as dead."""
 GPU_S = 10.0
-Found = Callable[[Finding], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ happened, :class:`LeaseLostError` for a dead lease and :class:`ConfigError` for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -223,9 +223,6 @@ class Store(Protocol):
     def close(self) -> None:
         """Close the connection and end all watches."""
         ...
-
-
-StoreFactory = Callable[[], Store]
 
 
 def prefix_end(prefix: str) -> str:

@@ -198,10 +198,6 @@ class Picture:
         text = f"{injected}, at step {injected.step}"
         return self._note([ShownIncident(injected.t, IncidentKind.FAULT, text)])
 
-    def warn(self, text: str, t: float) -> list[ShownIncident]:
-        """Something that the user should know."""
-        return self._note([ShownIncident(t, IncidentKind.FAULT, text)])
-
     def _note(self, incidents: list[ShownIncident]) -> list[ShownIncident]:
         self.incidents += incidents
         return incidents
