@@ -120,6 +120,8 @@ class GatedStore:
         self.inner, self._gate = MemoryStore(backend), gate
         self.before_round_write: Callable[[], None] | None = None
         self.calls: list[str] = []
+        self.round_writes: list[set[str]] = []
+        """The keys of each transaction that writes the round document."""
 
     def _through(self, name: str, call: Callable[[], Any]) -> Any:
         self._gate.pass_through()
@@ -148,7 +150,9 @@ class GatedStore:
         *,
         deadline: Deadline,
     ) -> TransactionResult:
-        writes_round = any(isinstance(operation, Put) and operation.key == KEYS.round for operation in success)
+        written = {operation.key for operation in success if isinstance(operation, Put)}
+        if writes_round := KEYS.round in written:
+            self.round_writes.append(written)
         if writes_round and self.before_round_write is not None:
             self.before_round_write()
         name = "round" if writes_round else "transact"
