@@ -29,7 +29,7 @@ from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.fields import check_fields
 from elastic_trainer.worker.state.training_state import Position
-from elastic_trainer.worker.steps.plan_agreement import UNNAMED, Accord
+from elastic_trainer.worker.steps.plan_agreement import UNNAMED, Accord, Plan
 
 
 class Awaited:
@@ -71,6 +71,8 @@ class DataFeed:
         self._last_epoch: int | None = None
         """How many epochs there are, inside of epochs()."""
         self._sampler: Sampler | None = None
+        self._same_until = 0
+        """The epoch before which the sampler stays; 0: for the present one."""
         self._source: Fetcher | None = None
         self._source_for: tuple[Any, ...] = ()
         self.tally = Tally()
@@ -115,8 +117,9 @@ class DataFeed:
             size = self._sampler.plan.at(self._control.world_size).global_batch
         return max(0, min(size, left))
 
-    def _cut(self) -> Mapping[str, Any]:
-        return asdict(self._sampler.plan) if self._sampler is not None else {}
+    def _cut(self) -> Plan:
+        until = max(self._same_until, self._position.cursor.epoch + 1)
+        return (asdict(self._sampler.plan) if self._sampler is not None else {}), until
 
     def lr_factor(self) -> float:
         """What the learning rate is multiplied by at the present number of ranks."""
@@ -189,7 +192,7 @@ class DataFeed:
 
     def _drawn(self, sampler: Sampler, epochs: int | None, change: Callable[[], bool]) -> Iterator[Batch]:
         position = self._position
-        self._sampler = sampler
+        self._sampler, self._same_until = sampler, epochs or 0
         while epochs is None or position.cursor.epoch < epochs:
             while not sampler.plan.ended(position.cursor):
                 if change():

@@ -1,9 +1,10 @@
 """Whether all ranks cut the data alike: the same length, batches, seed and order, else samples are missed or repeated.
 
-They compare at the first step of each round and epoch, since a script may make another plan for each epoch: by one sum,
-before anything is computed, as ranks that differ in micro-batches would wait for each other in SyncBatchNorm. And they
-compare behind steps by a number that travels with what they agree on anyway. So nothing depends on how often a rank
-calls ``batches()``, and all other steps cost nothing.
+They compare at the first step of each round, and of each epoch that nobody has promised the same plan for
+(``batches(epochs=5)`` promises five, and a script may make another plan behind them): by one sum, before anything is
+computed, as ranks that differ in micro-batches would wait for each other in SyncBatchNorm. And they compare behind
+steps by a number that travels with what they agree on anyway. So nothing depends on how often a rank calls
+``batches()``, and all other steps cost nothing.
 
 *Runs in* the worker's main thread of all ranks at once.
 *Fails by* ConfigError that names the field, both values and both ranks: on the ranks that differ from those that have
@@ -23,6 +24,8 @@ from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control, Purpose
 
 Fields = Mapping[str, Any]
+Plan = tuple[Fields, int]
+"""The fields, and the epoch before which they stay as they are."""
 UNNAMED = "local"
 """The node of a process whose launcher names none."""
 _ADVICE = "start all nodes with the same script, arguments and data"
@@ -71,19 +74,19 @@ def mark(fields: Fields) -> int:
 
 
 class Accord:
-    """See the module. ``fields()`` describe the plan that the batch at hand was drawn by."""
+    """See the module. ``plan()`` is the one that the batch at hand was drawn by."""
 
-    def __init__(self, node: str, fields: Callable[[], Fields]) -> None:
-        self._node, self._fields = node, fields
+    def __init__(self, node: str, plan: Callable[[], Plan]) -> None:
+        self._node, self._plan = node, plan
         self._control = Control()
         self._given: Fields = {}
-        self._compared: int | None = None
-        """The epoch in which the plans were compared last in this round."""
+        self._compared_until = 0
+        """The epoch before which no rank of this round will make another plan, by what they said when they compared."""
         self._trained = False
 
     def bind(self, control: Control, given: Fields) -> None:
         """A round begins. ``given``: the plan of the rank whose state was just taken over, if it had one."""
-        self._control, self._given, self._compared = control, given, None
+        self._control, self._given, self._compared_until = control, given, 0
 
     def check(self, fields: Fields) -> None:
         """Before the first batch: ConfigError unless the plan is that of the ranks that this one has joined."""
@@ -97,26 +100,29 @@ class Accord:
                 )
 
     def at_step(self, epoch: int) -> None:
-        """A step begins: compare if it is the first one of the round or the epoch."""
-        if epoch != self._compared:
-            self.compare()
-            self._compared, self._trained = epoch, True
+        """A step begins: compare if it is the first of the round, or of an epoch that may have another plan."""
+        if epoch >= self._compared_until:
+            self._compared_until = max(self.compare(), epoch + 1)
+            self._trained = True
 
     def mark(self) -> int:
         """What all ranks must have in common, as one number."""
-        return mark(self._fields())
+        return mark(self._plan()[0])
 
-    def compare(self) -> None:
-        """Look at the plans of all ranks; all call it alike."""
+    def compare(self) -> int:
+        """Look at the plans of all ranks; all call it alike. The epoch before which none of them changes."""
+        fields, until = self._plan()
         if self._control.alone:
-            return
-        mark = self.mark()
-        if self._control.sum(Purpose.PLAN, [mark])[0] == mark * self._control.world_size:
-            return
-        mine = {"node": self._node, "fields": dict(self._fields()), "trained": self._trained}
-        told = [json.loads(text) for text in self._control.gather_bytes(json.dumps(mine).encode())]
-        refused = refusals([Cut(rank, **each) for rank, each in enumerate(told)])
+            return until
+        mine = mark({**fields, "until": until})
+        if self._control.sum(Purpose.PLAN, [mine])[0] == mine * self._control.world_size:
+            return until
+        text = json.dumps({"node": self._node, "fields": dict(fields), "trained": self._trained, "until": until})
+        rows = [json.loads(each) for each in self._control.gather_bytes(text.encode())]
+        common = min(int(row.pop("until")) for row in rows)
+        refused = refusals([Cut(rank, **row) for rank, row in enumerate(rows)])
         if self._control.rank in refused:
             raise ConfigError(refused[self._control.rank], hint=_ADVICE)
         for sentence in refused.values():
             logger().warning("rank.refused", reason=sentence)
+        return common

@@ -26,6 +26,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+def nothing() -> tuple[dict[str, Any], int]:
+    return {}, 0
+
+
 def cuts(*plans: EpochPlan, trained: tuple[int, ...] = ()) -> list[Cut]:
     return [Cut(rank, f"n{rank}", asdict(plan), rank in trained) for rank, plan in enumerate(plans)]
 
@@ -65,7 +69,7 @@ def test_they_compare_at_the_first_step_of_a_round_and_not_at_its_others() -> No
     def body(control: Control) -> list[str]:
         newcomer = control.rank == 2
         plan = [replace(PLAN, shuffle=False) if newcomer else PLAN]
-        accord = Accord(f"n{control.rank}", lambda: asdict(plan[0]))
+        accord = Accord(f"n{control.rank}", lambda: (asdict(plan[0]), 1))
         if not newcomer:
             accord.bind(Control(), {})
             accord.at_step(0)
@@ -81,9 +85,27 @@ def test_they_compare_at_the_first_step_of_a_round_and_not_at_its_others() -> No
     assert "'shuffle' is False on rank 2 (node n2) and True on rank 0 (node n0)" in third[0]
 
 
+def test_they_compare_again_in_the_first_epoch_for_which_one_rank_has_promised_no_plan() -> None:
+    """Rank 0 has said epochs=5, the others epochs=3: a plan that one of them changes before is found elsewhere."""
+
+    def body(control: Control) -> list[str]:
+        plan, until = [PLAN], 3 if control.rank else 5
+        accord = Accord(f"n{control.rank}", lambda: (asdict(plan[0]), until))
+        accord.bind(control, {})
+        accord.at_step(1)
+        if control.rank == 1:
+            plan[0] = replace(PLAN, seed=9)
+        return [outcome(lambda epoch=epoch: accord.at_step(epoch)) for epoch in (2, 3)]  # type: ignore[misc]
+
+    said = run_ranks(3, body)
+    assert [each[0] for each in said] == ["", "", ""]
+    assert [each[1] for each in said][::2] == ["", ""]
+    assert "'seed' is 9 on rank 1 (node n1) and 3 on rank 0" in said[1][1]
+
+
 def test_a_newcomer_is_refused_before_its_first_batch() -> None:
     """It may have no step at all: then it would end while the others wait for it."""
-    accord = Accord("n2", dict)
+    accord = Accord("n2", nothing)
     accord.bind(Control(None, 2, 3), asdict(PLAN))
     accord.check(asdict(PLAN))
     with pytest.raises(ConfigError, match=r"'length' is 7 on rank 2 \(node n2\) and 320 on the ranks that train"):
@@ -94,7 +116,7 @@ def test_ranks_in_different_places_get_an_error_instead_of_a_hang() -> None:
     """One opens its first step while the other saves."""
 
     def body(control: Control) -> str:
-        accord = Accord("n", dict)
+        accord = Accord("n", nothing)
         accord.bind(control, {})
         return outcome(lambda: accord.at_step(0) if control.rank else control.sum(Purpose.SAVE))
 
