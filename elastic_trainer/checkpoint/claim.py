@@ -61,7 +61,6 @@ class Claim:
                 pause(_AGAIN_S, clock=self._clock)
 
     def release(self) -> None:
-        """Let others write here."""
         self._held = False
         self._storage.let_go()
 

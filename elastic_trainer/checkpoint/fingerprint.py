@@ -58,7 +58,6 @@ class _Walk:
         }
 
     def number(self) -> int:
-        """63 bits of all that was walked through."""
         self._hash(json.dumps(self._words).encode())
         return self._hasher.intdigest() >> 1
 

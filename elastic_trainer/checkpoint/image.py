@@ -25,7 +25,6 @@ class FileImage:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole file."""
         return len(self.head) + self.body_size
 
 
@@ -37,7 +36,6 @@ class Image:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(file.size for file in self.files)
 
 

@@ -28,17 +28,14 @@ class Entry:
 
     @property
     def step(self) -> int:
-        """The last step that it holds."""
         return self.manifest.step
 
     @property
     def round(self) -> int:
-        """The round that saved it."""
         return self.manifest.round
 
     @property
     def best(self) -> bool:
-        """Whether it was the best so far when it was saved."""
         return self.manifest.best
 
 

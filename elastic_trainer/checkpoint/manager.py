@@ -60,7 +60,6 @@ class Committed:
 
     @property
     def name(self) -> str:
-        """Its name in the directory."""
         return self.entry.name
 
 
@@ -73,7 +72,6 @@ class Loaded:
 
     @property
     def name(self) -> str:
-        """The checkpoint that it came from."""
         return self.manifest.name
 
 
@@ -113,7 +111,6 @@ class CheckpointManager:
             self._claim.take(CLAIM_S)
 
     def close(self) -> None:
-        """Let other jobs save here."""
         if self._claim is not None:
             self._claim.release()
 

@@ -52,7 +52,6 @@ class FileRecord(_Frozen):
         return self
 
     def bound(self, index: int) -> tuple[int, int]:
-        """Begin and end of chunk ``index``."""
         if self.head_size and index == 0:
             return 0, self.head_size
         begin = self.head_size + (index - bool(self.head_size)) * self.chunk_size
@@ -87,7 +86,6 @@ class Manifest(_Frozen):
 
     @property
     def size(self) -> int:
-        """Bytes of all files but the manifest."""
         return sum(record.size for record in self.files)
 
     def file(self, name: str) -> FileRecord:

@@ -30,9 +30,7 @@ _LONGEST_WORDS = 4096
 class Sink(Protocol):
     """A file being written."""
 
-    def write(self, data: memoryview) -> None:
-        """Append all of ``data``."""
-        ...
+    def write(self, data: memoryview) -> None: ...
 
     def finish(self) -> None:
         """Make it durable and close it."""
@@ -52,42 +50,32 @@ class ByteSource(Protocol):
         """Fill ``buffer`` from byte ``offset`` on; False if the file ends before. OSError if it cannot be read."""
         ...
 
-    def close(self) -> None:
-        """Release it."""
-        ...
+    def close(self) -> None: ...
 
 
 class Storage(Protocol):
     """One directory of checkpoints. Names are single path components."""
 
     @property
-    def location(self) -> str:
-        """What to call it in messages."""
-        ...
+    def location(self) -> str: ...
 
     def prepare(self) -> None:
-        """Make sure that it exists."""
+        """Make the directory if it is missing."""
         ...
 
     def names(self) -> tuple[str, ...]:
         """What it holds; empty if it does not exist. OSError if it cannot be listed."""
         ...
 
-    def exists(self, name: str) -> bool:
-        """Whether the entry ``name`` is there now."""
-        ...
+    def exists(self, name: str) -> bool: ...
 
     def free_bytes(self) -> int | None:
         """Space left for this user, or None where there is no such limit."""
         ...
 
-    def create(self, name: str) -> None:
-        """A new empty entry."""
-        ...
+    def create(self, name: str) -> None: ...
 
-    def sink(self, name: str, file: str) -> Sink:
-        """A new file in the entry ``name``."""
-        ...
+    def sink(self, name: str, file: str) -> Sink: ...
 
     def source(self, name: str, file: str) -> ByteSource:
         """The file ``file`` of the entry ``name``; OSError if it cannot be opened."""
@@ -116,9 +104,7 @@ class Storage(Protocol):
         """Lock it for this process, which leaves ``words`` there; the holder's words if another process has it."""
         ...
 
-    def let_go(self) -> None:
-        """Give the lock back."""
-        ...
+    def let_go(self) -> None: ...
 
 
 _EXPLANATIONS = {

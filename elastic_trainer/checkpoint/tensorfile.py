@@ -54,7 +54,6 @@ class Placed:
 
     @property
     def size(self) -> int:
-        """Bytes of data."""
         return self.end - self.begin
 
 
@@ -68,7 +67,6 @@ class Described:
 
     @property
     def size(self) -> int:
-        """Bytes of data."""
         return math.prod(self.shape) * ELEMENT_SIZE[self.dtype]
 
 

@@ -116,7 +116,6 @@ class Slab:
 
     @property
     def view(self) -> memoryview:
-        """The memory to read into."""
         return memoryview(self.array)
 
 

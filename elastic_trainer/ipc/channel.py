@@ -38,16 +38,16 @@ class Connection:
         self._lock = threading.Lock()
 
     def peer(self) -> tuple[int, int]:
-        """Process id and user id of the other end, as the kernel knows them."""
+        """The peer's process id and user id, from the kernel."""
         pid, uid, _ = _UCRED.unpack(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         return pid, uid
 
     def fileno(self) -> int:
-        """The socket's descriptor; -1 once it is closed."""
+        """-1 once closed."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send ``message``; raises ChannelClosedError when the other end is gone or does not read."""
+        """ChannelClosedError when the other end is gone or does not read."""
         try:
             with self._lock:
                 self._socket.sendall(message.encode())
@@ -55,7 +55,7 @@ class Connection:
             raise ChannelClosedError(f"the channel is closed: {error}") from error
 
     def lines(self) -> Iterator[bytes]:
-        """Complete lines until the other end closes; ends quietly then."""
+        """Complete lines until the other end closes."""
         pending = b""
         while True:
             try:
@@ -120,7 +120,7 @@ class Listener:
             connection.close()
 
     def close(self) -> None:
-        """Stop listening and remove the directory; connections stay until their ends close."""
+        """Stop listening and remove the directory; open connections stay."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

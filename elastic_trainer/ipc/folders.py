@@ -33,7 +33,6 @@ class PrivateFolder:
             raise
 
     def close(self) -> None:
-        """Remove it."""
         lock, self._lock = self._lock, None
         if lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)

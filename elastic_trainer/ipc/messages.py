@@ -26,7 +26,6 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     def encode(self) -> bytes:
-        """The line to send, with its newline."""
         return self.model_dump_json().encode() + b"\n"
 
 

@@ -105,28 +105,26 @@ class Reading:
 
     @property
     def pid(self) -> int:
-        """The worker's process."""
         return int(self.notes.get("pid", 0))
 
     @property
     def born_at(self) -> float:
-        """When its process began (monotonic)."""
+        """When its process started (monotonic)."""
         return float(self.notes.get("born_at", 0.0))
 
     @property
     def lives(self) -> bool:
-        """Whether its process is there, and no zombie, and has not begun another page."""
+        """Whether its process is there, is no zombie, and has not begun another page."""
         return not self.notes.get("closed") and start_of(self.pid) == self.notes.get("start")
 
     @property
     def local_rank(self) -> int:
-        """Its number on the node."""
         return int(self.notes.get("local_rank", 0))
 
     def seconds(self, now: float) -> dict[Phase, float]:
-        """The time of its life by phase, up to monotonic time ``now``; in steps, up to the last that was committed.
+        """Seconds of its life by phase, up to monotonic time ``now``; steps only up to the last commit.
 
-        What the step at hand takes is known when it is committed, or given up: so no figure ever becomes smaller.
+        The time of the present step is added when it is committed or given up, so no figure ever decreases.
         """
         spent = dict(zip(PHASES, self.pulse.seconds, strict=True))
         if self.pulse.phase not in WORK:
@@ -141,7 +139,6 @@ class Reading:
         return spent
 
     def still_s(self, now: float) -> float:
-        """How long it has not got on."""
         return max(0.0, now - self.pulse.moved_at)
 
 
@@ -185,23 +182,20 @@ class PageWriter:
 
     @classmethod
     def private(cls) -> PageWriter:
-        """A page that no other process reads."""
         return cls(bytearray(PAGE_BYTES))
 
     def moment(self, phase: int) -> None:
-        """What the worker does now, until the next pulse or moment: the number of a phase."""
+        """The phase (by number) from now until the next pulse or moment."""
         self.memory[_MOMENT] = phase
 
     def waits(self, waits: bool) -> None:
-        """Whether it waits for other ranks now."""
         self.memory[_MOMENT + 1] = waits
 
     def inside(self, inside: bool) -> None:
-        """Whether it is in a step now that it has not committed yet."""
         self.memory[_MOMENT + 2] = inside
 
     def beat(self, pulse: Heartbeat, phase: int | None = None) -> None:
-        """Write ``pulse``; ``phase`` is the number of its phase, where that is known (looking it up takes a moment)."""
+        """Write ``pulse``; pass ``phase``, the number of its phase, where it is known: the look-up takes time."""
         self._sequence += 1
         if phase is None:
             phase = NUMBERS[pulse.phase]
@@ -226,7 +220,6 @@ class PageReader:
 
     @classmethod
     def of(cls, memory: mmap.mmap | bytearray) -> PageReader:
-        """Reads a page of this process."""
         reader = cls.__new__(cls)
         reader._take(memory, Path())
         return reader
@@ -251,7 +244,6 @@ class PageReader:
         return None
 
     def close(self) -> None:
-        """Let go of the memory."""
         if isinstance(self._memory, mmap.mmap):
             with contextlib.suppress(BufferError):
                 self._memory.close()

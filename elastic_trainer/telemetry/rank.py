@@ -39,7 +39,6 @@ class Gauge:
     """Whether 0 is a value; else it means that none is known."""
 
     def known(self, value: Any) -> Any:
-        """``value``, or None where it is not known."""
         return value if self.zero else value or None
 
 

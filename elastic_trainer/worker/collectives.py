@@ -57,7 +57,7 @@ class Collectives:
         return name or None
 
     def _save(self, metrics: Mapping[str, float] | None, *, best: bool) -> tuple[bool, str]:
-        """Whether the storage refuses, and the checkpoint's name."""
+        """Whether the storage refused, and the checkpoint's name."""
         place, training, control = self._place, self._training, self._place.present.control
         if training is None:
             raise ConfigError("there is no model yet", hint="call session.wrap(model, optimizer=...) first")
@@ -129,7 +129,6 @@ class Collectives:
             self.stop()
 
     def stop(self) -> None:
-        """All ranks leave here, with a checkpoint if there is something to save."""
         if self._training is not None:
             self._training.stop()
         self._place.stop()
@@ -137,7 +136,6 @@ class Collectives:
     # ---- the script's own
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum ``tensor`` over all ranks, in place."""
         present, training = self._place.present, self._training
         if not present.group.formed or present.control.alone:
             return tensor
@@ -155,5 +153,4 @@ class Collectives:
         return tensor
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         self.repeated(lambda: self._place.present.control.sum(Purpose.BARRIER))

@@ -62,7 +62,7 @@ def predict(
 
 
 def _joined(parts: Sequence[torch.Tensor], control: Control) -> torch.Tensor:
-    """The rows of all ranks, by rank; a rank may have none."""
+    """All ranks' rows, by rank; a rank may have none."""
     packed = packed_tensor(torch.cat(list(parts)).contiguous()) if parts else b""
     tensors = [unpacked_tensor(data) for data in control.gather_bytes(packed) if data]
     kinds = {(tensor.dtype, tuple(tensor.shape[1:])) for tensor in tensors}
@@ -72,9 +72,9 @@ def _joined(parts: Sequence[torch.Tensor], control: Control) -> torch.Tensor:
 
 
 def _shard(fetch: Fetcher, batch_size: int, control: Control, turn: Callable[[], None]) -> Iterator[Batch]:
-    """This rank's contiguous part of the batches; a ``turn`` behind each, as many as any rank has.
+    """This rank's contiguous part of the batches; ``turn`` is called after each, equally often on all ranks.
 
-    Where batches begin does not depend on the number of ranks: what a batch computes may.
+    Batch boundaries do not depend on the number of ranks, since results may depend on them.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}", hint="it must be at least 1")
@@ -100,7 +100,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _detached(measured: Mapping[str, tuple[Number, Number]]) -> dict[str, tuple[Number, Number]]:
-    """The pairs, without waiting for a device that has them. ConfigError where they are none."""
+    """The pairs, without a wait for the device. ConfigError for anything else."""
     for name, pair in measured.items():
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ConfigError(f"the metric {name!r} is not a (sum, count) pair", hint="return {name: (sum, count)}")
@@ -108,7 +108,6 @@ def _detached(measured: Mapping[str, tuple[Number, Number]]) -> dict[str, tuple[
 
 
 def _wide(value: Number) -> Number:
-    """In double precision."""
     if not isinstance(value, torch.Tensor):
         return float(value)
     value = value.detach()

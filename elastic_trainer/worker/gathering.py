@@ -40,18 +40,15 @@ class OneGathering:
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
         return self._formation.world_size
 
     def broken(self) -> str | None:
-        """Why the present round is over, or None while that is not known."""
         return None
 
     def stop_requested(self, signal: str) -> None:
-        """A signal asks this process to end: the ranks agree on that by themselves."""
+        """Nothing to do: the ranks agree on it themselves."""
 
     def meet(self, place: Workplace) -> None:
-        """Meet the others now."""
         place.position.generation = self._formation.round
         with place.tracker.during(Phase.RENDEZVOUS):
             self._sockets.forming(groups.store_ends(self._formation))
@@ -63,7 +60,6 @@ class OneGathering:
         check_storage(place.manager, group.control, place.environment)
 
     def round_end(self, training: Training) -> OneRound:
-        """What becomes of ``training`` when its round ends."""
         return OneRound(training.begin_here)
 
 
@@ -80,18 +76,15 @@ class InPlaceGathering:
         self.stop_requested = self.link.evicted
 
     def descriptors(self) -> list[int]:
-        """What is held open."""
         return self.link.descriptors() + self._escape.descriptors()
 
     def broken(self) -> str | None:
-        """Why the present round is over, or None while that is not known."""
         return self.link.broken(self._escape.number)
 
     def meet(self, place: Workplace) -> None:
-        """Nobody is met yet."""
+        """Ranks meet only once there is a model."""
 
     def round_end(self, training: Training) -> InPlaceRecovery:
-        """What becomes of ``training`` when its round ends."""
         return InPlaceRecovery(Rounds(self.link, self._escape, training.place.placement, self._timeouts), training)
 
 

@@ -45,21 +45,19 @@ class Process:
         signals.open()
 
     def meet(self) -> None:
-        """Meet the others, where that is possible without a model."""
         self._gathering.meet(self.place)
 
     def training(self, wrapped: Wrapped) -> Training:
-        """That of what the script trains."""
         return Training(self.place, wrapped, self._gathering.round_end)
 
     def _patience_s(self) -> float:
-        """Slow steps need longer to agree."""
+        """Slow steps take longer to agree."""
         context = self.place.context
         slowest_s = context.boundaries.slowest_stop_s() if context is not None else 0.0
         return max(self.place.options.group.stop_timeout_s, slowest_s)
 
     def disown(self) -> None:
-        """In a child that the script has forked: nothing of this is its own."""
+        """In a child forked by the script: nothing here belongs to it."""
         place = self.place
         place.signals.disown()
         held = [*place.signals.descriptors(), *self._gathering.descriptors()]
@@ -70,7 +68,7 @@ class Process:
         forks.keep(self)
 
     def close(self, status: str) -> None:
-        """The session ends: ``done``, ``stopped`` or ``failed``."""
+        """``status`` is ``done``, ``stopped`` or ``failed``."""
         self.place.tracker.change(Phase.ENDING)
         self._gathering.link.close(status)
         self.place.signals.close()

@@ -61,7 +61,6 @@ class Pending:
         self._control, self._work, self._vector, self._purpose = control, work, vector, purpose
 
     def wait(self) -> list[float]:
-        """The sums over all ranks."""
         if self._work is not None:
             self._control.finish(self._work, self._purpose.name.lower())
         return self._control.checked(self._vector.tolist(), self._purpose)
@@ -81,13 +80,12 @@ class Control:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other rank."""
         return self.world_size == 1
 
     # ---- sums
 
     def start(self, purpose: Purpose, values: Sequence[float]) -> Pending:
-        """Begin to sum up to six ``values`` over all ranks."""
+        """Start summing up to six ``values`` over all ranks."""
         padding = [0.0] * (_PAYLOAD - len(values))
         vector = torch.tensor([float(purpose), float(purpose) ** 2, *values, *padding], dtype=torch.float64)
         return Pending(self, None if self.alone else self._begin("allreduce", [vector]), vector, purpose)
@@ -97,7 +95,7 @@ class Control:
         return self.start(purpose, values).wait()
 
     def checked(self, summed: list[float], purpose: Purpose) -> list[float]:
-        """The payload of a summed vector, if all ranks summed for the same purpose (all equal <=> no variance)."""
+        """The payload of a summed vector; ConfigError unless all ranks had one purpose (all equal <=> no variance)."""
         if summed[0] != purpose * self.world_size or summed[1] != purpose**2 * self.world_size:
             raise ConfigError(
                 f"rank {self.rank} reached '{purpose.name.lower()}' while another rank did something else",
@@ -108,7 +106,7 @@ class Control:
     # ---- anything
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """The ``values`` (equally many everywhere) of all ranks, by rank."""
+        """The ``values`` (equally many on each rank) of all ranks, by rank."""
         mine = torch.tensor(values, dtype=torch.int64)
         if self.alone:
             return [mine.tolist()]
@@ -152,15 +150,12 @@ class Control:
         return bytes(buffer.numpy().tobytes())
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
-        """Send ``tensor`` (contiguous, on the CPU) to rank ``target`` alone."""
         self.finish(self._begin("send", [tensor], target, 0, aside=True), "send")
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Fill ``tensor`` with what ``source`` sends to this rank."""
         self.finish(self._begin("recv", [tensor], source, 0, aside=True), "receive")
 
     def add_up(self, vector: torch.Tensor) -> None:
-        """Sum ``vector`` (contiguous, on the CPU) over all ranks, in place."""
         if not self.alone:
             self.finish(self._begin("allreduce", [vector]), "all_reduce")
 
@@ -178,15 +173,15 @@ class Control:
     # ---- the group
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a collective may take from now on.
+        """Limit all later collectives.
 
-        To gloo's connections nobody can tell it any more, so a transfer, which goes by theirs, is told each time.
+        gloo's connections keep the timeout they were made with, so transfers pass theirs with each wait.
         """
         self._group._set_default_timeout(timeout)
         self._transfer_limit = timeout
 
     def close(self) -> None:
-        """Give the group up, and wait for its threads unless somebody else holds it."""
+        """Drop the group; waits for its threads unless something else refers to it."""
         self._group = None
 
     def _begin(self, name: str, *arguments: Any, aside: bool = False) -> Any:
@@ -199,7 +194,6 @@ class Control:
             raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({name}: {_first_line(error)})") from error
 
     def finish(self, work: Any, what: str) -> None:
-        """Wait for ``work``."""
         try:
             self.works.wait(work)
         except RuntimeError as error:
@@ -213,7 +207,7 @@ _KINDS: dict[str, type[ElasticTrainerError]] = {
 
 
 def _kind(error: ElasticTrainerError) -> str:
-    """The nearest kind of error that all ranks know how to make."""
+    """The nearest base class that every rank can construct."""
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _KINDS), PermanentError.__name__)
 
 

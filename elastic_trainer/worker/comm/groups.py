@@ -55,7 +55,6 @@ class Group:
 
     @property
     def formed(self) -> bool:
-        """Whether there is a default process group."""
         return self.store is not None
 
 
@@ -100,12 +99,12 @@ def _init(
     working: timedelta,
     works: InterruptibleWaits,
 ) -> Control:
-    """Form both groups through ``fresh``, a store prefix that no form has used before.
+    """Form both groups through ``fresh``, a store prefix that was never used before.
 
-    The one for agreement comes first, from a thread of its own: a rank that waits for a peer to connect cannot be
-    freed, only left behind, and torch's default group is nothing to be left behind with. When it is there, all ranks
-    reach each other, and the default group may begin with the timeout that its operations have (a script's own sends
-    and receives keep that of the beginning for ever).
+    The agreement group comes first, in a thread of its own: a rank that waits for a peer to connect cannot be
+    interrupted, only abandoned, and torch's default group cannot be abandoned. Once it exists all ranks can reach each
+    other, so the default group may start with its working timeout (a script's own sends and receives keep the first one
+    for ever).
     """
     rank, world_size = formation.rank, formation.world_size
     made = Aside(lambda: dist.ProcessGroupGloo(PrefixStore("control", fresh), rank, world_size, forming), brief=True)
@@ -186,7 +185,7 @@ def form_in_place(
 
 
 def _listening(fresh: PrefixStore, control: Control) -> frozenset[End]:
-    """Where all ranks' gloo listens: each finds its own address in what its gloo has published for the others."""
+    """All ranks' gloo addresses: each rank finds its own in what its gloo has published to the store."""
     keys = [f"control/0/{control.rank}"]
     if dist.get_backend() != NCCL:
         keys.append(f"data/0//cpu//0/{control.rank}")
@@ -197,9 +196,9 @@ def _listening(fresh: PrefixStore, control: Control) -> frozenset[End]:
 
 
 def _reach(address: StoreAddress, over: Callable[[], str | None]) -> TCPStore:
-    """A connection to the store of a round in place, tried in short attempts: nothing else ends one.
+    """Connect to the store of a round in place, in short attempts that the end of the round interrupts.
 
-    The store's agent may be gone by now; the others then learn that, and the round is over.
+    The agent that serves the store may have died; the others then learn that the round is over.
     """
     deadline, attempt = Deadline.after(REACH_S), timedelta(seconds=REACH_ATTEMPT_S)
     while True:
@@ -242,7 +241,6 @@ class _Teardowns:
         self._registered = False
 
     def begin(self, kept: list[Any], group: Group | None) -> None:
-        """Let go of all that is ``kept``, when the operations of ``group`` have ended."""
         if not self._registered:
             atexit.register(self.finish)
             self._registered = True
@@ -261,7 +259,7 @@ class _Teardowns:
         kept.clear()
 
     def finish(self) -> None:
-        """The process ends: give the threads a moment. Those that are stuck in torch stay there."""
+        """At exit: give the threads a moment. Those that hang in torch stay there."""
         self._hurry.set()
         deadline = Deadline.after(LAST_TEARDOWN_S)
         for thread in self._threads:

@@ -25,5 +25,4 @@ class Likeness:
         self._pending = control.start(purpose, mine)
 
     def wait(self) -> bool:
-        """Whether it is the same everywhere; all ranks get the same answer."""
         return self._pending.wait() == self._wanted

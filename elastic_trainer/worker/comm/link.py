@@ -41,7 +41,6 @@ class RoundPlace:
 
     @property
     def one_host(self) -> bool:
-        """Whether all ranks are known to run on this machine."""
         loopback = self.store is not None and self.store.host in ("localhost", "127.0.0.1", "::1")
         return self.local_world_size == self.world_size or loopback
 
@@ -84,7 +83,7 @@ class EnvironmentLink:
         self._environment = environment
 
     def formation(self) -> RoundPlace:
-        """The place that the environment names. ConfigError if it contradicts itself."""
+        """ConfigError if the variables contradict each other."""
         env = self._environment
         if env.rank >= env.world_size or env.local_rank >= env.local_world_size:
             raise ConfigError(

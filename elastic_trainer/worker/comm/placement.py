@@ -37,7 +37,6 @@ class Hardware:
 
     @classmethod
     def present(cls) -> Hardware:
-        """Look."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return cls(cuda_devices=count, mps=torch.backends.mps.is_available())
 

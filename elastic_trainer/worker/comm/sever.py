@@ -56,12 +56,12 @@ class Sockets:
         self._ends: frozenset[End] = frozenset()
 
     def forming(self, store: Collection[End]) -> None:
-        """What appears from now on may belong to the group; what leads to its ``store`` does."""
+        """Sockets opened from now on may belong to the group; those connected to its ``store`` do."""
         with self._lock:
             self._before, self._mine, self._ends = open_sockets(), None, frozenset(store)
 
     def formed(self, listening: Collection[End]) -> int:
-        """The group is complete, its ranks are ``listening`` there; how many sockets it has."""
+        """The group is complete and its ranks listen at ``listening``; the number of its sockets."""
         with self._lock:
             self._ends |= frozenset(listening)
             self._mine = self._appeared()
@@ -71,12 +71,12 @@ class Sockets:
             return len(self._mine)
 
     def forget(self) -> None:
-        """The group is given up: its descriptors may be used again for something else."""
+        """The group is gone: the kernel may reuse its descriptors."""
         with self._lock:
             self._before = self._mine = None
 
     def descriptors(self) -> list[int]:
-        """Those of a complete group that are still the same. Takes no lock, which a forked child could never get."""
+        """Those of a complete group that are unchanged. Takes no lock, which a forked child might never get."""
         mine, now = self._mine or {}, open_sockets()
         return [number for number, name in mine.items() if now.get(number) == name]
 
@@ -121,12 +121,11 @@ def _packed(end: End) -> bytes:
 
 
 def _of(number: int) -> list[End]:
-    """Where a connection leads to and from, or a socket listens."""
     return _ends(number) or _ends(number, listens=True)
 
 
 def _ends(number: int, *, listens: bool = False) -> list[End]:
-    """Both ends of a TCP connection, or the one where a socket ``listens``; nothing for any other descriptor."""
+    """Both ends of a TCP connection, or the one where a socket ``listens``; empty for any other descriptor."""
     try:
         duplicate = socket.socket(fileno=os.dup(number))
     except OSError:
@@ -151,7 +150,7 @@ def _plain(address: Any) -> End:
 
 
 def _shut(number: int) -> bool:
-    """Shut one connected TCP socket down for reading; False if it is none."""
+    """Whether ``number`` was a connected TCP socket; it is shut down for reading then."""
     try:
         duplicate = socket.socket(fileno=os.dup(number))
     except OSError:

@@ -58,11 +58,10 @@ class Aside:
             self._ended.set()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
         return self._ended.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it has ended. RuntimeError if it failed, or is still under way after ``timeout``."""
+        """RuntimeError if it failed, or has not ended after ``timeout``."""
         if not self._ended.wait(timeout.total_seconds() if timeout is not None else None):
             raise RuntimeError("this is still under way")
         if self._error is not None:
@@ -83,12 +82,11 @@ class InterruptibleWaits:
         self._open: dict[int, Work] = {}
 
     def begun(self, work: Work) -> Work:
-        """``work`` is under way."""
         self._open[id(work)] = work
         return work
 
     def wait(self, work: Work) -> None:
-        """Wait until ``work`` has ended: as long as its group allows, and in place no longer than the round lasts."""
+        """Wait until ``work`` has ended: within its group's timeout, and in place no longer than the round lasts."""
         if self._tracker is not None:
             self._tracker.waits()
         try:
@@ -115,7 +113,7 @@ class InterruptibleWaits:
                 raise RoundBrokenError(self._why)
 
     def _outcome(self, work: Work) -> None:
-        """What came of ``work``, which has ended: a failure after the end of its round is that end."""
+        """The result of finished ``work``: a failure after the end of its round is reported as that end."""
         try:
             work.wait()
         except RuntimeError as error:
@@ -124,7 +122,7 @@ class InterruptibleWaits:
             raise
 
     def end(self, why: str) -> None:
-        """Nobody waits any longer, because of ``why``. From any thread."""
+        """End all waits, because of ``why``. From any thread."""
         self._why = self._why or why
         self._over.set()
 

@@ -67,11 +67,10 @@ class ChannelLink:
         return self._over_reason if round and round <= self._over else None
 
     def report_due(self) -> bool:
-        """Now and then."""
         return self._clock.monotonic() - self._reported_at >= REPORT_EVERY_S
 
     def report(self, progress: RankProgress) -> None:
-        """Tell the agent; dropped rather than waited for."""
+        """Send the progress; dropped if the channel is closed."""
         self._reported_at = self._clock.monotonic()
         self._send(
             messages.Progress(
@@ -84,7 +83,7 @@ class ChannelLink:
         )
 
     def close(self, status: str) -> None:
-        """Say how this worker ended, and hang up."""
+        """Send how this worker ended, and disconnect."""
         if self._closing:
             return
         self._closing = True
@@ -100,26 +99,24 @@ class ChannelLink:
             last.start()
 
     def descriptors(self) -> list[int]:
-        """What it holds open."""
         return [self._connection.fileno()]
 
     # ---- rounds
 
     def ready(self, offer: messages.Ready) -> None:
-        """This worker is free for round ``offer.number`` or a later one."""
         self._send(offer)
 
     @property
     def over(self) -> int:
-        """The newest round that is known to be over; 0 for none."""
+        """The newest round known to be over; 0 for none."""
         return self._over
 
     def await_formation(self, number: int, idle: Callable[[], None] = lambda: None) -> RoundPlace | None:
-        """Wait for a round of at least ``number`` that is not broken already, however long that takes.
+        """Wait for a round of at least ``number`` that is not broken yet, without limit.
 
-        None when round ``number`` is over before this worker could take its place: then it is free for a later one,
-        which nobody knows before it says so. ``idle()`` is called about once a second meanwhile. The agent ends the
-        process when the wait is hopeless.
+        None when round ``number`` ends before this worker took its place: the worker then has to announce that it is
+        ready for a later one. ``idle()`` is called about once a second. The agent ends the process when the wait is
+        hopeless.
         """
         while True:
             self._await(lambda: self._usable(number) is not None or self._over >= number, IDLE_EVERY_S)
@@ -131,7 +128,6 @@ class ChannelLink:
             idle()
 
     def place(self, formation: messages.Formation) -> RoundPlace:
-        """The agent's message as the session's own value."""
         self._round = formation.number
         host, _, port = formation.store.rpartition(":")
         return RoundPlace(
@@ -145,11 +141,10 @@ class ChannelLink:
         )
 
     def failed(self, number: int, error: str, *, forming: bool = False) -> None:
-        """A collective of round ``number`` failed here; ``forming``: before the round had begun."""
+        """Report that a collective of round ``number`` failed here; ``forming``: before the round had begun."""
         self._send(messages.Failed(number=number, error=error, forming=forming))
 
     def evicted(self, reason: str) -> None:
-        """This process was asked to end."""
         self._send(messages.Evicted(reason=reason))
 
     def drain(self, number: int) -> messages.Drain | None:
@@ -158,9 +153,9 @@ class ChannelLink:
         return drain if drain is not None and drain.number == number else None
 
     def await_over(self, number: int) -> bool:
-        """Wait until round ``number`` is known to be broken: always True, or the process is ended meanwhile.
+        """Wait until round ``number`` is known to be over. Always True; the agent may end the process instead.
 
-        While the store is unreachable that takes as long as the outage: nobody can form another round either.
+        The wait lasts as long as an outage of the store: without it nobody can form another round.
         """
         self._await(lambda: self._over >= number, None)
         return True

@@ -32,20 +32,20 @@ class CallReplay:
         return self._answer is not None
 
     def completed(self, result: Any, codec: Codec) -> Any:
-        """Note that a call was completed here; its result."""
+        """Count a call that completed here, and return its result."""
         self.count = max(0, self.count) + 1
         self._last = codec.encode(result)
         return result
 
     def answer(self, codec: Codec) -> Any:
-        """The result that a peer has given: the call counts as completed here."""
+        """The result that a peer sent; the call counts as completed here."""
         data, self._answer = cast("bytes", self._answer), None
         self.count += 1
         self._last = data
         return codec.decode(data)
 
     def meet(self, control: Control, counts: Sequence[int]) -> None:
-        """A round begins with ranks that have completed so many calls: bring those behind level."""
+        """At the start of a round, send the last result to the ranks that are one call behind."""
         most = max(counts)
         if any(0 <= count < most for count in counts):
             data = control.broadcast_bytes(self._last, counts.index(most))

@@ -32,15 +32,13 @@ class Escape:
 
     @property
     def inside(self) -> bool:
-        """Whether the worker is in a round."""
         return self._inside.is_set()
 
     def descriptors(self) -> list[int]:
-        """What the present group holds open."""
         return self._sockets.descriptors()
 
     def enter(self, number: int, store: Collection[End]) -> InterruptibleWaits:
-        """Round ``number`` is being formed, by way of its ``store``; its waits."""
+        """Round ``number`` is being formed through ``store``; returns its waits."""
         self.number = number
         self._works = InterruptibleWaits(self._tracker, interruptible=True)
         self._sockets.forming(store)
@@ -48,11 +46,10 @@ class Escape:
         return self._works
 
     def formed(self, listening: Collection[End]) -> None:
-        """The group is complete; its ranks are ``listening`` there."""
         self._sockets.formed(listening)
 
     def leave(self, *, planned: bool) -> None:
-        """The round is left; ``planned``: no peer waits in it either."""
+        """Leave the round; ``planned``: no peer waits in it either."""
         if not planned:
             self._sockets.sever()
         self._works.end("the round was left")  # who still asks for something of it gets what is there by now
@@ -60,11 +57,10 @@ class Escape:
         self._sockets.forget()
 
     def sever(self) -> None:
-        """Peers learn at the speed of the network that this rank has lost the round."""
+        """Let peers learn at network speed that this rank has lost the round."""
         self._sockets.sever()
 
     def free(self, why: str) -> None:
-        """Nobody waits in the present round any longer."""
         self._works.end(why)
         self._sockets.sever()
 
@@ -76,7 +72,7 @@ class Escape:
             threading.Thread(target=self._sever_until_free, args=(self.number,), name="sever", daemon=True).start()
 
     def _sever_until_free(self, number: int) -> None:
-        """Again until the main thread has left the group: a socket may have been busy the first time."""
+        """Repeat until the main thread has left the group: a socket may have been busy the first time."""
         pause_s = SEVER_AGAIN_S
         while self._inside.is_set() and self.number == number:
             self._clock.wait(threading.Event(), pause_s)

@@ -56,11 +56,10 @@ class InPlaceRecovery:
     # ---- entering a round
 
     def begin(self) -> None:
-        """Come into the first round, where the others may train already."""
         self._enter()
 
     def _enter(self, *, planned: bool = False, joinable: bool = True, following: RoundPlace | None = None) -> None:
-        """Come into the next round with the state that is held here, or get it from those who hold it."""
+        """Join the next round with the state held here, or receive the state from a rank that holds it."""
         tracker = self._place.tracker
         before, forming = tracker.change(Phase.RENDEZVOUS), partial(tracker.change, Phase.RENDEZVOUS)
         while True:
@@ -85,7 +84,7 @@ class InPlaceRecovery:
         tracker.change(before if before in _LASTING else Phase.TRAINING)
 
     def _offer(self, *, planned: bool, joinable: bool) -> Ready:
-        """What this worker brings along into a round; its number is known when it is sent."""
+        """The announcement to the agent; the round's number is filled in when it is sent."""
         report, newcomer, span_s = self._report(), self._calls.count == NEWCOMER, self._place.span_s
         return Ready(number=0, state=report, planned=planned, joinable=joinable, newcomer=newcomer, step_time_s=span_s)
 
@@ -102,7 +101,7 @@ class InPlaceRecovery:
         )
 
     def _settle(self, group: Group) -> None:
-        """A round has been formed: all ranks come to one state."""
+        """After a round was formed: bring all ranks to one state."""
         place, training, position, control = self._place, self._training, self._place.position, group.control
         place.tracker.change(Phase.HEALING)
         place.arrive(group)
@@ -131,7 +130,7 @@ class InPlaceRecovery:
         self._given_up = None
 
     def _unfit(self) -> CheckpointError | None:
-        """Why this rank's state is none to begin with."""
+        """Why training cannot start from this rank's state, if so."""
         if not self._training.steps.dirty:
             return None
         return CheckpointError(
@@ -141,20 +140,19 @@ class InPlaceRecovery:
         )
 
     def collect(self) -> dict[str, Any]:
-        """The whole training state, for a rank that needs it (its tensors are the live ones)."""
         return self._training.collect()
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        """Make ``state`` of another rank this rank's own. It is no valid source while that goes on."""
+        """Adopt the ``state`` of another rank. Until that is done this rank must not give its state to others."""
         self._valid = False
         self._training.take_over(state)
         self._valid = True
 
     def _count(self, step: Step, *, attempted_since: bool) -> None:
-        """This rank got its state from a peer that may have committed the very step that was given up here.
+        """This rank was healed by a peer that may have committed the very step that was given up here.
 
-        Then its samples count. What the script does behind a step it does here too, unless that is in the peer's state
-        already because the peer was inside the next step (``attempted_since``).
+        Then its samples count. The script's code after the step runs here too, unless the peer's state already includes
+        it because the peer was inside the next step (``attempted_since``).
         """
         position = self._place.position
         if (position.step, position.lineage) != (step.number, step.generation):
@@ -165,7 +163,7 @@ class InPlaceRecovery:
         self._place.record(step, round=step.generation, rank=step.rank, world=step.world_size)
 
     def _while_waiting(self) -> None:
-        """No round for a second: too few nodes, or no store. What is only in memory is made durable."""
+        """No round for a second (too few nodes, or no store): save what is only in memory."""
         self._place.tracker.change(Phase.WAITING)
         if self._valid:
             self._training.save_alone()
@@ -173,7 +171,7 @@ class InPlaceRecovery:
     # ---- the end of a round
 
     def absorb(self, step: Step, error: BaseException) -> bool:
-        """If ``error`` is the end of the round: come into the next one, and let the batch come again."""
+        """If ``error`` is the end of the round: join the next one, where the batch is repeated."""
         if not self._rounds.confirms(error):
             return False
         if not step.committed:
@@ -189,9 +187,9 @@ class InPlaceRecovery:
         return True
 
     def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
-        """``attempt()``, again after each round that ends in the middle of it.
+        """``attempt()``, repeated after each round that ends in the middle of it.
 
-        A peer may have completed the very call, and gone on: then its result counts here too (``codec`` brings it).
+        If a peer completed the same call, its result is used instead (``codec`` transfers it).
         """
         while True:
             try:
@@ -213,7 +211,6 @@ class InPlaceRecovery:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The script evaluates in the body."""
         self._evaluates = True
         try:
             yield
@@ -221,7 +218,7 @@ class InPlaceRecovery:
             self._evaluates = False
 
     def check_gradients(self) -> None:
-        """Raise if the gradients at hand are not those of all ranks."""
+        """RoundBrokenError if the gradients may lack those of other ranks."""
         device = self._place.placement.device
         if device.type == "cuda":
             self._rounds.check_device(device)
@@ -229,18 +226,16 @@ class InPlaceRecovery:
     # ---- planned changes
 
     def knows_change(self) -> bool:
-        """Whether a planned change of the present round is known here."""
         return not self._evaluates and self._rounds.drain() is not None
 
     def agreed(self) -> None:
-        """All ranks know of the planned change, and are behind the same step."""
         self._change_due = True
 
     def change(self) -> bool:
-        """Make the change that was agreed on, if any; whether the ranks may be others now.
+        """Make the planned change that was agreed on, if any; whether the ranks may have changed.
 
-        It is made before the next batch is drawn: what the script does behind a step is done then, on all ranks alike,
-        and whoever comes new begins where they are.
+        This happens before the next batch is drawn: the script's code after the step has run on all ranks by then, so
+        newcomers start where the others are.
         """
         if not self._change_due:
             return False
@@ -249,7 +244,6 @@ class InPlaceRecovery:
         return True
 
     def _switch(self) -> None:
-        """Leave, or go on in the next round."""
         rounds = self._rounds
         drain = rounds.drain()
         if drain is None:

@@ -54,10 +54,10 @@ class Rounds:
     def enter(
         self, offer: Ready, idle: Callable[[], None], forming: Callable[[], object], place: RoundPlace | None = None
     ) -> Formed:
-        """Come into the next round, whatever rounds fail to form meanwhile; what was formed.
+        """Join the next round, retrying while rounds fail to form.
 
-        ``offer`` is what this worker has to bring along, ``place`` the one that a planned change has agreed on already.
-        ``idle()`` is called about once a second while there is no round, ``forming()`` when a place is known.
+        ``offer`` is what this worker announces, ``place`` its place in a round that a planned change has already agreed
+        on. ``idle()`` is called about once a second while there is no round, ``forming()`` when a place is known.
         """
         if place is not None:
             self._link.ready(offer.model_copy(update={"number": place.round, "planned": True}))
@@ -80,7 +80,7 @@ class Rounds:
         return self._link.await_formation(first, idle)
 
     def give_up(self, number: int, error: BaseException) -> None:
-        """The ranks of round ``number`` could not begin, because of ``error``: it is over then. Else raises it."""
+        """The ranks of round ``number`` could not begin because of ``error``, so it is over. Raises any other error."""
         if not is_collective_failure(error):
             raise error
         logger().info("round.not_entered", round=number, error=summary(error), trail=trail(error))
@@ -107,7 +107,7 @@ class Rounds:
     def check_device(self, device: torch.device) -> None:
         """Before an update on a CUDA device: wait for the gradients, and refuse those of a round that is over.
 
-        CUDA runs behind the host, so after an abort the update would be computed from half-summed gradients.
+        CUDA runs behind the host, so after an abort the update would use half-summed gradients.
         """
         torch.cuda.current_stream(device).synchronize()
         number = self._escape.number
@@ -116,10 +116,9 @@ class Rounds:
             raise RoundBrokenError(f"round {number} ended before its gradients were complete: {reason}")
 
     def confirms(self, error: BaseException) -> bool:
-        """Whether ``error`` comes from the end of the present round.
+        """Whether ``error`` comes from the end of the present round; any other error is the script's.
 
-        A failed collective is news: it is reported to the agent, whose word that the round is broken is waited for.
-        Anything else is the script's own error.
+        A failed collective is reported to the agent; then this waits for the agent's word that the round is over.
         """
         if not self._escape.inside or not is_collective_failure(error):
             return False
@@ -130,7 +129,7 @@ class Rounds:
         return self._link.await_over(number)
 
     def abandon(self, *, planned: bool = False) -> None:
-        """Give the present group up without waiting for anybody; ``planned``: nobody waits in it either."""
+        """Drop the present group without waiting for peers; ``planned``: no peer waits in it either."""
         self._escape.leave(planned=planned)
         group, self._group = self._group, None
         groups.abandon(group)
@@ -138,7 +137,6 @@ class Rounds:
     # ---- planned changes
 
     def drain(self) -> Drain | None:
-        """The planned change that ends the present round, or None."""
         return self._link.drain(self._escape.number)
 
     def following(self, drain: Drain) -> RoundPlace | None:

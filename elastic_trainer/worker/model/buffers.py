@@ -28,7 +28,7 @@ class Buffers:
         self._renew(self._look())
 
     def keep(self) -> str | None:
-        """A step begins; the name of a buffer that is another tensor than at the step before, if there is one."""
+        """At the start of a step; returns the name of a buffer that was replaced since the previous step, if any."""
         if not self._tables:
             return None
         present, replaced = self._look(), None
@@ -40,12 +40,12 @@ class Buffers:
         return replaced
 
     def restore(self) -> None:
-        """The kept values, in the tensors that the step began with."""
+        """Put the kept values back into the tensors that the step began with."""
         if self.live:
             torch._foreach_copy_(self.live, self.kept)
 
     def undo(self) -> None:
-        """The tensors that the step began with, and their values."""
+        """Put back the tensors that the step began with, and their values."""
         for table, before in zip(self._tables, self._before, strict=True):
             table.clear()
             table.update(before)

@@ -45,7 +45,7 @@ class _Sums:
         return done
 
     def wait(self) -> bool:
-        """Wait for all of them; whether there were any."""
+        """Wait for all sums; whether there were any."""
         begun, self.begun = self.begun, []
         lost, self._lost = self._lost, None
         if lost is not None:
@@ -69,23 +69,22 @@ class Gradients:
         parallel.register_comm_hook(None, lambda state, bucket: sums.begin(bucket))
 
     def begin_step(self) -> None:
-        """There are no gradients yet."""
         self._summed = self._sums.complete = False
 
     @property
     def complete(self) -> bool:
-        """Whether all gradients of the step are in the sums."""
+        """Whether the sums hold all gradients of the step."""
         return self._sums.complete
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass, and the sums over all ranks unless they are to be left for a later one."""
+        """The backward pass and the sums over all ranks, unless sums are left to a later pass."""
         if self._summed:
             self._divide()
         loss.backward()  # type: ignore[no-untyped-call]
         self._summed = self._sums.wait()
 
     def _divide(self) -> None:
-        """What was summed before will be summed again, together with what is added from now on."""
+        """Gradients already summed will be summed again together with the new ones."""
         with torch.no_grad():
             grads = [each.grad for each in self._parallel.module.parameters() if each.grad is not None]
             if grads:  # the script may have dropped them

@@ -68,7 +68,7 @@ def summed(of: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _segments(of: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, torch.Tensor]]]:
-    """Pieces of all tensors with their numbers, in portions of up to SEGMENT elements."""
+    """Pieces of all tensors with the tensors' indices, in portions of up to SEGMENT elements."""
     segment: list[tuple[int, torch.Tensor]] = []
     room = SEGMENT
     for place, tensor in enumerate(of):

@@ -24,15 +24,13 @@ class Scaling:
 
     @property
     def enabled(self) -> bool:
-        """Whether losses are scaled."""
         return self.scaler is not None
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """What to call ``backward()`` on."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale(self, outside: Sequence[torch.Tensor] = ()) -> None:
-        """Bring gradients to their true size, once per step; of parameters ``outside`` the optimizer too."""
+        """Unscale gradients once per step, also those of parameters ``outside`` the optimizer."""
         if self.scaler is None or self._stage() is not OptState.READY:
             return
         self.scaler.unscale_(self._optimizer)
@@ -50,9 +48,9 @@ class Scaling:
             found[device] = torch.maximum(found[device], overflow) if device in found else overflow
 
     def before_update(self) -> None:
-        """Called right before the optimizer changes parameters: drop gradients that overflowed.
+        """Right before the optimizer changes parameters: drop gradients that overflowed.
 
-        A fused optimizer inside ``scaler.step`` unscales and skips by itself, told by its ``grad_scale``.
+        A fused optimizer inside ``scaler.step`` unscales and skips by itself; its ``grad_scale`` says so.
         """
         if self.scaler is None or getattr(self._optimizer, "grad_scale", None) is not None:
             return
@@ -61,11 +59,10 @@ class Scaling:
             self._optimizer.zero_grad(set_to_none=True)
 
     def begin(self) -> None:
-        """A step begins."""
         self._states = None if self.scaler is None else self.scaler._per_optimizer_states
 
     def skipped(self) -> bool:
-        """Whether ``scaler.step`` left the optimizer's step out (told also if the script called ``update()`` since)."""
+        """Whether ``scaler.step`` left the optimizer's step out, also if the script has called ``update()`` since."""
         if self.scaler is None:
             return False
         return self._states is not self.scaler._per_optimizer_states or self._stage() is OptState.STEPPED
@@ -76,7 +73,6 @@ class Scaling:
             self.scaler.update()
 
     def reset(self) -> None:
-        """Forget a step that will be repeated."""
         if self.scaler is not None:
             self.scaler._per_optimizer_states.pop(id(self._optimizer), None)
 

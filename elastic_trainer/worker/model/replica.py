@@ -55,7 +55,6 @@ class Runner(nn.Module):
         self.__dict__["through"] = module  # not a submodule: it holds the same parameters
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the module, through whatever averages its gradients now."""
         return self.__dict__["through"](*inputs, **named)
 
 
@@ -106,10 +105,7 @@ class Replica:
         self._buffers = Buffers(self.module)
 
     def begin_step(self, *, counts: bool = True) -> None:
-        """A step begins: the forward pass moves buffers (BatchNorm) before anything is committed.
-
-        ``counts``: whether the samples at hand do (they are no filler).
-        """
+        """Before the forward pass, which moves buffers (BatchNorm); ``counts``: the samples are no filler."""
         self._company.counts = counts
         replaced = self._buffers.keep() if self._buffers is not None else None
         if self._gradients is not None:
@@ -129,24 +125,22 @@ class Replica:
             self._buffers.restore()
 
     def undo(self) -> None:
-        """The step is to be repeated."""
         if self._buffers is not None:
             self._buffers.undo()
 
     @property
     def lasting(self) -> bool:
-        """Whether rounds come and go beneath it."""
         return self._lasting is not None
 
     @property
     def runner(self) -> nn.Module:
-        """What forward passes go through."""
+        """What the script calls."""
         if self._lasting is not None:
             return self._lasting
         return self._parallel if self._parallel is not None else self.module
 
     def bind(self, control: Control) -> None:
-        """Average gradients over the ranks of the present round; all ranks must hold the same state."""
+        """Average gradients over the ranks of the present round, which all hold the same state."""
         self.release()
         self._check_trainable()
         if self.tree is not None and self._buffers is not None:
@@ -172,11 +166,11 @@ class Replica:
 
     @property
     def fitted(self) -> bool:
-        """Whether what adds gradients up was made for the parameters that required one then."""
+        """Whether the reduction was built for a fixed set of trained parameters."""
         return self._parallel is not None or self.tree is not None
 
     def fit(self, control: Control, change: str) -> None:
-        """Follow a ``change`` of the parameters that require a gradient, between two steps, on all ranks alike."""
+        """Follow a ``change`` of the trained parameters, between two steps, on all ranks alike."""
         if self._parallel is not None and self._lasting is None:
             raise ConfigError(
                 f"{change} after session.wrap(), and DistributedDataParallel sums what was trained then",
@@ -194,7 +188,6 @@ class Replica:
             raise ConfigError("no parameter of the model requires a gradient", hint="unfreeze what is to be trained")
 
     def release(self) -> None:
-        """Let go of the round that the gradients were averaged in."""
         self._company.bind(0, 1, lambda tensor: None)
         if self.tree is not None:
             self.tree.unbind()
@@ -204,11 +197,11 @@ class Replica:
 
     @property
     def share(self) -> float:
-        """What a loss is to be multiplied by, so that gradients become means over the ranks."""
+        """Factor for the loss that turns gradients into means over the ranks."""
         return 1.0 if self._gradients is None else self._gradients.share
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of ``loss``; gradients are averaged over the ranks unless that is left for a later one."""
+        """The backward pass; gradients are averaged over the ranks unless that is left to a later pass."""
         if self._gradients is not None:
             self._gradients.backward(loss)
         elif self._parallel is None or not self._parallel.require_backward_grad_sync or not loss.requires_grad:
@@ -217,9 +210,9 @@ class Replica:
             self._backward_of_ddp(loss)
 
     def _backward_of_ddp(self, loss: torch.Tensor) -> None:
-        """DistributedDataParallel waits for the sums in the last callback of the backward pass: tell so in the first.
+        """DistributedDataParallel waits for its sums in the last callback of the pass, so the first one marks the wait.
 
-        (Callbacks are called in the order in which they were queued; the loss's own hook comes before any layer's.)
+        Callbacks run in the order in which they were queued; the loss's own hook comes before any layer's.
         """
         queue = torch.autograd.Variable._execution_engine.queue_callback
         loss.register_hook(lambda gradient: queue(self._tracker.waits))  # type: ignore[no-untyped-call]
@@ -229,7 +222,6 @@ class Replica:
             self._tracker.goes_on()
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients by ``factor``."""
         grads = [each.grad for each in self.module.parameters() if each.grad is not None]
         if grads and factor != 1.0:
             torch._foreach_mul_(grads, factor)
@@ -239,7 +231,7 @@ class Replica:
         return nullcontext() if self._parallel is None else self._parallel.no_sync()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The bare module if ``model`` is this replica's runner, else ``model`` itself."""
+        """The bare module if ``model`` wraps it, else ``model`` itself."""
         if model is self._parallel or model is self._lasting:
             return self.module
         return model.module if isinstance(model, DistributedDataParallel) else model

@@ -29,7 +29,6 @@ class Company:
         self.reduce: Reduce = lambda tensor: None
 
     def bind(self, rank: int, world_size: int, reduce: Reduce) -> None:
-        """Normalize over these ranks from now on."""
         self.rank, self.world_size, self.reduce = rank, world_size, reduce
         self.counts = True
 
@@ -47,7 +46,6 @@ class SharedBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize ``input``; running statistics move alike on all ranks."""
         self._check_input_dim(input)
         alone = self.company.world_size == 1 and input.numel() > input.shape[1]
         if alone or not self.training:  # ranks evaluate unequally many batches
@@ -106,7 +104,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _joined(x: torch.Tensor, axes: list[int], company: Company) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean and (biased) variance by channel over all ranks, and how many values each is of."""
+    """Mean and (biased) variance per channel over all ranks, and the number of values."""
     channels = x.shape[1]
     told = x.new_zeros(company.world_size, 2 * channels + 1)
     if company.counts and x.numel():

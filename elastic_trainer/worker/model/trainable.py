@@ -34,7 +34,7 @@ class Trainable:
         self.look()
 
     def look(self) -> None:
-        """What is so now is what is trained from now on. ConfigError if a parameter is not the model's."""
+        """Take the present flags and groups as what is trained. ConfigError if a parameter is not the model's."""
         groups = self._optimizer.param_groups
         check_members(self._optimizer, self._module)
         names, parameters = _listed(self._module)
@@ -50,22 +50,22 @@ class Trainable:
 
     @property
     def regrouped(self) -> bool:
-        """Whether the optimizer has got another group."""
+        """Whether the optimizer has a new group."""
         return len(self._optimizer.param_groups) != self._groups
 
     @property
     def switched(self) -> bool:
-        """Whether a parameter was frozen or unfrozen since."""
+        """Whether a parameter was frozen or unfrozen since :meth:`look`."""
         return list(map(_required, self.parameters)) != self._flags
 
     def switch(self) -> str:
-        """The first such parameter, and what was done to it, in words."""
+        """The first such parameter and its change, in words."""
         pairs = zip(self._names, self.parameters, self._flags, strict=True)
         name, now = next((name, each.requires_grad) for name, each, flag in pairs if each.requires_grad != flag)
         return f"parameter {name!r} was {'unfrozen' if now else 'frozen'}"
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
-        """The parameters that are the same on all ranks: the model may name some that are not, to torch."""
+        """The parameters that must be equal on all ranks (a model can exclude some from DDP)."""
         ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
         pairs = zip(self._names, self.parameters, strict=True)
         return [(name, each) for name, each in pairs if name not in ignored]
@@ -74,16 +74,15 @@ class Trainable:
 
     @property
     def frozen(self) -> list[str]:
-        """The names of those that are not trained."""
         return [name for name, each in zip(self._names, self.parameters, strict=True) if not each.requires_grad]
 
     def freeze(self, names: Collection[str]) -> None:
-        """Train all but these: so does the rank that this one gets its state from."""
+        """Train all but these, as the rank does that this one was healed from."""
         for name, parameter in zip(self._names, self.parameters, strict=True):
             parameter.requires_grad_(name not in names)
 
     def agree(self, control: Control) -> None:
-        """ConfigError on all ranks unless they train the same parameters; all of them ask it in the same step."""
+        """ConfigError on all ranks unless they train the same parameters; all call it in the same step."""
         flags = bytes(self._flags)
         if control.alone or Likeness(control, Purpose.TRAINED, xxhash.xxh3_64_intdigest(flags)).wait():
             return
@@ -117,7 +116,7 @@ def _listed(module: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 
 
 def _first_new(known: Trainable, names: list[str], parameters: list[nn.Parameter]) -> str:
-    """The name of the first parameter that was not there before, or is there no more."""
+    """The first parameter name that was added or removed."""
     before = set(map(id, known.parameters))
     added = [name for name, each in zip(names, parameters, strict=True) if id(each) not in before]
     return [*added, *sorted(set(known._names) - set(names)), *names][0]

@@ -64,20 +64,19 @@ class TreeReduction:
         return 1 + len(self._parameters) + sum(each.numel() for each in self._moving)
 
     def bind(self, control: Control, group: Any) -> None:
-        """Combine over the ranks of this round, whose process group for gradients is ``group`` (None: alone)."""
+        """Combine over this round's ranks; ``group`` sums gradients (None: alone)."""
         self._control, self._group = control, group
 
     def unbind(self) -> None:
-        """Let go of the round: its group is to end, and its memory may still be written to."""
+        """Drop the round: its group is to end, and may still write to its memory."""
         self._control, self._group, self._rooms = Control(), None, {}
 
     def begin_step(self) -> None:
-        """There are no gradients yet."""
         self._stack = Stack(_added)
         self.loss = None
 
     def capture(self, number: int, fraction: float, loss: torch.Tensor) -> None:
-        """Take the gradients of micro-batch ``number``, which is this ``fraction`` of the global batch, off the module.
+        """Take the gradients of micro-batch ``number``, which is ``fraction`` of the global batch, off the module.
 
         ``loss`` is its mean times the fraction, as are the gradients.
         """
@@ -93,12 +92,12 @@ class TreeReduction:
         self._stack.push(number, leaf)
 
     def discard(self) -> None:
-        """Drop what a filler has left: it belongs to no micro-batch."""
+        """Drop the gradients of a filler, which belongs to no micro-batch."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def _dense(self, grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """``grad`` in the tree's precision, in the order in memory that its parameter has."""
+        """``grad`` in the tree's precision and its parameter's memory layout."""
         if grad.layout is not torch.strided:
             raise ConfigError("a gradient is sparse", hint="use dense embeddings with reduction='tree'")
         if grad.dtype is self.dtype and grad.stride() == parameter.stride():
@@ -108,10 +107,7 @@ class TreeReduction:
     # ---- all leaves are there
 
     def combine(self, total: int) -> None:
-        """Give the module the gradient of the global batch of ``total`` micro-batches, and its buffers what they moved.
-
-        All ranks call it alike.
-        """
+        """Set the gradient of the global batch of ``total`` micro-batches, and move the buffers, on all ranks."""
         held = dict(self._stack.held)
         self._stack = Stack(_added)
         leaf = fold(total, held, _added) if self._control.alone else self._exchanged(total, held)
@@ -161,7 +157,7 @@ class TreeReduction:
         return self._read(result)
 
     def _room(self, name: str, count: int) -> torch.Tensor:
-        """Memory for ``count`` elements, the same as in the last step of this round: fresh memory is slow."""
+        """Memory for ``count`` elements, reused from step to step: fresh memory is slow."""
         room = self._rooms.get(name)
         if room is None or room.numel() != count:
             device = self._parameters[0].device
@@ -171,7 +167,7 @@ class TreeReduction:
     def _send(
         self, mine: torch.Tensor, plan: Sequence[Sequence[Block]], begin: int, end: int
     ) -> tuple[Work, torch.Tensor]:
-        """Begin to give each rank its slice of all sums held here. Shape of ``mine``: (blocks, ranks, slice)."""
+        """Start to send each rank its slice of all sums held here. Shape of ``mine``: (blocks, ranks, slice)."""
         part = mine[:, :, begin:end].transpose(0, 1)
         if not part.is_contiguous():
             part = self._room(f"out {begin}", part.numel()).view(part.shape).copy_(part)
@@ -184,7 +180,7 @@ class TreeReduction:
         return self._begun(work), incoming
 
     def _begun(self, work: Work) -> Work:
-        """An operation is under way. On CUDA it is the device's: a wait with a limit would abort it there."""
+        """Register the operation, except on CUDA, where a wait with a limit would abort it."""
         return work if self._parameters[0].is_cuda else self._control.works.begun(work)
 
     def _wait(self, work: Work) -> None:
@@ -196,7 +192,6 @@ class TreeReduction:
 
     @staticmethod
     def _summed(total: int, plan: Sequence[Sequence[Block]], received: torch.Tensor, size: int) -> torch.Tensor:
-        """One slice of the sum over all micro-batches."""
         order = [block for blocks in plan for block in blocks]
         rows: tuple[torch.Tensor, ...] = received.view(len(order), size).unbind()
         return fold(total, dict(zip(order, rows, strict=True)), _plus)
@@ -227,7 +222,7 @@ def _added(left: Leaf, right: Leaf) -> Leaf:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in the order that they have in memory."""
+    """The elements in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -237,7 +232,7 @@ def _plus(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order of dimensions."""
+    """Whether its elements are contiguous, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -27,7 +27,6 @@ class Block(NamedTuple):
 
     @property
     def sibling(self) -> Block:
-        """What it is added to."""
         return Block(self.start ^ (1 << self.level), self.level)
 
 
@@ -43,7 +42,6 @@ class Stack(Generic[Value]):
         """Blocks from left to right, with their sums."""
 
     def push(self, leaf: int, value: Value) -> None:
-        """The next leaf."""
         block = Block(leaf, 0)
         while self.held and self.held[-1][0] == block.sibling and block.sibling.start < block.start:
             left, held = self.held.pop()

@@ -76,7 +76,7 @@ class HeartbeatReporter:
 
     @classmethod
     def open(cls, environment: WorkerEnvironment, clock: Clock = SYSTEM) -> HeartbeatReporter:
-        """That of this process, on a page that its agent reads, if there is an agent."""
+        """The reporter of this process, on a page that its agent reads if there is one."""
         page = _page(environment)
         age_s = process_age_s()
         if _PREVIOUS:  # an earlier session of this process has told of the time before
@@ -110,7 +110,7 @@ class HeartbeatReporter:
         _PREVIOUS.clear()
 
     def close(self) -> None:
-        """The session has ended; the page stays for the agent."""
+        """The session has ended; the agent still reads the page."""
         self.closed_at = self._monotonic()
         self.beat()
         if self._stacks is not None:
@@ -121,12 +121,11 @@ class HeartbeatReporter:
     # ---- what this worker is
 
     def describe(self, **notes: Any) -> None:
-        """Tell what changes rarely."""
+        """Update notes, which change rarely."""
         self._notes.update(notes)
         self._note()
 
     def place(self, rank: int, world_size: int, round_: int, device: torch.device) -> None:
-        """A round was entered."""
         pulse = self.pulse
         pulse.rank, pulse.world_size, pulse.round, pulse.fresh, pulse.first_at = rank, world_size, round_, 0, 0.0
         self._device = device if device.type == "cuda" else None
@@ -135,14 +134,14 @@ class HeartbeatReporter:
         self.moved()
 
     def holds(self, step: int, cursor: Cursor = _START) -> None:
-        """Its state is that after ``step``, which others may have made."""
+        """This rank holds the state after ``step``, which other ranks may have committed."""
         self.pulse.step, self.pulse.epoch, self.pulse.used = step, cursor.epoch, cursor.samples
         self.moved()
 
     # ---- what it does
 
     def enter(self, phase: int) -> int:
-        """From now on time goes into the phase of this number; the one before. The next beat writes it to the page."""
+        """Count time into this phase (by number) from now on; returns the previous one. The next beat writes it."""
         before, pulse, now = self._phase, self.pulse, self._monotonic()
         pulse.seconds[before] += now - pulse.phase_at
         pulse.phase_at, self._phase = now, phase
@@ -150,14 +149,13 @@ class HeartbeatReporter:
         return before
 
     def change(self, phase: Phase) -> Phase:
-        """As :meth:`enter`, and written at once: for what may last."""
+        """As :meth:`enter`, but written at once: for phases that may last."""
         before = self.enter(NUMBERS[phase])
         self.moved()
         return PHASES[before]
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Time goes into ``phase`` in the body."""
         before = self.change(phase)
         try:
             yield
@@ -165,11 +163,11 @@ class HeartbeatReporter:
             self.change(before)
 
     def draws(self) -> int:
-        """Samples are waited for; give what comes back to :meth:`enter` afterwards."""
+        """A wait for samples begins; pass the result to :meth:`enter` afterwards."""
         return self.enter(_DATA) if self._phase in _WORK else self._phase
 
     def waits(self) -> None:
-        """It waits for other ranks from now on."""
+        """A wait for other ranks begins."""
         if self._waits_at:
             return  # inside of another wait, which ends with this one
         self._waits_at = self._monotonic()
@@ -182,7 +180,7 @@ class HeartbeatReporter:
             self._peer_saves = False
 
     def goes_on(self) -> None:
-        """It waits no longer."""
+        """The wait for other ranks is over."""
         if not self._waits_at:
             return
         if self._phase in _WORK:  # else the time of the step that it is taken from does not hold it
@@ -195,15 +193,15 @@ class HeartbeatReporter:
 
     @property
     def saving(self) -> bool:
-        """Whether a checkpoint is under way: this rank's, or one that it waits for."""
+        """Whether a checkpoint is being written, here or by the rank that this one waits for."""
         return self._phase == _CHECKPOINT or self._peer_saves
 
     def peer_saves(self) -> None:
-        """Rank 0 saves now: what the next step waits for is the checkpoint."""
+        """Rank 0 saves now: the next step's wait counts as checkpoint."""
         self._peer_saves = True
 
     def gave_up(self) -> None:
-        """The step at hand is lost, and comes again."""
+        """The present step is lost and will be repeated."""
         self.page.inside(False)
         self.goes_on()
         self.enter(self._phase)
@@ -212,12 +210,11 @@ class HeartbeatReporter:
         seconds[_REPEATED] += lost_s
 
     def moved(self) -> None:
-        """It gets on, in a phase without steps."""
+        """Progress in a phase without steps."""
         self.pulse.moved_at = self._monotonic()
         self.beat()
 
     def step_begins(self, number: int) -> None:
-        """Step ``number`` is computed now."""
         phase = _REPEATED if number <= self.reached else _TRAINING
         self.page.inside(True)
         if self._phase not in _WORK:
@@ -226,7 +223,7 @@ class HeartbeatReporter:
             self.enter(phase)
 
     def committed(self, step: int, samples: int, cursor: Cursor = _START) -> None:
-        """``step`` was committed, on ``samples`` samples of this rank; the job goes on at ``cursor``."""
+        """``step`` was committed with ``samples`` samples of this rank; the data goes on at ``cursor``."""
         pulse, now = self.pulse, self._monotonic()
         self.page.inside(False)
         pulse.seconds[self._phase] += now - pulse.phase_at
@@ -257,7 +254,7 @@ class HeartbeatReporter:
         self.beat()
 
     def _sample(self, now: float) -> None:
-        """What is too dear for each step."""
+        """Figures that are too expensive for every step."""
         self._sampled_at = now
         with suppress(OSError):
             self.pulse.threads = len(os.listdir("/proc/self/task"))
@@ -267,25 +264,23 @@ class HeartbeatReporter:
         self.pulse.reserved = torch.cuda.memory_reserved(self._device)
 
     def knows_loss(self, loss: float | None, *, own: bool = False) -> None:
-        """The newest loss (None: unknown). This rank's ``own`` counts only while that of all ranks is not known."""
+        """The newest loss (None: unknown). This rank's ``own`` counts until the mean over all ranks is known."""
         if loss is not None and math.isfinite(loss) and not (own and self._knows_mean):
             self.pulse.loss = loss
             self._knows_mean = not own
 
     def nonfinite(self) -> None:
-        """The loss was found NaN or infinite."""
         self.pulse.nonfinite += 1
         self.beat()
 
     def differed(self) -> None:
-        """Ranks were found to hold different parameters."""
         self.count("differences")
         self._note()
 
     # ---- checkpoints
 
     def operated(self, what: str, duration_s: float, *, ok: bool) -> None:
-        """A ``save`` or a ``load`` took so long."""
+        """Count a ``save`` or ``load`` and its duration."""
         self.count(f"{what}.{'ok' if ok else 'failed'}")
         if ok:
             for name, amount in observed(f"{what}_s", duration_s, SAVE_BUCKETS).items():
@@ -293,18 +288,16 @@ class HeartbeatReporter:
         self._note()
 
     def saved(self, step: int, size: int, duration_s: float) -> None:
-        """Rank 0 has saved a checkpoint of ``size`` bytes."""
         self._notes["saved"] = {"step": step, "wall": self._clock.wall(), "bytes": size, "duration_s": duration_s}
         self.operated("save", duration_s, ok=True)
 
     def count(self, name: str, amount: float = 1.0) -> None:
-        """Count something rare; told with the next note."""
+        """Count a rare event; written with the next note."""
         self._counts[name] = self._counts.get(name, 0.0) + amount
 
     # ---- writing
 
     def beat(self) -> None:
-        """Write the pulse."""
         self.pulse.phase = PHASES[self._phase]
         self._told_s = self.pulse.seconds[_TRAINING]
         self.page.beat(self.pulse, self._phase)
@@ -313,7 +306,7 @@ class HeartbeatReporter:
         self.page.note({**self._notes, "counts": self._counts})
 
     def _offer_stacks(self, page: Path) -> None:
-        """The agent asks for the stacks of all threads by a signal; the C handler writes them whatever Python does."""
+        """The agent requests stacks by signal; the C handler writes them even while the interpreter is blocked."""
         try:
             self._stacks = page.with_suffix(".stacks").open("wb")
             faulthandler.register(SIGNAL, self._stacks, all_threads=True, chain=False)

@@ -43,16 +43,15 @@ class Ledger:
 
     @property
     def enabled(self) -> bool:
-        """Whether lines are written; what costs something to find out need not be found out otherwise."""
+        """Whether lines are written at all."""
         return self._path is not None
 
     def identify(self, *, rank: int, local_rank: int, world: int, round: int) -> None:
-        """What every following line says about its writer."""
+        """Set what every later line says about its writer."""
         place = {"rank": rank, "local_rank": local_rank, "world": world, "round": round, "pid": os.getpid()}
         self._identity.update(place)
 
     def write(self, event: str, **values: Any) -> None:
-        """Add one line."""
         if self._path is None:
             return
         moment = {"event": event, "t": self._clock.monotonic(), "wall": self._clock.wall()}
@@ -62,14 +61,13 @@ class Ledger:
         self._write_out()
 
     def close(self) -> None:
-        """End the file."""
         self._path = None
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def _write_out(self) -> None:
-        """Give the disk what waits, from the very byte on that it has not taken."""
+        """Write what waits, starting at the first byte that the disk has not taken."""
         try:
             descriptor = self._opened()
             while self._waiting:

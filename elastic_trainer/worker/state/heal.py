@@ -40,7 +40,7 @@ class Patient(Protocol):
     def collect(self) -> dict[str, Any]: ...
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        """Make ``state`` the present one; it is not valid while this runs."""
+        """Make ``state`` the present one; it is invalid while this runs."""
         ...
 
 
@@ -168,12 +168,11 @@ class Pair(Control):
         self._whole, self._source, self._target = whole, source, target
 
     def agree(self, error: Any) -> None:
-        """An error of the source ends its process, which the other learns as the end of the round."""
+        """An error of the source ends its process; the target learns that as the end of the round."""
         if error is not None:
             raise error
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Pass ``tensor`` on."""
         if self.rank == self._source:
             self._whole.send(tensor, self._target)
         else:

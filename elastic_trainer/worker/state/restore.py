@@ -63,7 +63,6 @@ class Inventory:
         self.error: CheckpointError | None = None
 
     def candidate(self) -> StateCandidate | None:
-        """The newest one, or None."""
         if self._manager is None:
             return None
         if self._loaded is not None:
@@ -76,7 +75,7 @@ class Inventory:
         return None if entry is None else StateCandidate(entry.manifest.round, entry.manifest.step)
 
     def load(self, wanted: StateCandidate) -> Loaded | None:
-        """Load it. None if an older one, or none, turned out to be the newest good one: choose again."""
+        """None if an older one, or none, turned out to be the newest good one: choose again."""
         if self._manager is None:
             raise RuntimeError("this rank has no checkpoints to load")
         if self._loaded is None:

@@ -65,20 +65,18 @@ class Saver:
         """That of the rank that saves."""
 
     def serve(self, *, saves: bool, world_size: int = 1) -> None:
-        """From now on this rank ``saves``, or another one does."""
+        """Whether this rank ``saves`` from now on."""
         self._manager, self._world_size = self._held if saves else None, world_size
 
     def resumed(self) -> None:
-        """The state at hand was just read from a checkpoint."""
+        """The present state was just read from a checkpoint."""
         self._last_step = self._state.position.step
 
     @property
     def unsaved(self) -> bool:
-        """Whether a step was committed since the last save."""
         return self._manager is not None and self._state.position.step != self._last_step
 
     def due_by_step(self, step: int) -> bool:
-        """Whether this step is one to save after."""
         return self._cadence.every_steps is not None and step % self._cadence.every_steps == 0
 
     def due_by_time(self) -> bool:
@@ -122,7 +120,7 @@ class Saver:
         return manager.save(state.collect(), info)
 
     def attempt(self) -> CheckpointError | NonFiniteError | None:
-        """Save on schedule. What goes wrong has been logged, and is returned: it must not end the training."""
+        """Save on schedule. An error has been logged and is returned: it must not end the training."""
         try:
             self.save({})
         except (CheckpointError, NonFiniteError) as error:
@@ -149,7 +147,7 @@ def check_storage(manager: CheckpointManager | None, control: Control, environme
 
 
 def _goes_on(manager: CheckpointManager, environment: WorkerEnvironment) -> bool:
-    """Whether the training has been under way: steps are known, or it left a checkpoint."""
+    """Whether the training was under way before: steps are known, or there is a checkpoint."""
     try:
         return environment.reached > 0 or (environment.midway and manager.newest() is not None)
     except CheckpointError:

@@ -95,7 +95,7 @@ class TrainingState:
         }
 
     def committed(self) -> dict[str, Any]:
-        """The parts that the commit of a step changes, and nothing else does."""
+        """The parts that only the commit of a step changes."""
         return {
             "parameters": {name: each.detach() for name, each in self.module.named_parameters()},
             "optimizer": self.optimizer.state_dict(),
@@ -106,7 +106,7 @@ class TrainingState:
     # ---- in
 
     def apply(self, state: Mapping[str, Any], *, first_rank: bool) -> None:
-        """Make ``state`` the present one. Only the first rank takes over the random generators."""
+        """Make ``state`` the present one. Only the first rank adopts the random generators."""
         self._check(state)
         waiting = {name: part for name, part in state["user"].items() if name not in self.user}
         small = [(self.user[name], state["user"][name]) for name in self.user if name in state["user"]]
@@ -126,7 +126,7 @@ class TrainingState:
             set_random_state(state["random"], self.device)
 
     def _apply_average(self, average: AveragedModel, state: Mapping[str, Any]) -> None:
-        """A checkpoint without an average lets it begin at the parameters."""
+        """Without an average in the checkpoint it begins at the parameters."""
         if state.get("average") is not None:
             average.load_state_dict(state["average"])
         else:
@@ -134,7 +134,7 @@ class TrainingState:
             average.n_averaged.zero_()
 
     def register(self, name: str, part: Stateful) -> None:
-        """Keep ``part`` with the state from now on; if a resumed state has it, it is loaded now."""
+        """Save ``part`` with the state from now on; if a resumed state contains it, load it now."""
         check_part(name, part, self.user)
         if name in self.pending:
             _load_all([(part, self.pending[name])])
@@ -226,7 +226,7 @@ def _described(tensor: Any) -> str:
 
 
 def _load_all(parts: list[tuple[Any, Any]]) -> None:
-    """Load each part; if one refuses, all get back what they had."""
+    """Load each part; if one refuses, restore all."""
     before = [(part, copy.deepcopy(part.state_dict())) for part, _ in parts]
     try:
         for part, state in parts:

@@ -39,7 +39,6 @@ class Flags:
 
     @property
     def any(self) -> bool:
-        """Whether there is something to do."""
         return self.stop or self.save or self.nonfinite or self.switch or self.differ
 
 
@@ -67,8 +66,8 @@ class Consensus:
     def boundary(self, observe: Callable[[], Flags], *, urgent: bool = False) -> Flags | None:
         """Pass a boundary; what all ranks agreed on here, or None if nothing was due.
 
-        ``observe`` is asked for this rank's wishes only when a sum starts. ``urgent`` shortens the way for a process
-        that is alone; others cannot act before all know.
+        ``observe`` is called for this rank's wishes only when a sum starts. ``urgent`` makes a process that is alone
+        act at once; several ranks can act only when all know.
         """
         self._measure()
         self._count += 1
@@ -84,13 +83,13 @@ class Consensus:
         return agreed
 
     def reset(self) -> None:
-        """A new kind of boundary begins (all ranks say so together): measure afresh, agree at the next one."""
+        """A new kind of boundary begins on all ranks: measure afresh, and agree at the next one."""
         self._last, self.boundary_s = None, 0.0
         self._outdated = self._pending is not None
         self._next_start = self._count + 1
 
     def drain(self) -> Flags | None:
-        """Wait for the sum under way, if any; all ranks are at the same boundary, so all or none have one."""
+        """Wait for the pending sum, if any; all ranks are at the same boundary, so all or none have one."""
         return self._finish() if self._pending is not None else None
 
     def _alone(self, observe: Callable[[], Flags], urgent: bool) -> Flags | None:

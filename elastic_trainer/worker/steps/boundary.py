@@ -43,28 +43,26 @@ class Boundaries:
 
     @property
     def span_s(self) -> float:
-        """The time from boundary to boundary, smoothed."""
         return self._consensus.boundary_s
 
     def slowest_stop_s(self) -> float:
-        """How long the ranks may need to agree to stop."""
+        """How long the ranks may take to agree to stop."""
         return _STOP_BOUNDARIES * self._consensus.boundary_s
 
     def after_step(self, step: int) -> Turn:
-        """Pass the boundary behind ``step``; what all ranks do now."""
         return self.cross()
 
     def save_due(self, step: int) -> None:
-        """Save after ``step`` if that is due, where the end of a round came between the step and its boundary."""
+        """Save after ``step`` if due, when the round ended between the step and its boundary."""
 
     def refuse_nonfinite(self) -> None:
-        """The round has ended: a state whose losses are not finite must not be carried into the next, and to others.
+        """After the end of a round: a state with non-finite losses must not reach the next round and other ranks.
 
-        Ranks that heard of it at the last boundary are gone; this one did not hear, since they went.
+        Ranks that learned of it at the last boundary have ended; this one did not learn it because they ended.
         """
 
     def cross(self, *, saved: bool = False) -> Turn:
-        """Pass a boundary; what all ranks do now. ``saved``: this state was saved just now."""
+        """Pass a boundary; what all ranks do now. ``saved``: this state has just been saved."""
         agreed = self._consensus.boundary(self._wishes, urgent=self._signals.requested is not None)
         return Turn.GO_ON if agreed is None else self._follow(agreed, saved=saved)
 

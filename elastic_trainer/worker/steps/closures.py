@@ -41,7 +41,6 @@ class Before:
         self._state = copy.deepcopy(optimizer.state_dict())
 
     def restore(self) -> None:
-        """Put them back."""
         with torch.no_grad():
             torch._foreach_copy_(self._parameters, self._values)
         self._optimizer.load_state_dict(self._state)

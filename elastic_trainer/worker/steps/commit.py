@@ -91,7 +91,6 @@ class Steps:
         self._optimizer.register_step_post_hook(self._after_update)
 
     def bind(self, control: Control) -> None:
-        """Work in the round of ``control``, from a state that was just resumed."""
         self.control = control
         self.trainable.look()
         self._agreed = False
@@ -100,23 +99,20 @@ class Steps:
 
     @property
     def inside(self) -> bool:
-        """Whether a step is open."""
         return self._current is not None
 
     @property
     def uncommitted(self) -> int | None:
-        """The number of the step that is open and not committed, if there is one."""
+        """The number of the open step, if it is not committed yet."""
         step = self._current
         return step.number if step is not None and not step.committed else None
 
     def begin(self, batch: Batch | None) -> Step:
-        """The next step, about ``batch``."""
         if batch is not None and batch.used:
             raise ConfigError("this batch has been committed already", hint="open one session.step() for each batch")
         return Step(self, batch)
 
     def opened(self, step: Step) -> None:
-        """The body begins."""
         if self._current is not None:
             raise ConfigError("session.step() inside another one", hint="end the first step before the next")
         self._lost = self._meet()
@@ -133,7 +129,7 @@ class Steps:
             self._seed(batch)
 
     def _meet(self) -> RoundBrokenError | None:
-        """Compare with the other ranks. The end of the round is kept for the body: only there it can be absorbed."""
+        """Compare plans. If the round ends here, the error is raised in the body: only there it can be absorbed."""
         try:
             self._feed.accord.at_step(self.position.cursor.epoch)
         except RoundBrokenError as error:
@@ -141,7 +137,7 @@ class Steps:
         return None
 
     def absorb(self, step: Step, error: BaseException) -> bool:
-        """Whether ``error`` was the end of a round, and has been dealt with."""
+        """Whether ``error`` was the end of a round, and has been handled."""
         return self._surroundings.absorb(step, error)
 
     def check_round(self) -> None:
@@ -150,7 +146,7 @@ class Steps:
             raise self._lost
 
     def _follow(self) -> None:
-        """Train what the script has frozen, unfrozen and grouped by now."""
+        """Train what the script has frozen, unfrozen and regrouped since the last step."""
         if self.replica.fitted and self.trainable.switched:
             self.replica.fit(self.control, self.trainable.switch())
             self._agreed = False
@@ -159,13 +155,13 @@ class Steps:
             self.trainable.look()
 
     def agree(self) -> None:
-        """Before a backward pass: what is trained is the same on all ranks. They may come to see a change apart."""
+        """Before a backward pass: all ranks train the same parameters. They may notice a change at different steps."""
         if not self._agreed:
             self.trainable.agree(self.control)
             self._agreed = True
 
     def begin_micro_batch(self, part: Batch) -> None:
-        """``part`` is computed now: it draws the random numbers that are its own at any number of ranks."""
+        """Seed ``part`` with random numbers that do not depend on the number of ranks."""
         self.replica.begin_micro_batch(counts=part.weight > 0.0)
         self._seed(part)
 
@@ -175,7 +171,7 @@ class Steps:
         self._seed_all(rng.key(part.start, start=self._epoch_stream))
 
     def closed(self, step: Step, error: BaseException | None) -> bool:
-        """The body has ended. True if its ``error`` was the end of a round, and has been dealt with."""
+        """After the body. True if its ``error`` was the end of a round, and has been handled."""
         if self._current is not step:
             return False
         try:
@@ -198,9 +194,9 @@ class Steps:
         return False
 
     def _drop_gradients(self) -> None:
-        """Of all parameters, whether the optimizer has them or not: what stays would be summed over the ranks again.
+        """Of all parameters, also those without optimizer: a gradient left over would be summed over the ranks again.
 
-        ``zero_grad()`` of torch's optimizers takes many times as long, since it tells the profiler about itself.
+        ``zero_grad()`` of torch's optimizers takes many times as long because of its profiler record.
         """
         if type(self._optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
             self._optimizer.zero_grad(set_to_none=True)
@@ -208,13 +204,13 @@ class Steps:
             parameter.grad = None
 
     def disown(self) -> None:
-        """In a forked child: the open step, if any, is the parent's."""
+        """In a forked child: an open step is the parent's."""
         self._current = None
 
     def undo(self) -> None:
-        """Take back what a step that was not committed has left behind: gradients, buffers, the scaler's stage.
+        """Undo what an uncommitted step left behind: gradients, buffers, the scaler's stage.
 
-        An update that was not completed stays (:attr:`dirty`), unless what was before it has been kept.
+        An incomplete update stays (:attr:`dirty`) unless the state before it was kept.
         """
         if self._before is not None:
             self._before.restore()
@@ -225,12 +221,11 @@ class Steps:
         self._tracker.gave_up()
 
     def knows_loss(self, mean: float | None) -> None:
-        """The newest mean loss (None: unknown)."""
         self._loss = self._loss if mean is None else mean
         self._tracker.knows_loss(mean)
 
     def loss_before(self, step: Step, reason: str) -> float:
-        """The last loss that is known, for a ``step`` that has none of its own; the log says so the first time."""
+        """The last known loss, for a ``step`` that has none of its own; logged the first time."""
         if not self._substituted:
             self._substituted = True
             hint = "ask for step.loss under `if step.committed:`"
@@ -238,7 +233,7 @@ class Steps:
         return self._loss
 
     def nonfinite(self) -> bool:
-        """Whether a loss since the beginning (or :meth:`forgive`) was NaN or infinite. Waits for the device once."""
+        """Whether a loss since the start (or :meth:`forgive`) was NaN or infinite. Waits for the device once."""
         if self._unchecked:
             self._nonfinite |= not bool(torch.isfinite(torch.stack(self._unchecked)).all())
             self._tracker.knows_loss(float(self._unchecked[-1]), own=True)
@@ -246,7 +241,7 @@ class Steps:
         return self._nonfinite
 
     def forgive(self) -> None:
-        """What was not finite has been told of: look at the losses that follow."""
+        """The non-finite loss was reported: look at later losses only."""
         self._nonfinite = False
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -270,7 +265,7 @@ class Steps:
         self._surroundings.check_gradients()
 
     def _called(self, step: Step, closure: closures.Closure, optimizer: torch.optim.Optimizer) -> closures.Closure:
-        """What the optimizer is to call in place of the ``closure``."""
+        """What the optimizer calls in place of the ``closure``."""
         if closures.calls_once_first(optimizer):
             with torch.enable_grad():
                 loss = closure()

@@ -93,7 +93,6 @@ class Comparison:
         self._asked: tuple[_Taken, Likeness] | None = None
 
     def after_step(self, step: int) -> None:
-        """The boundary behind ``step``, which all ranks pass."""
         if not self._every:
             return
         if self._asked is not None:
@@ -104,7 +103,7 @@ class Comparison:
             self._take(step)
 
     def end(self, step: int) -> None:
-        """All ranks are behind the last step: compare what is held now, and wait for it."""
+        """After the last step: compare the present parameters and wait for the result."""
         if not self._every:
             return
         if self._asked is not None:

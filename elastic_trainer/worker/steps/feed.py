@@ -40,7 +40,6 @@ class Awaited:
         self.follow = source.follow
 
     def draw(self, request: SampleRequest) -> Drawn:
-        """The samples of ``request``."""
         before = self._tracker.draws()
         try:
             return self._source.draw(request)
@@ -83,17 +82,16 @@ class DataFeed:
     def bind(
         self, control: Control, resumed: Mapping[str, Any], given: Mapping[str, Any], *, even: bool, fixed: bool
     ) -> None:
-        """Draw for the rank of the present round. ``resumed``: the fields of the checkpoint that it began from.
+        """Draw for this rank of the present round.
 
-        ``given``: those of the plan that the rank trains by whose state was taken over, if any.
-
-        ``fixed``: nothing that is drawn may depend on the number of ranks.
+        ``resumed``: the fields of the checkpoint that it began from. ``given``: those of the plan of the rank that this
+        one was healed from, if any. ``fixed``: nothing drawn may depend on the number of ranks.
         """
         self._control, self._resumed, self._even, self._fixed = control, resumed, even, fixed
         self.accord.bind(control, given)
 
     def redraw(self) -> None:
-        """The ranks changed between a batch and its step: make it this rank's part of what comes next now."""
+        """The ranks changed between a batch and its step: replace it by this rank's part of what comes next."""
         batch, sampler, cursor = self.batch, self._sampler, self._position.cursor
         if batch is None or batch.used or sampler is None or self._drawn_at == self._place:
             return
@@ -104,12 +102,12 @@ class DataFeed:
 
     @property
     def _place(self) -> tuple[Cursor, int, int]:
-        """What decides this rank's part: the position, the rank, the number of ranks."""
+        """All that decides this rank's part: position, rank, number of ranks."""
         return self._position.cursor, self._control.rank, self._control.world_size
 
     @property
     def next_size(self) -> int:
-        """How many samples the next step takes, job-wide; 0 where that is not known, and at the end of an epoch."""
+        """Samples of the next step, job-wide; 0 if unknown, and at the end of an epoch."""
         fields = self.fields or self._resumed
         left = int(fields.get("length", 0)) - self._position.cursor.samples
         size = int(fields.get("global_batch", 0))
@@ -122,11 +120,11 @@ class DataFeed:
         return (asdict(self._sampler.plan) if self._sampler is not None else {}), until
 
     def lr_factor(self) -> float:
-        """What the learning rate is multiplied by at the present number of ranks."""
+        """Factor for the learning rate at the present number of ranks."""
         return 1.0 if self._sampler is None else self._sampler.plan.lr_factor(self._control.world_size)
 
     def epochs(self, total: int) -> Iterator[int]:
-        """The epochs from the position's to ``total - 1``; the position moves on when the body of one ends."""
+        """The epochs from the position's to ``total - 1``; the position advances when the body of one ends."""
         try:
             while self._position.cursor.epoch < total:
                 self._last_epoch = total
@@ -152,7 +150,7 @@ class DataFeed:
     ) -> Iterator[Batch]:
         """See ``Session.batches``. Mistakes are raised here, not at the first batch.
 
-        ``change()`` lets the ranks change before a batch is drawn; whether they did.
+        ``change()`` lets the ranks change before a batch is drawn; it returns whether they did.
         """
         if epochs is None and self._last_epoch is None:
             raise ConfigError("batches() does not know how many epochs", hint="say epochs=N, or loop over epochs(N)")
@@ -176,7 +174,7 @@ class DataFeed:
         return self._drawn(Sampler(told, plan, even=self._even, until=until), epochs, change)
 
     def _source_of(self, dataset: Any, collate: Collate | None, loading: Loading, plan: EpochPlan) -> Fetcher:
-        """The one of the epoch before, if it is for the same: its data workers go on."""
+        """Reuse the previous epoch's source if it fits: its data workers go on."""
         asked = (id(dataset), id(collate), loading, plan.length, plan.shuffle)  # the source keeps both of them alive
         if self._source is None or asked != self._source_for:
             self.close()
@@ -185,7 +183,6 @@ class DataFeed:
         return self._source
 
     def close(self) -> None:
-        """Nothing is drawn any more, or from something else."""
         if self._source is not None:
             self._source.close()
         self._source, self._source_for = None, ()

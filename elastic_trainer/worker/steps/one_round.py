@@ -55,11 +55,9 @@ class OneRound:
         self._resume = resume
 
     def begin(self) -> None:
-        """Resume with the ranks that are there already."""
         self._resume()
 
     def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
-        """``attempt()``."""
         return attempt()
 
     def evaluating(self) -> AbstractContextManager[None]:

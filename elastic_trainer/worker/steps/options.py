@@ -92,13 +92,12 @@ class SessionOptions:
 
     @property
     def retention(self) -> Retention:
-        """Which checkpoints stay."""
         given = self.saving.retention
         return given if given is not None else Retention(self.keep_last, self.saving.keep_every)
 
     @property
     def fatal(self) -> bool:
-        """Whether a loss that is not finite ends the training."""
+        """Whether a non-finite loss ends the training."""
         return self.checks.nonfinite == "raise"
 
 

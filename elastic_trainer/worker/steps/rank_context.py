@@ -18,20 +18,16 @@ class RankContext:
 
     @property
     def control(self) -> Control:
-        """The collectives of the round."""
         return self.group.control
 
     @property
     def rank(self) -> int:
-        """This process's number among all."""
         return self.group.formation.rank
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
         return self.group.formation.world_size
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this is the process that saves and reports."""
         return self.rank == 0

@@ -34,7 +34,6 @@ class SecondOptimizers:
         self._hook = register_optimizer_step_pre_hook(self._look)
 
     def close(self) -> None:
-        """The session ends; optimizers are free."""
         self._hook.remove()
 
     def _look(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

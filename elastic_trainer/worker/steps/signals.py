@@ -63,11 +63,11 @@ class Signals:
 
     @property
     def exit_code(self) -> int:
-        """What to exit with once all ranks have agreed to stop."""
+        """Exit code once all ranks have agreed to stop."""
         return EXIT_INTERRUPTED if self.requested == signal.SIGINT else EXIT_LEFT
 
     def open(self) -> None:
-        """Take the signals over. Outside the main thread Python has no way to: then nothing is done."""
+        """Install the handlers. Python allows that only in the main thread; elsewhere nothing is done."""
         if threading.current_thread() is not threading.main_thread():
             logger().warning("signals.left_alone", reason="the session is not opened in the main thread")
             return
@@ -81,12 +81,11 @@ class Signals:
         self._thread.start()
 
     def agreed(self) -> None:
-        """All ranks stop at this boundary: what follows (a checkpoint) has its own bounds."""
+        """All ranks stop at this boundary: what follows (a checkpoint) has limits of its own."""
         with self._rearming:
             self._deadline = None
 
     def close(self) -> None:
-        """Give the signals back."""
         if self._thread is None or self._writer is None or self._reader is None:
             return
         self.agreed()
@@ -100,7 +99,7 @@ class Signals:
         self._thread = None
 
     def disown(self) -> None:
-        """In a forked child: signals do again what they did before."""
+        """In a forked child: restore the previous handlers."""
         signal.set_wakeup_fd(-1)
         for number, handler in self._previous.items():
             if signal.getsignal(number) is _noted:
@@ -108,7 +107,6 @@ class Signals:
         self._thread = None
 
     def descriptors(self) -> list[int]:
-        """What it holds open."""
         return [end.fileno() for end in (self._reader, self._writer) if end is not None]
 
     def _watch(self) -> None:
@@ -152,7 +150,7 @@ class Signals:
             self._leave("the ranks did not agree to stop in time")
 
     def _rearm(self, deadline: Deadline) -> None:
-        """The patience begins anew, unless the ranks have agreed meanwhile."""
+        """Restart the patience, unless the ranks have agreed meanwhile."""
         patience_s = self._patience_s()
         with self._rearming:
             if self._deadline is deadline:

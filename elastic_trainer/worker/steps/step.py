@@ -64,10 +64,10 @@ class LaterLoss:
         self._steps, self._control, self._pending, self._mean = steps, control, pending, mean
 
     def read(self) -> float | None:
-        """The loss, waited for if need be; any rank may ask, at any time, and once.
+        """The loss, after a wait if necessary; any rank may read it at any time, once.
 
-        None where the ranks have changed since, or lose each other meanwhile: whoever needs the others next finds that
-        out and deals with it. ConfigError if another rank did something else in place of its step.
+        None where the ranks have changed or lose each other: the next collective finds that out and handles it.
+        ConfigError if another rank did something else in place of its step.
         """
         if self._control is not self._steps.control:
             return None
@@ -212,7 +212,7 @@ class Step:
         self._wanted = True
 
     def _count(self, count: float, *, counts: bool) -> float:
-        """Note the ``count``; what the sum is multiplied by until the count of the global batch is known."""
+        """Add ``count``; returns the factor for the sum until the count of the global batch is known."""
         if not math.isfinite(count) or count < 0:
             raise ConfigError(
                 f"backward(loss, count) with a count of {count:g}", hint="count the items that the loss sums"
@@ -225,11 +225,11 @@ class Step:
 
     @property
     def _items(self) -> int:
-        """The samples of the global batch: what sums of losses are divided by at first, the same on all ranks."""
+        """The samples of the global batch: a first divisor for sums of losses, the same on all ranks."""
         return max(1, self._part.global_size) if self._part is not None else 1
 
     def _normalize(self, total: float) -> None:
-        """Gradients and losses are sums divided by ``_items``; the global batch has ``total`` that count."""
+        """Gradients and losses are sums divided by ``_items``; divide by the global ``total`` instead."""
         self._normalized = True
         factor = self._items / total if total else 0.0
         self._steps.replica.scale_gradients(factor)
@@ -238,7 +238,7 @@ class Step:
             self._mean *= factor
 
     def _fraction(self, part: Batch | None) -> float:
-        """How much of the global batch the micro-batch at hand is; the same at any number of ranks."""
+        """The share of the micro-batch in the global batch, the same at any number of ranks."""
         if part is None or (part.number is None and part.weight):
             raise ConfigError(
                 "reduction='tree' adds up micro-batches",
@@ -249,7 +249,7 @@ class Step:
         return len(part.ids) / part.global_size
 
     def _complete(self) -> None:
-        """ConfigError unless each micro-batch has had its backward pass when the last one has."""
+        """ConfigError if the last micro-batch is done and another one had no backward pass."""
         if self._batch is None or self._part is self._batch:
             return
         parts = self._batch.micro_batches
@@ -353,17 +353,17 @@ class Step:
         self._complete()
 
     def again(self) -> None:
-        """The pass over the batch that follows counts, and none before it."""
+        """Only the next pass over the batch counts."""
         self._losses, self._done, self._normalized = [], set(), False
         self._mean = self._pending = self._count_here = None
         self._part = self._batch
 
     def mean_of_pass(self) -> torch.Tensor:
-        """The mean loss of the pass that is complete, over the global batch: the same on all ranks."""
+        """The mean loss of the completed pass over the global batch, the same on all ranks."""
         if self._mean is None:
             self._mean = self._global_mean()
         return torch.tensor(self._mean, dtype=torch.float64)
 
     def finite_evidence(self) -> list[torch.Tensor]:
-        """Losses to be looked at when it costs nothing."""
+        """Losses to check for NaN and infinity later, when it costs nothing."""
         return [loss for loss, weight in self._losses if weight]

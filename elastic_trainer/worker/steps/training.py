@@ -116,7 +116,6 @@ class Training:
         self._second = SecondOptimizers(self.replica.module, optimizer, wrapped.user, self.steps) if lasts else None
 
     def close(self) -> None:
-        """The session ends."""
         if self._second is not None:
             self._second.close()
 
@@ -126,11 +125,10 @@ class Training:
     # ---- the state, as others get it
 
     def collect(self) -> dict[str, Any]:
-        """The whole training state (its tensors are the live ones)."""
         return self.state.collect()
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        """Make ``state`` of another rank this rank's own."""
+        """Adopt the ``state`` of another rank."""
         self.steps.dirty = True
         self.state.apply(state, first_rank=False)
         self.steps.dirty = False
@@ -138,16 +136,16 @@ class Training:
     # ---- rounds
 
     def begin_here(self) -> None:
-        """Train with the ranks that are there already."""
+        """Train with the ranks that are already there."""
         present = self.place.present
         present.boundaries.end()
         with self.place.tracker.during(Phase.HEALING):
             self.resume(present.group)
 
     def resume(self, group: Group, unfit: CheckpointError | None = None) -> None:
-        """Bring all ranks of ``group`` to one state, out of storage, and let them train together.
+        """Bring all ranks of ``group`` to one state from storage, and let them train together.
 
-        Where there is nothing in storage they begin with that of rank 0, unless one rank says that it is ``unfit``.
+        Without a checkpoint they start from rank 0's state, unless a rank says that it is ``unfit``.
         """
         place, control, formation = self.place, group.control, group.formation
 
@@ -169,7 +167,7 @@ class Training:
     ) -> None:
         """All ranks of ``group`` hold one state: bind everything to the round, and begin.
 
-        ``given``: how the rank cuts the data whose state was taken over, if it has begun to.
+        ``given``: the data plan of the rank that this one was healed from, if it has one.
         """
         place, control, rank, world = self.place, group.control, group.formation.rank, group.formation.world_size
         position, device, tree = place.position, place.placement.device, self.replica.tree is not None
@@ -215,7 +213,6 @@ class Training:
     # ---- steps
 
     def after_step(self, step: Step) -> None:
-        """A committed step has ended: pass the boundary behind it."""
         self.place.record(step)
         self.place.report("training")
         turn = self.place.present.boundaries.after_step(self.place.position.step)
@@ -225,11 +222,9 @@ class Training:
             self.round_end.agreed()
 
     def absorb(self, step: Step, error: BaseException) -> bool:
-        """Whether ``error`` was the end of a round, and has been dealt with."""
         return self.round_end.absorb(step, error)
 
     def check_gradients(self) -> None:
-        """Raise if the gradients at hand are not those of all ranks."""
         self.round_end.check_gradients()
 
     # ---- the last checkpoints
@@ -239,9 +234,9 @@ class Training:
         self.place.stop(lambda: self.save_last("stopped"))
 
     def save_last(self, status: str) -> None:
-        """Save what is not saved, all ranks together, before they leave.
+        """Save unsaved work, all ranks together, before they leave.
 
-        SystemExit 73 on all if rank 0 cannot: where that was asked for, or where the fault is not the storage's.
+        SystemExit 73 on all if rank 0 cannot and the job requires it, or if the fault is not the storage's.
         """
         problem = self.saver.attempt() if self.saver.unsaved else None
         refused = isinstance(problem, StorageError)
@@ -255,14 +250,14 @@ class Training:
         self.place.closed(status)
 
     def save_before_waiting(self) -> None:
-        """Too few nodes will be left: what is only in memory is made durable first, while all wait."""
+        """Too few nodes will remain: save what is only in memory while all ranks wait."""
         with self.place.tracker.during(Phase.CHECKPOINT):
             if self.saver.unsaved:
                 self.saver.attempt()
             self.place.present.control.sum(Purpose.STOP)
 
     def save_alone(self) -> None:
-        """Make durable what is only in memory, in no round; one rank of each node can."""
+        """Save what is only in memory, without a round; one rank of each node can."""
         self.saver.serve(saves=True)
         if self.saver.unsaved:
             self.saver.attempt()

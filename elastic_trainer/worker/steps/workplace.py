@@ -57,7 +57,7 @@ class Workplace:
         rng.seed_all(rng.key(rng.START, options.seed), placement.device)
 
     def _manager(self) -> CheckpointManager | None:
-        """One rank of each node looks for checkpoints, and rank 0 writes them."""
+        """One rank per node looks for checkpoints, and rank 0 writes them."""
         environment, options = self.environment, self.options
         looks = environment.local_rank == 0 or (environment.rank == 0 and not environment.in_place)
         if options.directory is None or not looks:
@@ -66,7 +66,6 @@ class Workplace:
 
     @property
     def present(self) -> RankContext:
-        """This process in the present round."""
         if self.context is None:
             raise ConfigError(
                 "in place a process has no rank before its model is ready", hint="ask after session.wrap()"
@@ -75,17 +74,16 @@ class Workplace:
 
     @property
     def span_s(self) -> float:
-        """The time that a step takes, smoothed; 0 before the first."""
+        """Smoothed seconds per step; 0 before the first."""
         return self.context.boundaries.span_s if self.context is not None else 0.0
 
     def arrive(self, group: groups.Group) -> None:
-        """A round has been formed: from now on this process shows its rank there."""
+        """A round has been formed: show this process's rank in it."""
         formation = group.formation
         self.tracker.place(formation.rank, formation.world_size, formation.round, self.placement.device)
         logs.bind(rank=formation.rank)
 
     def leave(self) -> None:
-        """The session ends."""
         self.feed.close()
         self.ledger.close()
         if self.manager is not None:
@@ -104,14 +102,14 @@ class Workplace:
     # ---- reports
 
     def report(self, phase: str) -> None:
-        """Report to the agent how far this rank is, if that is due."""
+        """Report progress to the agent, if due."""
         if not self._link.report_due():
             return
         cursor = self.position.cursor
         self._link.report(RankProgress(phase, self.position.step, cursor.epoch, cursor.samples, self.span_s))
 
     def record(self, step: Step, **place: int) -> None:
-        """Write a committed step to the ledger, once: its round may end before the boundary behind it."""
+        """Write a committed step to the ledger, once: its round may end before the boundary after it."""
         if step.recorded or not self.ledger.enabled:
             return
         batch = step.batch
@@ -127,9 +125,7 @@ class Workplace:
         )
 
     def saved(self, committed: Committed) -> None:
-        """Write a checkpoint to the ledger."""
         self.ledger.write("checkpoint", step=self.position.step, name=committed.name, duration_s=committed.duration_s)
 
     def closed(self, status: str) -> None:
-        """The last line of this rank's ledger."""
         self.ledger.write("closed", step=self.position.step, status=status, skipped_samples=self.feed.tally.total)
