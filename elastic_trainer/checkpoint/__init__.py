@@ -8,10 +8,9 @@ together: manager.
 from elastic_trainer.checkpoint.claim import Owner
 from elastic_trainer.checkpoint.events import Event, EventSink, Transition
 from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
-from elastic_trainer.checkpoint.inventory import Entry
+from elastic_trainer.checkpoint.inventory import Description, Entry, Soundness, describe
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed, Loaded, SaveInfo
 from elastic_trainer.checkpoint.manifest import Manifest
-from elastic_trainer.checkpoint.report import Description, Soundness, describe
 from elastic_trainer.checkpoint.retention import BestMode, Retention
 
 __all__ = [

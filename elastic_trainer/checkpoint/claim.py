@@ -1,7 +1,7 @@
 """One job at a time writes in a directory: the process that saves holds a lock there while it lives.
 
-The kernel gives the lock back when the process is gone, however it ended. It is a record lock: children do not inherit
-it, and network file systems pass it on to other hosts. Where a file system has no locks nobody is kept out.
+The kernel releases the lock with the process. It is a record lock: children do not inherit it, and network file systems
+extend it to other hosts. On file systems without locks nobody is refused.
 
 *Runs in* the worker of rank 0. *Owns* the lock, until :meth:`Claim.release`.
 *Fails by* StorageError while another job holds it.
@@ -23,9 +23,9 @@ _AGAIN_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The job that a process belongs to. ``run`` is the name that it gives to its checkpoints, None without one.
+    """The job of a process. ``run`` is the name in its checkpoints, None without one.
 
-    ``job`` is what all its processes have in common, now and after a restart; None if the launcher does not say.
+    ``job`` is shared by all its processes, now and after a restart; None if the launcher does not say.
     """
 
     run: str | None = None
@@ -43,7 +43,7 @@ class Claim:
     def take(self, patience_s: float = 0.0) -> None:
         """Hold the lock; StorageError if another job still has it after ``patience_s``.
 
-        A process of the same job is let be: it was left behind by its peers, and names of checkpoints keep it apart.
+        A process of the same job is tolerated: its peers have left it behind, and nonces keep checkpoint names apart.
         """
         patience = Deadline.after(patience_s, self._clock)
         while not self._held:

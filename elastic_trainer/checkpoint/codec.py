@@ -1,12 +1,12 @@
 """A training state as two files: its structure as JSON (the skeleton), its tensors as safetensors. No pickle.
 
-What may occur in a state: dict and OrderedDict (keys str or int), Counter, list, tuple, str, int, float, bool, None,
-bytes and torch.Tensor, of exactly these types. Everything comes back bit by bit and with its type; a tensor that occurs
-twice comes back as one tensor. Not kept: requires_grad, device (tensors come back on the CPU), strides, and that two
+Allowed in a state: dict and OrderedDict (keys str or int), Counter, list, tuple, str, int, float, bool, None, bytes and
+torch.Tensor, of exactly these types. All of it comes back bit by bit and with its type; a tensor that occurs twice
+comes back as one tensor. Not kept: requires_grad, device (tensors come back on the CPU), strides, and that two
 *different* views shared memory. Anything else is refused with its path in the state.
 
-*Runs in* whoever saves or loads. *Owns* nothing. *Fails by* CheckpointError (a state that cannot be written),
-DamagedError (files that make no state). torch is imported only where tensors are met.
+*Fails by* CheckpointError (a state that cannot be written), DamagedError (files that make no state). torch is imported
+only where tensors occur.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Encoder:
 
     def __init__(self) -> None:
         self._sources: dict[str, Callable[[], memoryview]] = {}
-        self._described: list[tensorfile.Described] = []
+        self._described: list[tensorfile.Placed] = []
         self._names_of_tensors: dict[Any, str] = {}
         self._open_containers: set[int] = set()
         self._encoders: dict[type, Callable[[Any, Trail], Json]] = {
@@ -165,7 +165,7 @@ class _Encoder:
             count += 1
             name = f"{wanted}#{count}"
         self._sources[name] = source
-        self._described.append(tensorfile.Described(name, dtype, shape))
+        self._described.append(tensorfile.Placed(name, dtype, shape))
         return name
 
     def tensors_file(self) -> FileImage:

@@ -1,9 +1,9 @@
 """Make a checkpoint exist, all of it or nothing.
 
-*Runs in* whoever saves. *Owns* one temporary directory from its creation to its publication or removal.
-*Fails by* StorageError; the temporary directory is removed and every other checkpoint is as it was.
-*Invariant*: whatever moment the process dies at, a committed name holds a complete checkpoint. Data reach the disk
-before the manifest, the manifest before the name, and a name never replaces another.
+*Runs in* the saving process. *Owns* one temporary directory until its publication or removal.
+*Fails by* StorageError; the temporary directory is removed and every other checkpoint is unchanged.
+*Invariant*: whenever the process dies, a committed name holds a complete checkpoint. Data reach the disk before the
+manifest, the manifest before the name, and a name never replaces another.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import xxhash
 
-from elastic_trainer.checkpoint.image import FileImage, Image, pieces
+from elastic_trainer.checkpoint.image import FileImage, Image, from_bytes, pieces
 from elastic_trainer.checkpoint.janitor import this_process
 from elastic_trainer.checkpoint.layout import MANIFEST_FILE, temporary_name
 from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, checksum, seal
@@ -30,9 +30,9 @@ def commit(storage: Storage, image: Image, manifest: Manifest) -> Manifest:
     """Write ``image`` as the checkpoint ``manifest.name``; returns the manifest with the file records filled in."""
     require_space(storage, image.size)
     with _temporary(storage) as temporary:
-        records = tuple(_write(storage.sink(temporary, file.name), file) for file in image.files)
+        records = tuple(_write(storage, temporary, file) for file in image.files)
         complete = manifest.model_copy(update={"files": records})
-        _write_plain(storage.sink(temporary, MANIFEST_FILE), seal(complete))
+        _write(storage, temporary, from_bytes(MANIFEST_FILE, seal(complete)))
         storage.publish(temporary, manifest.name)
     return complete
 
@@ -53,7 +53,7 @@ def check_writable(storage: Storage) -> None:
     storage.prepare()
     require_space(storage, 0)
     with _temporary(storage) as temporary:
-        _write_plain(storage.sink(temporary, MANIFEST_FILE), b"\0" * 4096)
+        _write(storage, temporary, from_bytes(MANIFEST_FILE, b"\0" * 4096))
         _discard(storage, temporary)
 
 
@@ -76,9 +76,9 @@ def _discard(storage: Storage, name: str) -> None:
         return  # a broken disk: the error that led here says so; what is left is swept when this process is gone
 
 
-def _write(sink: Sink, file: FileImage) -> FileRecord:
+def _write(storage: Storage, entry: str, file: FileImage) -> FileRecord:
     """Write ``file``, taking checksums of the very bytes that are handed to the kernel."""
-    chunks = [checksum(file.head)] if file.head else []
+    sink, chunks = storage.sink(entry, file.name), [checksum(file.head)] if file.head else []
     try:
         if file.head:
             sink.write(memoryview(file.head))
@@ -101,14 +101,6 @@ def _write_body(sink: Sink, file: FileImage) -> list[str]:
     if written != file.body_size:
         raise RuntimeError(f"{file.name}: {written} bytes came, {file.body_size} were announced")
     return chunks
-
-
-def _write_plain(sink: Sink, content: bytes) -> None:
-    try:
-        sink.write(memoryview(content))
-        sink.finish()
-    finally:
-        sink.abandon()
 
 
 def _shown(size: int) -> str:

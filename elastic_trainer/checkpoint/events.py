@@ -1,4 +1,4 @@
-"""What happens to checkpoints, as values: each is logged once and handed to whoever asked (metrics, the session)."""
+"""What happens to checkpoints, as values: each is logged once and passed to the listener."""
 
 from __future__ import annotations
 

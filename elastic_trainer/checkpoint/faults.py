@@ -1,7 +1,4 @@
-"""Why one checkpoint could not be read, told apart by what the reader must do next.
-
-All are CheckpointErrors, so a caller that loads one given checkpoint needs to know no more than that.
-"""
+"""Why one checkpoint could not be read, sorted by the reader's next move. All are CheckpointErrors."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A number that names a state: it depends on every byte of it, and takes little more time than to read them.
+"""A number that identifies a state: it depends on every byte, and takes little more time than reading them.
 
-A state of a large model has thousands of tensors, of which many are small (AdamW keeps a step count for each
-parameter). So no file is made of it: its bytes go from where they lie into the hash, and of the rest one line of text.
+A large model's state has thousands of tensors, many of them small (AdamW keeps a step count per parameter). So no file
+is made: tensors are hashed where they lie, and the rest as one line of text.
 
-*Runs in* whoever compares states. *Owns* nothing. *Fails by* CheckpointError, for what the codec refuses.
+*Fails by* CheckpointError, for what the codec refuses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The files of a checkpoint that is about to be written, as bytes to be fetched piece by piece. Pure.
+"""The files of a checkpoint about to be written, as bytes to be fetched piece by piece. Pure.
 
-An image is all that the commit needs: no tensor library, so that whoever holds the bytes (the training process now, a
-shared-memory arena later) can commit them.
+The commit needs no tensor library, so any holder of the bytes (the training process now, a shared-memory arena later)
+can commit them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a directory holds: committed checkpoints newest first, and what is wrong with the others.
+"""What a directory holds: committed checkpoints newest first, and what is wrong with the others. Changes nothing.
 
-*Runs in* any process. *Owns* nothing; changes nothing. *Fails by* CheckpointError if the directory cannot be listed.
+*Runs in* any process. *Fails by* CheckpointError if the directory cannot be listed.
 Entries that vanish while they are looked at (retention elsewhere) are not mentioned.
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
 from elastic_trainer.checkpoint.layout import CheckpointName, Kind, kind_of, parse_checkpoint, quarantined
 from elastic_trainer.checkpoint.manifest import Manifest
-from elastic_trainer.checkpoint.reading import read_manifest
-from elastic_trainer.checkpoint.storage import Storage
+from elastic_trainer.checkpoint.reading import read_manifest, verify
+from elastic_trainer.checkpoint.storage import PosixStorage, Storage
 from elastic_trainer.errors import CheckpointError
 
 
@@ -87,3 +88,58 @@ def examine(storage: Storage, names: tuple[str, ...], known: Mapping[str, Entry]
 def entry(storage: Storage, name: str) -> Entry:
     """The committed checkpoint ``name``, its manifest read and verified now."""
     return Entry(name, Path(storage.location) / name, read_manifest(storage, name))
+
+
+class Soundness(StrEnum):
+    """What is known about an entry."""
+
+    VERIFIED = "verified"
+    """Every byte was read and compared just now."""
+    UNVERIFIED = "unverified"
+    """The manifest is good; the rest was not read."""
+    DAMAGED = "damaged"
+    UNREADABLE = "unreadable"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """One entry. ``manifest`` is None where it cannot be read; ``problem`` is empty where there is none."""
+
+    name: str
+    path: Path
+    status: Soundness
+    manifest: Manifest | None = None
+    problem: str = ""
+
+
+def describe(directory: str | Path, *, read_all: bool = True) -> list[Description]:
+    """The entries of ``directory``: committed ones newest first, then quarantined ones.
+
+    With ``read_all`` every byte is verified, else manifests only.
+    """
+    storage = PosixStorage(Path(directory))
+    names = listed(storage)
+    described = (_described(storage, each, read_all) for each in examine(storage, names, {}))
+    found = [each for each in described if each is not None]
+    return found + [Description(name, Path(directory) / name, Soundness.QUARANTINED) for name in quarantined_in(names)]
+
+
+def _described(storage: Storage, each: Entry | Problem, read_all: bool) -> Description | None:
+    """None for an entry that vanished meanwhile."""
+    path = Path(storage.location) / each.name
+    if isinstance(each, Problem):
+        return Description(each.name, path, _status(each.error), problem=str(each.error))
+    if not read_all:
+        return Description(each.name, path, Soundness.UNVERIFIED, each.manifest)
+    try:
+        verify(storage, each.manifest)
+    except GoneError:
+        return None
+    except (DamagedError, UnreadableError) as error:
+        return Description(each.name, path, _status(error), each.manifest, str(error))
+    return Description(each.name, path, Soundness.VERIFIED, each.manifest)
+
+
+def _status(error: DamagedError | UnreadableError) -> Soundness:
+    return Soundness.DAMAGED if isinstance(error, DamagedError) else Soundness.UNREADABLE

@@ -1,6 +1,6 @@
-"""Remove what dead writers and removers left behind, and nothing else.
+"""Remove what dead writers and removers left, and nothing else.
 
-*Runs in* whoever saves, at its start. *Owns* nothing. *Fails by* nothing: what cannot be judged or removed stays.
+*Runs in* the saving process, at its start. *Fails by* nothing: what cannot be judged or removed stays.
 *Invariant*: the temporary directory of a live writer is never touched. On the writer's own machine the kernel says
 whether it lives; elsewhere only a day without any write counts as death.
 """
@@ -18,6 +18,7 @@ from elastic_trainer.checkpoint.events import Event, Transition
 from elastic_trainer.checkpoint.layout import Kind, WriterIdentity, host_label, kind_of, parse_temporary, temporary_name
 from elastic_trainer.checkpoint.storage import Storage
 from elastic_trainer.errors import StorageError
+from elastic_trainer.ipc.page import start_of
 
 ELSEWHERE_S = 86_400.0
 """Idle time after which a writer on another machine, or in another container, counts as dead."""
@@ -25,8 +26,6 @@ REBOOTED_S = 600.0
 """The same for a writer on a host of this name before its last boot; not at once, since host names may repeat."""
 
 _NO_BOOT_ID = "0" * 32
-_START_FIELD = 22
-"""``starttime`` in /proc/<pid>/stat (proc(5)), counted from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ def this_process() -> WriterIdentity:
     """The identity of this process. Read anew each time, because it changes over a fork."""
     return WriterIdentity(
         pid=os.getpid(),
-        start=_started(os.getpid()) or 0,
+        start=start_of(os.getpid()) or 0,
         boot=_boot_id(),
         namespace=_pid_namespace(),
         host=host_label(socket.gethostname()),
@@ -114,19 +113,7 @@ def _alive(writer: WriterIdentity, me: WriterIdentity) -> bool | None:
     same_kernel = (writer.boot, writer.namespace) == (me.boot, me.namespace)
     if not same_kernel or writer.boot == _NO_BOOT_ID or writer.start == 0 or writer.namespace == 0:
         return None
-    return _started(writer.pid) == writer.start
-
-
-def _started(pid: int) -> int | None:
-    """Start time of process ``pid`` in clock ticks since boot, or None if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    after_name = text.rpartition(")")[2].split()  # the name may hold spaces and parentheses; field 3 follows it
-    if after_name[0] in ("Z", "X"):
-        return None
-    return int(after_name[_START_FIELD - 3])
+    return start_of(writer.pid) == writer.start
 
 
 def _boot_id() -> str:

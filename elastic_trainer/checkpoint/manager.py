@@ -1,9 +1,9 @@
 """Save, find and load the checkpoints of one directory.
 
 *Runs in* the worker of rank 0 (saving), in any process (finding, loading); one manager belongs to one thread.
-*Owns* nothing between calls. *Fails by* StorageError (cannot save: training may go on), CheckpointError (cannot load:
-do not start from scratch). *Invariant*: a damaged checkpoint is renamed, never deleted; retention runs only after a
-commit and never removes what was just committed.
+*Fails by* StorageError (cannot save: training may continue), CheckpointError (cannot load: do not start from scratch).
+*Invariant*: a damaged checkpoint is renamed, never deleted; retention runs only after a commit and never removes what
+was just committed.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class CheckpointManager:
 
     def _retain(self, just_saved: str) -> None:
         try:
-            entries = self._entries()
+            entries = self.entries()
         except CheckpointError as error:  # the checkpoint is safe all the same
             self._announce(Event(Transition.REMOVAL_FAILED, just_saved, f"retention was not applied: {error}"))
             return
@@ -205,9 +205,6 @@ class CheckpointManager:
 
     def entries(self) -> tuple[Entry, ...]:
         """All committed checkpoints with a good manifest, newest first; the others are reported and skipped."""
-        return self._entries()
-
-    def _entries(self) -> tuple[Entry, ...]:
         found = []
         for each in examine(self._storage, listed(self._storage), self._known):
             if isinstance(each, Entry):
@@ -239,7 +236,7 @@ class CheckpointManager:
 
     def best(self) -> Entry | None:
         """The best checkpoint by the policy's metric, else the newest one saved as best, else None."""
-        entries = {each.name: each for each in self._entries()}
+        entries = {each.name: each for each in self.entries()}
         ranked = by_metric([_candidate(each) for each in entries.values()], self._retention)
         if ranked:
             return entries[ranked[0].name]

@@ -1,8 +1,8 @@
-"""Read a checkpoint and believe nothing: every byte is checked against the manifest on its way into memory.
+"""Read a checkpoint without trust: every byte is checked against the manifest on its way into memory.
 
-*Runs in* whoever loads or lists; large files are read by a few short-lived threads. *Owns* the files it opens.
+*Runs in* any reading process; short-lived threads read large files. *Owns* the files it opens.
 *Fails by* DamagedError, GoneError or UnreadableError; nothing is changed on disk.
-*Invariant*: each byte is read once, and no byte is used before the checksum of its chunk was compared.
+*Invariant*: each byte is read once, and used only after the checksum of its chunk was compared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Buffers = Callable[[int, int], Iterator[memoryview]]
 
 def read_manifest(storage: Storage, name: str) -> Manifest:
     """The verified manifest of the checkpoint ``name``."""
-    with _opened(storage, name, MANIFEST_FILE) as source:
+    with _found(storage, name, MANIFEST_FILE) as source:
         if source.size > _LONGEST_MANIFEST:
             raise DamagedError(f"checkpoint {name}: a manifest of {source.size} bytes cannot be one")
         content = bytearray(source.size)
@@ -53,8 +53,7 @@ def verify(storage: Storage, manifest: Manifest) -> None:
     """Read every byte of the checkpoint of ``manifest`` and compare it; keeps nothing, needs no torch."""
     buffers = _reused_piece()
     for record in manifest.files:
-        with _opened(storage, manifest.name, record.name) as source:
-            _check_size(source, record, manifest.name)
+        with _opened(storage, manifest.name, record) as source:
             for index in range(len(record.chunks)):
                 _read_chunk(source, manifest.name, record, index, buffers)
 
@@ -65,8 +64,7 @@ def _reused_piece() -> Buffers:
 
 
 def _read_whole(storage: Storage, name: str, record: FileRecord) -> bytearray:
-    with _opened(storage, name, record.name) as source:
-        _check_size(source, record, name)
+    with _opened(storage, name, record) as source:
         content = bytearray(record.size)
         _read_chunks(source, name, record, range(len(record.chunks)), lambda b, e: _cut(memoryview(content)[b:e]))
     return content
@@ -76,8 +74,7 @@ def _read_tensors(storage: Storage, name: str, record: FileRecord) -> dict[str, 
     """First the header, which is a chunk of its own, then all data straight into the tensors' memory."""
     if record.head_size == 0:
         raise DamagedError(f"checkpoint {name}: {record.name} has no header of its own")
-    with _opened(storage, name, record.name) as source:
-        _check_size(source, record, name)
+    with _opened(storage, name, record) as source:
         head = bytearray(record.head_size)
         _read_chunk(source, name, record, 0, lambda b, e: _cut(memoryview(head)[b:e]))
         data_size = record.size - record.head_size
@@ -141,13 +138,17 @@ def _read_chunk(source: ByteSource, name: str, record: FileRecord, index: int, b
         raise DamagedError(f"checkpoint {name}: bytes {begin} to {end} of {record.name} do not match their checksum")
 
 
-def _check_size(source: ByteSource, record: FileRecord, name: str) -> None:
-    if source.size != record.size:
-        raise DamagedError(f"checkpoint {name}: {record.name} has {source.size} bytes; {record.size} were written")
+@contextmanager
+def _opened(storage: Storage, name: str, record: FileRecord) -> Iterator[ByteSource]:
+    """The open file of ``record``, whose size is right."""
+    with _found(storage, name, record.name) as source:
+        if source.size != record.size:
+            raise DamagedError(f"checkpoint {name}: {record.name} has {source.size} bytes; {record.size} were written")
+        yield source
 
 
 @contextmanager
-def _opened(storage: Storage, name: str, file: str) -> Iterator[ByteSource]:
+def _found(storage: Storage, name: str, file: str) -> Iterator[ByteSource]:
     """The open file; what is missing is told apart from what went away as a whole."""
     try:
         source = storage.source(name, file)

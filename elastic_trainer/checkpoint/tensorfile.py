@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_trainer.checkpoint.faults import DamagedError
@@ -44,38 +44,28 @@ _RESERVED = "__metadata__"
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One tensor of a file: ``begin`` and ``end`` are byte offsets from the end of the header."""
+    """One tensor of a file. ``begin`` and ``end`` are byte offsets from the end of the header."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        return self.end - self.begin
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A tensor to be placed."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    begin: int = 0
 
     @property
     def size(self) -> int:
         return math.prod(self.shape) * ELEMENT_SIZE[self.dtype]
 
+    @property
+    def end(self) -> int:
+        return self.begin + self.size
 
-def place(tensors: Sequence[Described]) -> tuple[Placed, ...]:
-    """Positions for ``tensors`` in file order: largest elements first, otherwise as they come."""
+
+def place(tensors: Sequence[Placed]) -> tuple[Placed, ...]:
+    """``tensors`` at their positions, in file order: largest elements first, otherwise as they come."""
     placed = []
     offset = 0
     for tensor in sorted(tensors, key=lambda each: -ELEMENT_SIZE[each.dtype]):
-        placed.append(Placed(tensor.name, tensor.dtype, tensor.shape, offset, offset + tensor.size))
+        placed.append(replace(tensor, begin=offset))
         offset += tensor.size
     return tuple(placed)
 
@@ -142,4 +132,4 @@ def _placed(name: str, entry: Any, where: str) -> Placed:
         raise DamagedError(f"{where}: tensor {name!r} has sizes or offsets that are no sizes")
     if end - begin != math.prod(shape) * element:
         raise DamagedError(f"{where}: tensor {name!r} of shape {shape} does not fit its {end - begin} bytes")
-    return Placed(name, dtype, shape, begin, end)
+    return Placed(name, dtype, shape, begin)

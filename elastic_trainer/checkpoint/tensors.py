@@ -1,7 +1,6 @@
-"""The one place that knows torch's tensors: which can be kept, their bytes out and back in.
+"""All knowledge of torch's tensors: which can be kept, their bytes out and back in.
 
-*Runs in* whoever saves or loads a state with tensors; torch and numpy are imported by the functions, not here.
-*Owns* nothing. *Fails by* returning the problem in words (:func:`problem_with`).
+torch and numpy are imported by the functions, not here. *Fails by* a problem in words (:func:`problem_with`).
 """
 
 from __future__ import annotations

@@ -98,12 +98,6 @@ def test_a_file_name_cannot_leave_the_checkpoint(name: str) -> None:
         FileRecord(name=name, size=0, head_size=0, chunk_size=1, chunks=())
 
 
-def test_chunks_cover_the_file_once() -> None:
-    """The header is a chunk of its own, the last chunk is shorter."""
-    record = manifest().files[0]
-    assert [record.bound(index) for index in range(3)] == [(0, 2), (2, 4), (4, 5)]
-
-
 @pytest.mark.parametrize("value", [math.nan, {1, 2}, object(), b"x"], ids=lambda value: type(value).__name__)
 def test_fields_that_are_not_json_are_refused_by_name(value: object) -> None:
     """The error names the field."""

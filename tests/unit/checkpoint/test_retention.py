@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,21 +24,27 @@ def kept(candidates: list[Candidate], policy: Retention, *protected: str) -> lis
     return [verdict.name for verdict in decide(candidates, policy, frozenset(protected)) if verdict.keep]
 
 
-def test_the_newest_n_stay() -> None:
-    """Only the order counts, not the step numbers."""
-    assert kept(story(5, 4, 9, 2), Retention(keep_last=2)) == ["s5", "s4"]
+SCORED = story(5, 4, 3, 2, 1, s4=math.nan, s3=0.5, s2=0.1, s1=0.9)
+FLAGGED = [Candidate("a", 4), Candidate("b", 3, best=True), Candidate("c", 2, best=True)]
 
 
-def test_every_kth_step_stays() -> None:
-    """Milestones outlive the newest n."""
-    assert kept(story(25, 24, 20, 15, 10), Retention(keep_last=1, keep_every=10)) == ["s25", "s20", "s10"]
-
-
-@pytest.mark.parametrize(("mode", "expected"), [(BestMode.MIN, "s2"), (BestMode.MAX, "s1")])
-def test_the_best_by_metric_stays(mode: BestMode, expected: str) -> None:
-    """The mode says which end is good; NaN and missing values are never best."""
-    candidates = story(5, 4, 3, 2, 1, s4=math.nan, s3=0.5, s2=0.1, s1=0.9)
-    assert kept(candidates, Retention(keep_last=1, metric="loss", mode=mode)) == ["s5", expected]
+@pytest.mark.parametrize(
+    ("candidates", "policy", "protected", "staying"),
+    [
+        (story(5, 4, 9, 2), Retention(keep_last=2), (), ["s5", "s4"]),
+        (story(25, 24, 20, 15, 10), Retention(keep_last=1, keep_every=10), (), ["s25", "s20", "s10"]),
+        (SCORED, Retention(keep_last=1, metric="loss", mode=BestMode.MIN), (), ["s5", "s2"]),
+        (SCORED, Retention(keep_last=1, metric="loss", mode=BestMode.MAX), (), ["s5", "s1"]),
+        (FLAGGED, Retention(keep_last=1), (), ["a", "b"]),
+        (story(9, 8, 7), Retention(keep_last=1), ("s7",), ["s9", "s7"]),
+    ],
+    ids=["newest", "milestones", "lowest", "highest", "flagged", "protected"],
+)
+def test_each_rule_keeps_its_checkpoints(
+    candidates: list[Candidate], policy: Retention, protected: tuple[str, ...], staying: list[str]
+) -> None:
+    """The order counts, not step numbers; NaN and missing metrics are never best; only the newest flag counts."""
+    assert kept(candidates, policy, *protected) == staying
 
 
 def test_of_equally_good_ones_the_newest_is_best() -> None:
@@ -46,31 +53,19 @@ def test_of_equally_good_ones_the_newest_is_best() -> None:
     assert [each.name for each in by_metric(story(3, 2, 1, s3=1.0, s2=0.5, s1=0.5), policy)] == ["s2", "s1", "s3"]
 
 
-def test_the_newest_that_was_saved_as_best_stays() -> None:
-    """A flag by the trainer counts without any metric; older flags do not."""
-    candidates = [Candidate("a", 4), Candidate("b", 3, best=True), Candidate("c", 2, best=True)]
-    assert kept(candidates, Retention(keep_last=1)) == ["a", "b"]
-
-
-def test_a_protected_one_stays() -> None:
-    """What was just saved stays even if it does not rank as the newest."""
-    assert kept(story(9, 8, 7), Retention(keep_last=1), "s7") == ["s9", "s7"]
-
-
 @pytest.mark.parametrize(
     ("values", "word"),
-    [({"keep_last": 0}, "keep_last"), ({"keep_every": 0}, "keep_every"), ({"keep_best": 0}, "keep_best")],
+    [
+        ({"keep_last": 0}, "keep_last"),
+        ({"keep_every": 0}, "keep_every"),
+        ({"keep_best": 0}, "keep_best"),
+        ({"metric": "loss", "mode": "minimum"}, "minimum"),
+    ],
 )
-def test_a_policy_that_keeps_nothing_is_refused(values: dict[str, int], word: str) -> None:
+def test_a_policy_that_makes_no_sense_is_refused(values: dict[str, Any], word: str) -> None:
     """The error names the option."""
     with pytest.raises(ConfigError, match=word):
-        Retention(**values)  # type: ignore[arg-type]
-
-
-def test_an_unknown_mode_is_refused() -> None:
-    """A typo does not silently mean min."""
-    with pytest.raises(ConfigError, match="minimum"):
-        Retention(metric="loss", mode="minimum")  # type: ignore[arg-type]
+        Retention(**values)
 
 
 @given(

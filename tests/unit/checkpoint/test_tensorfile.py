@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elastic_trainer.checkpoint import codec
 from elastic_trainer.checkpoint.faults import DamagedError
 from elastic_trainer.checkpoint.layout import TENSORS_FILE
-from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Described, header, parse, place
+from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed, header, parse, place
 
 
 def head(entries: Any) -> bytes:
@@ -32,7 +32,7 @@ def tensor(dtype: Any = "F32", shape: Any = (2,), begin: Any = 0, end: Any = 8) 
 @given(st.lists(st.tuples(st.sampled_from(sorted(ELEMENT_SIZE)), st.lists(st.integers(0, 4), max_size=3)), max_size=8))
 def test_a_built_header_parses_back_aligned(kinds: list[tuple[str, list[int]]]) -> None:
     """Each tensor begins at a multiple of its element size, without gaps; the header's length keeps data aligned."""
-    placed = place([Described(f"t{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(kinds)])
+    placed = place([Placed(f"t{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(kinds)])
     text = header(placed)
     assert len(text) % 8 == 0
     parsed = parse(text, sum(each.size for each in placed), "here")
@@ -98,7 +98,7 @@ def test_a_header_that_does_not_fit_eight_bytes_of_data_is_damage(content: bytes
         parse(content, 8, "here")
 
 
-WHOLE = header(place([Described("weight", "F32", (2, 3)), Described("bias", "F32", (3,))]))
+WHOLE = header(place([Placed("weight", "F32", (2, 3)), Placed("bias", "F32", (3,))]))
 """Of 36 bytes of data."""
 
 
