@@ -1,7 +1,7 @@
 """A unix socket between a node's agent and its workers: lines both ways, peers of another user refused.
 
 *Runs in* the agent (one thread accepts, one reads each worker) and in each worker (its control thread reads).
-*Owns* the socket and its private directory; that of an agent that was killed is removed by the next one.
+*Owns* the socket and its private directory; the next agent removes that of a killed one.
 *Fails by* ChannelClosedError when the other end is gone.
 """
 

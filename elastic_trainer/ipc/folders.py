@@ -1,9 +1,8 @@
-"""Private folders of a living process: a lock says whose they are, and those of killed owners are swept.
+"""Private folders of a living process: a lock marks the owner, and folders of killed owners are removed.
 
-*Runs in* any thread of the owner. *Owns* one folder, from its making to ``close``.
-*Fails by* OSError where none can be made.
-*Invariant*: a folder whose owner lives is never swept, nor one of another user. The kernel gives a lock up with its
-holder, in whatever namespace that lived.
+*Runs in* any thread of the owner. *Owns* one folder until ``close``. *Fails by* OSError where none can be made.
+*Invariant*: a folder whose owner lives is never removed, nor one of another user. The kernel releases a lock with its
+holder, in any namespace.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _hold(folder: Path) -> int:
 
 
 def sweep(prefix: str, place: Path) -> None:
-    """Remove this user's folders that nobody holds the lock of any more."""
+    """Remove this user's folders that nobody locks."""
     for folder in place.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid != os.geteuid():

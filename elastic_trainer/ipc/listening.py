@@ -1,6 +1,6 @@
-"""Ports that a node opens for others: on the address that it announces, and on no other of the machine.
+"""Ports that a node opens for others: on its announced address, and on no other of the machine.
 
-*Runs in* any thread. *Owns* nothing: sockets and stores are the caller's. *Fails by* OSError where no port is left.
+*Runs in* any thread. *Fails by* OSError where no port is left.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _BACKLOG = 512
 def listen(address: str) -> socket.socket:
     """A socket that listens at ``address``, on any free port.
 
-    On all addresses where ``address`` is a name, which may lead elsewhere for others than here, or none of this
-    machine's (it is behind a translation of addresses).
+    On all addresses if ``address`` is a name, which may resolve differently elsewhere, or no address of this machine
+    (NAT).
     """
     listener = _at(address)
     if listener is None:
@@ -32,7 +32,7 @@ def listen(address: str) -> socket.socket:
 
 
 def store_at(address: str, timeout: timedelta) -> TCPStore:
-    """A store of torch's that listens there in the same way; by itself it would on all addresses."""
+    """A torch store that listens in the same way; by itself it would on all addresses."""
     from torch._C._distributed_c10d import TCPStore
 
     listener = _at(address)

@@ -1,15 +1,14 @@
-"""The heartbeat page: how one worker is, in shared memory that its node's agent reads at any time.
+"""The heartbeat page: one worker's condition, in shared memory that its node's agent reads at any time.
 
 Two records in one page of memory, each with a sequence number and a checksum: a *pulse* of fixed layout, written at
-every step and change of phase, and *notes* (JSON), written when something rare happens (a save, a new place). Each is
-written by one slice assignment; a reader that meets a half-written record sees it by the checksum and reads again.
-(``struct.pack_into`` shows a reader zeroes, and locks would let a dead worker stop its agent.) Three bytes outside of
-the records tell what the worker is doing in this very moment: a single byte is always whole, and costs next to nothing.
+every step and change of phase, and *notes* (JSON), written on rare events (a save, a new place). Each is written by one
+slice assignment; a reader notices a half-written record by the checksum and reads again. (``struct.pack_into`` shows
+readers zeroes, and a dead worker could block its agent with a lock.) Three bytes outside the records say what the
+worker does this moment: a single byte is always whole, and costs next to nothing.
 
 *Runs in* a worker's main thread (writes), and in the agent (reads).
-*Owns* one file of 8 KiB, made by the worker and removed by the agent; the page outlives its worker, so that nothing
-which that has counted is lost.
-*Fails by* OSError from :meth:`PageWriter.create`; a page that cannot be read is None.
+*Owns* one file of 8 KiB, made by the worker and removed by the agent; it outlives its worker, so that no count is lost.
+*Fails by* OSError from :meth:`PageWriter.create`; an unreadable page is None.
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ def _take_room(descriptor: int) -> None:
 
 
 class PageWriter:
-    """Writes one worker's page; without ``path`` into memory that nobody else sees."""
+    """Writes one worker's page; without ``path`` into private memory."""
 
     def __init__(self, memory: mmap.mmap | bytearray, path: Path | None = None) -> None:
         self.memory, self.path = memory, path

@@ -1,9 +1,9 @@
-"""The stacks of a worker that does not get on: the agent asks by a signal, the worker's C handler writes them.
+"""The stacks of a hung worker: the agent requests them by a signal, the worker's C handler writes them.
 
-It answers also while its interpreter is locked; not while the process is stopped. Where py-spy is installed it reads
-the stacks of such a process from outside.
+It answers also while its interpreter is locked, but not while the process is stopped. Where py-spy is installed it
+reads such a process from outside.
 
-*Runs in* the agent. *Fails by* nothing: what is not to be had is told in words.
+*Runs in* the agent. *Fails by* nothing: the text says what is missing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+from elastic_trainer.clock import Deadline, pause
 
 SIGNAL: Final = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + 5
 """None that anybody else uses: SIGUSR1 and SIGUSR2 belong to scripts and job controllers."""
@@ -26,13 +26,13 @@ _SPY_S: Final = 3.0
 _MOST: Final = 16_000
 
 
-def stacks_of(pid: int, page: Path, clock: Clock = SYSTEM) -> str:
+def stacks_of(pid: int, page: Path) -> str:
     """The stacks of all threads of worker ``pid``, whose heartbeat page is ``page``; or why there are none."""
-    written = _asked(pid, page.with_suffix(".stacks"), clock)
+    written = _asked(pid, page.with_suffix(".stacks"))
     return (written or _spied(pid) or "none: the process is stopped or silent, and there is no py-spy")[-_MOST:]
 
 
-def _asked(pid: int, file: Path, clock: Clock) -> str:
+def _asked(pid: int, file: Path) -> str:
     try:
         before = file.stat().st_size
         handled, stopped = _standing(pid)
@@ -41,9 +41,9 @@ def _asked(pid: int, file: Path, clock: Clock) -> str:
         os.kill(pid, SIGNAL)
     except OSError:
         return ""
-    deadline, size = Deadline.after(ANSWER_S, clock), before
+    deadline, size = Deadline.after(ANSWER_S), before
     while not deadline.expired:
-        pause(_QUIET_S, clock=clock)
+        pause(_QUIET_S)
         now = file.stat().st_size if file.exists() else before
         if now > before and now == size:
             break

@@ -1,8 +1,8 @@
-"""The metrics: one place that names each, with its kind, its labels and who exports it.
+"""The metrics: each name once, with its kind, its labels and its exporter.
 
 Exporters build their samples from here, and a test compares the rules, alerts and dashboards in ``deploy/`` with it.
-All names begin with ``elastic_trainer_``. A run is a label, a round is a value: a label for each round would leave dead
-series behind. Every value of an enumerated label is there from the start, so that rates of it exist.
+All names begin with ``elastic_trainer_``. A run is a label, a round is a value: a label per round would leave dead
+series. Every value of an enumerated label exists from the start, so that rates of it exist.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """structlog set-up: JSON off a terminal, colour on one; one line for each transition.
 
 *Runs in* every process, once at its start. *Owns* structlog's process-wide configuration.
-*Fails by* nothing: where nobody reads the output any more (its reader was killed), lines are dropped. Else the first
-line about that would end the thread that writes it, which may be the one that has to end the process.
+*Fails by* nothing: lines are dropped when the output's reader is gone. An error there would end the thread that writes,
+possibly the one that has to end the process.
 """
 
 from __future__ import annotations

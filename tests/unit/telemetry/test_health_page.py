@@ -1,4 +1,4 @@
-"""The page about health tells of every phase and metric, and of no other."""
+"""The page about health lists every phase and metric, and no other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_every_metric_is_told_as_it_is_exported() -> None:
+def test_every_metric_is_listed_as_it_is_exported() -> None:
     """In the order of the code: name, kind, labels, who exports it, and what it means."""
     told = [
         (cells[0].strip("`"), cells[1], tuple(re.findall(r"`(\w+)`", cells[2])), *cells[3:])
@@ -28,7 +28,7 @@ def test_every_metric_is_told_as_it_is_exported() -> None:
     assert told == [(each.full_name, str(each.kind), each.labels, str(each.source), each.text) for each in FAMILIES]
 
 
-def test_every_phase_is_told() -> None:
+def test_every_phase_is_listed() -> None:
     """In their order, each with words."""
     told = rows("Phases")
     assert [cells[0].strip("`") for cells in told] == [str(phase) for phase in Phase]
