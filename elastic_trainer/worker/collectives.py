@@ -1,11 +1,10 @@
-"""What all ranks do together between steps: saves, evaluations, sums and barriers of the script's.
+"""What all ranks do together between steps: saves, evaluations, and the script's own sums and barriers.
 
-In place each of them is repeated when a round ends in the middle of it, or its result taken from a peer that has
-completed it.
+In place a call is repeated when a round ends in the middle of it, or its result is taken from a peer that completed it.
 
 *Runs in* the worker's main thread of all ranks at once.
 *Fails by* ConfigError for calls in the wrong place; CheckpointError and NonFiniteError on all ranks for a state that
-cannot be saved. That the storage refuses it is no error: it may take a later one.
+cannot be saved. A refusal by the storage is no error: it may accept a later save.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class Collectives:
         return result
 
     def _turn(self) -> None:
-        self._place.report("evaluating")
+        self._place.report()
         self._place.tracker.moved()
         if self._place.present.boundaries.cross() is Turn.STOP:
             self.stop()

@@ -1,7 +1,7 @@
-"""Metrics and predictions over a whole data set, each sample exactly once whatever the number of ranks.
+"""Metrics and predictions over a whole data set, each sample exactly once at any number of ranks.
 
 *Runs in* the worker's main thread of all ranks at once.
-*Fails by* ConfigError for what a function may not return; what it raises passes through.
+*Fails by* ConfigError for invalid results of the script's function; its own errors pass through.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def evaluate(
     """``{name: sum / count}`` over all samples of ``fetch``; nan where nothing was counted.
 
     ``measure(module, batch)`` gives ``{name: (sum, count)}`` of one batch. ``turn`` is called equally often on all
-    ranks, also on those with fewer samples.
+    ranks.
     """
     with evaluating(module), torch.no_grad():
         measured = [_detached(measure(module, batch)) for batch in _shard(fetch, batch_size, control, turn)]
@@ -46,17 +46,17 @@ def evaluate(
 def predict(
     module: nn.Module, fetch: Fetcher, batch_size: int, fn: Predict, control: Control, turn: Callable[[], None]
 ) -> torch.Tensor:
-    """``fn(module, batch)`` of all samples of ``fetch``, on the CPU, in the order of the data set, on all ranks.
+    """``fn(module, batch)`` of all samples of ``fetch``, on the CPU, in the data set's order, on all ranks.
 
-    ``fn`` gives a tensor of one row for each sample; rows are alike in shape and dtype. Shape: (length, *row).
+    ``fn`` gives one row per sample, all of one shape and dtype. Shape: (length, *row).
     """
     parts: list[torch.Tensor] = []
     with evaluating(module), torch.no_grad():
         for batch in _shard(fetch, batch_size, control, turn):
             rows = fn(module, batch)
             if not isinstance(rows, torch.Tensor) or rows.dim() < 1 or len(rows) != len(batch):
-                told = tuple(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__
-                raise ConfigError(f"the prediction for {len(batch)} samples is {told}", hint="return a row for each")
+                got = tuple(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__
+                raise ConfigError(f"the prediction for {len(batch)} samples is {got}", hint="return one row per sample")
             parts.append(rows.detach().cpu())
     return _joined(parts, control)
 
@@ -115,9 +115,9 @@ def _wide(value: Number) -> Number:
 
 
 def reduced(measured: Sequence[Mapping[str, tuple[Number, Number]]], control: Control) -> dict[str, float]:
-    """Sums and counts of all batches of all ranks, added up in their order; a batch may lack names.
+    """Sums and counts of all batches of all ranks, added in their order; a batch may lack names.
 
-    So the result does not depend on the number of ranks, down to the last bit.
+    So the result has the same bits at any number of ranks.
     """
     rows = [{name: (float(total), float(count)) for name, (total, count) in each.items()} for each in measured]
     everything = [row for data in control.gather_bytes(json.dumps(rows).encode()) for row in json.loads(data)]

@@ -1,13 +1,12 @@
 """Children that the script forks are no part of the training: the session belongs to the process that opened it.
 
-A forked child has its parent's handlers and wakeup descriptor, so a SIGTERM to the child would be one to the parent.
-It holds the parent's connections, so peers would not notice the parent's death while the child lives. Objects of the
-parent's groups wait, when they are let go of, for threads that a child does not have.
+A forked child inherits signal handlers and the wakeup descriptor, so its SIGTERM would reach the parent. It inherits
+connections, so peers would not notice the parent's death while the child lives. And the destructors of the parent's
+groups wait for threads that a child does not have.
 
 *Runs in* the thread that forks: in the parent before and after, in the child before ``fork`` returns there.
-*Owns* the hooks of this process, for its life. *Fails by* nothing.
-*Invariant*: between the fork and the end of this work a signal to the child waits, then does what it does in a process
-without a session.
+*Owns* this process's fork hooks, for its life.
+*Invariant*: signals to the child wait until this work is done, then act as in a process without a session.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ import torch.distributed as dist
 
 _HELD_BACK = (signal.SIGTERM, signal.SIGINT)
 _DISOWN: list[Callable[[], None]] = []
-"""What a child does for each session that is open in this process."""
+"""Called in a child for each open session."""
 _registered = threading.Event()
 
 
 class _Mask(threading.local):
-    """The signals that a thread had blocked before it began to fork; None while it does not."""
+    """The signals that a thread had blocked before it began to fork; None otherwise."""
 
     before: set[Any] | None = None
 
@@ -38,7 +37,7 @@ _mask = _Mask()
 
 
 def watch(disown: Callable[[], None]) -> None:
-    """From now on each child begins with ``disown()``."""
+    """Call ``disown()`` first in each child from now on."""
     if not _registered.is_set():
         _registered.set()
         os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_begin)
@@ -46,13 +45,13 @@ def watch(disown: Callable[[], None]) -> None:
 
 
 def leave(disown: Callable[[], None]) -> None:
-    """No longer."""
+    """Stop doing that."""
     if disown in _DISOWN:
         _DISOWN.remove(disown)
 
 
 def keep(value: object) -> None:
-    """Never let go of ``value``, not even when the interpreter ends."""
+    """Never destroy ``value``, not even at interpreter exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
@@ -70,7 +69,7 @@ def _after() -> None:
 def _begin() -> None:
     try:
         if _DISOWN:
-            gc.freeze()  # nothing of the parent's is ever collected here
+            gc.freeze()  # the child never collects the parent's objects
             keep(dist.group.WORLD)
         for disown in _DISOWN:
             disown()

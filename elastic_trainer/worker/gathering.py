@@ -1,8 +1,8 @@
-"""How this process comes together with the others: once for its life, or in rounds that its node's agent leads.
+"""How this process meets the others: once for its life, or in rounds led by its node's agent.
 
-*Runs in* the main thread of a worker process. *Owns* the link, and the sockets beneath the groups.
-*Fails by* ConfigError for an environment that makes no sense, TransientError when the ranks cannot meet, StorageError
-for a directory that cannot be written at the start.
+*Runs in* the main thread of a worker process. *Owns* the agent link, and the sockets of the groups.
+*Fails by* ConfigError for a contradictory environment, TransientError when the ranks cannot meet, StorageError for a
+directory that cannot be written at the start.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm.groups import FormTimeouts
-from elastic_trainer.worker.comm.link import EnvironmentLink
+from elastic_trainer.worker.comm.round_place import place_in
 from elastic_trainer.worker.comm.sever import Sockets
 from elastic_trainer.worker.comm.waits import InterruptibleWaits
 from elastic_trainer.worker.inplace.agent_link import ChannelLink
@@ -21,19 +21,18 @@ from elastic_trainer.worker.inplace.recovery import InPlaceRecovery
 from elastic_trainer.worker.inplace.rounds import Rounds
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.saver import check_storage
+from elastic_trainer.worker.state.training_state import Position
 from elastic_trainer.worker.steps.boundary import Boundaries
 from elastic_trainer.worker.steps.one_round import OneRound
-from elastic_trainer.worker.steps.rank_context import RankContext
 from elastic_trainer.worker.steps.training import Training
-from elastic_trainer.worker.steps.workplace import Workplace
+from elastic_trainer.worker.steps.workplace import RankContext, Workplace
 
 
 class OneGathering:
-    """One round for the life of the process, where its launcher says."""
+    """One round for the life of the process, as its launcher says."""
 
     def __init__(self, environment: WorkerEnvironment, timeout_s: float) -> None:
-        self.link = EnvironmentLink(environment)
-        self._formation = self.link.formation()
+        self._formation = place_in(environment)
         self._timeouts = FormTimeouts(min(settings.GROUP_TIMEOUT_S, timeout_s), timeout_s)
         self._sockets = Sockets()
         self.descriptors = self._sockets.descriptors
@@ -46,7 +45,13 @@ class OneGathering:
         return None
 
     def stop_requested(self, signal: str) -> None:
-        """Nothing to do: the ranks agree on it themselves."""
+        """The ranks agree on it themselves."""
+
+    def report(self, position: Position, step_s: float) -> None:
+        """There is no agent."""
+
+    def close(self, status: str) -> None:
+        """The launcher sees the exit code."""
 
     def meet(self, place: Workplace) -> None:
         place.position.generation = self._formation.round
@@ -64,34 +69,34 @@ class OneGathering:
 
 
 class InPlaceGathering:
-    """Rounds come and go: the others are met when there is a model."""
+    """Rounds come and go; ranks meet once there is a model."""
 
     world_size = 2
-    """More than one: how many is not known yet."""
+    """More than one; the number is not known yet."""
 
     def __init__(self, environment: WorkerEnvironment, timeout_s: float, tracker: HeartbeatReporter) -> None:
         self._timeouts = FormTimeouts(environment.form_timeout, timeout_s)
         self._escape = Escape(tracker)
-        self.link = ChannelLink(environment, self._escape.over)
-        self.stop_requested = self.link.evicted
+        self._link = ChannelLink(environment, self._escape.over)
+        self.stop_requested, self.report, self.close = self._link.evicted, self._link.report, self._link.close
 
     def descriptors(self) -> list[int]:
-        return self.link.descriptors() + self._escape.descriptors()
+        return self._link.descriptors() + self._escape.sockets.descriptors()
 
     def broken(self) -> str | None:
-        return self.link.broken(self._escape.number)
+        return self._link.broken(self._escape.number)
 
     def meet(self, place: Workplace) -> None:
         """Ranks meet only once there is a model."""
 
     def round_end(self, training: Training) -> InPlaceRecovery:
-        return InPlaceRecovery(Rounds(self.link, self._escape, training.place.placement, self._timeouts), training)
+        return InPlaceRecovery(Rounds(self._link, self._escape, training.place.placement, self._timeouts), training)
 
 
 def gathering(
     environment: WorkerEnvironment, timeout_s: float | None, tracker: HeartbeatReporter
 ) -> OneGathering | InPlaceGathering:
-    """That of this process. ``timeout_s`` bounds a collective, if the script says so."""
+    """``timeout_s`` limits a collective, if the script sets it."""
     limit_s = timeout_s if timeout_s is not None else environment.group_timeout
     if environment.in_place:
         return InPlaceGathering(environment, limit_s, tracker)

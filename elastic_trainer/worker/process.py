@@ -1,7 +1,7 @@
-"""A process that trains, from the opening of its session to its end: what it holds open, and lets go of.
+"""A process that trains, from the opening of its session to its end: its resources and their release.
 
 *Runs in* the main thread of a worker process. *Owns* the signal handlers, the metrics endpoint, the page.
-*Fails by* ConfigError for what the script or the environment says wrongly; what was opened before is closed then.
+*Fails by* ConfigError for mistakes in the script or the environment; what was opened before is closed then.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Process:
             if self._endpoint is not None:
                 undo.callback(self._endpoint.close)
             self._gathering = gathering(environment, group.timeout_s, tracker)
-            undo.callback(self._gathering.link.close, "failed")
+            undo.callback(self._gathering.close, "failed")
             asked = placement.take(options.device, environment.local_rank, self._gathering.world_size, group.backend)
             signals = Signals(
                 self._patience_s, self._gathering.broken, lambda: tracker.saving, self._gathering.stop_requested
             )
-            self.place = Workplace(options, environment, self._gathering.link, asked, position, tracker, signals)
+            self.place = Workplace(options, environment, self._gathering.report, asked, position, tracker, signals)
             undo.pop_all()
         signals.open()
 
@@ -70,7 +70,7 @@ class Process:
     def close(self, status: str) -> None:
         """``status`` is ``done``, ``stopped`` or ``failed``."""
         self.place.tracker.change(Phase.ENDING)
-        self._gathering.link.close(status)
+        self._gathering.close(status)
         self.place.signals.close()
         self.place.leave()
         self.place.tracker.close()

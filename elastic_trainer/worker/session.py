@@ -1,4 +1,4 @@
-"""What a training script talks to: one context manager around a training loop that then survives.
+"""The API of a training script: one context manager around the training loop, which then survives faults.
 
 ::
 
@@ -13,7 +13,7 @@ The same script runs alone (``python script.py``) and under any torchrun rendezv
 
 *Runs in* the main thread of a worker process. *Owns* the process groups, the signal handlers and the ledger, from
 ``__enter__`` to ``__exit__``.
-*Fails by* ConfigError and DataError for what the script asks wrongly, StorageError for a directory that cannot be
+*Fails by* ConfigError and DataError for mistakes of the script, StorageError for a directory that cannot be
 written at the start, CheckpointError for what cannot be resumed, RoundBrokenError when a peer is lost; SystemExit 143
 when stopped, 73 when the last save failed and ``require_last_save`` was asked for.
 """
@@ -33,6 +33,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer import settings
+from elastic_trainer.checkpoint import Retention
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import LrRule
 from elastic_trainer.data.sampler import Batch, Collate
@@ -78,7 +79,7 @@ class Session:
         self._options = SessionOptions(
             directory=Path(checkpoint_dir) if checkpoint_dir is not None else None,
             cadence=Cadence(checkpoint_every_steps, checkpoint_every_s),
-            keep_last=keep_last,
+            retention=saving.retention or Retention(keep_last, saving.keep_every),
             seed=seed,
             device=device,
             allow_changed=frozenset(allow_changed),
@@ -91,7 +92,6 @@ class Session:
         self._user: dict[str, Stateful] = {}
         self._pending: dict[str, Any] = {}
         self._process: Process | None = None
-        """None before the session is opened."""
         self._training: Training | None = None
         """None before :meth:`wrap`."""
         self._foreign = False
@@ -160,8 +160,8 @@ class Session:
 
     # ---- where this process is
 
-    @property
-    def _here(self) -> Workplace:
+    def _require_open(self) -> Process:
+        """ConfigError unless this process has opened the session."""
         if self._foreign:
             raise ConfigError(
                 "this process was forked from the one that trains, and has no part in its session",
@@ -169,7 +169,11 @@ class Session:
             )
         if self._process is None:
             raise ConfigError("the session is not open", hint="use it as `with Session(...) as session:`")
-        return self._process.place
+        return self._process
+
+    @property
+    def _here(self) -> Workplace:
+        return self._require_open().place
 
     @property
     def _all(self) -> Collectives:
@@ -177,15 +181,15 @@ class Session:
 
     @property
     def _trained(self) -> Training:
-        self._here  # noqa: B018 - raises where the session is not open
         if self._training is None:
+            self._require_open()
             raise ConfigError("there is no model yet", hint="call session.wrap(model, optimizer=...) first")
         return self._training
 
     @property
     def rank(self) -> int:
         """This process's number among all."""
-        return self._here.present.rank
+        return self._here.present.control.rank
 
     @property
     def local_rank(self) -> int:
@@ -195,12 +199,12 @@ class Session:
     @property
     def world_size(self) -> int:
         """How many processes train together."""
-        return self._here.present.world_size
+        return self._here.present.control.world_size
 
     @property
     def is_rank0(self) -> bool:
         """Whether this is the process that saves and reports."""
-        return self._here.present.is_rank0
+        return self.rank == 0
 
     @property
     def device(self) -> torch.device:
@@ -209,7 +213,7 @@ class Session:
 
     @property
     def round(self) -> int:
-        """The generation of the state: grows with every resumed life of the job, and never behind the launcher's."""
+        """The generation of the state: grows each time the job resumes, and is at least the launcher's round."""
         return self._position.generation
 
     @property
@@ -240,10 +244,10 @@ class Session:
     # ---- the model
 
     def register(self, name: str, part: Stateful) -> None:
-        """Save and resume ``part`` too, before or after :meth:`wrap`; its state must be alike on all ranks.
+        """Save and resume ``part`` too, before or after :meth:`wrap`; its state must be the same on all ranks.
 
-        In place a rank may be given the state of another that is one collective ahead: behind a step, change ``part``
-        after the collectives that follow it (``step.loss``, ``save``, ...), not before them.
+        In place a rank may receive the state of another that is one collective ahead: change ``part`` only after the
+        collectives that follow a step (``step.loss``, ``save``, ...).
         """
         if self._training is not None:
             self._training.state.register(name, part)
@@ -271,10 +275,10 @@ class Session:
         on the number of ranks. ``average`` keeps an exponential moving average of the parameters with that decay (or
         one of your own, from torch.optim.swa_utils), advanced at each step: see :attr:`average`.
         """
-        self._here  # noqa: B018 - raises where the session is not open
-        if self._training is not None or self._process is None:
+        process = self._require_open()
+        if self._training is not None:
             raise ConfigError("session.wrap() was called before", hint="wrap one model that holds all trained modules")
-        self._training = self._process.training(
+        self._training = process.training(
             Wrapped(
                 model,
                 optimizer,
@@ -334,7 +338,7 @@ class Session:
         ``shuffle=False``: it comes in its own order). Random numbers drawn for a sample are keyed by (seed, epoch,
         sample), so its augmentation does not depend on where it is drawn; a data set with ``deterministic = True``
         draws none, one with ``generators = ("random",)`` draws from that one alone (of "random", "numpy", "torch") and
-        costs less, and one with ``set_epoch(epoch)`` is told of each epoch, in every process.
+        costs less; ``set_epoch(epoch)`` is called for each epoch, in every process, if the data set has it.
 
         The global batch is the same at any number of ranks. With ``scale_from=R`` it is the one for R ranks, and with W
         ranks W / R times as large (rounded); the learning rate that the optimizer has is then multiplied by what
@@ -380,20 +384,20 @@ class Session:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What the script does in the body takes long for good reason: "evaluation" or "checkpoint".
+        """The body may take long: ``name`` is "evaluation" or "checkpoint".
 
-        It is told apart in the metrics, and the watchdog gives it the time of a long phase instead of that of a step.
+        Metrics show it apart, and the watchdog allows it the time of a long phase instead of that of a step.
         """
         if name not in (Phase.EVALUATION, Phase.CHECKPOINT):
             raise ConfigError(f"phase is {name!r}", hint="use 'evaluation' or 'checkpoint'")
         with self._here.tracker.during(Phase(name)):
             yield
 
-    # ---- between steps; all ranks must call these alike
+    # ---- between steps; all ranks must call these together
 
     def save(self, metrics: Mapping[str, float] | None = None, best: bool = False) -> str | None:
-        """Save now; the checkpoint's name, on all ranks alike. None where there is no ``checkpoint_dir``, or where it
-        refuses (full, read-only, ...): that is logged and counted, and the training goes on.
+        """Save now; the checkpoint's name, on all ranks. None without a ``checkpoint_dir``, or where it refuses (full,
+        read-only, ...): that is logged and counted, and the training goes on.
         """
         return self._all.save(metrics, best=best)
 

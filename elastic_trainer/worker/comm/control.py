@@ -1,7 +1,7 @@
 """Small collectives between the ranks of a round, on a gloo group of their own: agreement, never gradients.
 
-Sums travel in vectors of one fixed width that carry what they are for. So ranks that do different things at the same
-moment (one saves while another evaluates) get an error that says so, instead of a hang or another's numbers.
+Sums travel in vectors of fixed width together with their purpose. So ranks that do different things at the same moment
+(one saves while another evaluates) get an error that says so, instead of a hang or wrong numbers.
 
 *Runs in* the worker's main thread.
 *Fails by* RoundBrokenError when a peer is gone or does not answer in time, ConfigError when ranks do different things.
@@ -9,7 +9,8 @@ moment (one saves while another evaluates) get an error that says so, instead of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
@@ -36,7 +37,7 @@ _WIDTH = _PAYLOAD + 2
 
 
 class Purpose(IntEnum):
-    """What a sum is for. The values travel."""
+    """What a sum is for. Values are part of the protocol."""
 
     BOUNDARY = 1
     LOSS = 2
@@ -53,7 +54,7 @@ class Purpose(IntEnum):
 
 
 class Pending:
-    """A sum under way. ``vector`` must stay alive until it is done."""
+    """A pending sum. ``vector`` must stay alive until it is done."""
 
     __slots__ = ("_control", "_purpose", "_vector", "_work")
 
@@ -67,16 +68,15 @@ class Pending:
 
 
 class Control:
-    """The collectives. Without a group the process is alone and everything is its own answer."""
+    """The collectives. Without a group the process is alone and answers itself."""
 
     def __init__(
         self, group: Any = None, rank: int = 0, world_size: int = 1, works: InterruptibleWaits | None = None
     ) -> None:
         self._group, self.rank, self.world_size = group, rank, world_size
         self.works = works if works is not None else InterruptibleWaits()
-        """All collectives under way in the round."""
         self._transfer_limit = timedelta(0)
-        """How long sending and receiving may take; 0: as long as the group was given when it was made."""
+        """Limit for sending and receiving; 0: the timeout that the group was made with."""
 
     @property
     def alone(self) -> bool:
@@ -170,6 +170,16 @@ class Control:
         kind, _, message = text.partition(":")
         raise _KINDS[kind](f"rank {rank}: {message}")
 
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """:meth:`agree` about an error in the body."""
+        problem: ElasticTrainerError | None = None
+        try:
+            yield
+        except ElasticTrainerError as error:
+            problem = error
+        self.agree(problem)
+
     # ---- the group
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -198,6 +208,28 @@ class Control:
             self.works.wait(work)
         except RuntimeError as error:
             raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({what}: {_first_line(error)})") from error
+
+
+_BITS, _PARTS = 20, 3
+"""The sum of the squares of 8192 ranks is exact then: a double has 53 bits."""
+_MASK = (1 << _BITS) - 1
+
+
+class Likeness:
+    """Whether the low 60 bits of ``number`` are the same on all ranks, found in the background by one sum.
+
+    Equal values have no variance: a rank whose own value m and its square come W times in the sums over W ranks knows
+    that all have m.
+    """
+
+    def __init__(self, control: Control, purpose: Purpose, number: int) -> None:
+        parts = [float((number >> _BITS * place) & _MASK) for place in range(_PARTS)]
+        mine = [*parts, *(part * part for part in parts)]
+        self._wanted = [control.world_size * each for each in mine]
+        self._pending = control.start(purpose, mine)
+
+    def wait(self) -> bool:
+        return self._pending.wait() == self._wanted
 
 
 _KINDS: dict[str, type[ElasticTrainerError]] = {

@@ -1,10 +1,9 @@
-"""Tells a collective that failed because of its peers from everything else.
+"""Distinguishes a collective that failed because of its peers from all other errors.
 
-gloo raises plain RuntimeError, as scripts do for whatever they like ("S3 GET: socket timeout"). So where the session
-itself calls a collective it says so (:func:`collective`). What comes from elsewhere in a step (DistributedDataParallel,
-a collective of the script's own) counts if it has a type of torch.distributed's, or names a place in gloo's source, as
-each error of gloo's does. Even that is no proof: the agent's word that the round is broken is waited for before
-anything is repeated.
+gloo raises plain RuntimeErrors, as scripts may with any text ("S3 GET: socket timeout"). The session therefore marks
+its own collectives (:func:`collective`). Errors from elsewhere in a step (DistributedDataParallel, the script's own
+collectives) count if they have a type of torch.distributed's or name a place in gloo's source. Even then nothing is
+repeated before the agent has confirmed that the round is over.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def summary(error: BaseException) -> str:
-    """``error`` in a few words for people: without the file names and the advice that gloo wraps around its own."""
+    """``error`` in a few words, without the file names and the advice that gloo adds."""
     text = str(error).partition("\n")[0]
     text = re.sub(r"\[/[^\]]*\]\s*", "", text)
     return text.partition(". This is")[0][:160]
 
 
 def trail(error: BaseException) -> list[str]:
-    """``error`` and what lies behind it, each with the calls that it came through, outermost first: for the log."""
+    """``error`` and its causes, each with the calls that it came through, outermost first: for the log."""
     return [f"{type(each).__name__}: {summary(each)} ({_calls(each)})" for each in chain(error)]
 
 
@@ -52,7 +51,7 @@ def _calls(error: BaseException) -> str:
 
 @contextmanager
 def collective(what: str) -> Iterator[None]:
-    """In the block only the peers can be the reason of an error. RoundBrokenError for it."""
+    """In the body only peers can cause an error: it becomes a RoundBrokenError."""
     try:
         yield
     except RuntimeError as error:
@@ -60,7 +59,7 @@ def collective(what: str) -> Iterator[None]:
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether ``error``, or what lies behind it, is that of a collective that lost a peer."""
+    """Whether ``error`` or one of its causes is a collective that lost a peer."""
     return any(_is_of_a_collective(each) for each in chain(error))
 
 

@@ -1,11 +1,11 @@
-"""Forms the process groups of one round and gives them up again.
+"""Forms the process groups of one round and drops them again.
 
-Two groups: torch's default group for gradients and the user's own collectives, and a small gloo group for agreement
-(:mod:`elastic_trainer.worker.comm.control`), so that neither waits behind the other.
+Two groups: torch's default group for gradients and the script's own collectives, and a small gloo group for agreement
+(:mod:`elastic_trainer.worker.comm.control`), so that neither waits for the other.
 
 *Runs in* the worker's main thread. *Owns* torch's default process group while formed.
 *Fails by* TransientError when the ranks cannot reach each other in time.
-*Invariant*: the store prefix of a group is never used twice, and each form has a store connection of its own.
+*Invariant*: the store prefix of a group is never used twice, and each attempt has its own store connection.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm import sever
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.failures import collective
-from elastic_trainer.worker.comm.link import RoundPlace, StoreAddress
 from elastic_trainer.worker.comm.placement import NCCL, Placement
+from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress
 from elastic_trainer.worker.comm.sever import End, resolved
 from elastic_trainer.worker.comm.store_handshake import meet
 from elastic_trainer.worker.comm.waits import Aside, InterruptibleWaits
@@ -44,14 +44,14 @@ LAST_TEARDOWN_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What one formation formed."""
+    """The groups of one round."""
 
     formation: RoundPlace
     control: Control
     store: Any = None
-    """The dedicated connection; severing it frees a rank that blocks while forming."""
+    """A connection of this round only; severing it frees a rank that blocks while forming."""
     listening: frozenset[End] = frozenset()
-    """Where the ranks' gloo listens."""
+    """Addresses at which the ranks' gloo listens."""
 
     @property
     def formed(self) -> bool:
@@ -60,45 +60,42 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class FormTimeouts:
-    """Seconds that the forming of groups, and later an operation of theirs, may take."""
+    """Limits for forming the groups, and for later operations on them."""
 
     forming_s: float
     working_s: float
 
 
 def form(formation: RoundPlace, placement: Placement, patience: FormTimeouts, works: InterruptibleWaits) -> Group:
-    """The groups of ``formation``; a process that is alone by nature needs none and opens no port."""
+    """The groups of ``formation``; a single process without a launcher needs none and opens no port."""
     if formation.store is None:
         return Group(formation, Control())
     if formation.one_host:
         settings.prefer_loopback()
-    forming, working = timedelta(seconds=patience.forming_s), timedelta(seconds=patience.working_s)
     try:
-        store = _connect(formation, formation.store, forming)
-        prefix = formation.store.prefix or _agreed_prefix(store, formation, patience.forming_s)
-        fresh = PrefixStore(f"round/{prefix}", store)
-        control = _init(formation, placement, fresh, forming, working, works)
-        control.set_timeout(working)
-        listening = _listening(fresh, control)
+        host, port, serves = formation.store.host, formation.store.port, formation.store.serve and formation.rank == 0
+        limit = timedelta(seconds=patience.forming_s)
+        store = TCPStore(host, port, None, serves, timeout=limit, wait_for_workers=False, multi_tenant=serves)
+        deadline = Deadline.after(patience.forming_s)
+        prefix = formation.store.prefix or meet(store, formation.rank, formation.world_size, deadline)
+        return _formed(formation, placement, store, PrefixStore(f"round/{prefix}", store), patience, works)
     except (RuntimeError, ValueError) as error:
         leave_torch()
-        address = f"{formation.store.host}:{formation.store.port}"
         raise TransientError(
-            f"rank {formation.rank} of {formation.world_size} cannot form a process group at {address}:"
-            f" {str(error).partition(chr(10))[0]}",
+            f"rank {formation.rank} of {formation.world_size} cannot form a process group at {formation.store.host}:"
+            f"{formation.store.port}: {str(error).partition(chr(10))[0]}",
             hint="check that all nodes reach this address, and the other ranks' logs",
         ) from error
-    return Group(formation, control, store, listening)
 
 
-def _init(
+def _formed(
     formation: RoundPlace,
     placement: Placement,
+    store: TCPStore,
     fresh: PrefixStore,
-    forming: timedelta,
-    working: timedelta,
+    patience: FormTimeouts,
     works: InterruptibleWaits,
-) -> Control:
+) -> Group:
     """Form both groups through ``fresh``, a store prefix that was never used before.
 
     The agreement group comes first, in a thread of its own: a rank that waits for a peer to connect cannot be
@@ -107,10 +104,11 @@ def _init(
     for ever).
     """
     rank, world_size = formation.rank, formation.world_size
+    forming, working = timedelta(seconds=patience.forming_s), timedelta(seconds=patience.working_s)
     made = Aside(lambda: dist.ProcessGroupGloo(PrefixStore("control", fresh), rank, world_size, forming), brief=True)
     works.wait(works.begun(made))
-    # torch numbers the groups of a process, and ranks find each other under that number. A form that failed has been
-    # counted, and only where it came so far: ranks would wait for each other under different numbers ever after.
+    # torch numbers the groups of a process, and ranks find each other by that number. A failed attempt counts only on
+    # ranks that came that far: they would then wait for each other under different numbers.
     distributed_c10d._world.group_count = 0
     dist.init_process_group(
         placement.backend,
@@ -120,29 +118,20 @@ def _init(
         timeout=working,
         device_id=placement.device if placement.backend == NCCL else None,
     )
-    return Control(made.result, rank, world_size, works)
-
-
-def _connect(formation: RoundPlace, address: StoreAddress, timeout: timedelta) -> Any:
-    serves = address.serve and formation.rank == 0
-    return TCPStore(
-        address.host, address.port, None, serves, timeout=timeout, wait_for_workers=False, multi_tenant=serves
-    )
-
-
-def _agreed_prefix(store: Any, formation: RoundPlace, timeout_s: float) -> str:
-    return meet(store, formation.rank, formation.world_size, Deadline.after(timeout_s))
+    control = Control(made.result, rank, world_size, works)
+    control.set_timeout(working)
+    return Group(formation, control, store, _listening(fresh, control))
 
 
 def leave(group: Group) -> None:
-    """Give the groups up for good, and wait a moment until their threads have ended (a peer may be gone)."""
+    """Drop the groups for good, and wait a moment for their threads (a peer may be gone)."""
     if group.formed:
         abandon(group)
         _TEARDOWNS.finish()
 
 
 def store_ends(formation: RoundPlace) -> list[End]:
-    """Where connections to the store of ``formation`` lead."""
+    """Addresses of the store of ``formation``."""
     return resolved(formation.store.host, formation.store.port) if formation.store is not None else []
 
 
@@ -160,17 +149,17 @@ def form_in_place(
     over: Callable[[], str | None],
     works: InterruptibleWaits,
 ) -> Group:
-    """The groups of a round in place: through a store connection of this form only, under the round's own prefix.
+    """The groups of a round in place, through a store connection of their own and the round's own prefix.
 
-    Ranks that wait for a planned change may be early by a whole step: all wait for rank 0's word, and ``begun`` is
-    called then, from when on the forming itself may be bounded. ``over()`` says why the round has ended already.
+    Ranks may arrive a whole step early for a planned change, so all wait for rank 0's signal; then ``begun`` is called,
+    and the forming may be limited from there on. ``over()`` says why the round has already ended.
     """
     if formation.store is None or formation.store.prefix is None:
-        raise ConfigError("the agent named no meeting place for the round", hint="update elastic_trainer on all nodes")
+        raise ConfigError("the agent named no store for the round", hint="update elastic_trainer on all nodes")
     if formation.one_host:
         settings.prefer_loopback()
     store = _reach(formation.store, over)
-    forming, working = timedelta(seconds=patience.forming_s), timedelta(seconds=patience.working_s)
+    working = timedelta(seconds=patience.working_s)
     store.set_timeout(working)
     fresh = PrefixStore(f"round/{formation.store.prefix}", store)
     if formation.rank == 0:
@@ -179,9 +168,7 @@ def form_in_place(
         fresh.wait(["go"], working)
     begun()
     with collective("forming"):
-        control = _init(formation, placement, fresh, forming, working, works)
-    control.set_timeout(working)
-    return Group(formation, control, store, _listening(fresh, control))
+        return _formed(formation, placement, store, fresh, patience, works)
 
 
 def _listening(fresh: PrefixStore, control: Control) -> frozenset[End]:
@@ -189,10 +176,10 @@ def _listening(fresh: PrefixStore, control: Control) -> frozenset[End]:
     keys = [f"control/0/{control.rank}"]
     if dist.get_backend() != NCCL:
         keys.append(f"data/0//cpu//0/{control.rank}")
-    # Another version of torch may call them otherwise: then whatever listens here counts.
+    # Another version of torch may use other keys: then all listening sockets count.
     mine = sever.listening(b"".join(map(fresh.get, keys)) if fresh.check(keys) else None)
-    told = control.gather_bytes(json.dumps(mine).encode())
-    return frozenset((host, port) for text in told for host, port in json.loads(text))
+    texts = control.gather_bytes(json.dumps(mine).encode())
+    return frozenset((host, port) for text in texts for host, port in json.loads(text))
 
 
 def _reach(address: StoreAddress, over: Callable[[], str | None]) -> TCPStore:
@@ -207,7 +194,7 @@ def _reach(address: StoreAddress, over: Callable[[], str | None]) -> TCPStore:
         except dist.DistNetworkError as error:
             reason = over()
             if reason is not None:
-                raise RoundBrokenError(f"the round ended while its store was looked for: {reason}") from error
+                raise RoundBrokenError(f"the round ended before its store was reached: {reason}") from error
             if deadline.expired:
                 raise TransientError(
                     f"the store of the round at {address.host}:{address.port} cannot be reached",
@@ -216,10 +203,10 @@ def _reach(address: StoreAddress, over: Callable[[], str | None]) -> TCPStore:
 
 
 def abandon(group: Group | None) -> None:
-    """Forget torch's default group at once. It and ``group``, the one settled in if any, are ended in the background.
+    """Drop torch's default group at once. It and ``group`` end in the background.
 
-    That takes as long as operations on them are under way, which can be as long as the group's timeout; and whoever
-    lets go of a group last waits for that. So that it is not the main thread, they are held on to for a while.
+    Ending takes as long as pending operations, at most the group's timeout, and whoever drops the last reference waits
+    for it. A thread keeps the references so that the main thread does not wait.
     """
     kept: list[Any] = [group]
     if dist.is_initialized():
@@ -231,8 +218,8 @@ def abandon(group: Group | None) -> None:
 class _Teardowns:
     """Threads that end abandoned groups.
 
-    The interpreter must not end while a thread of theirs, or of gloo's, is about to come back to Python: Python ends
-    such a thread in places where C++ answers with an abort.
+    At exit Python ends threads that return to it from C++, which aborts the process then; so the interpreter must not
+    end before these threads and gloo's.
     """
 
     def __init__(self) -> None:
@@ -272,7 +259,7 @@ _TEARDOWNS = _Teardowns()
 def all_reduce(control: Control, tensor: torch.Tensor) -> None:
     """Sum ``tensor`` over the ranks of torch's default group, in place; the end of the round interrupts the wait."""
     if tensor.device.type == "cuda":
-        dist.all_reduce(tensor)  # returns at once; waiting for it would wait for the device
+        dist.all_reduce(tensor)  # asynchronous; a wait would block on the device
         return
     works = control.works
     with collective("all_reduce"):
@@ -280,7 +267,7 @@ def all_reduce(control: Control, tensor: torch.Tensor) -> None:
 
 
 def abort_nccl() -> None:
-    """Free kernels of NCCL that wait for a lost peer; from any thread. gloo's collectives need other means."""
+    """Free NCCL kernels that wait for a lost peer; from any thread. gloo's collectives need other means."""
     world = dist.group.WORLD
     if world is None or dist.get_backend() != NCCL:
         return

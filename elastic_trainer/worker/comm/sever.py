@@ -1,26 +1,25 @@
 """Frees a rank that is blocked in gloo: finds the sockets of a process group and shuts them down.
 
-gloo's own abort does not end a collective that waits for a peer which is frozen, or gone without a word. When a socket
-is shut down for reading gloo reads its end, and raises in whoever waits. (``SHUT_RDWR`` leaves more of them blocked.)
-Sockets of the group are those that appear in ``/proc/self/fd`` while it is formed, and lead to the round's store, or to
-or from an address at which a rank's gloo listens, or listen there. A thread of the script may open others meanwhile:
-they stay open.
+gloo's own abort does not end a collective that waits for a frozen or silently lost peer. Shutting a socket down for
+reading makes gloo read its end and raise in the waiting thread. (``SHUT_RDWR`` leaves more of them blocked.) A group's
+sockets are those that appear in ``/proc/self/fd`` while it is formed and that lead to the round's store, or to or from
+an address at which a rank's gloo listens, or listen there. Sockets that the script opens meanwhile stay open.
 
-*Runs in* any thread of a worker. *Owns* nothing: the descriptors stay gloo's.
-*Fails by* nothing: a descriptor that is gone is passed over.
-*Invariant*: a descriptor is touched only while it is the same socket (number and inode) that was seen, and never a
+*Runs in* any thread of a worker. *Fails by* nothing: missing descriptors are skipped.
+*Invariant*: a descriptor is touched only while it is the same socket (number and inode) as before, and never a
 listening one (gloo would end the process).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
 import struct
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 _DIRECTORY = "/proc/self/fd"
@@ -67,7 +66,7 @@ class Sockets:
             self._mine = self._appeared()
             for number in self._mine:
                 with contextlib.suppress(OSError):
-                    os.set_inheritable(number, False)  # gloo leaves them open in programs that the script starts
+                    os.set_inheritable(number, False)  # gloo would leave them open in programs started by the script
             return len(self._mine)
 
     def forget(self) -> None:
@@ -96,7 +95,7 @@ class Sockets:
 
 
 def listening(published: bytes | None) -> list[End]:
-    """Where sockets of this process listen, if that is in what was ``published`` (None: wherever that is).
+    """Where sockets of this process listen, if that is in what was ``published`` (None: all of them).
 
     gloo publishes its address as the kernel's own structure, among other things.
     """
@@ -126,20 +125,12 @@ def _of(number: int) -> list[End]:
 
 def _ends(number: int, *, listens: bool = False) -> list[End]:
     """Both ends of a TCP connection, or the one where a socket ``listens``; empty for any other descriptor."""
-    try:
-        duplicate = socket.socket(fileno=os.dup(number))
-    except OSError:
-        return []
-    with duplicate:
-        if duplicate.family not in (socket.AF_INET, socket.AF_INET6) or duplicate.type != socket.SOCK_STREAM:
-            return []
-        try:
-            if listens:
-                accepts = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                return [_plain(duplicate.getsockname())] if accepts else []
+    with contextlib.suppress(OSError), _tcp(number) as duplicate:  # OSError: not connected
+        if not listens:
             return [_plain(duplicate.getsockname()), _plain(duplicate.getpeername())]
-        except OSError:
-            return []  # not connected
+        if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return [_plain(duplicate.getsockname())]
+    return []
 
 
 def _plain(address: Any) -> End:
@@ -151,17 +142,17 @@ def _plain(address: Any) -> End:
 
 def _shut(number: int) -> bool:
     """Whether ``number`` was a connected TCP socket; it is shut down for reading then."""
-    try:
-        duplicate = socket.socket(fileno=os.dup(number))
-    except OSError:
-        return False
-    with duplicate:
-        if duplicate.family not in (socket.AF_INET, socket.AF_INET6) or duplicate.type != socket.SOCK_STREAM:
-            return False
-        try:
-            if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return False
+    with contextlib.suppress(OSError), _tcp(number) as duplicate:
+        if not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             duplicate.shutdown(socket.SHUT_RD)
-        except OSError:
-            return False
-    return True
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _tcp(number: int) -> Iterator[socket.socket]:
+    """A duplicate of descriptor ``number``; OSError unless it is a TCP socket."""
+    with socket.socket(fileno=os.dup(number)) as duplicate:
+        if duplicate.family not in (socket.AF_INET, socket.AF_INET6) or duplicate.type != socket.SOCK_STREAM:
+            raise OSError(errno.EPROTOTYPE, os.strerror(errno.EPROTOTYPE))
+        yield duplicate

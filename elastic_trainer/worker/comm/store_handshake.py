@@ -1,9 +1,9 @@
 """The ranks of a round agree on a store prefix that no earlier round used, whatever that store still holds.
 
-torchrun's own store is shared by all rounds of a job and its restart count does not change when nodes come and go, so
-new ranks would read addresses of dead ones. Here every rank says hello with a token of its own; rank 0 offers a fresh
-prefix together with all the tokens that it saw, a rank accepts only an offer that shows its own token, and rank 0 lets
-go when all have accepted. What an earlier round left behind never contains a token of this one.
+All rounds of a job share torchrun's own store, and its restart count does not change when nodes come and go, so new
+ranks would read addresses of dead ones. Here every rank writes a hello with a token of its own. Rank 0 offers a fresh
+prefix together with all tokens; a rank accepts only an offer with its own token, and rank 0 proceeds when all have
+accepted. Leftovers of earlier rounds never contain a token of this one.
 
 *Runs in* the worker's main thread. *Fails by* TransientError naming the ranks that did not come in time.
 """
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import Protocol
+
+from torch._C._distributed_c10d import Store
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import TransientError
@@ -20,17 +21,7 @@ from elastic_trainer.errors import TransientError
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
-class MeetingStore(Protocol):
-    """What is used of a ``torch.distributed`` store."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-
-def meet(store: MeetingStore, rank: int, world_size: int, deadline: Deadline) -> str:
+def meet(store: Store, rank: int, world_size: int, deadline: Deadline) -> str:
     """The fresh prefix; the same on all ranks."""
     pauses = _Pauses(deadline)
     return _invite(store, world_size, pauses) if rank == 0 else _attend(store, rank, world_size, pauses)
@@ -51,7 +42,7 @@ class _Pauses:
         self._next_s = min(2 * self._next_s, _LONGEST_PAUSE_S)
 
 
-def _invite(store: MeetingStore, world_size: int, pauses: _Pauses) -> str:
+def _invite(store: Store, world_size: int, pauses: _Pauses) -> str:
     offered: dict[str, str] = {}
     nonce = ""
     while True:
@@ -69,12 +60,12 @@ def _invite(store: MeetingStore, world_size: int, pauses: _Pauses) -> str:
         pauses.wait(f"rank 0 misses {_listed(waiting)}")
 
 
-def _hellos(store: MeetingStore, world_size: int) -> dict[str, str]:
+def _hellos(store: Store, world_size: int) -> dict[str, str]:
     keys = {str(rank): f"meeting/hello/{rank}" for rank in range(1, world_size)}
     return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
 
-def _attend(store: MeetingStore, rank: int, world_size: int, pauses: _Pauses) -> str:
+def _attend(store: Store, rank: int, world_size: int, pauses: _Pauses) -> str:
     token = secrets.token_hex(8)
     store.set(f"meeting/hello/{rank}", token)
     seen = accepted = ""

@@ -1,12 +1,12 @@
-"""The collectives under way in one round, waited for in a way that the round's end always interrupts.
+"""The pending collectives of one round; the end of the round interrupts every wait for them.
 
-gloo tells an operation that its connection was lost only if none of its bytes have moved yet: one that was cut in the
-middle of a message stays blocked until the group's timeout, whatever happens to its sockets. So nobody waits for an
-operation itself for longer than a moment at a time; between two moments the wait asks whether the round is over.
+gloo notices a lost connection only in operations that have moved no byte yet: one cut in the middle of a message blocks
+until the group's timeout, whatever happens to its sockets. So a wait lasts only moments at a time, and checks in
+between whether the round is over.
 
-*Runs in* the worker's main thread, which waits; any thread may say that the round is over.
-*Owns* the operations until they end, also those that nobody waits for any more.
-*Fails by* RoundBrokenError when the round is over; what an operation raises passes through.
+*Runs in* the worker's main thread, which waits; any thread may end the round.
+*Owns* the operations until they end, also abandoned ones.
+*Fails by* RoundBrokenError when the round is over; errors of an operation pass through.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOMENT = timedelta(seconds=MOMENT_S)
 
 
 class Work(Protocol):
-    """What is used of an operation of ``torch.distributed``."""
+    """The part of a ``torch.distributed`` operation that is used."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
 
@@ -33,13 +33,12 @@ class Work(Protocol):
 
 
 class Aside:
-    """What a thread of its own does, or waits for: sending or receiving, and the making of a group.
+    """An action, or a wait, in a thread of its own: transfers, and the making of a group.
 
-    gloo closes the connection when the wait for a transfer ends early, while it only looks at the clock in a wait for
-    any other operation. And nothing ends the making of a group that waits for a peer to connect.
+    gloo closes the connection when the wait for a transfer times out; in other waits it only looks at the clock. And
+    the making of a group cannot be interrupted while it waits for a peer to connect.
 
-    ``brief``: the end of the interpreter waits for it. C++ answers with an abort if a thread comes back to Python
-    later.
+    ``brief``: the interpreter's end waits for the thread, since C++ aborts if it returns to Python later.
     """
 
     def __init__(self, act: Callable[[], object], *, brief: bool = False) -> None:
@@ -52,7 +51,7 @@ class Aside:
     def _run(self) -> None:
         try:
             self.result = self._act()
-        except BaseException as error:  # noqa: BLE001 - the edge of a thread: whoever waits raises it
+        except BaseException as error:  # noqa: BLE001 - the edge of a thread: the waiting thread raises it
             self._error = error
         finally:
             self._ended.set()
@@ -70,7 +69,7 @@ class Aside:
 
 
 class InterruptibleWaits:
-    """See the module. ``interruptible`` False: operations are waited for in one go (a round that lasts for good).
+    """See the module. ``interruptible`` False: each wait is a single one (the process has only one round).
 
     ``tracker`` notes when this process waits for others.
     """
@@ -107,7 +106,7 @@ class InterruptibleWaits:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    self._outcome(work)  # the moment may have ended first
+                    self._outcome(work)  # the moment may have ended just before
                     return
             if self._over.is_set():
                 raise RoundBrokenError(self._why)

@@ -1,11 +1,11 @@
 """A worker's link to its node's agent in place: rounds come and go while the process stays.
 
-*Runs in* a worker: a thread named ``session-link`` reads what the agent says and holds the life mutex, so that the
-kernel tells the agent of this process's death at once.
+*Runs in* a worker: the thread ``session-link`` reads the agent's messages and holds the life mutex, by which the kernel
+reports this process's death to the agent at once.
 *Owns* the connection, the mutex and the thread.
-*Fails by* ending the process: with the agent's code when it says so, 1 when the agent is gone (nobody else would end an
-orphan that holds a device).
-*Invariant*: news of a round never undoes news of a later one, in whatever order they come.
+*Fails by* ending the process: with the agent's code when it says so, 1 when the agent is gone (an orphan would hold its
+device for ever).
+*Invariant*: messages about a round never undo those about a later one, in whatever order they arrive.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import EXIT_FAILURE, ConfigError, RejoinError
 from elastic_trainer.ipc import messages
 from elastic_trainer.ipc.channel import ChannelClosedError, connect
 from elastic_trainer.ipc.mutex import LifeMutex
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import last_words, logger
-from elastic_trainer.worker.comm.link import RankProgress, RoundPlace, StoreAddress
+from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress
+from elastic_trainer.worker.state.training_state import Position
 
 WELCOME_TIMEOUT_S = 30.0
 REPORT_EVERY_S = 0.2
 IDLE_EVERY_S = 1.0
 FAREWELL_TIMEOUT_S = 60.0
-"""The agent takes note at once, unless it stands still: then torchrun, which waits for the worker, does so too."""
+"""The agent answers at once unless it is frozen; then torchrun, which waits for the worker, is frozen too."""
 GIVEN_UP_S = 5.0
-"""The same for a script that has failed, whose death says as much."""
+"""The same for a failed script, whose death says as much."""
 LAST_WORDS_S = 15.0
-"""What a script that has failed gets to end: its node can do nothing before."""
+"""Time for a failed script to end; its node waits for that."""
 
 
 class ChannelLink:
-    """See the module. ``on_over(round)`` is called from the link's thread when rounds up to ``round`` are broken."""
+    """See the module. ``on_over(round)`` is called from the link's thread when rounds up to ``round`` are over."""
 
-    def __init__(self, environment: WorkerEnvironment, on_over: Callable[[int], None], clock: Clock = SYSTEM) -> None:
+    def __init__(self, environment: WorkerEnvironment, on_over: Callable[[int], None]) -> None:
         if environment.channel is None:
             raise ConfigError("in-place recovery needs an agent, and there is none", hint="start the job with torchrun")
-        self._environment, self._on_over, self._clock = environment, on_over, clock
+        self._environment, self._on_over = environment, on_over
         self._changed = threading.Condition()
         self._welcome: messages.Welcome | None = None
         self._formation: messages.Formation | None = None
@@ -60,25 +61,23 @@ class ChannelLink:
         if self._welcome is None:
             raise RejoinError("the node's agent did not answer in time")
 
-    # ---- the Link port
-
     def broken(self, round: int) -> str | None:
         """Why ``round`` is over, or None."""
         return self._over_reason if round and round <= self._over else None
 
-    def report_due(self) -> bool:
-        return self._clock.monotonic() - self._reported_at >= REPORT_EVERY_S
-
-    def report(self, progress: RankProgress) -> None:
-        """Send the progress; dropped if the channel is closed."""
-        self._reported_at = self._clock.monotonic()
+    def report(self, position: Position, step_s: float) -> None:
+        """Send the progress a few times a second; dropped if the channel is closed."""
+        now = SYSTEM.monotonic()
+        if now - self._reported_at < REPORT_EVERY_S:
+            return
+        self._reported_at = now
         self._send(
             messages.Progress(
                 round=self._round,
-                step=progress.step,
-                epoch=progress.epoch,
-                samples=progress.samples,
-                step_time_s=progress.step_s,
+                step=position.step,
+                epoch=position.cursor.epoch,
+                samples=position.cursor.samples,
+                step_time_s=step_s,
             )
         )
 
@@ -89,7 +88,7 @@ class ChannelLink:
         self._closing = True
         well = status in ("done", "stopped")
         self._send(messages.Leaving(status=status if well else "failed", step=0))
-        # The agent hangs up when it has taken note. Ending earlier could tell of the death before the farewell.
+        # The agent disconnects when it has read this. Ending earlier might report the death before the message.
         if self._thread is not threading.current_thread():
             self._thread.join(FAREWELL_TIMEOUT_S if well else GIVEN_UP_S)
         self._connection.close()
@@ -178,7 +177,7 @@ class ChannelLink:
 
     def _hear(self, message: messages.Message) -> None:
         if isinstance(message, messages.Exit):
-            if not self._closing:  # else it ends by itself, and has a reason of its own to tell: a traceback, say
+            if not self._closing:  # else it ends by itself, with a reason of its own, such as a traceback
                 self._end(message.code, message.reason)
             return
         if isinstance(message, messages.Ping):
@@ -214,7 +213,7 @@ class ChannelLink:
         try:
             self._connection.send(message)
         except ChannelClosedError:
-            logger().debug("link.unsent", kind=type(message).__name__)  # the reading thread meets the same end
+            logger().debug("link.unsent", kind=type(message).__name__)  # the reading thread notices it too
 
     def _end(self, code: int, reason: str) -> NoReturn:
         logger().warning("worker.ended", reason=reason, exit_code=code)

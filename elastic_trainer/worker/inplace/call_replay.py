@@ -1,10 +1,10 @@
 """Replays calls that all ranks make together, when a round ends in the middle of one.
 
-Some ranks may have completed the call and gone on, others not. Repeating it would leave the former in one place and the
-latter in another; so the ranks count their completed calls, and who is one behind is given the result by who is not.
+Some ranks may have completed the call and gone on, others not; simply repeating it would separate them. So the ranks
+count completed calls, and a rank that is one behind receives the result from one that is not.
 
 *Runs in* the worker's main thread of all ranks at once. *Fails by* RoundBrokenError when a peer is gone.
-*Invariant*: ranks differ by at most one call, since the next cannot be completed without all of them.
+*Invariant*: ranks differ by at most one call, since all of them are needed to complete the next.
 """
 
 from __future__ import annotations

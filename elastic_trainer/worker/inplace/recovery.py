@@ -1,12 +1,12 @@
-"""Carries the training of this process from one round into the next, in place: the process and its loop go on.
+"""Carries the training of this process from one round into the next, in place: the process and its loop continue.
 
-A step that was not committed when its round ended is undone, and its batch comes again; what was committed stays.
-Before a rank trains on in the next round it holds the state that all its ranks hold.
+A step that was uncommitted when its round ended is undone, and its batch is repeated; committed steps stay. In the next
+round training continues only when all ranks hold one state.
 
 *Runs in* the worker's main thread.
-*Fails by* whatever error was no end of a round; NonFiniteError for a state that must not go on; SystemExit where the
+*Fails by* any error that is no end of a round; NonFiniteError for a state that must not continue; SystemExit where the
 process leaves by a planned change.
-*Invariant*: only a state that is whole is ever reported or given to another rank.
+*Invariant*: only a whole state is ever reported or given to another rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic_trainer.model import Phase
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.codecs import Codec
 from elastic_trainer.worker.comm.groups import Group
-from elastic_trainer.worker.comm.link import RoundPlace
+from elastic_trainer.worker.comm.round_place import RoundPlace
 from elastic_trainer.worker.inplace.call_replay import NEWCOMER, CallReplay
 from elastic_trainer.worker.inplace.rounds import Rounds
 from elastic_trainer.worker.state.heal import heal, identity
@@ -33,7 +33,7 @@ from elastic_trainer.worker.steps.step import Step
 from elastic_trainer.worker.steps.training import Training
 
 _LASTING = (Phase.CHECKPOINT, Phase.EVALUATION)
-"""Phases of the script's that go on behind the end of a round in the middle of them."""
+"""Phases of the script that continue after a round ended in the middle of them."""
 Result = TypeVar("Result")
 
 
@@ -46,12 +46,12 @@ class InPlaceRecovery:
         self._rounds, self._training, self._place = rounds, training, training.place
         self._calls = CallReplay()
         self._valid = False
-        """Whether the state held here may be given to others."""
+        """Whether other ranks may receive the state held here."""
         self._given_up: Step | None = None
-        """The step that this rank had to give up when the last round ended."""
+        """The step given up when the last round ended."""
         self._change_due = False
         self._evaluates = False
-        """Whether the script evaluates: no planned change is agreed on then."""
+        """During an evaluation no planned change is agreed on."""
 
     # ---- entering a round
 
@@ -180,7 +180,7 @@ class InPlaceRecovery:
         else:
             self._place.record(step)
         self._valid = self._valid and not self._training.steps.dirty
-        # Who comes new cannot follow what the script does behind a step.
+        # Newcomers cannot repeat the script's code after a step.
         self._regroup(joinable=not step.committed)
         if step.committed:
             self._place.present.boundaries.save_due(step.number)
@@ -207,7 +207,7 @@ class InPlaceRecovery:
         self._rounds.abandon()
         self._place.present.boundaries.refuse_nonfinite()
         self._enter(joinable=joinable)
-        self._place.feed.redraw()  # the script may hold the batch, and open a step about it again
+        self._place.feed.redraw()  # the script may open another step with the same batch
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -1,9 +1,9 @@
-"""A worker's way from round to round in place: leave a broken or drained one, meet the others in the next.
+"""Moves a worker from round to round in place: leave a broken or drained one, meet the others in the next.
 
 *Runs in* the worker's main thread. *Owns* the process groups of the present round.
 *Fails by* the link ending the process (no agent, run closed); every other failure leads to another round.
-*Invariant*: a store prefix, a store connection and a group belong to one round only; nothing of an abandoned group is
-waited for.
+*Invariant*: a store prefix, a store connection and a group belong to one round only; an abandoned group is never waited
+for.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from functools import partial
 
 import torch
 
-from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import RejoinError, RoundBrokenError, TransientError
 from elastic_trainer.ipc.messages import Drain, Ready
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm.failures import is_collective_failure, summary, trail
-from elastic_trainer.worker.comm.link import RoundPlace
 from elastic_trainer.worker.comm.placement import Placement
+from elastic_trainer.worker.comm.round_place import RoundPlace
 from elastic_trainer.worker.inplace.agent_link import ChannelLink
 from elastic_trainer.worker.inplace.escape import Escape
 
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """A round that this worker has entered: its group, and how long forming it took."""
+    """A round that this worker has entered, and the seconds that forming took."""
 
     group: groups.Group
     took_s: float
@@ -38,16 +38,8 @@ class Formed:
 class Rounds:
     """See the module."""
 
-    def __init__(
-        self,
-        link: ChannelLink,
-        escape: Escape,
-        placement: Placement,
-        timeouts: groups.FormTimeouts,
-        clock: Clock = SYSTEM,
-    ) -> None:
-        self._link, self._escape, self._placement = link, escape, placement
-        self._timeouts, self._clock = timeouts, clock
+    def __init__(self, link: ChannelLink, escape: Escape, placement: Placement, timeouts: groups.FormTimeouts) -> None:
+        self._link, self._escape, self._placement, self._timeouts = link, escape, placement, timeouts
         self._group: groups.Group | None = None
         """None between two rounds."""
 
@@ -94,15 +86,15 @@ class Rounds:
             raise RejoinError(f"round {formation.round} is broken already")
         why = f"round {formation.round} was not formed within {self._timeouts.forming_s:g} s"
         limit = threading.Timer(self._timeouts.forming_s, self._escape.free, (why,))
-        started = self._clock.monotonic()
+        started = SYSTEM.monotonic()
         try:
             over = partial(self._link.broken, formation.round)
             group = groups.form_in_place(formation, self._placement, self._timeouts, limit.start, over, works)
             self._group = group
-            self._escape.formed(group.listening)
+            self._escape.sockets.formed(group.listening)
         finally:
             limit.cancel()
-        return Formed(group, self._clock.monotonic() - started)
+        return Formed(group, SYSTEM.monotonic() - started)
 
     def check_device(self, device: torch.device) -> None:
         """Before an update on a CUDA device: wait for the gradients, and refuse those of a round that is over.
@@ -122,7 +114,7 @@ class Rounds:
         """
         if not self._escape.inside or not is_collective_failure(error):
             return False
-        self._escape.sever()
+        self._escape.sockets.sever()  # so peers learn at network speed that this rank has lost the round
         number = self._escape.number
         logger().warning("collective.failed", round=number, error=summary(error), trail=trail(error))
         self._link.failed(number, summary(error))

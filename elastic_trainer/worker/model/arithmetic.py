@@ -1,6 +1,6 @@
-"""What decides the bits that one micro-batch computes here: equal bits are claimed only where all of it is alike.
+"""What determines the bits that one micro-batch computes here: equal bits need all of it to be equal.
 
-On CPUs. On CUDA devices some kernels of torch are not deterministic whatever is alike, unless the script asks for that
+On CPUs. On CUDA devices some kernels of torch are not deterministic in any case, unless the script asks for that
 (torch.use_deterministic_algorithms).
 
 *Runs in* the worker's main thread.
@@ -18,14 +18,14 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
 
 FIELD = "arithmetic"
-"""Under this name it goes into checkpoints, and a session may allow that it changed."""
+"""Its field in checkpoints, for ``allow_changed`` too."""
 
 _ADVICE = {
-    "threads": "set OMP_NUM_THREADS alike for all processes",
-    "isa": "use hosts of one kind, or set ATEN_CPU_CAPABILITY alike for all processes",
+    "threads": "set OMP_NUM_THREADS to one value for all processes",
+    "isa": "use hosts of one kind, or set ATEN_CPU_CAPABILITY to one value for all processes",
     "torch": "install the same version of torch everywhere",
     "device": "train on devices of one kind",
-    "modes": "set torch's flags for arithmetic alike everywhere",
+    "modes": "set torch's flags for arithmetic to the same values everywhere",
 }
 
 
@@ -47,13 +47,13 @@ def arithmetic(device: torch.device) -> dict[str, str]:
 
 
 def check_ranks(control: Control, mine: Mapping[str, str]) -> None:
-    """Ranks that compute unlike rank 0 raise, and only they: the others can go on without them."""
+    """Raise on ranks that compute differently from rank 0, and only there: the others can continue without them."""
     first = json.loads(control.broadcast_bytes(json.dumps(dict(mine)).encode(), 0))
     _check(mine, first, "on rank 0")
 
 
 def check_resumed(mine: Mapping[str, str], saved: object, allow_changed: Collection[str]) -> None:
-    """Raise if the checkpoint was computed otherwise, unless that is allowed."""
+    """Raise if the checkpoint was computed differently, unless that is allowed."""
     if isinstance(saved, Mapping) and FIELD not in allow_changed:
         _check(mine, saved, "when the checkpoint was saved", f", or say allow_changed=[{FIELD!r}]")
 

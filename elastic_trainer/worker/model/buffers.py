@@ -1,9 +1,9 @@
-"""The buffers of a model as a step finds them, so that what its body does to them can be undone.
+"""The buffers of a model at the start of a step, so that what its body does to them can be undone.
 
-A forward pass may change them in place (BatchNorm) or put another tensor in their place (``self.ema = ...``).
+A forward pass may change them in place (BatchNorm) or replace them (``self.ema = ...``). A step that replaces none
+costs one copy of all of them, and one look at each.
 
 *Runs in* the worker's main thread.
-*Invariant*: a step that changes no buffer by assignment costs one copy of all of them, and one look at each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class Buffers:
-    """See the module. ``live`` are the model's tensors, ``kept`` their values when the step began: the same lists."""
+    """See the module. ``live`` are the model's tensors, ``kept`` their values at the step's start; the lists stay."""
 
     def __init__(self, module: nn.Module) -> None:
         owners = {name: each._buffers for name, each in module.named_modules() if each._buffers}

@@ -1,13 +1,13 @@
-"""Sums gradients over the ranks while the backward pass runs, so that the end of a round can interrupt the wait.
+"""Sums gradients over the ranks during the backward pass, with waits that the end of a round can interrupt.
 
-DistributedDataParallel waits for its buckets inside the backward pass, where nothing reaches it. Here its communication
-hook starts a bucket's sum and says at once that it is done; gradients are views of the buckets, so nothing is copied;
-and the session waits for the sums after the backward pass (:mod:`elastic_trainer.worker.comm.waits`).
+DistributedDataParallel waits for its buckets inside the backward pass, where nothing can interrupt it. Here its
+communication hook starts a bucket's sum and reports it done at once; gradients are views of the buckets, so nothing is
+copied; the session waits for the sums after the pass (:mod:`elastic_trainer.worker.comm.waits`).
 
-The hook does not divide by the number of ranks: that would be a pass of its own over all gradients. The loss is
-divided instead (``share``).
+The hook does not divide by the number of ranks, which would be another pass over all gradients. The loss is divided
+instead (``share``).
 
-*Runs in* the worker's main thread. *Fails by* what the collectives raise, RoundBrokenError when the round is over.
+*Runs in* the worker's main thread. *Fails by* RoundBrokenError when the round is over.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from elastic_trainer.worker.comm.waits import InterruptibleWaits, Work
 
 
 class _Sums:
-    """The sums of one backward pass. The hook holds it, so it must not hold the module: nobody sees such a cycle."""
+    """The sums of one backward pass. The hook refers to it, so it must not refer to the module: a cycle through C++."""
 
     def __init__(self, group: Any, works: InterruptibleWaits) -> None:
         self._group, self._works = group, works
         self.begun: list[Work] = []
         self.complete = False
-        """Whether the last bucket has been begun: buckets are, in order, once they are full."""
+        """Whether the last bucket was started; buckets start in order, when they are full."""
         self._lost: RoundBrokenError | None = None
 
     def begin(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -39,7 +39,7 @@ class _Sums:
             with collective("all_reduce"):
                 self.begun.append(self._works.begun(self._group.allreduce([buffer])))
         except RoundBrokenError as error:
-            self._lost = error  # C++ calls this: raised behind it
+            self._lost = error  # C++ calls this; raised after the pass
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
@@ -64,7 +64,7 @@ class Gradients:
         self._summed = False
         group = parallel.process_group
         self.share = 1.0 / group.size()
-        """What a loss is to be multiplied by, so that summed gradients are those of the mean."""
+        """Factor for the loss that turns summed gradients into those of the mean."""
         self._sums = sums = _Sums(group, works)
         parallel.register_comm_hook(None, lambda state, bucket: sums.begin(bucket))
 

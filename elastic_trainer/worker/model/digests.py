@@ -1,11 +1,11 @@
-"""One number for each of many tensors, which depends on every bit of it and on where the bit is.
+"""One number per tensor that depends on every bit and its position.
 
-On the CPU it is the XXH3 of its bytes. A CUDA device adds up integers: each element, as an integer, times a factor of
-its own (a multiple of an odd number, so that two elements that change places are seen), modulo 2**64. Tensors are
-joined for that, since a kernel costs more than the sum of a small one; what comes of it is on its way while the
-training goes on. The two kinds of numbers have nothing in common.
+On the CPU it is the XXH3 of the bytes. A CUDA device adds up integers modulo 2**64: each element, as an integer, times
+a factor of its own (a multiple of an odd number, so that swapped elements are noticed). Tensors are joined for that,
+since a kernel costs more than the sum of a small one; the result arrives while training goes on. The two kinds of
+numbers cannot be compared with each other.
 
-*Runs in* the worker's main thread. *Owns* on a device some memory while it adds up, 24 bytes times SEGMENT.
+*Runs in* the worker's main thread. *Owns* on a device 24 bytes times SEGMENT while it adds up.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import xxhash
 from elastic_trainer.checkpoint import tensors
 
 SEGMENT = 1 << 21
-"""Elements that are joined."""
+"""Elements joined at a time."""
 _ODD = 0x1E3779B97F4A7C15
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Numbers = Callable[[], Sequence[int]]
-"""Gives the numbers, waiting for the device that finds them if need be."""
+"""Gives the numbers, after a wait for the device if necessary."""
 
 
 def on_device(of: Sequence[torch.Tensor]) -> bool:
@@ -32,7 +32,7 @@ def on_device(of: Sequence[torch.Tensor]) -> bool:
 
 
 def begun(of: Sequence[torch.Tensor]) -> Numbers:
-    """The numbers of all tensors as they are now. They may change meanwhile, in the order of the device's stream."""
+    """The present numbers of all tensors, which may change meanwhile (in the order of the device's stream)."""
     if not on_device(of):
         found = [xxhash.xxh3_64_intdigest(tensors.buffer(each.detach())) for each in of]
         return lambda: found
@@ -50,7 +50,7 @@ def begun(of: Sequence[torch.Tensor]) -> Numbers:
 
 @torch.no_grad()
 def summed(of: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A number for each of the tensors, as integers of 64 bits on their device."""
+    """One 64-bit integer per tensor, on their device."""
     device = of[0].device
     factors = torch.arange(1, SEGMENT + 1, device=device) * _ODD
     places: list[int] = []

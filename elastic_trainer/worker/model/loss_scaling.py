@@ -1,7 +1,7 @@
-"""Loss scaling for 16-bit floats inside a step: everything that has to know how GradScaler keeps its state.
+"""Loss scaling for 16-bit floats inside a step: all that depends on how GradScaler keeps its state.
 
-The user calls ``optimizer.step()`` (or ``scaler.step(optimizer)``, both work); unscaling happens before it and
-``update()`` after it. A step whose gradients overflowed changes no parameter, yet counts as committed.
+The user calls ``optimizer.step()`` or ``scaler.step(optimizer)``; unscaling happens before it and ``update()`` after
+it. A step whose gradients overflowed changes no parameter, yet counts as committed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""This rank's copy of the model: the bare module, and what forward passes go through while ranks train together.
+"""This rank's copy of the model: the bare module, and the wrapper that averages gradients while ranks train together.
 
-DistributedDataParallel is built with ``init_sync=False``: the states are equal already, and its own broadcast would
-overwrite a rank that is ahead. It sends rank 0's buffers (BatchNorm statistics) to all ranks in the first forward pass
-after a synchronised one, hence exactly once per step however many micro-batches a rank has; so rank 0's buffers are the
-ones that count, and the ones that are saved. Rank 0 always has samples of its own, never a filler.
+DistributedDataParallel is built with ``init_sync=False``: states are already equal, and its broadcast would overwrite a
+rank that is ahead. It sends rank 0's buffers (BatchNorm statistics) to all ranks in the first forward pass after a
+synchronised one, so once per step at any number of micro-batches; rank 0's buffers are the ones that count and are
+saved. Rank 0 always has samples of its own, never a filler.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Reduction(StrEnum):
     """How the gradients of micro-batches become one."""
 
     DDP = "ddp"
-    """By DistributedDataParallel: as fast as can be; how sums are rounded depends on the number of ranks."""
+    """By DistributedDataParallel: fastest; rounding depends on the number of ranks."""
     TREE = "tree"
     """In one fixed order: the same bits at any number of ranks (see tree)."""
 
@@ -44,7 +44,7 @@ _OWN = ("init_sync", "device_ids", "output_device", "process_group")
 
 
 class Runner(nn.Module):
-    """What a script calls in place of its model, for as long as it lives: rounds change what lies behind it.
+    """What a script calls in place of its model for its whole life; rounds exchange what it forwards to.
 
     Like DistributedDataParallel it holds the bare module as ``module``.
     """
@@ -59,7 +59,7 @@ class Runner(nn.Module):
 
 
 class Replica:
-    """The model of this rank. ``lasting``: rounds come and go beneath it (in-place recovery)."""
+    """The model of this rank. ``lasting``: the process outlives rounds (in-place recovery)."""
 
     def __init__(
         self,
@@ -86,11 +86,10 @@ class Replica:
         if sync and placement.device.type != "cuda":
             self.module = share_batchnorm(self.module, self._company)
         self.even = sync
-        """Whether all ranks need equally many micro-batches (collectives in the forward pass)."""
+        """Whether all ranks need the same number of micro-batches (collectives in the forward pass)."""
         self._parallel: DistributedDataParallel | None = None
         self._gradients: Gradients | None = None
         self.tree: TreeReduction | None = None
-        """What combines gradients, if that is the tree."""
         if lasting:
             self._prepare_to_last()
         if reduction is Reduction.TREE:
@@ -155,7 +154,7 @@ class Replica:
         if self.even and not cuda:
             self._company.bind(control.rank, control.world_size, partial(all_reduce, control))
         ids = [self._placement.device.index] if cuda else None
-        # Else gradients are copied back, and held twice. With DDP's own mixed precision they would leave their bucket.
+        # Else gradients are copied back and held twice. With DDP's mixed precision they do not fit their bucket.
         options = {"gradient_as_bucket_view": "mixed_precision" not in self._options, **self._options}
         interruptible = self._lasting is not None and not cuda and options["gradient_as_bucket_view"]
         self._parallel = DistributedDataParallel(self.module, device_ids=ids, init_sync=False, **options)

@@ -1,10 +1,10 @@
-"""Batch normalization over the batch of all ranks, on any device that torch's own SyncBatchNorm does not know.
+"""Batch normalization over all ranks' samples on devices that torch's own SyncBatchNorm does not support.
 
-Each rank tells its mean, variance and count; they are put together as Chan, Golub and LeVeque (1979) say, so nothing is
-lost by subtracting large squares. Ranks may have unequally many samples, and a filler's samples count for nothing.
+Each rank contributes mean, variance and count; they are combined as in Chan, Golub and LeVeque (1979), so no precision
+is lost by subtracting large squares. Ranks may have different numbers of samples; a filler's do not count.
 
 *Runs in* the worker's main thread, forward and backward.
-*Fails by* what the sum over ranks raises, RoundBrokenError when the round is over.
+*Fails by* RoundBrokenError when the round is over.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Reduce = Callable[[torch.Tensor], None]
 
 
 class Company:
-    """The ranks of the present round, for all layers of a model. ``counts``: whether the samples at hand do."""
+    """The ranks of the present round, for all layers of a model. ``counts``: the present samples are no filler."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
@@ -48,7 +48,7 @@ class SharedBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
         alone = self.company.world_size == 1 and input.numel() > input.shape[1]
-        if alone or not self.training:  # ranks evaluate unequally many batches
+        if alone or not self.training:  # in evaluation ranks have different numbers of batches
             return super().forward(input)
         output: torch.Tensor
         output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, self.company)  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class SharedBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """Statistics of all ranks forward; backward the sums that they need, again of all ranks."""
+    """Statistics of all ranks; the backward pass sums over all ranks again."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, company: Company) -> Any:
@@ -96,7 +96,7 @@ class _Normalize(torch.autograd.Function):
         ctx.company.reduce(of_all)
         mean_total, mean_along = (of_all / ctx.count).chunk(2)
         back = wide
-        if ctx.counts:  # else these samples have no part in the statistics
+        if ctx.counts:  # a filler has no part in the statistics
             back = wide - mean_total.view(shape) - normal * mean_along.view(shape)
         factor = scale if weight is None else scale * weight.to(scale.dtype)
         weights = (along.to(weight.dtype), total.to(weight.dtype)) if weight is not None else (None, None)
@@ -106,12 +106,12 @@ class _Normalize(torch.autograd.Function):
 def _joined(x: torch.Tensor, axes: list[int], company: Company) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean and (biased) variance per channel over all ranks, and the number of values."""
     channels = x.shape[1]
-    told = x.new_zeros(company.world_size, 2 * channels + 1)
+    stats = x.new_zeros(company.world_size, 2 * channels + 1)
     if company.counts and x.numel():
         variance, mean = torch.var_mean(x, axes, correction=0)
-        told[company.rank] = torch.cat([mean, variance, x.new_tensor([x.numel() / channels])])
-    company.reduce(told)
-    means, variances, counts = told[:, :channels], told[:, channels:-1], told[:, -1:]
+        stats[company.rank] = torch.cat([mean, variance, x.new_tensor([x.numel() / channels])])
+    company.reduce(stats)
+    means, variances, counts = stats[:, :channels], stats[:, channels:-1], stats[:, -1:]
     count = counts.sum().clamp_(min=1.0)
     mean = (counts * means).sum(0) / count
     variance = (counts * (variances + (means - mean) ** 2)).sum(0) / count

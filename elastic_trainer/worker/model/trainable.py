@@ -1,12 +1,12 @@
-"""Which parameters a training has, and which of them it trains; a change by the script is seen before it does harm.
+"""Which parameters a training has and trains; changes by the script are noticed before they do harm.
 
-What sums gradients over the ranks is made for the parameters that require one. Of another that requires one later each
-rank would keep its own gradient, and train a model of its own.
+The reduction over ranks is built for the parameters that require a gradient. If another one is unfrozen later, each
+rank would use its own gradient, and the models would drift apart.
 
-A look at all flags takes 30 ns a parameter, about what it takes to drop a gradient.
+Checking all flags takes 30 ns per parameter, about as long as dropping a gradient.
 
 *Runs in* the worker's main thread.
-*Fails by* ConfigError for a change that cannot be followed, naming the first parameter that it is about.
+*Fails by* ConfigError for a change that cannot be followed, naming the first parameter.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import xxhash
 from torch import nn
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.comm.control import Control, Purpose
-from elastic_trainer.worker.comm.likeness import Likeness
+from elastic_trainer.worker.comm.control import Control, Likeness, Purpose
 
 _required = attrgetter("requires_grad")
 
@@ -46,7 +45,7 @@ class Trainable:
         self._flags, self._groups = list(map(_required, parameters)), len(groups)
         held = {id(each) for group in groups for each in group["params"]}
         self.outside = [each for each in parameters if id(each) not in held]
-        """Those that the optimizer does not have."""
+        """Those in no group of the optimizer."""
 
     @property
     def regrouped(self) -> bool:

@@ -1,12 +1,11 @@
-"""Adds gradients up in one fixed order, so that a training has the same bits at any number of ranks.
+"""Adds gradients in one fixed order, so that a training has the same bits at any number of ranks.
 
 The gradient of each micro-batch is a leaf of the tree of :mod:`elastic_trainer.worker.model.tree_blocks`. A rank adds
-up its own leaves as far as the tree allows; then each rank gets one slice of every rank's sums, adds these up as the
-tree says, and the finished slices are gathered by all. With each gradient travel what BatchNorm has moved in its
-buffers, the weighted loss, and which parameters had a gradient at all.
+its own leaves as far as the tree allows; then each rank receives one slice of every rank's sums, adds these as the tree
+says, and all gather the finished slices. With each gradient travel the moves of BatchNorm buffers, the weighted loss,
+and which parameters had a gradient at all.
 
-What one micro-batch computes must have the same bits on all hosts too; :mod:`elastic_trainer.worker.model.arithmetic`
-looks at that.
+What one micro-batch computes must have the same bits on all hosts too (:mod:`elastic_trainer.worker.model.arithmetic`).
 
 *Runs in* the worker's main thread. *Owns* the gradients between a backward pass and the update.
 *Fails by* ConfigError for gradients that have no place in the tree, RoundBrokenError when the round is over.
@@ -27,9 +26,9 @@ from elastic_trainer.worker.comm.waits import Work
 from elastic_trainer.worker.model.tree_blocks import Block, Stack, blocks_of, fold
 
 _ALIGNED = 16
-"""Tensors begin at multiples of so many elements in a slice, as they do where they lie alone."""
+"""Tensors begin at multiples of this number of elements in a slice, as they do in memory of their own."""
 SEGMENT_BYTES = 16 << 20
-"""So much travels at once: while one segment is added up, the next is under way."""
+"""Size of one transfer: while one segment is added, the next travels."""
 
 Leaf = list[torch.Tensor | None]
 """Gradients by parameter, and as the last entry all small values in one vector."""
@@ -186,7 +185,7 @@ class TreeReduction:
     def _wait(self, work: Work) -> None:
         with collective("tree"):
             if self._parameters[0].is_cuda:
-                work.wait()  # what is computed next waits on the device; the session looks at it before the update
+                work.wait()  # only the device waits; the session checks the round before the update
             else:
                 self._control.works.wait(work)
 

@@ -2,8 +2,8 @@
 
 Floating point addition is not associative, so the sum of V micro-batches has the same bits at any number of ranks only
 if the same pairs are added in the same order. The tree over V leaves is fixed: a node of level k begins at a multiple
-of 2^k and adds its two halves of level k - 1; a half that lies beyond V does not exist, and then the node is its left
-half. Each rank has a contiguous run of leaves, and adds up whole nodes of the tree within it: at most two a level.
+of 2^k and adds its two halves of level k - 1; if a half lies beyond V, the node is its left half. Each rank has a
+contiguous run of leaves, and adds whole nodes of the tree within it: at most two per level.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic_trainer.data.plan import cut
 
 Value = TypeVar("Value")
 Add = Callable[[Value, Value], Value]
-"""Gives the sum of its arguments, in the first one's place if it likes."""
+"""Returns the sum of its arguments, possibly in the first one's memory."""
 
 
 class Block(NamedTuple):
@@ -31,9 +31,9 @@ class Block(NamedTuple):
 
 
 class Stack(Generic[Value]):
-    """Adds up the leaves of one rank, which come in order, as far as the tree allows.
+    """Adds the leaves of one rank, which come in order, as far as the tree allows.
 
-    It holds no more than two values a level, hence about log2 of the leaves.
+    It holds at most two values per level, hence about log2 of the leaves.
     """
 
     def __init__(self, add: Add[Value]) -> None:

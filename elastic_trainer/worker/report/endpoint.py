@@ -1,7 +1,6 @@
 """The metrics of one worker process where no agent exports them: under torchrun's own rendezvous, or alone.
 
-*Runs in* a worker: threads of the server. *Owns* nothing; the session closes what is opened here.
-*Fails by* ConfigError when it cannot listen.
+*Runs in* the server's threads; the session closes it. *Fails by* ConfigError when it cannot listen.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class _Options:
 
 
 def open_endpoint(environment: WorkerEnvironment, tracker: HeartbeatReporter) -> NodeEndpoint | None:
-    """This process's own endpoint, if one is asked for and no agent reads its page."""
+    """This process's own endpoint, if requested and if no agent reads its page."""
     if environment.pages is not None or not environment.metrics_base_port:
         return None
     if (environment.metrics_cert is None) != (environment.metrics_key is None):

@@ -1,10 +1,10 @@
-"""What a worker tells of itself while it works: what it is doing, how long steps take, where its time goes.
+"""What a worker reports while it works: its phase, the duration of steps, where its time goes.
 
-Everything that takes time in a worker says so here, and it is written to the heartbeat page at every step and change of
-phase. The agent reads the page; a worker without one writes it all the same, for the metrics of its own process.
+It is written to the heartbeat page at every step and change of phase. The agent reads the page; a worker without an
+agent writes it for the metrics of its own process.
 
-*Runs in* the worker's main thread. *Owns* the page, and the file that stacks are written to when the agent asks.
-*Fails by* nothing: where no page can be made, nobody reads.
+*Runs in* the worker's main thread. *Owns* the page, and the file for stacks that the agent requests.
+*Fails by* nothing: without a page there is no reader.
 *Invariant*: each second since the process began belongs to one phase.
 """
 
@@ -37,18 +37,17 @@ _TRAINING, _REPEATED, _DATA = _WORK
 _CHECKPOINT: Final = NUMBERS[Phase.CHECKPOINT]
 _SAMPLE_EVERY_S: Final = 1.0
 _NUMBERS: Final = count(1)
-"""Of the pages of this process: a script may open one session after the other."""
+"""Page numbers: a script may open several sessions in turn."""
 
 
 _PREVIOUS: Final[list[HeartbeatReporter]] = []
-"""The tracker of this process that was opened last."""
+"""The last reporter opened in this process."""
 
 
 class HeartbeatReporter:
-    """See the module."""
+    """See the module. ``age_s`` is the age of the process."""
 
     def __init__(self, page: PageWriter | None = None, clock: Clock = SYSTEM, *, age_s: float = 0.0) -> None:
-        """``age_s``: how old the process is."""
         self.page = page if page is not None else PageWriter.private()
         self._clock = clock
         self._monotonic = clock.monotonic
@@ -64,7 +63,7 @@ class HeartbeatReporter:
         self._waited_before = 0.0
         self._peer_saves = False
         self._before_wait: int | None = None
-        self._told_s = 0.0
+        self._shown_s = 0.0
         """The training seconds that the page shows: those of committed steps."""
         self._sampled_at = 0.0
         self._device: torch.device | None = None
@@ -72,14 +71,14 @@ class HeartbeatReporter:
         self._stacks: IO[bytes] | None = None
         self.closed_at = now
         self.reached = 0
-        """The newest step that is known to have been made before: up to there steps are repeated work."""
+        """The newest step committed by anybody before: steps up to there are repeated work."""
 
     @classmethod
     def open(cls, environment: WorkerEnvironment, clock: Clock = SYSTEM) -> HeartbeatReporter:
         """The reporter of this process, on a page that its agent reads if there is one."""
         page = _page(environment)
         age_s = process_age_s()
-        if _PREVIOUS:  # an earlier session of this process has told of the time before
+        if _PREVIOUS:  # an earlier session has reported the time before
             previous = _PREVIOUS.pop()
             age_s = clock.monotonic() - previous.closed_at
             previous.describe(closed=True)
@@ -169,21 +168,21 @@ class HeartbeatReporter:
     def waits(self) -> None:
         """A wait for other ranks begins."""
         if self._waits_at:
-            return  # inside of another wait, which ends with this one
+            return  # inside another wait
         self._waits_at = self._monotonic()
         self.page.waits(True)
         if not self._peer_saves:
             return
         if self._phase in _WORK:
             self._before_wait = self.enter(_CHECKPOINT)
-        else:  # this wait is the one for the checkpoint, and the page tells of a phase that must not end untold
+        else:  # this is the wait for the checkpoint; the phase shown on the page must not change
             self._peer_saves = False
 
     def goes_on(self) -> None:
         """The wait for other ranks is over."""
         if not self._waits_at:
             return
-        if self._phase in _WORK:  # else the time of the step that it is taken from does not hold it
+        if self._phase in _WORK:  # other waits are no part of a step's time
             self._waited_s += self._monotonic() - self._waits_at
         self._waits_at = 0.0
         self.page.waits(False)
@@ -206,7 +205,7 @@ class HeartbeatReporter:
         self.goes_on()
         self.enter(self._phase)
         seconds = self.pulse.seconds
-        lost_s, seconds[_TRAINING] = seconds[_TRAINING] - self._told_s, self._told_s
+        lost_s, seconds[_TRAINING] = seconds[_TRAINING] - self._shown_s, self._shown_s
         seconds[_REPEATED] += lost_s
 
     def moved(self) -> None:
@@ -230,7 +229,7 @@ class HeartbeatReporter:
         pulse.phase_at = pulse.moved_at = now
         seconds = pulse.seconds
         work = seconds[_TRAINING] + seconds[_REPEATED] + seconds[_DATA]
-        if pulse.fresh:  # else something else was between: a compilation, the forming of the round
+        if pulse.fresh:  # the first one includes compilation and the forming of the round
             step_s = work - self._work_before
             compute_s = max(0.0, step_s - (self._waited_s - self._waited_before))
             if pulse.fresh == 1:
@@ -299,7 +298,7 @@ class HeartbeatReporter:
 
     def beat(self) -> None:
         self.pulse.phase = PHASES[self._phase]
-        self._told_s = self.pulse.seconds[_TRAINING]
+        self._shown_s = self.pulse.seconds[_TRAINING]
         self.page.beat(self.pulse, self._phase)
 
     def _note(self) -> None:
@@ -315,7 +314,7 @@ class HeartbeatReporter:
 
 
 def process_age_s(uptime: Path = Path("/proc/uptime")) -> float:
-    """Seconds since this process began; 0 where the kernel does not tell."""
+    """Seconds since this process began; 0 where the kernel does not say."""
     started = start_of("self")
     try:
         return max(0.0, float(uptime.read_text().split()[0]) - (started or 0) / os.sysconf("SC_CLK_TCK"))

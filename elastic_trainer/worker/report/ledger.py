@@ -1,9 +1,9 @@
-"""One JSON line for each thing that a worker did, for whoever audits a run afterwards.
+"""One JSON line for each thing that a worker did, for audits of a run.
 
 *Runs in* the worker's main thread. *Owns* one file per process.
-*Fails by* StorageError where the file cannot be made at the start of a training. Later nothing: lines wait in memory
-until the disk takes them, since a record is never worth the training.
-*Invariant*: a line is written after what it tells has happened, and at once, so a killed process leaves only truths.
+*Fails by* StorageError where the file cannot be made at the start of a training. Later lines wait in memory until the
+disk takes them: a record is never worth the training.
+*Invariant*: a line is written right after what it records has happened, so a killed process leaves only truths.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import StorageError
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
 
 MOST_WAITING: Final = 16 << 20
-"""Bytes of lines that wait for the disk; more are dropped."""
+"""Bytes that may wait for the disk; further lines are dropped."""
 
 
 class Ledger:
     """The file; does nothing when the environment names no directory."""
 
-    def __init__(self, environment: WorkerEnvironment, clock: Clock = SYSTEM) -> None:
-        self._clock = clock
+    def __init__(self, environment: WorkerEnvironment) -> None:
         self._identity: dict[str, Any] = {"run": environment.run_id, "node": environment.node}
         self._path: Path | None = None
         self._descriptor: int | None = None
         self._waiting = bytearray()
         self._refused = ""
-        """Why the disk does not take what waits, if so."""
+        """Why the disk refuses lines, if so."""
         if environment.ledger_dir is None:
             return
         self._path = environment.ledger_dir / f"{environment.node}-{environment.local_rank}-{os.getpid()}.jsonl"
@@ -54,7 +53,7 @@ class Ledger:
     def write(self, event: str, **values: Any) -> None:
         if self._path is None:
             return
-        moment = {"event": event, "t": self._clock.monotonic(), "wall": self._clock.wall()}
+        moment = {"event": event, "t": SYSTEM.monotonic(), "wall": SYSTEM.wall()}
         line = json.dumps({**moment, **self._identity, **values}) + "\n"
         if len(self._waiting) + len(line) <= MOST_WAITING:
             self._waiting += line.encode()

@@ -36,7 +36,7 @@ def check_fields(
 def check_run(checkpoint: str, saved_by: str | None, mine: str | None, allow_changed: Collection[str]) -> None:
     """ConfigError if another run has saved ``checkpoint``, unless that is allowed.
 
-    What a run without a name has saved (a script alone, an earlier version) anybody may go on with.
+    Any run may continue a checkpoint saved without a run's name (by a script alone, or an earlier version).
     """
     if saved_by is None or saved_by == mine or "run" in allow_changed:
         return

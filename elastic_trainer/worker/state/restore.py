@@ -1,8 +1,7 @@
-"""All ranks begin with one state: the newest good checkpoint that any node can read, else rank 0's fresh state.
+"""All ranks start from one state: the newest good checkpoint that any node can read, else rank 0's fresh state.
 
-Each node names its newest checkpoint; the highest (round, step) wins and the lowest rank breaks a tie. The winner
-loads and verifies it and sends it to all. If it turns out damaged, that node names its next one and the choice is made
-again, over all nodes.
+Each node names its newest checkpoint; the highest (round, step) wins and the lowest rank breaks a tie. The winner loads
+and verifies it and sends it to all. If it is damaged, that node names its next one and all choose again.
 
 *Runs in* the worker's main thread of all ranks at once.
 *Fails by* CheckpointError on all ranks: when there are checkpoints but none is good, when the state does not fit this
@@ -19,7 +18,7 @@ from typing import Any
 from elastic_trainer.checkpoint import CheckpointManager, Loaded
 from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.clock import SYSTEM
-from elastic_trainer.errors import CheckpointError, ElasticTrainerError
+from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.transfer import share_state
@@ -46,15 +45,12 @@ class Origin:
 
 def choose(candidates: Sequence[StateCandidate | None]) -> int | None:
     """The rank whose candidate is the newest, the lowest of several; None if there is none. Pure."""
-    best: int | None = None
-    for rank, candidate in enumerate(candidates):
-        if candidate is not None and (best is None or candidate > (candidates[best] or candidate)):
-            best = rank
-    return best
+    known = [each for each in candidates if each is not None]
+    return candidates.index(max(known)) if known else None
 
 
 class Inventory:
-    """What this rank can offer; only one rank of each node looks at its storage."""
+    """What this rank can offer; only one rank per node looks at its storage."""
 
     def __init__(self, manager: CheckpointManager | None, tracker: HeartbeatReporter | None = None) -> None:
         self._manager = manager
@@ -101,10 +97,10 @@ def restore(
     tracker: HeartbeatReporter | None = None,
     check: Callable[[Origin], None] = lambda origin: None,
 ) -> Origin:
-    """Bring all ranks to one state. ``collect`` gives this rank's present state, ``apply`` takes a new one over.
+    """Bring all ranks to one state. ``collect`` gives this rank's present state, ``apply`` adopts a new one.
 
-    ``unfit`` says why nobody may begin with the present state of this rank, if so; ``check`` raises, on all ranks
-    alike, where a checkpoint is none to begin with.
+    ``unfit`` says why nobody may start from this rank's present state, if so; ``check`` raises, on all ranks, for a
+    checkpoint that this job must not start from.
     """
     inventory = Inventory(manager, tracker)
     source, loaded = _elect(control, inventory)
@@ -117,10 +113,9 @@ def restore(
     header = _origin_of(control, source, loaded)
     check(header)
     shared = share_state(control, source or 0, tree)
-    if source is not None or not mine:
-        _apply_everywhere(control, apply, shared)
-    else:
-        control.agree(None)
+    with control.agreed():
+        if source is not None or not mine:
+            apply(shared)
     _compare(control, collect)
     return header
 
@@ -147,15 +142,6 @@ def _origin_of(control: Control, source: int | None, loaded: Loaded | None) -> O
     if loaded is not None:
         text = json.dumps([loaded.name, dict(loaded.manifest.fields), loaded.manifest.run]).encode()
     return Origin(*json.loads(control.broadcast_bytes(text, source)))
-
-
-def _apply_everywhere(control: Control, apply: Callable[[Tree], None], state: Tree) -> None:
-    problem: ElasticTrainerError | None = None
-    try:
-        apply(state)
-    except ElasticTrainerError as error:
-        problem = error
-    control.agree(problem)
 
 
 def _compare(control: Control, collect: Callable[[], Tree]) -> None:

@@ -1,7 +1,7 @@
-"""Random numbers of a micro-batch, keyed by (seed, epoch, place of its first sample in the epoch).
+"""Random numbers of a micro-batch, keyed by (seed, epoch, position of its first sample in the epoch).
 
-A resumed step draws what the lost one drew, whatever the number of ranks is by then, and no rank's generator state
-needs saving. Steps about data of the script's own are keyed by (seed, step, rank).
+A resumed step draws what the lost one drew, at any number of ranks, and no rank's generator state needs saving. Steps
+without a batch of the session's are keyed by (seed, step, rank).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elastic_trainer.data.seeds import key, seed_host
 __all__ = ["SAMPLE", "START", "STEP", "key", "seed_all", "seeder"]
 
 START, STEP, SAMPLE = 1, 2, 4
-"""What the numbers are for; each purpose has a stream of its own (``data.seeds`` has two more)."""
+"""Each purpose has a stream of its own (``data.seeds`` has two more)."""
 
 
 def seed_all(value: int, device: torch.device) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, Committed, SaveInfo
 from elastic_trainer.clock import SYSTEM, Clock
-from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError
+from elastic_trainer.errors import CheckpointError, ConfigError, NonFiniteError
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
@@ -27,7 +27,7 @@ from elastic_trainer.worker.state.training_state import TrainingState
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """How often to save. Steps are counted alike on all ranks; the seconds are rank 0's."""
+    """How often to save. All ranks count the same steps; the seconds are rank 0's."""
 
     every_steps: int | None = None
     every_s: float | None = None
@@ -40,9 +40,9 @@ class Cadence:
 
 
 class Saver:
-    """Saves ``state`` through ``manager`` (None: there is nowhere to), on the rank that is to.
+    """Saves ``state`` through ``manager`` (None: nowhere), on the rank that saves.
 
-    ``fields()`` goes with it, for whoever resumes. ``on_saved`` gets every checkpoint with the seconds that it took.
+    ``fields()`` is stored with it. ``on_saved`` gets every checkpoint.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Saver:
         self._last_step: int | None = None
         self._world_size = 1
         self._manager: CheckpointManager | None = None
-        """That of the rank that saves."""
+        """None on ranks that do not save."""
 
     def serve(self, *, saves: bool, world_size: int = 1) -> None:
         """Whether this rank ``saves`` from now on."""
@@ -95,7 +95,7 @@ class Saver:
                 committed = self._commit(self._manager, metrics, best=best)
         except (CheckpointError, NonFiniteError) as error:
             self._tracker.operated("save", self._clock.monotonic() - began, ok=False)
-            if isinstance(error, NonFiniteError):  # the manager has told of all else
+            if isinstance(error, NonFiniteError):  # the manager has logged all else
                 logger().error("checkpoint.failed", step=self._state.position.step, reason=str(error))
             raise
         self._last_s, self._last_step = self._clock.monotonic(), self._state.position.step
@@ -129,21 +129,20 @@ class Saver:
 
 
 def check_storage(manager: CheckpointManager | None, control: Control, environment: WorkerEnvironment) -> None:
-    """Rank 0 must be able to write checkpoints. Raises on all ranks if it cannot.
+    """Raise on all ranks if rank 0 cannot write checkpoints.
 
-    Not where a process takes up a training that was under way: the directory could be written when that began.
+    Not where a process continues a training: the directory could be written when that began.
     """
-    problem: ElasticTrainerError | None = None
-    if manager is not None and control.rank == 0:
+    with control.agreed():
+        if manager is None or control.rank != 0:
+            return
         try:
             manager.check_writable()
             manager.sweep()
         except CheckpointError as error:
-            if _goes_on(manager, environment):
-                logger().error("storage.refused", step=environment.reached, error=str(error))
-            else:
-                problem = error
-    control.agree(problem)
+            if not _goes_on(manager, environment):
+                raise
+            logger().error("storage.refused", step=environment.reached, error=str(error))
 
 
 def _goes_on(manager: CheckpointManager, environment: WorkerEnvironment) -> bool:

@@ -1,8 +1,7 @@
 """The whole training state of a rank as one tree of plain values, and back: strictly, and all or nothing.
 
 *Runs in* the worker's main thread.
-*Fails by* CheckpointError naming the first thing that does not fit, before anything was changed.
-*Invariant*: after a failed :meth:`TrainingState.apply` the state is what it was before.
+*Fails by* CheckpointError naming the first thing that does not fit, before anything is changed.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _HINT = "the checkpoint is of a different model or optimizer; use another checkp
 class Stateful(Protocol):
     """What can be registered: anything with the two methods of torch's own objects.
 
-    A part may also have ``check_state(state_dict)``, which raises a ConfigError or CheckpointError for a state that is
-    not for this job. It is called before anything else of a state is compared or changed.
+    A part may also have ``check_state(state_dict)``, which raises ConfigError or CheckpointError for a state of another
+    job. It is called before anything is compared or changed.
     """
 
     def state_dict(self) -> Any: ...
@@ -46,14 +45,14 @@ class Position:
     cursor: Cursor = field(default_factory=Cursor)
     generation: int = 0
     lineage: int = 0
-    """The generation in which the last step was committed: with the step number it names the state."""
+    """The generation that committed the last step: with the step number it identifies the state."""
     best: dict[str, float] = field(default_factory=dict)
     """The metrics of the best state so far."""
 
 
 @dataclass(slots=True)
 class TrainingState:
-    """The parts. ``user`` are registered objects, ``pending`` states of objects that have not been registered yet."""
+    """The parts. ``user`` are registered objects, ``pending`` states of objects not registered yet."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -64,7 +63,6 @@ class TrainingState:
     pending: dict[str, Any]
     device: torch.device
     average: AveragedModel | None = None
-    """A running average of the parameters."""
 
     # ---- out
 
@@ -252,7 +250,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Bring the generators to ``state``; a CUDA state is left out where there is no such device, and vice versa."""
+    """Set the generators; a CUDA state is skipped where there is no such device, and vice versa."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -263,5 +261,5 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def reseed(seed: int, position: Position, rank: int, device: torch.device) -> None:
-    """Streams of their own for ranks that do not continue the saved one."""
+    """Give ranks that do not continue the saved generators their own streams."""
     rng.seed_all(rng.key(rng.START, seed, position.generation, position.step, rank), device)

@@ -1,4 +1,4 @@
-"""Brings one rank's state to all ranks, as the bytes of the checkpoint format, in pieces of bounded size.
+"""Sends one rank's state to all ranks, as the bytes of the checkpoint format, in pieces of bounded size.
 
 *Runs in* the worker's main thread of all ranks at once.
 *Fails by* RoundBrokenError when a peer is gone, CheckpointError naming a value that cannot be kept.
@@ -13,9 +13,8 @@ from typing import Any, cast
 import torch
 
 from elastic_trainer.checkpoint import codec, tensorfile, tensors
-from elastic_trainer.checkpoint.image import FileImage, Image
+from elastic_trainer.checkpoint.image import FileImage
 from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE
-from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.worker.comm.control import Control
 
 CHUNK = 32 << 20
@@ -24,13 +23,8 @@ CHUNK = 32 << 20
 
 def share_state(control: Control, source: int, state: Mapping[str, Any] | None) -> dict[str, Any]:
     """The ``state`` of rank ``source`` on every rank; other ranks' argument is ignored. Tensors are on the CPU."""
-    image: Image | None = None
-    problem: ElasticTrainerError | None = None
-    try:
+    with control.agreed():
         image = codec.encode(state) if state is not None and control.rank == source else None
-    except ElasticTrainerError as error:
-        problem = error
-    control.agree(problem)
     if control.alone:
         return dict(state or {})
     if image is None:

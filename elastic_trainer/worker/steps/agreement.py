@@ -1,9 +1,9 @@
 """What all ranks decide at the same boundary: stop, save now, a non-finite loss.
 
 A boundary is a point that every rank passes equally often: the end of a step, a turn of an evaluation. An asynchronous
-sum is started at one boundary and waited for at the next, so that the answer is there before it is needed and all ranks
-act at the same boundary (asking whether it has arrived would let them differ). It is started about four times a second,
-every k-th boundary with k agreed in the sum itself, since each costs up to a millisecond.
+sum is started at one boundary and read at the next, so the result is there before it is needed and all ranks act at the
+same boundary (a test for its arrival could differ between ranks). It starts about four times a second, every k-th
+boundary with k agreed in the sum itself, since each costs up to a millisecond.
 
 *Runs in* the worker's main thread. *Fails by* RoundBrokenError when a peer is gone.
 """
@@ -20,12 +20,12 @@ EVERY_S = 0.25
 LONGEST_INTERVAL = 50
 _SMOOTHING = 0.3
 _MOST_AT_ONCE = 3.0
-"""Times the average that a single span counts for at most."""
+"""A single span counts for at most this multiple of the average."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What one rank, or all of them together, want."""
+    """The wishes of one rank, or of all together."""
 
     stop: bool = False
     save: bool = False
@@ -33,13 +33,9 @@ class Flags:
     switch: bool = False
     """A planned change is known here; together: known to all ranks."""
     mark: int = 0
-    """What all ranks must have in common."""
+    """Must be equal on all ranks."""
     differ: bool = False
-    """Together: whether the marks are not equal."""
-
-    @property
-    def any(self) -> bool:
-        return self.stop or self.save or self.nonfinite or self.switch or self.differ
+    """Together: whether the marks differ."""
 
 
 def interval(boundary_s: float) -> int:
@@ -50,7 +46,7 @@ def interval(boundary_s: float) -> int:
 
 
 class Consensus:
-    """Counts boundaries and keeps the sum under way."""
+    """Counts boundaries and keeps the pending sum."""
 
     def __init__(self, control: Control, clock: Clock = SYSTEM) -> None:
         self._control, self._clock = control, clock
@@ -61,7 +57,7 @@ class Consensus:
         self._outdated = False
         self._last: float | None = None
         self.boundary_s = 0.0
-        """This rank's time from boundary to boundary, smoothed."""
+        """This rank's smoothed seconds from boundary to boundary."""
 
     def boundary(self, observe: Callable[[], Flags], *, urgent: bool = False) -> Flags | None:
         """Pass a boundary; what all ranks agreed on here, or None if nothing was due.
@@ -117,7 +113,7 @@ class Consensus:
 
 
 def smoothed(average_s: float, span_s: float) -> float:
-    """The average after one more span. One long pause (a checkpoint, say) moves it little; what lasts moves it soon."""
+    """The average after one more span. A long pause (a checkpoint) moves it little, a lasting change soon."""
     if not average_s:
         return span_s
     return average_s + _SMOOTHING * (min(span_s, _MOST_AT_ONCE * average_s) - average_s)

@@ -1,9 +1,9 @@
-"""What happens between steps on all ranks alike: saves that are due, a stop, the end of a diverged training.
+"""What happens between steps on all ranks: due saves, a stop, the end of a diverged training.
 
 *Runs in* the worker's main thread.
-*Fails by* NonFiniteError on all ranks at the same boundary, or where its agreement was cut short by a round's end;
-ConfigError on ranks that have begun to cut the data differently.
-*Invariant*: a save that fails on schedule does not end the training.
+*Fails by* NonFiniteError on all ranks at the same boundary, or where a round's end cut its agreement short; ConfigError
+on ranks that have begun to cut the data differently.
+*Invariant*: a scheduled save that fails does not end the training.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _STOP_BOUNDARIES = 4
 
 
 class Turn(StrEnum):
-    """What all ranks do behind a boundary."""
+    """What all ranks do after a boundary."""
 
     GO_ON = "go_on"
     STOP = "stop"
     SWITCH = "switch"
-    """Leave the round for the one that a planned change has agreed on."""
+    """Leave the round for the one of a planned change."""
 
 
 class Boundaries:
-    """Those of ranks that have no model yet: they only stop together."""
+    """Boundaries of ranks without a model yet: they only stop together."""
 
     def __init__(self, control: Control, signals: Signals) -> None:
         self._consensus, self._signals = Consensus(control), signals
@@ -95,7 +95,7 @@ class Duties:
 
 
 class StepBoundaries(Boundaries):
-    """Those of ranks that train, in one round."""
+    """Boundaries of ranks that train, in one round."""
 
     def __init__(self, control: Control, signals: Signals, duties: Duties) -> None:
         super().__init__(control, signals)

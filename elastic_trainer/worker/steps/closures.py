@@ -1,9 +1,9 @@
-"""A closure that a script gives to ``optimizer.step()``: its passes are collectives, and belong before the update.
+"""Closures given to ``optimizer.step()``: their passes are collectives, and belong before the update.
 
-torch's optimizers call it once and then update, so the session calls it for them. LBFGS, and optimizers from elsewhere,
-may call it again after they have changed the parameters. Each call is then a whole pass over the batch of its own, and
-gives the mean loss over all ranks, from which all of them decide alike; in place, what the optimizer had before is
-kept, and put back if a round ends in a pass.
+Most of torch's optimizers call the closure once and then update, so the session calls it for them. LBFGS and foreign
+optimizers may call it again after they have changed parameters. Each call is then a whole pass over the batch and
+returns the mean loss over all ranks, so that all decide the same. In place, the optimizer's previous state is kept, and
+restored if a round ends in a pass.
 
 *Runs in* the worker's main thread.
 """
@@ -32,7 +32,7 @@ def calls_once_first(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class Before:
-    """Parameters and state of an optimizer as they are now."""
+    """Parameters and state of an optimizer, to be restored."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -1,20 +1,19 @@
-"""The steps of a training: opening one, the moment that it counts, and its end.
+"""The steps of a training: their opening, their commit and their end.
 
-That moment, the commit, is the hook behind the one optimizer step. Scheduler, scaler, step number and cursor advance
-there together, so nothing that is raised later can make a step count twice or not at all.
+A step commits in the hook after its one optimizer step. Scheduler, scaler, step number and cursor advance there
+together, so no later error can make a step count twice or not at all.
 
 *Runs in* the worker's main thread. *Owns* two hooks of the optimizer.
-*Fails by* ConfigError when a step is used in a way that would train wrongly; what the body raises passes through.
+*Fails by* ConfigError for a step that would train wrongly; errors of the body pass through.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
@@ -25,61 +24,43 @@ from elastic_trainer.worker.model.replica import Replica
 from elastic_trainer.worker.model.trainable import Trainable
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state import rng
-from elastic_trainer.worker.state.training_state import Position
+from elastic_trainer.worker.state.training_state import TrainingState
 from elastic_trainer.worker.steps import closures
 from elastic_trainer.worker.steps.feed import DataFeed
+from elastic_trainer.worker.steps.one_round import RoundEnd
 from elastic_trainer.worker.steps.step import Step
 
 _MOST_UNCHECKED = 64
 
 
-class Surroundings(Protocol):
-    """The training that steps belong to; ``absorb`` and ``check_gradients`` are those of its round's end."""
-
-    def after_step(self, step: Step) -> None: ...
-
-    def absorb(self, step: Step, error: BaseException) -> bool: ...
-
-    def check_gradients(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Machinery:
-    """What a step works with."""
-
-    replica: Replica
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    scaling: Scaling
-    position: Position
-    average: AveragedModel | None
-    feed: DataFeed
-    tracker: HeartbeatReporter
-    seed: int
-    device: torch.device
-
-
 class Steps:
-    """Opens, commits and closes the steps of one model and optimizer."""
+    """Opens, commits and closes the steps of one model and optimizer. ``after_step`` passes the next boundary."""
 
-    def __init__(self, machinery: Machinery, surroundings: Surroundings) -> None:
-        self._surroundings, self._feed, self._tracker = surroundings, machinery.feed, machinery.tracker
+    def __init__(
+        self,
+        replica: Replica,
+        state: TrainingState,
+        feed: DataFeed,
+        tracker: HeartbeatReporter,
+        seed: int,
+        round_end: RoundEnd,
+        after_step: Callable[[Step], None],
+    ) -> None:
+        self._round_end, self._after_step, self._feed, self._tracker = round_end, after_step, feed, tracker
         self._lost: RoundBrokenError | None = None
-        """The round ended before the body of the present step began."""
+        """Set if the round ended before the body of the present step began."""
         self._own_lrs: list[Any] = []
         self.dirty = False
-        """Between the optimizer's first change and the commit: this state is neither the old nor the new one."""
+        """Between the optimizer's first change and the commit: the state is neither the old nor the new one."""
         self._before: closures.Before | None = None
-        """What the optimizer at work had before, where its update asks other ranks."""
-        self.replica, self.scaling, self.position = machinery.replica, machinery.scaling, machinery.position
-        self.control = Control()
-        self._optimizer, self._scheduler = machinery.optimizer, machinery.scheduler
-        self._stream = rng.key(rng.STEP, machinery.seed)
-        self._sample_stream = rng.key(rng.SAMPLE, machinery.seed)
-        self._seed_all = rng.seeder(machinery.device)
+        """The state before an update that uses collectives."""
+        self.replica, self.position, self.control = replica, state.position, Control()
+        self.scaling = Scaling(state.scaler, state.optimizer)
+        self._optimizer, self._scheduler, self._average = state.optimizer, state.scheduler, state.average
+        self._stream, self._sample_stream = rng.key(rng.STEP, seed), rng.key(rng.SAMPLE, seed)
+        self._seed_all = rng.seeder(state.device)
         self._epoch, self._epoch_stream = -1, 0
         self._current: Step | None = None
-        self._average = machinery.average
         self.trainable = Trainable(self.replica.module, self._optimizer)
         self._agreed = False
         """Whether all ranks of the round are known to train the same parameters."""
@@ -138,7 +119,7 @@ class Steps:
 
     def absorb(self, step: Step, error: BaseException) -> bool:
         """Whether ``error`` was the end of a round, and has been handled."""
-        return self._surroundings.absorb(step, error)
+        return self._round_end.absorb(step, error)
 
     def check_round(self) -> None:
         """RoundBrokenError if the round had ended when the body began."""
@@ -187,7 +168,7 @@ class Steps:
         if not step.committed:
             raise ConfigError("the step ended without optimizer.step()", hint="call it once inside session.step()")
         try:
-            self._surroundings.after_step(step)
+            self._after_step(step)
         except (RoundBrokenError, RuntimeError) as broken:
             if not self.absorb(step, broken):
                 raise
@@ -262,7 +243,7 @@ class Steps:
         self.check_round()
         step.ready()
         self._check_trained()
-        self._surroundings.check_gradients()
+        self._round_end.check_gradients()
 
     def _called(self, step: Step, closure: closures.Closure, optimizer: torch.optim.Optimizer) -> closures.Closure:
         """What the optimizer calls in place of the ``closure``."""

@@ -1,11 +1,11 @@
-"""Every so many steps, whether all ranks still hold the same parameters: what makes them differ is found, not assumed.
+"""Compares the parameters of all ranks every few steps, so that differences are found, whatever causes them.
 
-A number for each parameter is taken behind a step; all of them together are compared by a sum that is started behind
-the next step and read behind the one after. So nobody waits, and all ranks learn of a difference at the same point.
-Only then each rank's numbers are gathered, to name the parameter and the ranks.
+Each parameter's number is taken after a step; a sum over all of them starts after the next step and is read after the
+one following. So nobody waits, and all ranks learn of a difference at the same point. Only then are the numbers
+gathered, to name the parameter and the ranks.
 
-Buffers are left out, since each rank moves its own, and what DistributedDataParallel was asked to ignore. A round that
-ends takes its comparison with it: those who form the next bring their states together anyway.
+Buffers are left out, since each rank moves its own, and so is what DistributedDataParallel ignores. The end of a round
+discards its comparison: the next round makes states equal anyway.
 
 *Runs in* the worker's main thread.
 *Fails by* DifferError on all ranks, RoundBrokenError when a peer is gone.
@@ -17,38 +17,30 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 import numpy as np
-import torch
 import xxhash
 
 from elastic_trainer.errors import DifferError
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.worker.comm.control import Control, Purpose
-from elastic_trainer.worker.comm.likeness import Likeness
+from elastic_trainer.worker.comm.control import Control, Likeness, Purpose
 from elastic_trainer.worker.model import digests
+from elastic_trainer.worker.model.trainable import Trainable
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
 EVERY_STEPS = 100
 
 
 class OnDifference(StrEnum):
-    """What becomes of ranks that differ."""
+    """What happens to ranks that differ."""
 
     STOP = "stop"
     HEAL = "heal"
-    """They take over the state that most ranks hold."""
+    """They adopt the state that most ranks hold."""
 
 
 Row = Sequence[int]
 """A number for each parameter."""
-
-
-class Compared(Protocol):
-    """What is compared, as :class:`~elastic_trainer.worker.model.trainable.Trainable` has it."""
-
-    def named(self) -> Sequence[tuple[str, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +54,9 @@ class Difference:
 
 
 def difference(names: Sequence[str], rows: Sequence[Row]) -> Difference | None:
-    """How the ``rows`` of all ranks differ from those that most of them have (of two, rank 0's). Pure."""
+    """How the ``rows`` of all ranks differ from the most common one (a tie: the lowest rank's). Pure."""
     whole = [tuple(row) for row in rows]
-    most = Counter(whole)  # it keeps the order of the ranks
+    most = Counter(whole)  # in rank order
     wanted = max(most, key=lambda row: most[row])
     others = tuple(rank for rank, row in enumerate(whole) if row != wanted)
     places = [
@@ -77,12 +69,12 @@ def difference(names: Sequence[str], rows: Sequence[Row]) -> Difference | None:
 
 
 class Comparison:
-    """See the module. ``heal`` gives the state of a difference's source to the others; None: the training stops."""
+    """See the module. ``heal`` sends the source's state to the others; None: the training stops."""
 
     def __init__(
         self,
         control: Control,
-        compared: Compared,
+        compared: Trainable,
         every_steps: int | None,
         tracker: HeartbeatReporter,
         heal: Callable[[Difference], None] | None,

@@ -1,10 +1,10 @@
 """What a session trains on next: epochs and batches from the job's position in the data.
 
-The position moves when a step commits, not when a batch is drawn; so a batch comes again until it has been committed.
+The position moves when a step commits, not when a batch is drawn; so a batch is repeated until it is committed.
 
-*Runs in* the worker's main thread. *Owns* what draws the samples, with its data worker processes.
-*Fails by* DataError for a data set that cannot be used, ConfigError for one that is not the resumed one or not that of
-the other ranks.
+*Runs in* the worker's main thread. *Owns* the source of samples, with its data worker processes.
+*Fails by* DataError for an unusable data set, ConfigError for one that differs from the resumed one or from other
+ranks'.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from elastic_trainer.worker.steps.plan_agreement import UNNAMED, Accord, Plan
 
 
 class Awaited:
-    """A source of samples; the time that it takes is told."""
+    """A source of samples whose time is reported."""
 
     def __init__(self, source: Source, tracker: HeartbeatReporter) -> None:
         self._source, self._tracker = source, tracker
@@ -48,7 +48,7 @@ class Awaited:
 
 
 class DataFeed:
-    """``batch`` is the one at hand; ``fields`` describe how the data is cut and go into every checkpoint."""
+    """``batch`` is the present one; ``fields`` describe how the data is cut and go into every checkpoint."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class DataFeed:
         self._control = Control()
         self._even = self._fixed = False
         self._last_epoch: int | None = None
-        """How many epochs there are, inside of epochs()."""
+        """The number of epochs, inside epochs()."""
         self._sampler: Sampler | None = None
         self._same_until = 0
         """The epoch before which the sampler stays; 0: for the present one."""
@@ -77,7 +77,7 @@ class DataFeed:
         self.tally = Tally()
         self.accord = Accord(node, self._cut)
         self._idle = (0, 0)
-        """Ranks and micro-batches when it was last said that there are too few of the latter."""
+        """Ranks and micro-batches at the last warning about idle ranks."""
 
     def bind(
         self, control: Control, resumed: Mapping[str, Any], given: Mapping[str, Any], *, even: bool, fixed: bool
@@ -96,7 +96,7 @@ class DataFeed:
         if batch is None or batch.used or sampler is None or self._drawn_at == self._place:
             return
         if sampler.plan.ended(cursor):
-            batch.used = True  # by the others
+            batch.used = True  # by other ranks
         else:
             batch.become(self._draw(sampler))
 
@@ -170,8 +170,8 @@ class DataFeed:
         self._tracker.describe(length=plan.length, batch=plan.at(self._control.world_size).global_batch)
         source = self._source_of(dataset, collate, loading, plan)
         until = epochs if epochs is not None else self._last_epoch or 0
-        told: Source = source if source.immediate else Awaited(source, self._tracker)
-        return self._drawn(Sampler(told, plan, even=self._even, until=until), epochs, change)
+        timed: Source = source if source.immediate else Awaited(source, self._tracker)
+        return self._drawn(Sampler(timed, plan, even=self._even, until=until), epochs, change)
 
     def _source_of(self, dataset: Any, collate: Collate | None, loading: Loading, plan: EpochPlan) -> Fetcher:
         """Reuse the previous epoch's source if it fits: its data workers go on."""

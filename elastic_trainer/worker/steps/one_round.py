@@ -1,6 +1,6 @@
-"""What becomes of a training when its round ends: the port, and the answer where a process has one round for good.
+"""What happens to a training when its round ends: the port, and its form for processes with a single round.
 
-There the end of the round is the end of the process; its launcher starts another one, which resumes.
+There the end of the round ends the process; the launcher starts another one, which resumes.
 
 *Runs in* the worker's main thread.
 """
@@ -20,10 +20,10 @@ Result = TypeVar("Result")
 class RoundEnd(Protocol):
     """The port; in place it is :class:`~elastic_trainer.worker.inplace.recovery.InPlaceRecovery`.
 
-    ``led``: the node's agent decides on rounds, and on what a signal to a worker means. ``repeated`` makes a call that
-    all ranks make, through whatever rounds it takes. ``absorb`` says whether an error was the end of the round, and the
-    training goes on in another; ``check_gradients`` raises if those at hand are not of all ranks. A planned change is
-    known first, then agreed on behind a step, then made; ``change`` says whether the ranks may be others now.
+    ``led``: the node's agent decides on rounds and on signals to workers. ``repeated`` makes a call of all ranks,
+    through as many rounds as it takes. ``absorb`` says whether an error was the end of the round and training goes on
+    in another; ``check_gradients`` raises unless gradients are of all ranks. A planned change is known first, agreed on
+    after a step, then made; ``change`` says whether the ranks may have changed.
     """
 
     @property

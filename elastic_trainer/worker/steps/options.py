@@ -1,4 +1,4 @@
-"""What a script asks of its session, checked once and frozen."""
+"""What a script requests of its session, checked once and frozen."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavingOptions:
-    """What else a session can be asked about its checkpoints.
+    """Less common options for checkpoints.
 
-    ``keep_every`` (a step multiple) keeps more of them, or ``retention`` says as a whole which stay.
-    ``require_last_save``: end with exit code 73, on all ranks, where the state at the end cannot be saved.
-    ``on_event`` gets each transition of a checkpoint.
+    ``keep_every`` (a step multiple) keeps more of them, or ``retention`` defines the whole policy.
+    ``require_last_save``: exit with code 73 on all ranks if the final state cannot be saved. ``on_event`` gets each
+    transition of a checkpoint.
     """
 
     keep_every: int | None = None
@@ -36,11 +36,11 @@ class SavingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """What a session looks for while it trains.
+    """What a session checks while it trains.
 
-    ``nonfinite``: a loss or parameter that is not finite ends the training (``raise``) or is logged (``warn``). After
-    each multiple of ``compare_every_steps`` (None: never), and at the end, the parameters of all ranks are compared:
-    where they differ the training stops, or with ``on_difference="heal"`` goes on with the state that most ranks hold.
+    ``nonfinite``: a non-finite loss or parameter ends the training (``raise``) or is logged (``warn``). After each
+    multiple of ``compare_every_steps`` (None: never), and at the end, the parameters of all ranks are compared: where
+    they differ the training stops, or with ``on_difference="heal"`` continues with the state that most ranks hold.
     """
 
     nonfinite: str = "raise"
@@ -62,8 +62,8 @@ class GroupOptions:
     """How the ranks of a session work together.
 
     ``backend`` is "auto" (NCCL where all ranks are on CUDA devices), "gloo" (also for several processes that share a
-    CUDA device) or "nccl". ``stop_timeout_s`` bounds how long the ranks may take to agree to stop. ``timeout_s`` None:
-    a collective may take as long as the agent lets a rank do something else, and 600 s where there is none.
+    CUDA device) or "nccl". ``stop_timeout_s`` limits how long the ranks may take to agree to stop. ``timeout_s`` limits
+    a collective; None: as long as the agent lets a rank do something else, 600 s without an agent.
     """
 
     backend: str = AUTO
@@ -73,11 +73,11 @@ class GroupOptions:
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """All of it. ``directory`` None: nothing is saved."""
+    """All options. ``directory`` None: nothing is saved."""
 
     directory: Path | None
     cadence: Cadence
-    keep_last: int
+    retention: Retention
     seed: int
     device: str
     allow_changed: Collection[str]
@@ -88,12 +88,6 @@ class SessionOptions:
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}", hint="it must not be negative")
-        self.retention  # noqa: B018 - raises for numbers that make no sense
-
-    @property
-    def retention(self) -> Retention:
-        given = self.saving.retention
-        return given if given is not None else Retention(self.keep_last, self.saving.keep_every)
 
     @property
     def fatal(self) -> bool:

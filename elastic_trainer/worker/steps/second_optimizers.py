@@ -1,7 +1,7 @@
-"""Refuses optimizers beside the one of the session where a step that is given up could not take their update back.
+"""Refuses further optimizers where a step that is given up could not undo their update.
 
-In place a step is undone when its round ends before the commit, which is the update by the session's own optimizer. An
-optimizer of tensors that live no longer than the step (a latent code, the inner loop of meta-learning) is free.
+In place a step is undone when its round ends before the commit, which is the update by the session's own optimizer.
+Optimizers of tensors that do not outlive the step (a latent code, the inner loop of meta-learning) are allowed.
 
 *Runs in* the worker's main thread. *Owns* a hook that torch calls before each step of any optimizer.
 *Fails by* ConfigError, before the second optimizer has changed anything.
@@ -22,7 +22,7 @@ from elastic_trainer.worker.steps.commit import Steps
 
 
 class SecondOptimizers:
-    """See the module. ``parts`` are what the script has registered, whenever it did."""
+    """See the module. ``parts`` are the script's registered objects, at any time."""
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Any], steps: Steps
@@ -30,14 +30,14 @@ class SecondOptimizers:
         self._own, self._parts, self._steps = optimizer, parts, steps
         self._wrapped = _ids(module.parameters())
         self._seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-        """In which step each of them was used first."""
+        """The step in which each was first used."""
         self._hook = register_optimizer_step_pre_hook(self._look)
 
     def close(self) -> None:
         self._hook.remove()
 
     def _look(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer is self._own or self._steps.dirty:  # the session's may be made of others
+        if optimizer is self._own or self._steps.dirty:  # the session's may contain others
             return
         kind = type(optimizer).__name__
         mine = _ids(_parameters(optimizer))
@@ -52,7 +52,7 @@ class SecondOptimizers:
             raise ConfigError(
                 f"a second optimizer, {kind}, was about to make an update inside session.step(); in place a step may be"
                 " given up, and this update would stay",
-                hint="make it behind the block, under `if step.committed:`, or put all that is trained in one model",
+                hint="make it after the block, under `if step.committed:`, or put all that is trained in one model",
             )
 
     def _registered(self, parameters: frozenset[int]) -> bool:

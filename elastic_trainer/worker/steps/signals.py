@@ -1,12 +1,12 @@
-"""Turns SIGTERM and SIGINT into a wish to stop, and enforces it in time.
+"""Turns SIGTERM and SIGINT into a request to stop, and enforces it in time.
 
 Python runs signal handlers in the main thread between bytecodes, so never while it is blocked in a collective. The
-interpreter's C handler however writes the signal's number into the wakeup descriptor at once; a thread reads it there.
+interpreter's C handler however writes the signal's number into the wakeup descriptor at once, where a thread reads it.
 
 *Runs in* a thread of its own (``session-signals``); opened and closed in the main thread.
 *Owns* the process's handlers for SIGTERM and SIGINT and its wakeup descriptor while open.
-*Fails by* ending the process with ``os._exit``: 143 (130 after SIGINT) when the ranks do not agree to stop in time, say
-because a peer is dead; at once on a second SIGINT, and when the round is known to be broken.
+*Fails by* ``os._exit``: 143 (130 after SIGINT) when the ranks do not agree to stop in time, say because a peer is dead;
+at once on a second SIGINT, and when the round is known to be broken.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ EXIT_INTERRUPTED = 130
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.1
 SAVE_PATIENCES = 12
-"""A checkpoint under way is waited for so many times as long as the ranks may take to agree."""
+"""Limit for a checkpoint under way, as a multiple of the patience."""
 
 
 class Signals:
-    """The wish to stop. ``requested`` is the signal that asked for it, or None.
+    """The request to stop. ``requested`` is the signal, or None.
 
-    ``patience_s()`` is how long the ranks may take to agree; ``broken()`` says why they never will. While ``saving()``
-    says that a checkpoint is under way here, they cannot: the patience begins anew behind it. That has a bound, too,
-    ``SAVE_PATIENCES`` times the patience from the signal on (a pod's grace period may end before).
-    ``on_request(name)`` is called once, from the thread, with the signal's name.
+    ``patience_s()`` limits how long the ranks may take to agree; ``broken()`` says why they never will. While
+    ``saving()`` says that a checkpoint is being written they cannot agree: the patience restarts afterwards, but ends
+    ``SAVE_PATIENCES`` times the patience after the signal (a pod's grace period may end earlier). ``on_request(name)``
+    is called once, from the thread, with the signal's name.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Signals:
         self._deadline: Deadline | None = None
         self._save_deadline: Deadline | None = None
         self._rearming = threading.Lock()
-        """Who has agreed to stop is not given a deadline again."""
+        """Once the ranks have agreed to stop, no new deadline may be set."""
         self._thread: threading.Thread | None = None
         self._previous: dict[int, Any] = {}
         self._previous_fd = -1

@@ -1,7 +1,7 @@
 """One training step: from its micro-batches to the gradient of the mean over the global batch.
 
 *Runs in* the worker's main thread.
-*Fails by* ConfigError when a step is used in a way that would train wrongly; what the body raises passes through.
+*Fails by* ConfigError for a step that would train wrongly; errors of the body pass through.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic_trainer.worker.state.training_state import Position
 
 
 class StepHost(Protocol):
-    """What a step asks of the training that it is a step of (:class:`~elastic_trainer.worker.steps.commit.Steps`)."""
+    """What a step needs of its training (:class:`~elastic_trainer.worker.steps.commit.Steps`)."""
 
     control: Control
     position: Position
@@ -56,7 +56,7 @@ def _mean_of(losses: Pending, control: Control) -> float:
 
 
 class LaterLoss:
-    """The mean loss of a step over its global batch, on its way. It holds nothing of the step's data."""
+    """The mean loss of a step over its global batch, while it is computed. It holds none of the step's data."""
 
     __slots__ = ("_control", "_mean", "_pending", "_steps")
 
@@ -113,12 +113,12 @@ class Step:
         self._mean: float | None = None
         self._wanted = False
         self._pending: Pending | None = None
-        """The sum of the losses, under way since the last backward pass."""
+        """The sum of the losses, started after the last backward pass."""
         self._count_here: float | None = None
         """The items counted on this rank, if losses are sums."""
         self._normalized = False
         self._done: set[int] = set()
-        """Where the micro-batches begin that have had a backward pass."""
+        """First positions of the micro-batches that have had a backward pass."""
         self._open_parts = False
         self.committed = self.recorded = False
         self.generation, self.rank, self.world_size = (
@@ -138,7 +138,7 @@ class Step:
         return self._steps.closed(self, error)
 
     def micro_batches(self, batch: Batch | None = None) -> Iterator[Batch]:
-        """The parts of ``batch`` to compute one after another; gradients are averaged over ranks with the last one."""
+        """The parts of ``batch`` to compute one after another; the last one averages gradients over ranks."""
         whole = self._batch
         if whole is None:
             raise ConfigError("there is no batch to divide", hint="draw it with session.batches()")
@@ -163,16 +163,16 @@ class Step:
         self._steps.begin_micro_batch(part)
 
     def backward(self, loss: torch.Tensor, count: float | None = None) -> None:
-        """Add the gradient of ``loss``, the mean over the micro-batch (or batch) at hand.
+        """Add the gradient of ``loss``, the mean over the present micro-batch (or batch).
 
         It is weighted so that the average over ranks becomes the gradient of the mean over the global batch.
 
-        With ``count``, ``loss`` is instead the *sum* over so many items (tokens that count, say), and the gradient
-        becomes that of the sum over the global batch divided by the count of the global batch: each item weighs the
-        same, however unevenly they lie. Say it for all micro-batches of a step or for none. Until the count of the
-        global batch is known, gradients are as large as those of a sum over one sample: a GradScaler for float16 should
-        begin lower than usual. Where nothing counts in the whole global batch the gradient is zero, and the update is
-        made all the same.
+        With ``count``, ``loss`` is instead the *sum* over ``count`` items (tokens, say), and the gradient becomes that
+        of the sum over the global batch divided by the count of the global batch: each item weighs the same, however
+        unevenly they are distributed. Pass it for all micro-batches of a step or for none. Until the global count is
+        known, gradients are as large as those of a sum over one sample: a GradScaler for float16 should start lower
+        than usual. If nothing counts in the whole global batch, the gradient is zero and the update is made all the
+        same.
         """
         self._steps.check_round()
         if self._done and (count is None) != (self._count_here is None):
@@ -201,11 +201,11 @@ class Step:
         if pending is not None:
             self._normalize(pending.wait()[0])
         if self._wanted and not self._open_parts and self._mean is None:
-            # Behind the pass, which has just brought the ranks together, and whose kernels a device has by now.
+            # After the pass: it has just synchronised the ranks, and its kernels are queued on the device.
             self._pending = self._sum_losses()
 
     def want_loss(self) -> None:
-        """:attr:`loss` will be asked for: it is found beside the update, so that nobody waits for it afterwards.
+        """Compute :attr:`loss` during the update, so that nobody waits for it afterwards.
 
         Call it before the backward pass, on all ranks or on none.
         """
@@ -234,7 +234,7 @@ class Step:
         factor = self._items / total if total else 0.0
         self._steps.replica.scale_gradients(factor)
         self._losses = [(loss, weight * factor) for loss, weight in self._losses]
-        if self._mean is not None:  # the tree's: no other is known before the commit
+        if self._mean is not None:  # the tree's, the only one known before the commit
             self._mean *= factor
 
     def _fraction(self, part: Batch | None) -> float:
@@ -276,10 +276,10 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """The mean loss over the global batch; before the commit, or without one, the last that is known (NaN: none).
+        """The mean loss over the global batch; before the commit, or without one, the last known loss (NaN: none).
 
-        Found when first asked for behind the commit, by a collective: ask on all ranks or on none. If the ranks have
-        changed since, it is the mean over this rank's own samples. A step that was given up asks nobody.
+        Computed by a collective when first read after the commit: read it on all ranks or on none. If the ranks have
+        changed since, it is the mean over this rank's own samples. A step that was given up starts no collective.
         """
         if not self.committed:
             return self._steps.loss_before(self, "the step has not committed")
@@ -289,29 +289,29 @@ class Step:
             except RoundBrokenError as error:
                 if not self._steps.absorb(self, error):
                     raise
-                self._mean = self.local_mean()  # the round ended meanwhile: what is known here must do
+                self._mean = self.local_mean()  # the round has ended
         if self._mean is None:
             return self._steps.loss_before(self, "the ranks have changed, and this one had no samples")
         self._steps.knows_loss(self._mean)
         return self._mean
 
     def later_loss(self) -> LaterLoss:
-        """:attr:`loss` for who asks a step later, when nobody has to wait for it any more.
+        """:attr:`loss`, to be read a step later without a wait.
 
         After the commit, and :meth:`want_loss` before; else ConfigError, unless the ranks have changed since.
         """
         unknown = not self.committed or (self._mean is None and self._pending is None)
         if unknown and self._control is self._steps.control:
             raise ConfigError(
-                "later_loss() of a step that has none",
-                hint="call want_loss() before backward(), and later_loss() behind optimizer.step()",
+                "later_loss() of a step without one",
+                hint="call want_loss() before backward(), and later_loss() after optimizer.step()",
             )
         return LaterLoss(self._steps, self._control, self._pending, self._mean)
 
     def _global_mean(self) -> float | None:
         control = self._control
         if control is not self._steps.control:
-            return self.local_mean()  # its ranks are together no more, and others may have come
+            return self.local_mean()  # the ranks have changed
         pending = self._pending if self._pending is not None else self._sum_losses()
         return _mean_of(pending, control)
 

@@ -1,6 +1,6 @@
-"""What ``session.wrap`` makes: a model with its optimizer, its steps and its checkpoints, one whole value.
+"""What ``session.wrap`` makes: a model with its optimizer, its steps and its checkpoints, as one value.
 
-Each round binds it anew: gradients are averaged over other ranks, another rank saves, the data is cut otherwise.
+Each round binds it anew: other ranks share gradients, another rank saves, the data is cut differently.
 
 *Runs in* the worker's main thread.
 *Fails by* CheckpointError for what cannot be resumed, RoundBrokenError when a peer is lost, SystemExit 73 from
@@ -24,7 +24,6 @@ from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.comm.groups import Group
 from elastic_trainer.worker.model import ema
 from elastic_trainer.worker.model.arithmetic import FIELD, arithmetic, check_ranks, check_resumed
-from elastic_trainer.worker.model.loss_scaling import Scaling
 from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer
 from elastic_trainer.worker.state.fields import check_run
 from elastic_trainer.worker.state.heal import give
@@ -32,21 +31,20 @@ from elastic_trainer.worker.state.restore import Origin, restore
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.training_state import Stateful, TrainingState, reseed
 from elastic_trainer.worker.steps.boundary import Duties, StepBoundaries, Turn
-from elastic_trainer.worker.steps.commit import Machinery, Steps
+from elastic_trainer.worker.steps.commit import Steps
 from elastic_trainer.worker.steps.comparison import Comparison, Difference, OnDifference
 from elastic_trainer.worker.steps.one_round import RoundEnd
 from elastic_trainer.worker.steps.options import one_of
-from elastic_trainer.worker.steps.rank_context import RankContext
 from elastic_trainer.worker.steps.second_optimizers import SecondOptimizers
 from elastic_trainer.worker.steps.step import Step
-from elastic_trainer.worker.steps.workplace import Workplace
+from elastic_trainer.worker.steps.workplace import RankContext, Workplace
 
 _UNSAVED = "the last checkpoint could not be saved: what was trained since the newest one is lost"
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """What a script trains. ``user`` are its registered objects, ``pending`` states of those still to come."""
+    """What a script trains. ``user`` are its registered objects, ``pending`` states of those not registered yet."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -59,20 +57,15 @@ class Wrapped:
     user: dict[str, Stateful]
     pending: dict[str, Any]
 
-    def check(self) -> None:
-        """ConfigError for what cannot be trained together."""
-        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise ConfigError("ReduceLROnPlateau needs a metric", hint="register() it and step it yourself")
-        check_optimizer(self.optimizer, self.model)
-
 
 class Training:
-    """See the module. ``round_end`` makes what carries this training through the ends of rounds."""
+    """See the module. ``round_end`` makes what carries this training across rounds."""
 
     def __init__(self, place: Workplace, wrapped: Wrapped, round_end: Callable[[Training], RoundEnd]) -> None:
-        wrapped.check()
+        if isinstance(wrapped.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ConfigError("ReduceLROnPlateau needs a metric", hint="register() it and step it yourself")
+        check_optimizer(wrapped.optimizer, wrapped.model)
         self.place, options, position, tracker = place, place.options, place.position, place.tracker
-        device, optimizer = place.placement.device, wrapped.optimizer
         self.origin = Origin()
         self.replica = Replica(
             wrapped.model,
@@ -83,37 +76,28 @@ class Training:
             lasting=place.environment.in_place,
             reduction=one_of(Reduction, wrapped.reduction, "reduction"),
         )
-        average = ema.averaged(self.replica.module, wrapped.average)
         self.state = TrainingState(
             module=self.replica.module,
-            optimizer=optimizer,
+            optimizer=wrapped.optimizer,
             scheduler=wrapped.scheduler,
             scaler=wrapped.scaler,
             position=position,
             user=wrapped.user,
             pending=wrapped.pending,
-            device=device,
-            average=average,
+            device=place.placement.device,
+            average=ema.averaged(self.replica.module, wrapped.average),
         )
         self._claims: dict[str, Any] = {}
-        """What else than the cut of the data a checkpoint says of how it was trained."""
+        """Further fields of checkpoints, beside the cut of the data."""
         self.saver = Saver(place.manager, options.cadence, self.state, self._fields, place.saved, tracker)
-        machinery = Machinery(
-            self.replica,
-            optimizer,
-            wrapped.scheduler,
-            Scaling(wrapped.scaler, optimizer),
-            position,
-            average,
-            place.feed,
-            tracker,
-            options.seed,
-            device,
-        )
-        self.steps = Steps(machinery, self)
         self.round_end = round_end(self)
+        self.steps = Steps(
+            self.replica, self.state, place.feed, tracker, options.seed, self.round_end, self._after_step
+        )
         lasts = place.environment.in_place
-        self._second = SecondOptimizers(self.replica.module, optimizer, wrapped.user, self.steps) if lasts else None
+        self._second = (
+            SecondOptimizers(self.replica.module, wrapped.optimizer, wrapped.user, self.steps) if lasts else None
+        )
 
     def close(self) -> None:
         if self._second is not None:
@@ -212,20 +196,14 @@ class Training:
 
     # ---- steps
 
-    def after_step(self, step: Step) -> None:
+    def _after_step(self, step: Step) -> None:
         self.place.record(step)
-        self.place.report("training")
+        self.place.report()
         turn = self.place.present.boundaries.after_step(self.place.position.step)
         if turn is Turn.STOP:
             self.stop()
         elif turn is Turn.SWITCH:
             self.round_end.agreed()
-
-    def absorb(self, step: Step, error: BaseException) -> bool:
-        return self.round_end.absorb(step, error)
-
-    def check_gradients(self) -> None:
-        self.round_end.check_gradients()
 
     # ---- the last checkpoints
 

@@ -1,13 +1,14 @@
-"""What a process has from the opening of its session to the end, whatever rounds come and go.
+"""What a process has from the opening of its session to the end, across rounds.
 
-*Runs in* the worker's main thread; the signals' thread reads which round is present. *Owns* the ledger, the feed and
-the manager of the checkpoints.
-*Fails by* ConfigError when a rank is asked for where there is none.
+*Runs in* the worker's main thread; the signals' thread reads the present round. *Owns* the ledger, the feed and the
+manager of the checkpoints.
+*Fails by* ConfigError when there is no rank yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 from elastic_trainer.checkpoint import CheckpointManager, Committed, Owner
@@ -15,39 +16,54 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker.comm import groups as groups
-from elastic_trainer.worker.comm.link import Link, RankProgress
+from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.report.ledger import Ledger
 from elastic_trainer.worker.state import rng
 from elastic_trainer.worker.state.training_state import Position
+from elastic_trainer.worker.steps.boundary import Boundaries
 from elastic_trainer.worker.steps.feed import DataFeed
 from elastic_trainer.worker.steps.options import SessionOptions
-from elastic_trainer.worker.steps.rank_context import RankContext
 from elastic_trainer.worker.steps.signals import Signals
 from elastic_trainer.worker.steps.step import Step
 
+Report = Callable[[Position, float], None]
+"""Gets the position and the smoothed seconds per step at each step; must not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """A process as one rank of one round; made for each round, never changed."""
+
+    group: groups.Group
+    boundaries: Boundaries
+
+    @property
+    def control(self) -> Control:
+        return self.group.control
+
 
 class Workplace:
-    """See the module. ``context`` is that of the present round: the one thing here that rounds change."""
+    """See the module. ``context`` is that of the present round: the only thing here that rounds change."""
 
     def __init__(
         self,
         options: SessionOptions,
         environment: WorkerEnvironment,
-        link: Link,
+        report: Report,
         placement: Placement,
         position: Position,
         tracker: HeartbeatReporter,
         signals: Signals,
     ) -> None:
         self.options, self.environment, self.placement, self.position = options, environment, placement, position
-        self.tracker, self.signals, self._link = tracker, signals, link
+        self.tracker, self.signals, self._report = tracker, signals, report
         self.context: RankContext | None = None
         """None before the first round."""
         self.stopped = False
-        """Whether this process leaves because it was asked to."""
-        # Only this package's agents see to it that one name is one job.
+        """Whether this process leaves on request."""
+        # Only this package's agents ensure that one name is one job.
         job = environment.run_id if environment.channel is not None else None
         self.owner = Owner(environment.run_name, job)
         self.manager = self._manager()
@@ -101,12 +117,9 @@ class Workplace:
 
     # ---- reports
 
-    def report(self, phase: str) -> None:
-        """Report progress to the agent, if due."""
-        if not self._link.report_due():
-            return
-        cursor = self.position.cursor
-        self._link.report(RankProgress(phase, self.position.step, cursor.epoch, cursor.samples, self.span_s))
+    def report(self) -> None:
+        """Report progress to the agent."""
+        self._report(self.position, self.span_s)
 
     def record(self, step: Step, **place: int) -> None:
         """Write a committed step to the ledger, once: its round may end before the boundary after it."""

@@ -18,7 +18,7 @@ from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm import placement
 from elastic_trainer.worker.comm.control import Purpose
-from elastic_trainer.worker.comm.link import RoundPlace, StoreAddress
+from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress
 from elastic_trainer.worker.comm.waits import InterruptibleWaits
 from tests.integration.worker.launch import free_port, run, standalone
 from tests.support.crew import eventually

@@ -10,7 +10,7 @@ import pytest
 from elastic_trainer.model import Phase
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.groups import Group
-from elastic_trainer.worker.comm.link import RoundPlace
+from elastic_trainer.worker.comm.round_place import RoundPlace
 from elastic_trainer.worker.inplace.recovery import InPlaceRecovery
 from elastic_trainer.worker.inplace.rounds import Formed
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter

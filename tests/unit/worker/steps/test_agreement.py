@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.steps.agreement import EVERY_S, LONGEST_INTERVAL, Consensus, Flags, interval, smoothed
+from tests.support.memory_backend import ManualClock
 from tests.unit.worker.ranks import run_ranks
 
 
-class SteppedClock:
+class SteppedClock(ManualClock):
     """Advances by ``step_s`` whenever it is read."""
 
     def __init__(self, step_s: float) -> None:
-        self.step_s, self.now = step_s, 0.0
+        super().__init__()
+        self.step_s = step_s
 
     def monotonic(self) -> float:
-        self.now += self.step_s
-        return self.now
-
-    def wall(self) -> float:
-        return self.now
-
-    def wait(self, event: threading.Event, timeout_s: float) -> bool:
-        return event.is_set()
+        self.advance(self.step_s)
+        return super().monotonic()
 
 
 @given(boundary_s=st.floats(0.0, 1000.0))
@@ -60,7 +54,7 @@ def test_a_wish_of_one_rank_reaches_all_at_the_same_boundary(step_s: float) -> N
         for boundary in range(1, 200):
             wishes = Flags(stop=control.rank == 1 and boundary >= 60, save=control.rank == 0 and boundary == 1)
             agreed = consensus.boundary(lambda wishes=wishes: wishes)  # type: ignore[misc]
-            if agreed is not None and agreed.any:
+            if agreed is not None and agreed != Flags():
                 heard.append((boundary, agreed))
         consensus.drain()
         return heard
@@ -94,7 +88,7 @@ def test_a_new_phase_does_not_inherit_the_pace_of_the_old_one() -> None:
     assert len(set(run_ranks(2, body))) == 1
 
 
-def test_a_process_that_is_alone_acts_at_once_when_it_is_urgent() -> None:
+def test_a_single_process_acts_at_once_when_urgent() -> None:
     """A signal is acted on at the next boundary; other wishes are asked for four times a second."""
     consensus, asked = Consensus(Control(), SteppedClock(0.01)), []
 

@@ -9,8 +9,7 @@ import torch
 
 from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.errors import CheckpointError
-from elastic_trainer.worker.comm.control import Control, Purpose
-from elastic_trainer.worker.comm.likeness import Likeness
+from elastic_trainer.worker.comm.control import Control, Likeness, Purpose
 from elastic_trainer.worker.model import digests
 from elastic_trainer.worker.steps.comparison import Difference, difference
 from tests.unit.worker.ranks import run_ranks
@@ -73,7 +72,9 @@ def test_the_name_of_a_state_depends_on_types_and_structure_too() -> None:
     """And not on where a tensor lies in memory, which is another after a state has travelled."""
     tensor = assorted()[5]
     values = (1, 1.0, True, "1", [1], (1,), b"1", None, 1 << 80)
-    tensors = (tensor, tensor.t(), tensor.bfloat16(), tensor.to(torch.float64))
+    flipped = tensor.clone()
+    flipped.view(torch.int32)[0, 0] ^= 1
+    tensors = (tensor, tensor.t(), flipped, tensor.bfloat16(), tensor.to(torch.float64))
     states: list[dict[Any, Any]] = [{"x": each} for each in (*values, *tensors)]
     states += [{1: 1}, {"1": 1}]
     assert len({fingerprint(each) for each in states}) == len(states)
