@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps.step import Step
-from tests.unit.worker.toys import data, loss_of
+from tests.unit.worker.toys import data, linear, loss_of
 
 
 def first_step(directory: Path | None = None, allow: tuple[str, ...] = (), **policy: Any) -> tuple[float, float, int]:
@@ -53,37 +52,11 @@ def test_the_policy_is_kept_in_the_checkpoint(tmp_path: Path) -> None:
     first_step(tmp_path, ("scale_from",), scale_from=2, lr_rule="sqrt")
 
 
-def update(step: Step, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    with step:
-        step.backward(loss)
-        optimizer.step()
-
-
-def test_an_update_that_fails_leaves_the_learning_rate_as_it_was() -> None:
-    """The factor is of the update alone."""
+@pytest.mark.parametrize("again", [False, True])
+def test_a_failed_update_does_not_change_the_learning_rate(again: bool) -> None:
+    """The factor applies to one update only, also where the script catches the error and tries again."""
     with Session(device="cpu") as session:
-        module = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        wrapped = session.wrap(module, optimizer=optimizer)
-        batch = next(session.batches(data(), global_batch_size=16, epochs=1, scale_from=4, lr_rule="linear"))
-
-        def fail(*_: Any) -> None:
-            assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
-            raise ValueError("in the update")
-
-        optimizer.register_step_pre_hook(fail)
-        step = session.step()
-        with pytest.raises(ValueError, match="in the update"):
-            update(step, optimizer, loss_of(wrapped, batch))
-        assert optimizer.param_groups[0]["lr"] == 0.1
-
-
-def test_an_update_that_is_tried_again_is_scaled_once() -> None:
-    """A script that catches what its optimizer raises does not lose its learning rate."""
-    with Session(device="cpu") as session:
-        module = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        wrapped = session.wrap(module, optimizer=optimizer)
+        optimizer, wrapped = linear(session)
         batch = next(session.batches(data(), global_batch_size=16, epochs=1, scale_from=4, lr_rule="linear"))
         seen: list[float] = []
 
@@ -93,16 +66,17 @@ def test_an_update_that_is_tried_again_is_scaled_once() -> None:
                 raise ValueError("once")
 
         optimizer.register_step_pre_hook(fail_once)
-        with session.step() as step:
+        with nullcontext() if again else pytest.raises(ValueError, match="once"), session.step() as step:
             step.backward(loss_of(wrapped, batch))
-            with suppress(ValueError):
-                optimizer.step()
+            if again:
+                with pytest.raises(ValueError, match="once"):
+                    optimizer.step()
             optimizer.step()
-        assert seen == [pytest.approx(0.025)] * 2
+        assert seen == [pytest.approx(0.025)] * (1 + again)
         assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_more_ranks_than_micro_batches_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_micro_batches_are_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spare ranks compute a filler of weight zero; nothing fails, and the log does not fill up."""
     said: list[tuple[str, dict[str, int]]] = []
 
@@ -112,8 +86,7 @@ def test_more_ranks_than_micro_batches_is_said_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("elastic_trainer.worker.steps.feed.logger", Log)
     with Session(device="cpu") as session:
-        module = nn.Linear(4, 1)
-        session.wrap(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+        linear(session)
         feed = session._here.feed
         batches = session.batches(data(), global_batch_size=8, micro_batch_size=4, epochs=1)
         feed._control = Control(None, 0, 5)

@@ -44,7 +44,7 @@ def test_each_sample_is_counted_once_over_uneven_and_empty_shards(count: int, wo
 
 
 def test_a_directory_that_rank_0_cannot_write_ends_all_ranks(tmp_path: Path) -> None:
-    """Nobody waits for rank 0; each rank says why."""
+    """No rank waits for rank 0; each says why."""
     (tmp_path / "file").write_text("")
 
     def body(control: Control) -> str:
@@ -75,5 +75,5 @@ def test_predictions_come_in_the_order_of_the_data_set(count: int, world: int) -
 def test_a_prediction_without_a_row_for_each_sample_is_refused() -> None:
     """A mean over the batch cannot be put in order."""
     fetch = Fetcher(TensorDataset(torch.arange(6.0)), torch.device("cpu"))
-    told = outcome(lambda: predict(nn.Identity(), fetch, 4, lambda m, b: b.x.mean(), Control(), lambda: None))
-    assert told.startswith("ConfigError: the prediction for 4 samples is ()")
+    error = outcome(lambda: predict(nn.Identity(), fetch, 4, lambda m, b: b.x.mean(), Control(), lambda: None))
+    assert error.startswith("ConfigError: the prediction for 4 samples is ()")

@@ -82,21 +82,18 @@ def test_epochs_continue_in_the_middle_and_end_their_body_once_more(tmp_path: Pa
     assert seen == [(0, 2), (0, 2), (1, 4)]
 
 
-def test_checkpoints_are_written_every_so_many_steps_and_the_oldest_go(tmp_path: Path) -> None:
-    """Rank 0's directory holds the newest ones; steps are exact."""
-    with Session(tmp_path, device="cpu", checkpoint_every_steps=3, checkpoint_every_s=None, keep_last=2) as session:
+def test_checkpoints_are_saved_by_steps_and_by_time(tmp_path: Path) -> None:
+    """Steps are exact and old checkpoints are removed; a cadence of almost no time saves during the first steps."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    with Session(first, device="cpu", checkpoint_every_steps=3, checkpoint_every_s=None, keep_last=2) as session:
         Job(session).train(2)
-    assert [entry.step for entry in CheckpointManager(tmp_path).entries()] == [8, 6]
-
-
-def test_checkpoints_are_written_every_so_many_seconds(tmp_path: Path) -> None:
-    """A cadence of almost nothing saves during the first steps already."""
-    with Session(tmp_path, device="cpu", checkpoint_every_s=1e-9, keep_last=100) as session:
+    assert [entry.step for entry in CheckpointManager(first).entries()] == [8, 6]
+    with Session(second, device="cpu", checkpoint_every_s=1e-9, keep_last=100) as session:
         Job(session).train(2)
-    assert len(CheckpointManager(tmp_path).entries()) > 1
+    assert len(CheckpointManager(second).entries()) > 1
 
 
-def test_a_signal_can_tell_that_a_checkpoint_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_session_knows_that_a_checkpoint_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On schedule, at the end, and by the script; not while it trains."""
     seen, save = list[bool](), CheckpointManager.save
 
@@ -305,7 +302,7 @@ def test_a_measure_without_counts_is_refused() -> None:
             session.evaluate(model(), [], 8, measured)
 
 
-def test_the_ledger_tells_each_step_with_its_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ledger_names_the_samples_of_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines in order: opened, steps, checkpoints, metrics, closed; the steps name every sample once."""
     monkeypatch.setenv("ELASTIC_TRAINER_LEDGER_DIR", str(tmp_path / "ledger"))
     with Session(tmp_path / "runs", device="cpu", checkpoint_every_s=None) as session:
@@ -341,18 +338,15 @@ def test_a_step_is_in_the_ledger_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [line["event"] for line in lines] == ["opened", "step", "closed"]
 
 
-def wrapped_twice(session: Session) -> None:
-    Job(session)
-    Job(session)
+class ShardedOptimizer(torch.optim.SGD):
+    """Stands for torch's own optimizers that communicate."""
+
+    __module__ = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
-def without_wrap(session: Session) -> None:
-    session.batches(data(), global_batch_size=4, epochs=1)
-
-
-def without_epochs(session: Session) -> None:
-    Job(session)
-    session.batches(data(), global_batch_size=4)
+def wrap(session: Session, kind: Any = torch.optim.SGD, **options: Any) -> nn.Module:
+    module = model()
+    return session.wrap(module, optimizer=kind(module.parameters(), lr=0.1), **options)
 
 
 def plateau(session: Session) -> None:
@@ -361,52 +355,26 @@ def plateau(session: Session) -> None:
     session.wrap(module, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
-def foreign(session: Session) -> None:
-    session.wrap(model(), optimizer=torch.optim.SGD(model().parameters()))
-
-
-def static(session: Session) -> None:
-    module = model()
-    session.wrap(module, optimizer=torch.optim.SGD(module.parameters()), ddp_options={"static_graph": True})
-
-
-def own_option(session: Session) -> None:
-    module = model()
-    session.wrap(module, optimizer=torch.optim.SGD(module.parameters()), ddp_options={"init_sync": True})
-
-
-class ShardedOptimizer(torch.optim.SGD):
-    """Stands where torch's own optimizers that communicate stand."""
-
-    __module__ = "torch.distributed.optim.zero_redundancy_optimizer"
-
-
-def sharded(session: Session) -> None:
-    module = model()
-    session.wrap(module, optimizer=ShardedOptimizer(module.parameters()))
-
-
-def taken_name(session: Session) -> None:
-    session.register("a", Counter())
-    session.register("a", Counter())
-
-
 @pytest.mark.parametrize(
     ("mistake", "says"),
     [
-        (wrapped_twice, "the name is taken"),
-        (without_wrap, "no model yet"),
-        (without_epochs, "how many epochs"),
+        (lambda session: (wrap(session), wrap(session)), "was called before"),
+        (lambda session: session.batches(data(), global_batch_size=4, epochs=1), "no model yet"),
+        (lambda session: (wrap(session), session.batches(data(), global_batch_size=4)), "how many epochs"),
         (plateau, "needs a metric"),
-        (foreign, "not in the model"),
-        (static, "static_graph"),
-        (own_option, "'init_sync' is set by the session"),
-        (sharded, "communicates with other ranks"),
-        (taken_name, "the name is taken"),
+        (lambda session: session.wrap(model(), optimizer=torch.optim.SGD(model().parameters())), "not in the model"),
+        (lambda session: wrap(session, ddp_options={"static_graph": True}), "static_graph"),
+        (lambda session: wrap(session, ddp_options={"init_sync": True}), "'init_sync' is set by the session"),
+        (lambda session: wrap(session, ShardedOptimizer), "communicates with other ranks"),
+        (lambda session: wrap(session, reduction="bush"), "'ddp', 'tree'"),
+        *((lambda session, decay=decay: wrap(session, average=decay), "between 0 and 1") for decay in (0.0, 1.0, -1.0)),
+        (lambda session: wrap(session, average=float("nan")), "between 0 and 1"),
+        (lambda session: (wrap(session), session.average), r"average=0\.999"),
+        (lambda session: [session.register("a", Counter()) for _ in range(2)], "the name is taken"),
     ],
 )
 def test_mistakes_are_refused_in_one_sentence(mistake: Any, says: str) -> None:
-    """At the call that is wrong."""
+    """At the wrong call."""
     with Session(device="cpu") as session, pytest.raises(ConfigError, match=says):
         mistake(session)
 

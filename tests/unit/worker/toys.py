@@ -38,6 +38,13 @@ def loss_of(module: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(module(batch.x), batch.y)
 
 
+def linear(session: Session, **options: Any) -> tuple[torch.optim.SGD, Any]:
+    """An optimizer with the linear layer that it trains, wrapped."""
+    module = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return optimizer, session.wrap(module, optimizer=optimizer, **options)
+
+
 class Job:
     """A model in a session, and steps on it."""
 

@@ -39,7 +39,7 @@ def test_sums_gathers_and_broadcasts(world: int) -> None:
     assert run_ranks(world, body) == [expected] * world
 
 
-def test_ranks_that_do_different_things_are_told_so() -> None:
+def test_ranks_that_do_different_things_get_an_error() -> None:
     """A rank that saves alone while the others train gets an error, and so do they; no numbers are mixed up."""
 
     def body(control: Control) -> str:
@@ -79,7 +79,7 @@ def test_a_peer_that_is_gone_breaks_the_round() -> None:
 
 
 def test_purposes_cannot_be_confused_by_a_coincidence_of_sums() -> None:
-    """1 + 3 = 2 + 2: the squares tell different purposes from equal ones with the same sum."""
+    """1 + 3 = 2 + 2: the squares distinguish different purposes with the same sum."""
     control = Control(None, 0, 2)
     with pytest.raises(ConfigError):
         control.checked([4.0, 10.0, 0.0], Purpose.LOSS)
@@ -124,7 +124,7 @@ def test_a_transfer_may_take_longer_than_the_group_had_to_be_formed() -> None:
 
 
 def test_the_end_of_the_round_interrupts_a_transfer() -> None:
-    """Whoever waits for what a peer never sends is free at once."""
+    """A rank that waits for what a peer never sends is freed at once."""
 
     def body(control: Control) -> str:
         works = InterruptibleWaits(interruptible=True)
@@ -133,8 +133,8 @@ def test_the_end_of_the_round_interrupts_a_transfer() -> None:
             own.receive(torch.zeros(1), 0)  # the word that rank 0 has been freed
             return ""
         threading.Timer(2 * MOMENT_S, works.end, ("the round is over",)).start()
-        told = outcome(lambda: own.receive(torch.zeros(1), 1))
+        error = outcome(lambda: own.receive(torch.zeros(1), 1))
         control.send(torch.zeros(1), 1)
-        return told
+        return error
 
     assert "RoundBrokenError" in run_ranks(2, body)[0]

@@ -1,4 +1,4 @@
-"""Which errors are a collective's that lost a peer: told by where they come from, not by words that anybody may use."""
+"""A collective that lost a peer is recognised by the error's origin, not by its words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device a process gets."""
+"""Which device and backend a process gets."""
 
 from __future__ import annotations
 
@@ -11,61 +11,43 @@ NOTHING, TWO_GPUS, MAC = Hardware(0, False), Hardware(2, False), Hardware(0, Tru
 
 
 @pytest.mark.parametrize(
-    ("asked", "local_rank", "world", "hardware", "device", "backend"),
+    ("device", "local_rank", "world", "hardware", "wanted", "chosen", "backend"),
     [
-        ("auto", 0, 1, NOTHING, "cpu", GLOO),
-        ("auto", 1, 2, TWO_GPUS, "cuda:1", NCCL),
-        ("cuda", 1, 2, TWO_GPUS, "cuda:1", NCCL),
-        ("cuda:0", 1, 2, TWO_GPUS, "cuda:0", NCCL),
-        ("cpu", 1, 2, TWO_GPUS, "cpu", GLOO),
-        ("auto", 0, 1, MAC, "mps", GLOO),
-        ("auto", 0, 2, MAC, "cpu", GLOO),
-        ("mps", 0, 1, MAC, "mps", GLOO),
+        ("auto", 0, 1, NOTHING, "auto", "cpu", GLOO),
+        ("auto", 1, 2, TWO_GPUS, "auto", "cuda:1", NCCL),
+        ("cuda", 1, 2, TWO_GPUS, "nccl", "cuda:1", NCCL),
+        ("cuda:0", 1, 2, TWO_GPUS, "auto", "cuda:0", NCCL),
+        ("cuda:0", 1, 2, TWO_GPUS, "gloo", "cuda:0", GLOO),
+        ("cpu", 1, 2, TWO_GPUS, "auto", "cpu", GLOO),
+        ("auto", 0, 1, MAC, "auto", "mps", GLOO),
+        ("auto", 0, 2, MAC, "auto", "cpu", GLOO),
+        ("mps", 0, 1, MAC, "auto", "mps", GLOO),
     ],
 )
-def test_each_process_gets_the_device_that_fits(
-    asked: str, local_rank: int, world: int, hardware: Hardware, device: str, backend: str
+def test_each_process_gets_the_device_and_backend_that_fit(
+    device: str, local_rank: int, world: int, hardware: Hardware, wanted: str, chosen: str, backend: str
 ) -> None:
-    """auto prefers CUDA by local rank, then mps where it works, then the CPU; names are obeyed."""
-    placement = choose(asked, local_rank, world, hardware)
-    assert (str(placement.device), placement.backend) == (device, backend)
+    """auto prefers CUDA by local rank, then mps where it works, then the CPU; gloo lets processes share a device."""
+    placement = choose(device, local_rank, world, hardware, wanted)
+    assert (str(placement.device), placement.backend) == (chosen, backend)
 
 
 @pytest.mark.parametrize(
-    ("asked", "local_rank", "world", "hardware", "says"),
+    ("device", "local_rank", "world", "hardware", "backend", "says"),
     [
-        ("cuda", 0, 1, NOTHING, "no CUDA device"),
-        ("auto", 2, 3, TWO_GPUS, "needs CUDA device 2, but this machine has 2"),
-        ("cuda:5", 0, 1, TWO_GPUS, "needs CUDA device 5"),
-        ("mps", 0, 1, NOTHING, "has none"),
-        ("mps", 0, 2, MAC, "cannot take part"),
-        ("tpu", 0, 1, NOTHING, "'tpu' is unknown"),
+        ("cuda", 0, 1, NOTHING, "auto", "no CUDA device"),
+        ("auto", 2, 3, TWO_GPUS, "auto", "needs CUDA device 2, but this machine has 2"),
+        ("cuda:5", 0, 1, TWO_GPUS, "auto", "needs CUDA device 5"),
+        ("mps", 0, 1, NOTHING, "auto", "has none"),
+        ("mps", 0, 2, MAC, "auto", "cannot take part"),
+        ("tpu", 0, 1, NOTHING, "auto", "'tpu' is unknown"),
+        ("cpu", 0, 2, NOTHING, "mpi", "backend is 'mpi'"),
+        ("cpu", 0, 2, NOTHING, "nccl", "cannot work on device cpu"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(
-    asked: str, local_rank: int, world: int, hardware: Hardware, says: str
+def test_a_missing_device_or_impossible_backend_is_refused(
+    device: str, local_rank: int, world: int, hardware: Hardware, backend: str, says: str
 ) -> None:
     """The sentence says what is missing."""
     with pytest.raises(ConfigError, match=says):
-        choose(asked, local_rank, world, hardware)
-
-
-@pytest.mark.parametrize(
-    ("asked", "hardware", "backend", "expected"),
-    [
-        ("cuda:0", TWO_GPUS, "gloo", GLOO),
-        ("cuda", TWO_GPUS, "nccl", NCCL),
-        ("auto", TWO_GPUS, "auto", NCCL),
-        ("cpu", TWO_GPUS, "gloo", GLOO),
-    ],
-)
-def test_a_backend_may_be_asked_for(asked: str, hardware: Hardware, backend: str, expected: str) -> None:
-    """gloo lets several processes share a CUDA device."""
-    assert choose(asked, 0, 2, hardware, backend).backend == expected
-
-
-@pytest.mark.parametrize(("backend", "says"), [("mpi", "backend is 'mpi'"), ("nccl", "cannot work on device cpu")])
-def test_a_backend_that_cannot_work_is_refused(backend: str, says: str) -> None:
-    """With the alternatives."""
-    with pytest.raises(ConfigError, match=says):
-        choose("cpu", 0, 2, NOTHING, backend)
+        choose(device, local_rank, world, hardware, backend)

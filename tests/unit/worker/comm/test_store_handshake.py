@@ -1,4 +1,4 @@
-"""Agreeing on a store prefix that nobody used before."""
+"""Agreeing on a store prefix that was never used before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def together(store: HashStore, world: int) -> set[str]:
 
 
 def test_all_ranks_get_one_prefix_and_each_round_another() -> None:
-    """A store that holds the remains of earlier rounds, also larger and smaller ones, misleads nobody."""
+    """A store that holds the remains of earlier rounds, also larger and smaller ones, misleads no rank."""
     store = HashStore()
     seen: set[str] = set()
     for world in (3, 3, 5, 2, 1, 4, 4):

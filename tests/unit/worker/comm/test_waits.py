@@ -17,7 +17,7 @@ from elastic_trainer.worker.steps.step import LaterLoss
 
 
 class Operation:
-    """A collective that ends when told to, or fails."""
+    """A collective that ends, or fails, on command."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -50,7 +50,7 @@ def test_an_operation_that_has_ended_is_waited_for_once() -> None:
 
 
 def test_the_end_of_the_round_interrupts_a_wait() -> None:
-    """The operation itself never ends; whoever waits for it learns that the round is over."""
+    """The operation itself never ends; the waiting thread learns that the round is over."""
     works, operation = InterruptibleWaits(interruptible=True), Operation()
     works.begun(operation)
     threading.Timer(0.05, works.end, ("the round is over",)).start()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
@@ -14,7 +13,7 @@ from elastic_trainer.worker.model.arithmetic import arithmetic, check_ranks, che
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps import training
 from tests.unit.worker.ranks import outcome, run_ranks
-from tests.unit.worker.toys import data, loss_of
+from tests.unit.worker.toys import data, linear, loss_of
 
 MINE = arithmetic(torch.device("cpu"))
 
@@ -48,9 +47,7 @@ def test_a_checkpoint_computed_otherwise_is_refused_unless_allowed(
 
     def train(epochs: int, reduction: str = "tree", allow: tuple[str, ...] = ()) -> None:
         with Session(tmp_path, device="cpu", allow_changed=allow) as session:
-            module = nn.Linear(4, 1)
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            wrapped = session.wrap(module, optimizer=optimizer, reduction=reduction)
+            optimizer, wrapped = linear(session, reduction=reduction)
             for batch in session.batches(data(), global_batch_size=20, micro_batch_size=5, epochs=epochs):
                 with session.step() as step:
                     for part in step.micro_batches(batch):
@@ -66,11 +63,3 @@ def test_a_checkpoint_computed_otherwise_is_refused_unless_allowed(
     train(4)  # nothing was promised in between
     monkeypatch.setattr(training, "arithmetic", lambda device: MINE | {"threads": "18"})
     train(5, allow=("arithmetic",))
-
-
-def test_an_unknown_reduction_is_refused() -> None:
-    """The sentence names the known ones."""
-    with Session(device="cpu") as session:
-        module = nn.Linear(4, 1)
-        with pytest.raises(ConfigError, match="'ddp', 'tree'"):
-            session.wrap(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), reduction="bush")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_trainer.errors import CheckpointError, ConfigError
+from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.session import Session
-from tests.unit.worker.toys import data, loss_of
+from tests.unit.worker.toys import data, linear, loss_of
 
 DECAY = 0.5
 
@@ -19,28 +19,24 @@ DECAY = 0.5
 def trained(directory: Path | None, epochs: int, average: float | None = DECAY) -> tuple[nn.Module, nn.Module | None]:
     torch.manual_seed(1)
     with Session(directory, device="cpu", checkpoint_every_s=None) as session:
-        module = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        wrapped = session.wrap(module, optimizer=optimizer, average=average)
+        optimizer, wrapped = linear(session, average=average)
         for batch in session.batches(data(), global_batch_size=20, epochs=epochs):
             with session.step() as step:
                 step.backward(loss_of(wrapped, batch))
                 optimizer.step()
-        return module, session.average if average is not None else None
+        return wrapped, session.average if average is not None else None
 
 
 def test_it_is_the_exponential_moving_average_of_the_parameters() -> None:
     """From those of the first step on, with the decay that was asked for."""
     expected: torch.Tensor | None = None
     with Session(device="cpu") as session:
-        module = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        wrapped = session.wrap(module, optimizer=optimizer, average=DECAY)
+        optimizer, wrapped = linear(session, average=DECAY)
         for batch in session.batches(data(), global_batch_size=20, epochs=2):
             with session.step() as step:
                 step.backward(loss_of(wrapped, batch))
                 optimizer.step()
-            now = module.weight.detach().clone()
+            now = wrapped.weight.detach().clone()
             expected = now if expected is None else DECAY * expected + (1 - DECAY) * now
             assert torch.allclose(session.average.get_parameter("weight"), expected)
 
@@ -70,22 +66,3 @@ def test_one_of_the_users_own_must_fit_its_checkpoint(tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         with pytest.raises(CheckpointError, match=r"module\.weight"):
             session.wrap(module, optimizer=optimizer, average=AveragedModel(nn.Linear(5, 1)))
-
-
-@pytest.mark.parametrize("decay", [0.0, 1.0, -1.0, float("nan")])
-def test_a_decay_that_is_none_is_refused(decay: float) -> None:
-    """In one sentence."""
-    with Session(device="cpu") as session:
-        module = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        with pytest.raises(ConfigError, match="between 0 and 1"):
-            session.wrap(module, optimizer=optimizer, average=decay)
-
-
-def test_asking_for_an_average_that_is_not_kept_is_refused() -> None:
-    """The sentence says how to keep one."""
-    with Session(device="cpu") as session:
-        module = nn.Linear(4, 1)
-        session.wrap(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
-        with pytest.raises(ConfigError, match=r"average=0\.999"):
-            _ = session.average

@@ -103,8 +103,17 @@ def test_sixteen_bits_are_normalized_in_thirty_two() -> None:
     assert abs(float(joined.var(correction=0)) - 1) < 0.02
 
 
+def refuse(tensor: torch.Tensor) -> None:
+    raise AssertionError("a collective in evaluation")
+
+
 def test_alone_and_in_evaluation_it_is_torchs_own() -> None:
-    """Bit by bit; a single value per channel is no error, unlike there."""
+    """Bit by bit, without other ranks, which may have fewer batches; a single value per channel is no error."""
+    company = Company()
+    company.bind(0, 3, refuse)
+    for options in ({}, {"track_running_stats": False}):
+        evaluating = share_batchnorm(layer(**options), company).eval()
+        assert torch.equal(evaluating(samples()), layer(**options).eval()(samples()))
     module, x = layer(), samples()
     mine = share_batchnorm(nn.Sequential(layer()), Company())[0]  # type: ignore[index]
     assert torch.equal(mine(x), module(x))
@@ -124,16 +133,3 @@ def test_names_parameters_and_modes_stay() -> None:
     assert changed.state_dict().keys() == before.keys()
     assert all(mine is other for mine, other in zip(changed.parameters(), parameters, strict=True))
     assert [each.training for each in changed.modules() if isinstance(each, SharedBatchNorm)] == [True, False]
-
-
-def test_evaluation_needs_nobody_else() -> None:
-    """Ranks evaluate unequally many batches, also with layers that keep no statistics."""
-
-    def refuse(tensor: torch.Tensor) -> None:
-        raise AssertionError("a collective in evaluation")
-
-    company = Company()
-    company.bind(0, 3, refuse)
-    for options in ({}, {"track_running_stats": False}):
-        module = share_batchnorm(layer(**options), company).eval()
-        assert torch.equal(module(samples()), layer(**options).eval()(samples()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,22 +46,6 @@ def test_a_rank_exchanges_few_sums(total: int, world: int) -> None:
     assert most <= 2 * total.bit_length()
     if total % world == 0 and (total // world) & (total // world - 1) == 0:
         assert most == 1
-
-
-@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=40), st.integers(1, 9))
-def test_floats_have_equal_bits(values: list[float], world: int) -> None:
-    """What the formula promises, with numbers whose sum depends on the order."""
-
-    def summed(ranks: int) -> np.float32:
-        found: dict[Block, np.float32] = {}
-        for rank in range(ranks):
-            stack: Stack[np.float32] = Stack(lambda left, right: left + right)
-            for leaf in range(*cut(len(values), ranks, rank)):
-                stack.push(leaf, np.float32(values[leaf]))
-            found |= dict(stack.held)
-        return fold(len(values), found, lambda left, right: left + right)
-
-    assert summed(world).tobytes() == summed(1).tobytes()
 
 
 def test_a_missing_leaf_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""What a worker tells of itself: each second belongs to one phase, and no figure that was shown becomes smaller."""
+"""The heartbeat: each second belongs to one phase, and no figure on the page decreases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.ipc.page import NUMBERS, PHASES, WORK, PageReader, PageWriter, Reading
+from elastic_trainer.ipc.page import PHASES, WORK, PageReader, PageWriter, Reading
 from elastic_trainer.ipc.stacks import stacks_of
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment, worker_environment
@@ -57,11 +57,7 @@ class Bench:
         self.clock.advance(seconds)
         return self
 
-    def spent(self) -> dict[Phase, float]:
-        """All seconds of the process so far, as if it had died now, without those of no phase."""
-        return {phase: each for phase, each in self.read().last_seconds(self.clock.monotonic()).items() if each}
-
-    def told(self) -> dict[Phase, float]:
+    def page(self) -> dict[Phase, float]:
         """What the agent shows now."""
         return {phase: each for phase, each in self.read().seconds(self.clock.monotonic()).items() if each}
 
@@ -70,10 +66,10 @@ class Bench:
         now, reading = self.clock.monotonic(), self.read()
         assert sum(reading.pulse.seconds) == pytest.approx(reading.pulse.phase_at - self.born_at)
         assert sum(reading.last_seconds(now).values()) == pytest.approx(now - self.born_at)
-        told = reading.seconds(now)
-        for phase, seconds in told.items():
+        seconds_now = reading.seconds(now)
+        for phase, seconds in seconds_now.items():
             assert seconds >= self.shown[phase] - 1e-9, f"{phase} was {self.shown[phase]}, and is {seconds}"
-        self.shown = told
+        self.shown = seconds_now
 
     def step(self, number: int, seconds: float = 1.0, *, waited: float = 0.0) -> None:
         """One step that is committed."""
@@ -104,38 +100,24 @@ def placed(bench: Bench, round_: int = 1) -> HeartbeatReporter:
 # ---- where time goes
 
 
-def test_time_goes_into_the_phase_that_it_is_spent_in(bench: Bench) -> None:
-    """From the beginning of the process on, which was before the tracker's."""
+def test_time_counts_for_the_phase_it_is_spent_in(bench: Bench) -> None:
+    """From the start of the process; phases nest, and an exception ends one too."""
     bench.after(1.0).tracker.change(Phase.RENDEZVOUS)
     with bench.after(2.0).tracker.during(Phase.HEALING):
         bench.after(4.0)
     bench.after(8.0).tracker.change(Phase.TRAINING)
-    assert bench.told() == {Phase.STARTING: AGE_S + 1.0, Phase.RENDEZVOUS: 10.0, Phase.HEALING: 4.0}
-
-
-def test_an_exception_ends_a_phase_as_well(bench: Bench) -> None:
-    """What comes behind it is not booked as what failed."""
-    tracker = placed(bench)
-    with pytest.raises(ZeroDivisionError), tracker.during(Phase.CHECKPOINT):
-        bench.after(2.0).clock.advance(1 / 0)
-    bench.after(1.0)
-    assert bench.read().phase is Phase.TRAINING
-    assert bench.spent()[Phase.CHECKPOINT] == 2.0
-
-
-def test_phases_may_stand_in_phases(bench: Bench) -> None:
-    """A save in the middle of an evaluation is a save, and the evaluation goes on behind it."""
-    tracker = placed(bench)
-    with tracker.during(Phase.EVALUATION):
+    assert bench.page() == {Phase.STARTING: AGE_S + 1.0, Phase.RENDEZVOUS: 10.0, Phase.HEALING: 4.0}
+    with bench.tracker.during(Phase.EVALUATION):
         bench.after(1.0)
-        with tracker.during(Phase.CHECKPOINT):
-            bench.after(10.0)
-        bench.after(2.0)
-    assert bench.told() == {Phase.STARTING: AGE_S, Phase.EVALUATION: 3.0, Phase.CHECKPOINT: 10.0}
+        with pytest.raises(ZeroDivisionError), bench.tracker.during(Phase.CHECKPOINT):
+            bench.after(2.0).clock.advance(1 / 0)
+        bench.after(3.0)
+    assert bench.read().phase is Phase.TRAINING
+    assert (bench.page()[Phase.EVALUATION], bench.page()[Phase.CHECKPOINT]) == (4.0, 2.0)
 
 
 def test_waiting_for_samples_is_a_part_of_a_step(bench: Bench) -> None:
-    """It is told with the step; an evaluation's samples are part of the evaluation."""
+    """In an evaluation it is part of the evaluation."""
     tracker = placed(bench)
     for phase in (Phase.TRAINING, Phase.EVALUATION):
         tracker.change(phase)
@@ -144,7 +126,7 @@ def test_waiting_for_samples_is_a_part_of_a_step(bench: Bench) -> None:
         tracker.enter(before)
     tracker.change(Phase.TRAINING)
     bench.step(1)
-    assert bench.told() == {Phase.STARTING: AGE_S, Phase.DATA: 2.0, Phase.EVALUATION: 2.0, Phase.TRAINING: 1.0}
+    assert bench.page() == {Phase.STARTING: AGE_S, Phase.DATA: 2.0, Phase.EVALUATION: 2.0, Phase.TRAINING: 1.0}
 
 
 def test_steps_that_were_made_before_are_repeated_work(bench: Bench) -> None:
@@ -157,12 +139,12 @@ def test_steps_that_were_made_before_are_repeated_work(bench: Bench) -> None:
     placed(bench, 2)
     bench.step(4)
     bench.step(5)
-    told = bench.told()
-    assert (told[Phase.REPEATED], told[Phase.TRAINING]) == (3.0, 3.0)
+    page = bench.page()
+    assert (page[Phase.REPEATED], page[Phase.TRAINING]) == (3.0, 3.0)
 
 
 def test_a_step_that_was_given_up_is_lost_work(bench: Bench) -> None:
-    """All of it, whatever was told meanwhile of steps before it; what it waited for samples stays that."""
+    """All of it but the wait for samples."""
     tracker = placed(bench)
     bench.step(1, 1.0)
     before = tracker.draws()
@@ -174,29 +156,9 @@ def test_a_step_that_was_given_up_is_lost_work(bench: Bench) -> None:
     bench.after(4.0)
     tracker.gave_up()
     tracker.change(Phase.RENDEZVOUS)
-    told = bench.told()
-    assert told == {Phase.STARTING: AGE_S, Phase.TRAINING: 1.0, Phase.DATA: 0.25, Phase.REPEATED: 6.0}
+    page = bench.page()
+    assert page == {Phase.STARTING: AGE_S, Phase.TRAINING: 1.0, Phase.DATA: 0.25, Phase.REPEATED: 6.0}
     assert not bench.read().waits
-
-
-def test_what_was_told_of_a_step_is_not_taken_back_when_it_is_given_up(bench: Bench) -> None:
-    """Something made the page be written in the middle of it: only the rest counts as lost."""
-    tracker = placed(bench)
-    bench.step(1, 1.0)
-    tracker.step_begins(2)
-    with bench.after(2.0).tracker.during(Phase.CHECKPOINT):
-        bench.after(1.0)
-    bench.check()
-    bench.after(4.0)
-    tracker.gave_up()
-    tracker.beat()
-    bench.check()
-    assert bench.told() == {
-        Phase.STARTING: AGE_S,
-        Phase.TRAINING: 3.0,
-        Phase.CHECKPOINT: 1.0,
-        Phase.REPEATED: 4.0,
-    }
 
 
 def test_waiting_while_rank_0_saves_is_the_save(bench: Bench) -> None:
@@ -213,15 +175,15 @@ def test_waiting_while_rank_0_saves_is_the_save(bench: Bench) -> None:
     tracker.goes_on()
     assert bench.read().phase is Phase.TRAINING
     tracker.committed(3, 1)
-    assert bench.told() == {Phase.STARTING: AGE_S, Phase.TRAINING: 3.0, Phase.CHECKPOINT: 30.0}
+    assert bench.page() == {Phase.STARTING: AGE_S, Phase.TRAINING: 3.0, Phase.CHECKPOINT: 30.0}
     pulse = bench.read().pulse
     assert (pulse.step_s, pulse.compute_s) == (1.0, 1.0)
     bench.step(4, waited=2.0)
-    assert bench.told()[Phase.CHECKPOINT] == 30.0
+    assert bench.page()[Phase.CHECKPOINT] == 30.0
 
 
 def test_waiting_while_rank_0_saves_in_an_evaluation_takes_nothing_back(bench: Bench) -> None:
-    """The page has told of the evaluation's time as it went on; nor is the next step's wait one for the save."""
+    """The page has shown the evaluation's time meanwhile; the next step's wait is not one for the save either."""
     tracker = placed(bench)
     with tracker.during(Phase.EVALUATION):
         tracker.peer_saves()
@@ -232,7 +194,7 @@ def test_waiting_while_rank_0_saves_in_an_evaluation_takes_nothing_back(bench: B
         tracker.moved()
         bench.check()
     bench.step(1, waited=2.0)
-    assert bench.told() == {Phase.STARTING: AGE_S, Phase.EVALUATION: 6.0, Phase.TRAINING: 3.0}
+    assert bench.page() == {Phase.STARTING: AGE_S, Phase.EVALUATION: 6.0, Phase.TRAINING: 3.0}
 
 
 def test_a_wait_in_a_wait_is_one(bench: Bench) -> None:
@@ -280,7 +242,7 @@ def test_waits_outside_of_steps_do_not_make_a_rank_look_fast(bench: Bench) -> No
 
 
 def test_a_step_is_open_until_it_is_committed_or_given_up(bench: Bench) -> None:
-    """Seen in the moment: what the script does between two steps waits for nobody."""
+    """Between two steps the script waits for no rank."""
     ends: list[Callable[[], None]] = [lambda: bench.tracker.committed(1, 4), bench.tracker.gave_up]
     for end in ends:
         assert not bench.read().inside
@@ -290,9 +252,10 @@ def test_a_step_is_open_until_it_is_committed_or_given_up(bench: Bench) -> None:
     assert not bench.read().inside
 
 
-def test_a_commit_tells_what_was_done(bench: Bench) -> None:
+def test_a_commit_counts_steps_and_samples(bench: Bench) -> None:
     """Steps and samples of this process, steps of this round, and when the first of them was."""
-    placed(bench, 7)
+    placed(bench, 7).holds(10)
+    assert (bench.read().pulse.step, bench.read().pulse.steps, bench.read().pulse.fresh) == (10, 0, 0)
     for number in (11, 12):
         bench.step(number)
     pulse = bench.read().pulse
@@ -305,17 +268,10 @@ def test_a_commit_tells_what_was_done(bench: Bench) -> None:
     assert bench.read().still_s(bench.clock.monotonic()) == 0.0
 
 
-def test_a_worker_that_has_got_a_state_tells_its_step_before_it_makes_one(bench: Bench) -> None:
-    """If it dies in its first step, its node counts that as a failure behind this step, not at the beginning."""
-    placed(bench).holds(100)
-    pulse = bench.read().pulse
-    assert (pulse.step, pulse.steps, pulse.fresh) == (100, 0, 0)
-
-
 # ---- losses, checkpoints, counts
 
 
-def test_the_loss_of_all_ranks_goes_before_the_own(bench: Bench) -> None:
+def test_the_mean_loss_takes_precedence_over_the_own(bench: Bench) -> None:
     """One rank's stands for it only until it is known; what is not finite, or not known, is no loss."""
     tracker = bench.tracker
     tracker.knows_loss(2.0, own=True)
@@ -325,13 +281,6 @@ def test_the_loss_of_all_ranks_goes_before_the_own(bench: Bench) -> None:
     for nothing in (None, math.nan, math.inf):
         tracker.knows_loss(nothing)
     assert tracker.pulse.loss == 1.5
-
-
-def test_losses_that_are_not_finite_are_counted(bench: Bench) -> None:
-    """And told at once."""
-    for _ in range(3):
-        bench.tracker.nonfinite()
-    assert bench.read().pulse.nonfinite == 3
 
 
 def test_saves_and_loads_are_counted_with_how_long_they_took(bench: Bench) -> None:
@@ -470,14 +419,14 @@ def test_each_second_belongs_to_one_phase_and_nothing_shown_becomes_smaller(
 
 def environment(directory: Path | None, **more: str) -> WorkerEnvironment:
     """That of a worker in slot 3."""
-    told = {"LOCAL_RANK": "3", "RANK": "7", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "r"}
-    told |= {"MASTER_ADDR": "h", "MASTER_PORT": "1", "ELASTIC_TRAINER_NODE": "n1", **more}
+    values = {"LOCAL_RANK": "3", "RANK": "7", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "r"}
+    values |= {"MASTER_ADDR": "h", "MASTER_PORT": "1", "ELASTIC_TRAINER_NODE": "n1", **more}
     if directory is not None:
-        told["ELASTIC_TRAINER_PAGES"] = str(directory)
-    return worker_environment(told)
+        values["ELASTIC_TRAINER_PAGES"] = str(directory)
+    return worker_environment(values)
 
 
-def test_a_worker_tells_who_it_is(tmp_path: Path) -> None:
+def test_the_page_identifies_its_worker(tmp_path: Path) -> None:
     """From the first look at its page on: process, place, and how old it is."""
     tracker = HeartbeatReporter.open(environment(tmp_path, ELASTIC_TRAINER_REACHED="41"))
     try:
@@ -490,15 +439,15 @@ def test_a_worker_tells_who_it_is(tmp_path: Path) -> None:
         assert reading.born_at == pytest.approx(reading.pulse.phase_at, abs=1.0)
         assert reading.notes["node"] == "n1"
         assert tracker.reached == 41
-        age_s = process_age_s()
-        assert 0.0 < age_s < 24 * 3600.0
+        assert 0.0 < process_age_s() < 24 * 3600.0
+        assert process_age_s(tmp_path / "missing") == 0.0
     finally:
         tracker.close()
 
 
 @pytest.mark.parametrize("place", ["nowhere", None])
-def test_where_no_page_can_be_made_nobody_reads(tmp_path: Path, place: str | None) -> None:
-    """The worker works all the same, and tells itself."""
+def test_a_worker_runs_without_a_page(tmp_path: Path, place: str | None) -> None:
+    """It counts its steps all the same."""
     tracker = HeartbeatReporter.open(environment(tmp_path / place if place else None))
     tracker.place(1, 2, 3, CPU)
     tracker.step_begins(1)
@@ -506,13 +455,6 @@ def test_where_no_page_can_be_made_nobody_reads(tmp_path: Path, place: str | Non
     tracker.close()
     assert tracker.pulse.steps == 1
     assert not list(tmp_path.rglob("*.page"))
-
-
-def test_the_age_of_a_process_is_none_where_the_kernel_does_not_tell(tmp_path: Path) -> None:
-    """Then its life begins with the tracker's."""
-    assert process_age_s(tmp_path / "missing") == 0.0
-    (tmp_path / "odd").write_text("")
-    assert process_age_s(tmp_path / "odd") == 0.0
 
 
 WORKER = """
@@ -530,7 +472,7 @@ stuck_in_this_very_function()
 
 @pytest.fixture
 def stuck(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A worker that does not get on, and its page."""
+    """A hung worker, and its page."""
     command = [sys.executable, "-c", WORKER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -540,12 +482,12 @@ def stuck(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
         process.kill()
 
 
-def test_a_stuck_worker_shows_its_stacks_and_lives_on(stuck: tuple[subprocess.Popen[bytes], Path]) -> None:
+def test_a_stuck_worker_writes_its_stacks_and_keeps_running(stuck: tuple[subprocess.Popen[bytes], Path]) -> None:
     """Each time that it is asked, only what is new."""
     process, page = stuck
     for _ in range(2):
-        told = stacks_of(process.pid, page)
-        assert told.count("stuck_in_this_very_function") == 1
+        stacks = stacks_of(process.pid, page)
+        assert stacks.count("stuck_in_this_very_function") == 1
     assert process.poll() is None
 
 
@@ -577,11 +519,6 @@ def test_a_process_that_handles_no_such_signal_is_not_ended_by_being_asked(
         assert process.poll() is None
         process.kill()
     assert stacks_of(process.pid, tmp_path / "0-1.page").startswith("none")
-
-
-def test_the_numbers_of_phases_are_those_of_the_page() -> None:
-    """All of them, each once."""
-    assert sorted(NUMBERS.values()) == list(range(len(Phase)))
 
 
 def test_a_process_may_open_one_session_after_the_other(tmp_path: Path) -> None:

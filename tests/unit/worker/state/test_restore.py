@@ -155,7 +155,7 @@ def test_a_state_of_many_sizes_arrives_bit_by_bit(world: int, monkeypatch: pytes
 
 
 def test_a_state_that_cannot_be_kept_is_refused_on_all_ranks() -> None:
-    """Before anything is sent, so that nobody waits for it."""
+    """Before anything is sent, so that no rank waits for it."""
 
     def body(control: Control) -> str:
         return outcome(lambda: transfer.share_state(control, 0, {"x": object()} if control.rank == 0 else None))
@@ -163,14 +163,3 @@ def test_a_state_that_cannot_be_kept_is_refused_on_all_ranks() -> None:
     first, second = run_ranks(2, body)
     assert "cannot save state['x']" in first
     assert second.startswith("CheckpointError: rank 0: cannot save state['x']")
-
-
-def test_the_digest_sees_every_bit() -> None:
-    """One flipped bit, or two exchanged elements, give another digest."""
-    tensor = torch.arange(100.0)
-    before = fingerprint({"t": tensor})
-    exchanged = tensor.clone()
-    exchanged[[3, 4]] = exchanged[[4, 3]]
-    assert fingerprint({"t": exchanged}) != before
-    tensor.view(torch.int32)[50] ^= 1
-    assert fingerprint({"t": tensor}) != before

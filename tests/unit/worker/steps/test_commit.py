@@ -18,7 +18,7 @@ from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import CheckOptions
 from elastic_trainer.worker.steps.step import Step
-from tests.unit.worker.toys import Job, data, loss_of, model
+from tests.unit.worker.toys import Job, data, linear, loss_of, model
 
 
 @pytest.fixture
@@ -68,27 +68,19 @@ def failing(job: Job, step: Step, batch: Batch, *, commit: bool) -> None:
         raise RuntimeError("user")
 
 
-def test_what_is_raised_before_the_commit_leaves_the_step_undone(job: Job) -> None:
-    """The same batch comes again."""
+@pytest.mark.parametrize("commit", [False, True])
+def test_an_error_in_the_body_neither_repeats_nor_loses_a_step(job: Job, commit: bool) -> None:
+    """Before the commit the same batch is repeated; after it the step counts and the next batch follows."""
     batches = job.session.batches(data(), global_batch_size=16, epochs=1)
     first = next(batches)
     step = job.session.step()
     with pytest.raises(RuntimeError, match="user"):
-        failing(job, step, first, commit=False)
-    assert (step.committed, job.session.step_number, job.session.cursor) == (False, 0, Cursor(0, 0))
-    again = next(batches)
-    assert again.ids.tolist() == first.ids.tolist()
-
-
-def test_what_is_raised_after_the_commit_neither_repeats_nor_loses_the_step(job: Job) -> None:
-    """The step counts and the next batch is another one."""
-    batches = job.session.batches(data(), global_batch_size=16, epochs=1)
-    first = next(batches)
-    step = job.session.step()
-    with pytest.raises(RuntimeError, match="user"):
-        failing(job, step, first, commit=True)
-    assert (step.committed, job.session.step_number) == (True, 1)
-    assert next(batches).index == 1
+        failing(job, step, first, commit=commit)
+    assert (step.committed, job.session.step_number) == (commit, int(commit))
+    assert job.session.cursor == Cursor(0, 16 * commit)
+    following = next(batches)
+    assert following.index == commit
+    assert (following.ids.tolist() == first.ids.tolist()) is not commit
 
 
 def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
@@ -96,15 +88,13 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
     results = []
     for micro in (None, 3, 16):
         with Session(device="cpu") as session:
-            module = torch.nn.Linear(4, 1)
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            wrapped = session.wrap(module, optimizer=optimizer)
+            optimizer, wrapped = linear(session)
             for batch in session.batches(data(), global_batch_size=16, micro_batch_size=micro, epochs=1):
                 with session.step() as step:
                     for part in step.micro_batches(batch):
                         step.backward(loss_of(wrapped, part))
                     optimizer.step()
-            results.append(module.weight.detach().clone())
+            results.append(wrapped.weight.detach().clone())
     assert torch.allclose(results[0], results[1], atol=1e-6)
     assert torch.equal(results[0], results[2])
 
@@ -153,6 +143,34 @@ def schedule_twice(job: Job, step: Any, batch: Any) -> None:
     job.optimizer.step()
 
 
+def some_counted(job: Job, step: Step, batch: Batch) -> None:
+    for part in step.micro_batches(batch):
+        step.backward(loss_of(job.wrapped, part), count=None if part.start else 3)
+
+
+def no_number(job: Job, step: Step, batch: Batch) -> None:
+    step.backward(loss_of(job.wrapped, batch), count=float("nan"))
+
+
+def counted_twice(job: Job, step: Step, batch: Batch) -> None:
+    step.backward(loss_of(job.wrapped, batch), count=3)
+    step.backward(loss_of(job.wrapped, batch), count=3)
+
+
+def one_left_out(job: Job, step: Step, batch: Batch) -> None:
+    for part in step.micro_batches(batch):
+        if part.start:
+            step.backward(loss_of(job.wrapped, part))
+    job.optimizer.step()
+
+
+def last_left_out(job: Job, step: Step, batch: Batch) -> None:
+    for part in step.micro_batches(batch):
+        if not part.start:
+            step.backward(loss_of(job.wrapped, part))
+    job.optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -163,6 +181,11 @@ def schedule_twice(job: Job, step: Any, batch: Any) -> None:
         (nested, "inside another one"),
         (saved_inside, "inside a step"),
         (schedule_twice, "remove scheduler.step"),
+        (one_left_out, "had no backward pass"),
+        (last_left_out, "had no backward pass"),
+        (some_counted, "for all or none"),
+        (no_number, "a count of nan"),
+        (counted_twice, "add the losses up"),
     ],
 )
 def test_a_step_that_would_train_wrongly_is_refused(job: Job, body: Any, says: str) -> None:
@@ -254,8 +277,8 @@ def test_a_loss_that_is_not_finite_ends_the_training() -> None:
     assert run("warn") == 160
 
 
-def test_one_loss_that_is_not_finite_is_told_of_once() -> None:
-    """With nonfinite='warn', where the parameters stay finite: the count does not grow for ever after."""
+def test_one_nonfinite_loss_is_reported_once() -> None:
+    """With nonfinite='warn', where the parameters stay finite: the count does not grow for ever."""
     with (
         structlog.testing.capture_logs() as logs,
         Session(device="cpu", checks=CheckOptions(nonfinite="warn")) as session,
@@ -271,7 +294,7 @@ def test_one_loss_that_is_not_finite_is_told_of_once() -> None:
     assert [each["event"] for each in logs].count("loss.nonfinite") == counted
 
 
-def test_a_loader_of_ones_own_works_without_a_cursor() -> None:
+def test_a_loader_of_the_script_works_without_a_cursor() -> None:
     """Steps about no batch count, and the position in the data stays."""
     with Session(device="cpu") as session:
         module = model()
@@ -285,7 +308,7 @@ def test_a_loader_of_ones_own_works_without_a_cursor() -> None:
 
 
 def counted(parts: list[tuple[float, float]], micro: int | None = 4) -> tuple[torch.Tensor, float]:
-    """The gradient and the loss of one step over 16 samples whose micro-batches weigh and count as told."""
+    """The gradient and the loss of one step over 16 samples whose micro-batches weigh and count as given."""
     with Session(device="cpu") as session:
         module = torch.nn.Linear(4, 1, bias=False)
         torch.nn.init.zeros_(module.weight)
@@ -312,9 +335,7 @@ def test_a_counted_loss_is_the_sum_over_the_global_batch_divided_by_its_count() 
 def test_the_loss_is_that_of_all_backward_passes(wanted: bool) -> None:
     """Also where it was wanted early, and another pass has come behind the one that it was first found after."""
     with Session(device="cpu") as session:
-        module = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        wrapped = session.wrap(module, optimizer=optimizer)
+        optimizer, wrapped = linear(session)
         next(session.batches(data(), global_batch_size=8, epochs=1))
         with session.step() as step:
             if wanted:
@@ -334,7 +355,7 @@ class Lost:
 
 
 def test_a_loss_that_is_asked_for_later_is_the_same_or_none(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None where it cannot be known any more: whoever asks later must not be who deals with the loss of a peer."""
+    """None where it is unknown: a late reader must not have to handle the loss of a peer."""
     batch = batch_of(job)
     with job.session.step() as step:
         step.want_loss()
@@ -351,24 +372,18 @@ def test_a_loss_that_is_asked_for_later_is_the_same_or_none(job: Job, monkeypatc
     assert step.later_loss().read() is None
     monkeypatch.undo()
     assert step.loss == pytest.approx(step.local_mean())
-
-
-def test_a_loss_that_was_not_wanted_cannot_be_asked_for_later(job: Job) -> None:
-    """Its sum would have to be begun by all ranks at one moment."""
     batch = batch_of(job)
-    with job.session.step() as step:
-        step.backward(loss_of(job.wrapped, batch))
+    with job.session.step() as unwanted:
+        unwanted.backward(loss_of(job.wrapped, batch))
         job.optimizer.step()
     with pytest.raises(ConfigError, match="want_loss"):
-        step.later_loss()
+        unwanted.later_loss()
 
 
 def test_the_mean_over_this_ranks_own_items_is_that_of_its_counts() -> None:
-    """What the ledger keeps, and what is told where the ranks have changed since."""
+    """It goes into the ledger, and stands for the loss where the ranks have changed."""
     with Session(device="cpu") as session:
-        module = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        wrapped = session.wrap(module, optimizer=optimizer)
+        optimizer, wrapped = linear(session)
         batch = next(session.batches(data(), global_batch_size=8, micro_batch_size=4, epochs=1))
         with session.step() as step:
             for part in step.micro_batches(batch):
@@ -382,53 +397,6 @@ def test_a_global_batch_in_which_nothing_counts_changes_nothing() -> None:
     gradient, loss = counted([(0.0, 0.0), (0.0, 0.0)])
     assert (gradient == 0).all()
     assert loss == 0.0
-
-
-def some_counted(job: Job, step: Step, batch: Batch) -> None:
-    for part in step.micro_batches(batch):
-        step.backward(loss_of(job.wrapped, part), count=None if part.start else 3)
-
-
-def no_number(job: Job, step: Step, batch: Batch) -> None:
-    step.backward(loss_of(job.wrapped, batch), count=float("nan"))
-
-
-def counted_twice(job: Job, step: Step, batch: Batch) -> None:
-    step.backward(loss_of(job.wrapped, batch), count=3)
-    step.backward(loss_of(job.wrapped, batch), count=3)
-
-
-def one_left_out(job: Job, step: Step, batch: Batch) -> None:
-    for part in step.micro_batches(batch):
-        if part.start:
-            step.backward(loss_of(job.wrapped, part))
-    job.optimizer.step()
-
-
-def last_left_out(job: Job, step: Step, batch: Batch) -> None:
-    for part in step.micro_batches(batch):
-        if not part.start:
-            step.backward(loss_of(job.wrapped, part))
-    job.optimizer.step()
-
-
-@pytest.mark.parametrize("body", [one_left_out, last_left_out])
-def test_a_micro_batch_without_a_backward_pass_is_refused(job: Job, body: Any) -> None:
-    """Its samples would be missing in the gradient, and nobody would know."""
-    batch = batch_of(job, micro_batch_size=8)
-    with pytest.raises(ConfigError, match="had no backward pass"), job.session.step() as step:
-        body(job, step, batch)
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [(some_counted, "for all or none"), (no_number, "a count of nan"), (counted_twice, "add the losses up")],
-)
-def test_counts_that_would_weigh_wrongly_are_refused(job: Job, body: Any, says: str) -> None:
-    """The sentence says what to do instead."""
-    batch = batch_of(job, micro_batch_size=8)
-    with pytest.raises(ConfigError, match=says), job.session.step() as step:
-        body(job, step, batch)
 
 
 def test_random_numbers_of_a_micro_batch_depend_on_its_place_in_the_epoch(job: Job) -> None:
