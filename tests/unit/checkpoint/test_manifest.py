@@ -47,20 +47,12 @@ def test_a_manifest_comes_back() -> None:
     assert back.model_dump(exclude={"metrics"}) == manifest().model_dump(exclude={"metrics"})
 
 
-def test_every_single_flipped_bit_is_seen() -> None:
-    """All bits of the file, one by one: body, checksum, punctuation and white space."""
+def test_any_change_of_the_file_is_seen() -> None:
+    """Each flipped bit of body, checksum, punctuation and white space; each truncation; anything appended."""
     whole = seal(manifest())
-    for bit in range(8 * len(whole)):
-        changed = bytearray(whole)
-        changed[bit // 8] ^= 1 << (bit % 8)
-        with pytest.raises(DamagedError):
-            unseal(bytes(changed), NAME)
-
-
-def test_every_truncation_and_any_appendix_is_seen() -> None:
-    """A file cut anywhere, or with bytes behind it, is damage."""
-    whole = seal(manifest())
-    for content in (*(whole[:length] for length in range(len(whole))), whole + b"\n", whole + whole):
+    number = int.from_bytes(whole)
+    flipped = ((number ^ 1 << bit).to_bytes(len(whole)) for bit in range(8 * len(whole)))
+    for content in (*flipped, *(whole[:length] for length in range(len(whole))), whole + b"\n", whole + whole):
         with pytest.raises(DamagedError):
             unseal(content, NAME)
 

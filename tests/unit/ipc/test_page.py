@@ -136,7 +136,7 @@ def test_notes_that_are_too_long_are_refused_and_leave_the_old_ones(writer: Page
 
 
 def test_the_moment_is_written_beside_the_pulse(writer: PageWriter) -> None:
-    """What the worker does now is known without another pulse, which keeps what it says."""
+    """It is known without another pulse; a phase of another version is replaced by the pulse's."""
     writer.beat(Heartbeat(phase=Phase.TRAINING))
     writer.note(NOTES)
     reader = PageReader(path_of(writer))
@@ -146,14 +146,8 @@ def test_the_moment_is_written_beside_the_pulse(writer: PageWriter) -> None:
             writer.waits(waits)
             found = read(reader)
             assert (found.phase, found.waits, found.pulse.phase) == (phase, waits, Phase.TRAINING)
-
-
-def test_a_moment_of_another_version_is_passed_over(writer: PageWriter) -> None:
-    """The phase of the pulse stands for it."""
-    writer.beat(Heartbeat(phase=Phase.DATA))
-    writer.note(NOTES)
     writer.moment(255)
-    assert read(PageReader(path_of(writer))).phase is Phase.DATA
+    assert read(reader).phase is Phase.TRAINING
 
 
 def _hammer(path: Path, going: Event) -> None:
