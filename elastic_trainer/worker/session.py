@@ -35,8 +35,9 @@ from torch.optim.swa_utils import AveragedModel
 from elastic_trainer import settings
 from elastic_trainer.checkpoint import Retention
 from elastic_trainer.data.loading import Loading
-from elastic_trainer.data.plan import LrRule
+from elastic_trainer.data.plan import EpochPlan, LrRule
 from elastic_trainer.data.sampler import Batch, Collate
+from elastic_trainer.data.sources import checked_length
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
@@ -353,20 +354,11 @@ class Session:
         DataError when more than ``max_bad_fraction`` of this rank's samples of an epoch (and more than 8) are bad, or
         all of a micro-batch.
         """
-        change = self._trained.round_end.change
+        change, rule = self._trained.round_end.change, one_of(LrRule, lr_rule, "lr_rule")
+        length, seed = checked_length(dataset), self._options.seed
+        plan = EpochPlan(length, global_batch_size, micro_batch_size, seed, shuffle, scale_from, rule)
         loading = Loading(workers, prefetch, pin_memory, bad_samples, max_bad_fraction, multiprocessing_context)
-        return self._here.feed.batches(
-            dataset,
-            global_batch_size,
-            micro_batch_size,
-            shuffle=shuffle,
-            scale_from=scale_from,
-            lr_rule=one_of(LrRule, lr_rule, "lr_rule"),
-            collate=collate,
-            epochs=epochs,
-            loading=loading,
-            change=change,
-        )
+        return self._here.feed.batches(dataset, plan, collate, epochs, loading, change)
 
     @property
     def skipped_samples(self) -> int:

@@ -78,30 +78,22 @@ class Replica:
                 f"reduction='tree' does not go with {'sync_batchnorm' if sync else 'ddp_options'}",
                 hint="leave it out: the tree does not use DistributedDataParallel",
             )
-        self._lasting: Runner | None = None
-        self._buffers: Buffers | None = None
         self._placement, self._options, self._tracker = placement, dict(options), tracker
-        self.module = module.to(placement.device)
-        self._company = Company()
+        self.module, self._company = module.to(placement.device), Company()
         if sync and placement.device.type != "cuda":
             self.module = share_batchnorm(self.module, self._company)
+        elif sync and lasting:
+            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
+        self._lasting = Runner(self.module) if lasting else None
+        self._buffers = Buffers(self.module) if lasting or reduction is Reduction.TREE else None
         self.even = sync
         """Whether all ranks need the same number of micro-batches (collectives in the forward pass)."""
         self._parallel: DistributedDataParallel | None = None
         self._gradients: Gradients | None = None
         self.tree: TreeReduction | None = None
-        if lasting:
-            self._prepare_to_last()
-        if reduction is Reduction.TREE:
+        if reduction is Reduction.TREE and self._buffers is not None:
             self._check_trainable()
-            self._buffers = Buffers(self.module)
             self.tree = TreeReduction(self.module, self._buffers.live, self._buffers.kept)
-
-    def _prepare_to_last(self) -> None:
-        if self.even and self._placement.device.type == "cuda":
-            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
-        self._lasting = Runner(self.module)
-        self._buffers = Buffers(self.module)
 
     def begin_step(self, *, counts: bool = True) -> None:
         """Before the forward pass, which moves buffers (BatchNorm); ``counts``: the samples are no filler."""

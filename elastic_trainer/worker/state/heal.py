@@ -28,7 +28,7 @@ from elastic_trainer.errors import CheckpointError
 from elastic_trainer.model import StateIdentity
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.state.restore import StateCandidate, choose
+from elastic_trainer.worker.state.restore import StateCandidate, choose, whole
 from elastic_trainer.worker.state.transfer import share_state
 
 FEW = 3
@@ -61,11 +61,6 @@ class Healed:
 def identity(committed: Mapping[str, Any], lineage: int, step: int) -> StateIdentity:
     """The name of the state with these parts, ``committed`` in generation ``lineage`` after ``step`` steps."""
     return StateIdentity(lineage, step, f"{fingerprint(committed):016x}")
-
-
-def whole(state: Mapping[str, Any]) -> int:
-    """63 bits that depend on every byte of ``state`` but its random generators, which differ on purpose."""
-    return fingerprint({name: part for name, part in state.items() if name != "random"})
 
 
 def heal(

@@ -52,9 +52,8 @@ def choose(candidates: Sequence[StateCandidate | None]) -> int | None:
 class Inventory:
     """What this rank can offer; only one rank per node looks at its storage."""
 
-    def __init__(self, manager: CheckpointManager | None, tracker: HeartbeatReporter | None = None) -> None:
-        self._manager = manager
-        self._tracker = tracker if tracker is not None else HeartbeatReporter()
+    def __init__(self, manager: CheckpointManager | None, tracker: HeartbeatReporter) -> None:
+        self._manager, self._tracker = manager, tracker
         self._loaded: Loaded | None = None
         self.error: CheckpointError | None = None
 
@@ -93,9 +92,9 @@ def restore(
     manager: CheckpointManager | None,
     collect: Callable[[], Tree],
     apply: Callable[[Tree], None],
+    tracker: HeartbeatReporter,
+    check: Callable[[Origin], None],
     unfit: CheckpointError | None = None,
-    tracker: HeartbeatReporter | None = None,
-    check: Callable[[Origin], None] = lambda origin: None,
 ) -> Origin:
     """Bring all ranks to one state. ``collect`` gives this rank's present state, ``apply`` adopts a new one.
 
@@ -107,17 +106,15 @@ def restore(
     if source is None:
         control.agree(inventory.error or unfit)
     mine = control.rank == (source or 0)
-    tree: Tree | None = None
-    if mine:
-        tree = loaded.state if loaded is not None else collect()
-    header = _origin_of(control, source, loaded)
-    check(header)
+    origin = _origin_of(control, source, loaded)
+    check(origin)
+    tree = (loaded.state if loaded is not None else collect()) if mine else None
     shared = share_state(control, source or 0, tree)
     with control.agreed():
         if source is not None or not mine:
             apply(shared)
     _compare(control, collect)
-    return header
+    return origin
 
 
 def _elect(control: Control, inventory: Inventory) -> tuple[int | None, Loaded | None]:
@@ -144,12 +141,15 @@ def _origin_of(control: Control, source: int | None, loaded: Loaded | None) -> O
     return Origin(*json.loads(control.broadcast_bytes(text, source)))
 
 
+def whole(state: Tree) -> int:
+    """63 bits that depend on every byte of ``state`` but its random generators, which differ on purpose."""
+    return fingerprint({name: part for name, part in state.items() if name != "random"})
+
+
 def _compare(control: Control, collect: Callable[[], Tree]) -> None:
-    """Random generators differ between ranks on purpose."""
     if control.alone:
         return
-    state = {name: part for name, part in collect().items() if name != "random"}
-    digests = control.gather([fingerprint(state)])
+    digests = control.gather([whole(collect())])
     different = [rank for rank, row in enumerate(digests) if row != digests[0]]
     if different:
         raise CheckpointError(

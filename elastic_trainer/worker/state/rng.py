@@ -12,15 +12,10 @@ import torch
 
 from elastic_trainer.data.seeds import key, seed_host
 
-__all__ = ["SAMPLE", "START", "STEP", "key", "seed_all", "seeder"]
+__all__ = ["SAMPLE", "START", "STEP", "key", "seeder"]
 
 START, STEP, SAMPLE = 1, 2, 4
 """Each purpose has a stream of its own (``data.seeds`` has two more)."""
-
-
-def seed_all(value: int, device: torch.device) -> None:
-    """Seed python's, numpy's and torch's generators of this process and ``device``."""
-    seeder(device)(value)
 
 
 def seeder(device: torch.device) -> Callable[[int], None]:

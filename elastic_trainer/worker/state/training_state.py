@@ -262,4 +262,4 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 def reseed(seed: int, position: Position, rank: int, device: torch.device) -> None:
     """Give ranks that do not continue the saved generators their own streams."""
-    rng.seed_all(rng.key(rng.START, seed, position.generation, position.step, rank), device)
+    rng.seeder(device)(rng.key(rng.START, seed, position.generation, position.step, rank))

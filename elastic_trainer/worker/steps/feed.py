@@ -17,11 +17,11 @@ import torch
 
 from elastic_trainer.data.bad_samples import Tally
 from elastic_trainer.data.loading import Loading
-from elastic_trainer.data.plan import EpochPlan, LrRule
+from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.reader import Drawn
 from elastic_trainer.data.requests import SampleRequest
 from elastic_trainer.data.sampler import Batch, Collate, Fetcher, Sampler, Source
-from elastic_trainer.data.sources import checked_length, is_stream
+from elastic_trainer.data.sources import is_stream
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger
@@ -53,14 +53,13 @@ class DataFeed:
     def __init__(
         self,
         position: Position,
-        seed: int,
         device: torch.device,
         allow_changed: Collection[str],
         tracker: HeartbeatReporter,
         node: str = UNNAMED,
     ) -> None:
         self._tracker = tracker
-        self._position, self._seed, self._device, self._allow_changed = position, seed, device, allow_changed
+        self._position, self._device, self._allow_changed = position, device, allow_changed
         self.batch: Batch | None = None
         self._drawn_at: tuple[Cursor, int, int] | None = None
         self.fields: dict[str, Any] = {}
@@ -137,12 +136,7 @@ class DataFeed:
     def batches(
         self,
         dataset: Any,
-        size: int,
-        micro: int | None,
-        *,
-        shuffle: bool,
-        scale_from: int | None,
-        lr_rule: LrRule,
+        plan: EpochPlan,
         collate: Collate | None,
         epochs: int | None,
         loading: Loading,
@@ -154,17 +148,16 @@ class DataFeed:
         """
         if epochs is None and self._last_epoch is None:
             raise ConfigError("batches() does not know how many epochs", hint="say epochs=N, or loop over epochs(N)")
-        if shuffle and is_stream(dataset):
+        if plan.shuffle and is_stream(dataset):
             raise ConfigError(
                 f"{type(dataset).__name__} is a stream, which cannot be shuffled from outside",
                 hint="say shuffle=False; a stream may order each epoch itself, in read_from(epoch, position)",
             )
-        if self._fixed and scale_from is not None:
+        if self._fixed and plan.scale_from is not None:
             raise ConfigError(
                 "reduction='tree' gives the same bits at any number of ranks, and scale_from another batch at each",
                 hint="leave one of them out",
             )
-        plan = EpochPlan(checked_length(dataset), size, micro, self._seed, shuffle, scale_from, lr_rule)
         self.accord.check(asdict(plan))
         self.fields = check_fields(plan, self._resumed, self.fields, self._allow_changed)
         self._tracker.describe(length=plan.length, batch=plan.at(self._control.world_size).global_batch)
@@ -178,7 +171,7 @@ class DataFeed:
         asked = (id(dataset), id(collate), loading, plan.length, plan.shuffle)  # the source keeps both of them alive
         if self._source is None or asked != self._source_for:
             self.close()
-            self._source = Fetcher(dataset, self._device, collate, seed=self._seed, loading=loading, tally=self.tally)
+            self._source = Fetcher(dataset, self._device, collate, seed=plan.seed, loading=loading, tally=self.tally)
             self._source_for = asked
         return self._source
 

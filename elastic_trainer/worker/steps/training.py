@@ -139,7 +139,7 @@ class Training:
         def check(origin: Origin) -> None:
             check_run(str(origin.name), origin.run, place.owner.run, place.options.allow_changed)
 
-        self.origin = restore(control, place.manager, self.collect, take_over, unfit, place.tracker, check)
+        self.origin = restore(control, place.manager, self.collect, take_over, place.tracker, check, unfit)
         first = place.position.generation + 1 if self.origin.name is not None else 0
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))
         self.take_part(group, newest, self.origin.fields)

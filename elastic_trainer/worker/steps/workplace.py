@@ -68,9 +68,9 @@ class Workplace:
         self.owner = Owner(environment.run_name, job)
         self.manager = self._manager()
         self.ledger = Ledger(environment)
-        self.feed = DataFeed(position, options.seed, placement.device, options.allow_changed, tracker, environment.node)
+        self.feed = DataFeed(position, placement.device, options.allow_changed, tracker, environment.node)
         logs.bind(run=environment.run_id, node=environment.node, role="worker")
-        rng.seed_all(rng.key(rng.START, options.seed), placement.device)
+        rng.seeder(placement.device)(rng.key(rng.START, options.seed))
 
     def _manager(self) -> CheckpointManager | None:
         """One rank per node looks for checkpoints, and rank 0 writes them."""

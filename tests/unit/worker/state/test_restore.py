@@ -15,6 +15,7 @@ from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
 from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state import transfer
 from elastic_trainer.worker.state.restore import Origin, StateCandidate, choose, restore
 from tests.unit.worker.ranks import outcome, run_ranks
@@ -39,7 +40,9 @@ class Rank:
         self.state = {**tree, "random": self.control.rank}
 
     def restored(self) -> tuple[Origin, float]:
-        origin = restore(self.control, self.manager, lambda: self.state, self.apply)
+        origin = restore(
+            self.control, self.manager, lambda: self.state, self.apply, HeartbeatReporter(), lambda origin: None
+        )
         return origin, float(self.state["value"][0])
 
 

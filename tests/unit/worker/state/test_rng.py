@@ -23,6 +23,6 @@ def test_all_generators_are_seeded() -> None:
     """python's, numpy's and torch's."""
     drawn = []
     for _ in range(2):
-        rng.seed_all(rng.key(3), torch.device("cpu"))
+        rng.seeder(torch.device("cpu"))(rng.key(3))
         drawn.append((random.random(), float(np.random.rand()), float(torch.rand(1))))
     assert drawn[0] == drawn[1]
