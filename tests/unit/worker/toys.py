@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.step import Step
 
 
 def data(count: int = 60) -> TensorDataset:
@@ -60,10 +62,14 @@ class Job:
         for batch in self.session.batches(data(), global_batch_size=size, epochs=epochs):
             if self.session.step_number == stop_at:
                 return
-            with self.session.step() as step:
-                step.backward(loss_of(self.wrapped, batch))
-                self.optimizer.step()
+            self.step(batch)
             self.counter.values.append(self.session.step_number)
+
+    def step(self, batch: Any, spoil: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss) -> Step:
+        with self.session.step() as step:
+            step.backward(spoil(loss_of(self.wrapped, batch)))
+            self.optimizer.step()
+        return step
 
     def fingerprint(self) -> list[torch.Tensor]:
         return [value.clone() for value in self.module.state_dict().values()]

@@ -200,9 +200,7 @@ def test_an_update_outside_a_step_and_a_batch_used_twice_are_refused(job: Job) -
     with pytest.raises(ConfigError, match=r"outside session\.step"):
         job.optimizer.step()
     batch = batch_of(job)
-    with job.session.step() as step:
-        step.backward(loss_of(job.wrapped, batch))
-        job.optimizer.step()
+    job.step(batch)
     with pytest.raises(ConfigError, match="has been committed already"):
         job.session.step()
 
@@ -259,37 +257,22 @@ def test_a_step_that_overflows_counts_and_changes_nothing_but_the_scale(by_scale
     assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
 
 
-def test_a_loss_that_is_not_finite_ends_the_training() -> None:
-    """Soon, with the step in the message; with nonfinite='warn' it goes on."""
-
-    def run(nonfinite: str) -> int:
-        with Session(device="cpu", checks=CheckOptions(nonfinite=nonfinite)) as session:
-            job = Job(session)
-            for batch in session.batches(data(), global_batch_size=16, epochs=40):
-                with session.step() as step:
-                    loss = loss_of(job.wrapped, batch)
-                    step.backward(loss * float("nan") if session.step_number == 1 else loss)
-                    job.optimizer.step()
-            return session.step_number
-
-    with pytest.raises(NonFiniteError, match="NaN or infinite by step"):
-        run("raise")
-    assert run("warn") == 160
-
-
-def test_one_nonfinite_loss_is_reported_once() -> None:
-    """With nonfinite='warn', where the parameters stay finite: the count does not grow for ever."""
-    with (
-        structlog.testing.capture_logs() as logs,
-        Session(device="cpu", checks=CheckOptions(nonfinite="warn")) as session,
-    ):
+def diverged(nonfinite: str, spoiled: float) -> tuple[int, int]:
+    """Steps of a training whose second loss is ``spoiled``, and how often that was counted."""
+    with Session(device="cpu", checks=CheckOptions(nonfinite=nonfinite)) as session:
         job = Job(session)
         for batch in session.batches(data(), global_batch_size=16, epochs=40):
-            with session.step() as step:
-                loss = loss_of(job.wrapped, batch)
-                step.backward(loss + float("inf") if session.step_number == 1 else loss)
-                job.optimizer.step()
-        counted = session._here.tracker.pulse.nonfinite
+            job.step(batch, lambda loss: loss + spoiled if session.step_number == 1 else loss)
+        return session.step_number, session._here.tracker.pulse.nonfinite
+
+
+def test_a_loss_that_is_not_finite_ends_the_training() -> None:
+    """Soon, with the step in the message; with nonfinite='warn' it is logged, once where the parameters stay finite."""
+    with pytest.raises(NonFiniteError, match="NaN or infinite by step"):
+        diverged("raise", math.nan)
+    with structlog.testing.capture_logs() as logs:
+        steps, counted = diverged("warn", math.inf)
+    assert steps == 160
     assert 1 <= counted <= 2  # what was on its way when it was found may count once more
     assert [each["event"] for each in logs].count("loss.nonfinite") == counted
 
@@ -373,9 +356,7 @@ def test_a_loss_that_is_asked_for_later_is_the_same_or_none(job: Job, monkeypatc
     monkeypatch.undo()
     assert step.loss == pytest.approx(step.local_mean())
     batch = batch_of(job)
-    with job.session.step() as unwanted:
-        unwanted.backward(loss_of(job.wrapped, batch))
-        job.optimizer.step()
+    unwanted = job.step(batch)
     with pytest.raises(ConfigError, match="want_loss"):
         unwanted.later_loss()
 
