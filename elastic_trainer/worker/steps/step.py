@@ -85,27 +85,6 @@ class LaterLoss:
 class Step:
     """A step in progress, then its result. ``committed`` says whether it counts."""
 
-    __slots__ = (
-        "_batch",
-        "_control",
-        "_count_here",
-        "_done",
-        "_losses",
-        "_mean",
-        "_normalized",
-        "_open_parts",
-        "_part",
-        "_pending",
-        "_steps",
-        "_wanted",
-        "committed",
-        "generation",
-        "number",
-        "rank",
-        "recorded",
-        "world_size",
-    )
-
     def __init__(self, steps: StepHost, batch: Batch | None) -> None:
         self._steps, self._batch, self._control = steps, batch, steps.control
         self._part = batch
