@@ -1,7 +1,7 @@
 """``elastic-trainer admin``: options in, a password or a list out; the work is store/granting's.
 
 *Runs in* the process of the command. *Owns* the file of ``--output``, which only its owner can read.
-*Fails by* ConfigError. *Invariant*: a password is written where it was asked for, and nowhere else.
+*Fails by* ConfigError. *Invariant*: a password is written to its output, and nowhere else.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from elastic_trainer.cli import connection
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import AccessDeniedError, ConfigError
 from elastic_trainer.settings import StoreSettings, secret
-
-if TYPE_CHECKING:
-    from elastic_trainer.store.accounts import Accounts
+from elastic_trainer.store import connect_checked, granting
+from elastic_trainer.store.accounts import ROOT, Accounts
+from elastic_trainer.store.rights import MONITOR, granted
 
 LIMIT_S = 60.0
-"""How long etcd may take for everything: it takes a tenth of a second for each password, by intention."""
+"""How long etcd may take for everything: it takes a tenth of a second for each password by design."""
 PASSWORD_BYTES = 24
 SECRET_PREFIX = "etcd-user-"
 _SECRET_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,51}[a-z0-9])?")
@@ -61,9 +60,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it."""
-    from elastic_trainer.store import connect_checked
-    from elastic_trainer.store.accounts import Accounts
-
     _check(arguments)
     settings = connection.store_settings(arguments)
     actions: dict[str, Callable[[argparse.Namespace, StoreSettings, Accounts], None]] = {
@@ -80,7 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for options that cannot be meant."""
     of_run = arguments.action in ("grant", "revoke")
     if of_run and arguments.run is None:
         raise ConfigError(f"admin {arguments.action} needs the name of a run", hint="its --rdzv-id")
@@ -96,9 +91,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _init(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
-    from elastic_trainer.store import granting
-    from elastic_trainer.store.accounts import ROOT
-
     if settings.user != ROOT or settings.password_file is None:
         raise ConfigError(
             "admin init needs the password that root has or is to have",
@@ -111,24 +103,17 @@ def _init(arguments: argparse.Namespace, settings: StoreSettings, accounts: Acco
 
 
 def _grant(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
-    from elastic_trainer.store import granting
-
     with _delivered(arguments, arguments.run) as password:
         account = granting.grant(accounts, settings.prefix, arguments.run, password)
     _say(f"user {account.name!r} may read and write {account.right.key}, with a new password")
 
 
 def _revoke(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
-    from elastic_trainer.store import granting
-
     granting.revoke(accounts, settings.prefix, arguments.run)
     _say(f"run {arguments.run!r} has no rights any more; its keys are still there")
 
 
 def _list(arguments: argparse.Namespace, settings: StoreSettings, accounts: Accounts) -> None:
-    from elastic_trainer.store import granting
-    from elastic_trainer.store.rights import MONITOR, granted
-
     known = granting.known(accounts)
     runs = granted(known, settings.prefix)
     monitor = MONITOR in known.users
@@ -144,7 +129,7 @@ def _list(arguments: argparse.Namespace, settings: StoreSettings, accounts: Acco
 def _delivered(arguments: argparse.Namespace, name: str) -> Iterator[str]:
     """A new password, delivered when the block has ended well.
 
-    The file is made before the block begins: a password that etcd has and nobody knows would be of no use.
+    The file is made before the block begins: a password that only etcd knows would be of no use.
     """
     password = secrets.token_urlsafe(PASSWORD_BYTES)
     user = name if arguments.action == "init" else f"run-{name}"
@@ -194,5 +179,5 @@ def manifest(name: str, user: str, password: str) -> str:
 
 
 def _say(sentence: str) -> None:
-    """To standard error: standard output is for what is asked for."""
+    """To standard error: standard output is for results."""
     print(sentence, file=sys.stderr)

@@ -9,18 +9,17 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.table import Table
+from rich.text import Text
+
+from elastic_trainer.checkpoint import Description, Soundness, describe
+from elastic_trainer.cli.options import console
 from elastic_trainer.cli.wording import moment
 from elastic_trainer.errors import EXIT_FAILURE, ConfigError
+from elastic_trainer.preflight.finding import size_text
 from elastic_trainer.store.untrusted import plain
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from elastic_trainer.checkpoint import Description
-
-_WIDTH_OF_FILES = 160
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +31,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """List them, newest first; 1 if one of them is damaged or unreadable."""
-    from elastic_trainer.checkpoint import Soundness, describe
-
     directory: Path = arguments.directory
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {str(directory)!r}", hint="give the checkpoint.directory of a job")
@@ -58,25 +55,17 @@ def as_json(each: Description) -> dict[str, Any]:
 
 
 def _show(found: Sequence[Description], directory: Path) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_FILES
     if not found:
-        console.print(f"no checkpoints in {directory}", markup=False, highlight=False, soft_wrap=True)
+        print(f"no checkpoints in {directory}")
         return
-    console.print(table(found))
+    console(160).print(table(found))
     for each in found:
         if each.problem:
-            console.print(plain(f"{each.name}: {each.problem}"), markup=False, highlight=False, soft_wrap=True)
+            print(plain(f"{each.name}: {each.problem}"))
 
 
 def table(found: Sequence[Description]) -> Table:
     """The entries as a table."""
-    from rich.table import Table
-    from rich.text import Text
-
     result = Table()
     for column in ("checkpoint", "step", "round", "epoch", "ranks", "metrics", "size", "created", "status"):
         number = column in ("step", "round", "epoch", "ranks", "size")
@@ -101,13 +90,3 @@ def _cells(each: Description, *, best: bool) -> tuple[str, ...]:
         size_text(manifest.size),
         moment(manifest.created),
     )
-
-
-def size_text(size: int) -> str:
-    """A number of bytes for people, in powers of 1024."""
-    value, unit = float(size), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import AccessDeniedError, ConfigError, StoreUnavailableError
+from elastic_trainer.monitor.read.reading import MOST_RUNS, run_names
 from elastic_trainer.settings import StoreSettings, resolved_store, store_endpoint
+from elastic_trainer.store import connect_checked
 from elastic_trainer.store.api import Store
 from elastic_trainer.store.keys import RunKeys
 
@@ -58,8 +60,6 @@ def store_settings(arguments: argparse.Namespace) -> StoreSettings:
 @contextmanager
 def opened(arguments: argparse.Namespace, run: str | None = None) -> Iterator[tuple[Store, StoreSettings]]:
     """A store that has answered a read of ``run``, or of all; closed in the end."""
-    from elastic_trainer.store import connect_checked
-
     settings = store_settings(arguments)
     store = connect_checked(settings, Deadline.after(CONNECT_S), run=run)
     try:
@@ -75,21 +75,18 @@ def require_run(store: Store, settings: StoreSettings, keys: RunKeys) -> None:
 
 
 def await_run(store: Store, settings: StoreSettings, keys: RunKeys) -> None:
-    """Wait until there is anything of the run, and say why it is waited for: its nodes may start just now.
-
-    An outage of etcd is waited out as well, and told.
-    """
-    told = ""
+    """Wait until the run has keys, since its nodes may be starting, and print why; outages of etcd are waited out."""
+    said = ""
     while True:
         try:
             if _is_there(store, keys):
                 return
-            reason, kind = str(no_run(store, settings, keys.run_id)) if told != "absent" else "", "absent"
+            reason, kind = str(no_run(store, settings, keys.run_id)) if said != "absent" else "", "absent"
         except StoreUnavailableError as error:
             reason, kind = str(error), "outage"
-        if kind != told:
+        if kind != said:
             print(f"waiting: {reason}", file=sys.stderr, flush=True)
-        told = kind
+        said = kind
         pause(_LOOK_AGAIN_S)
 
 
@@ -104,8 +101,6 @@ def no_run(store: Store, settings: StoreSettings, run: str) -> ConfigError:
 
 
 def _others(store: Store, settings: StoreSettings) -> str:
-    from elastic_trainer.monitor.read.reading import MOST_RUNS, run_names
-
     try:
         names = list(islice(run_names(store, settings.prefix, CONNECT_S), MOST_RUNS))
     except AccessDeniedError:

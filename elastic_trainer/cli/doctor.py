@@ -13,19 +13,23 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from elastic_trainer.cli.local import key_values
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from elastic_trainer.agent.rendezvous.addresses import default_node_id, own_address
+from elastic_trainer.cli.options import at_least, console, key_values, seconds
+from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_FAILURE, ConfigError
+from elastic_trainer.model import checked_name
+from elastic_trainer.preflight.consultation import Case, consult
+from elastic_trainer.preflight.examination import Examination, Subject
+from elastic_trainer.preflight.finding import bad
+from elastic_trainer.preflight.limits import GIB, FitLimits
+from elastic_trainer.settings import RendezvousOptions, parse_endpoints, rendezvous_options
+from elastic_trainer.telemetry import logs
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from elastic_trainer.preflight.consultation import Case, Diagnosis
-    from elastic_trainer.preflight.examination import Subject
-    from elastic_trainer.settings import RendezvousOptions
-
-_WIDTH_OF_FILES = 160
 _STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red", "skipped": "dim"}
 _EXAMPLE = (
     "example, on each of 4 nodes: elastic-trainer doctor --endpoint etcd:2379 --run-id check --peers 4 "
@@ -50,29 +54,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, and say what was found; 1 if anything is bad."""
-    from elastic_trainer.clock import Deadline
-    from elastic_trainer.preflight.consultation import consult
-    from elastic_trainer.telemetry import logs
-
+    """Check, and print the findings; 1 if anything is bad."""
     logs.configure(level="warning")
     case = case_of(arguments)
     with _progress() as doing:
-        diagnosis = consult(case, Deadline.after(_seconds(arguments.timeout)), doing)
+        found = consult(case, Deadline.after(seconds(arguments.timeout, "--timeout", above_zero=True)), doing)
+    fit = not bad(found.findings)
     if arguments.json:
-        print(json.dumps(as_json(diagnosis), indent=2))
+        findings = [finding.as_json() for finding in found.findings]
+        print(json.dumps({"node": case.node, "fit": fit, "findings": findings, "versions": found.versions}, indent=2))
     else:
-        _show(diagnosis)
-    return 0 if diagnosis.fit else EXIT_FAILURE
+        _show(found)
+        print(f"{case.node} is {'fit' if fit else 'NOT fit'} to train")
+    return 0 if fit else EXIT_FAILURE
 
 
 def case_of(arguments: argparse.Namespace) -> Case:
     """What the options ask for."""
-    from elastic_trainer.agent.rendezvous.addresses import default_node_id
-    from elastic_trainer.model import checked_name
-    from elastic_trainer.preflight.consultation import Case
-    from elastic_trainer.settings import rendezvous_options
-
     options = rendezvous_options(key_values(arguments.rdzv_conf))
     count = 1 if arguments.peers is None else arguments.peers
     if arguments.peers is not None and count < 2:
@@ -94,13 +92,6 @@ def case_of(arguments: argparse.Namespace) -> Case:
 
 
 def _subject(arguments: argparse.Namespace, options: RendezvousOptions) -> Subject:
-    from elastic_trainer.agent.rendezvous.addresses import own_address
-    from elastic_trainer.preflight.examination import Subject
-    from elastic_trainer.preflight.limits import GIB, FitLimits
-    from elastic_trainer.settings import parse_endpoints
-
-    if arguments.nproc_per_node < 1:
-        raise ConfigError(f"--nproc-per-node {arguments.nproc_per_node} is below 1", hint="give 1 or more")
     needed = options.preflight_min_disk if arguments.min_disk is None else arguments.min_disk
     if not (math.isfinite(needed) and needed >= 0):
         raise ConfigError(f"--min-disk {needed} is not a number of GiB", hint="give for example 50")
@@ -109,78 +100,39 @@ def _subject(arguments: argparse.Namespace, options: RendezvousOptions) -> Subje
     return Subject(
         address=options.interface or found,
         directory=arguments.checkpoint_dir or options.preflight_dir,
-        workers=arguments.nproc_per_node,
+        workers=at_least(1, arguments.nproc_per_node, "--nproc-per-node"),
         compute=options.preflight_compute if arguments.compute is None else arguments.compute,
         limits=FitLimits(ratio=options.preflight_ratio, disk_bytes=int(needed * GIB)),
     )
 
 
-def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """All of it as plain values."""
-    return {
-        "node": diagnosis.node,
-        "fit": diagnosis.fit,
-        "findings": [finding.as_json() for finding in diagnosis.findings],
-        "versions": diagnosis.versions,
-    }
-
-
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """What is being done goes to standard error: replaced in place on a terminal, else a line each."""
-    from rich.console import Console
-
+    """Shows on standard error what is being done: in place on a terminal, else a line each."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines()
+        said = list[str]()
+
+        def line(what: str) -> None:
+            if what not in said[-1:]:
+                said.append(what)
+                print(f"doctor: {what}", file=sys.stderr, flush=True)
+
+        yield line
         return
     with console.status("") as status:
         yield status.update
 
 
-class _Lines:
-    """A line for each new thing."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def __call__(self, what: str) -> None:
-        if what != self._last:
-            self._last = what
-            print(f"doctor: {what}", file=sys.stderr, flush=True)
-
-
-def _show(diagnosis: Diagnosis) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_FILES
-    console.print(table(diagnosis))
-    for finding in diagnosis.findings:
-        if finding.hint and finding.status in ("warn", "bad"):
-            console.print(f"{finding.name}: {finding.hint}", markup=False, highlight=False, soft_wrap=True)
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(diagnosis.versions.items()))
-    if versions:
-        console.print(f"versions: {versions}", markup=False, highlight=False, soft_wrap=True)
-    word = "fit to train" if diagnosis.fit else "NOT fit to train"
-    console.print(f"{diagnosis.node} is {word}", markup=False, highlight=False, soft_wrap=True)
-
-
-def table(diagnosis: Diagnosis) -> Table:
-    """The findings as a table."""
-    from rich.table import Table
-    from rich.text import Text
-
-    result = Table()
+def _show(found: Examination) -> None:
+    table = Table()
     for column in ("check", "status", "finding"):
-        result.add_column(column, overflow="fold")
-    for finding in diagnosis.findings:
-        result.add_row(finding.name, Text(finding.status, style=_STYLES[finding.status]), Text(finding.text))
-    return result
-
-
-def _seconds(value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"--timeout {value} is not a number of seconds above 0", hint="give for example 60")
-    return value
+        table.add_column(column, overflow="fold")
+    for finding in found.findings:
+        table.add_row(finding.name, Text(finding.status, style=_STYLES[finding.status]), Text(finding.text))
+    console(160).print(table)
+    for finding in found.findings:
+        if finding.hint and finding.status in ("warn", "bad"):
+            print(f"{finding.name}: {finding.hint}")
+    if found.versions:
+        print(f"versions: {', '.join(f'{name} {version}' for name, version in sorted(found.versions.items()))}")

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 
-from elastic_trainer.errors import EXIT_FAILURE, ConfigError
+from elastic_trainer.cli.options import at_least, console, seconds
+from elastic_trainer.errors import EXIT_FAILURE
 
-_WIDTH_OF_FILES = 140
 _EXAMPLE = "example: elastic-trainer drill worker-kill --repeats 5"
 
 
@@ -27,14 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"drills:\n{listed}\n\n{_EXAMPLE}"
     add = parser.add_argument
     add("name", metavar="NAME", help="which drill, see below")
-    add("--repeats", type=int, default=1, metavar="N", help="strike so many times (default: 1)")
-    add(
-        "--seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="how long an outage, or a load, lasts (default: 60)",
-    )
+    add("--repeats", type=int, default=1, metavar="N", help="faults to strike with (default: 1)")
+    add("--seconds", type=float, default=60.0, metavar="S", help="length of an outage or a load (default: 60)")
     add("--slack", type=float, default=0.0, metavar="S", help="seconds allowed beyond a drill's limit (default: 0)")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     add("--run-dir", type=Path, metavar="DIR", help="where logs and ledger go; they are kept then")
@@ -43,16 +36,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Play the drill and report; 0 only if all went as it must."""
-    from rich.console import Console
-
     from elastic_trainer.drills.report import show
     from elastic_trainer.drills.run import DrillOptions, run_drill
 
     options = DrillOptions(
         name=arguments.name,
-        repeats=_repeats(arguments.repeats),
-        seconds=_seconds(arguments.seconds, "--seconds"),
-        slack_s=_seconds(arguments.slack, "--slack"),
+        repeats=at_least(1, arguments.repeats, "--repeats"),
+        seconds=seconds(arguments.seconds, "--seconds"),
+        slack_s=seconds(arguments.slack, "--slack"),
         directory=arguments.run_dir,
         keep=arguments.keep,
     )
@@ -62,20 +53,5 @@ def run(arguments: argparse.Namespace) -> int:
         if not report.ok:
             print(f"kept {report.directory}", file=sys.stderr)
     else:
-        console = Console()
-        if not console.is_terminal:
-            console.width = _WIDTH_OF_FILES
-        show(report, console)
+        show(report, console())
     return 0 if report.ok else EXIT_FAILURE
-
-
-def _repeats(value: int) -> int:
-    if value < 1:
-        raise ConfigError(f"--repeats {value} is below 1", hint="give 1 or more")
-    return value
-
-
-def _seconds(value: float, option: str) -> float:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{option} {value} is not a number of seconds", hint="give for example 10")
-    return value

@@ -14,11 +14,13 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from elastic_trainer.cli import connection
+from elastic_trainer.cli.options import at_least
 from elastic_trainer.cli.wording import duration, moment, named
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import ConfigError, StoreUnavailableError
+from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.membership.documents import DocumentError, JournalEntry
 from elastic_trainer.membership.health import Incident
+from elastic_trainer.monitor.read.feed import RunFeed
 from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, Store, WatchEvent
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.untrusted import plain
@@ -42,8 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print them, the oldest first."""
-    if arguments.limit < 1:
-        raise ConfigError(f"--limit {arguments.limit} is below 1", hint="give 1 or more")
+    limit = at_least(1, arguments.limit, "--limit")
     logs.configure()
     with connection.opened(arguments, arguments.run) as (store, settings):
         keys = RunKeys(settings.prefix, arguments.run)
@@ -51,18 +52,16 @@ def run(arguments: argparse.Namespace) -> int:
         expect(store, settings, keys)
         show = as_json if arguments.json else as_line
         if not arguments.follow:
-            _print(map(show, past(store, keys, arguments.limit)))
+            _print(map(show, past(store, keys, limit)))
             return 0
         news = News(store, keys)
-        _print(map(show, in_order(news.first(Deadline.after(connection.CONNECT_S)))[-arguments.limit :]))
+        _print(map(show, in_order(news.first(Deadline.after(connection.CONNECT_S)))[-limit:]))
         while True:
             _print(map(show, in_order(news.take(_WAIT_S))))
 
 
 def past(store: Store, keys: RunKeys, limit: int) -> list[Happening]:
     """The newest transitions and incidents, the oldest of them first."""
-    from elastic_trainer.monitor.read.feed import RunFeed
-
     feed = RunFeed(store, keys, journal=limit, incidents=limit)
     documents = feed.read_history(Deadline.after(connection.CONNECT_S))
     return in_order([*documents.journal, *documents.incidents])[-limit:]
@@ -92,7 +91,7 @@ class News:
             try:
                 item = self._queue.get(timeout=deadline.remaining_s())
             except Empty as error:
-                raise StoreUnavailableError("etcd does not tell what happened to the run") from error
+                raise StoreUnavailableError("etcd does not send what happened to the run") from error
             complete += item is None
             found += self._decoded(item)
         return found

@@ -11,6 +11,8 @@ import argparse
 from elastic_trainer.cli import connection
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.membership import forgetting
+from elastic_trainer.monitor.read.reading import run_names
 from elastic_trainer.store.api import Store
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry import logs
@@ -48,8 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _forget_one(store: Store, keys: RunKeys, *, unfinished: bool, dry: bool) -> None:
-    from elastic_trainer.membership import forgetting
-
     remains = forgetting.look(store, keys, Deadline.after(connection.CONNECT_S))
     refused = forgetting.refusal(remains, unfinished=unfinished)
     if refused is not None:
@@ -61,9 +61,6 @@ def _forget_one(store: Store, keys: RunKeys, *, unfinished: bool, dry: bool) -> 
 
 def _forget_old(store: Store, prefix: str, days: float, *, dry: bool) -> None:
     """All that are old enough; one that comes back to life meanwhile is kept."""
-    from elastic_trainer.membership import forgetting
-    from elastic_trainer.monitor.read.reading import run_names
-
     gone = 0
     for name in list(run_names(store, prefix, connection.CONNECT_S)):
         remains = forgetting.look(store, RunKeys(prefix, name), Deadline.after(connection.CONNECT_S))

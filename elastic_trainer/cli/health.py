@@ -23,20 +23,12 @@ _LONGEST = 200
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What a port said: ``status`` of HTTP, None without an answer; ``listens`` is False where nobody does."""
+    """What a port said: ``status`` of HTTP, None without an answer; ``listens`` is False if no process does."""
 
     port: int
     listens: bool
     status: int | None
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class HealthVerdict:
-    """Whether all is well, and why."""
-
-    well: bool
-    reason: str
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,21 +43,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Ask, say what was heard; 0 if all is well."""
     ports = arguments.port or (MONITOR_PORT, NODE_PORT)
-    verdict = judge([ask(arguments.address, port) for port in ports], required=bool(arguments.port))
-    print(verdict.reason)
-    return 0 if verdict.well else EXIT_FAILURE
+    well, reason = judge([ask(arguments.address, port) for port in ports], required=bool(arguments.port))
+    print(reason)
+    return 0 if well else EXIT_FAILURE
 
 
-def judge(words: Sequence[Word], *, required: bool) -> HealthVerdict:
-    """All that listen must say 200. Where nobody listens nothing is wrong, unless the ports were ``required``: a job
-    may have no endpoint, and that its process is there the container knows by itself."""
+def judge(words: Sequence[Word], *, required: bool) -> tuple[bool, str]:
+    """Whether all is well, and why: all that listen must say 200. No listener is no fault unless the ports were
+    ``required``: a job may have no endpoint, and the container knows by itself whether its process lives."""
     heard = [word for word in words if word.listens or required]
     sick = [word for word in heard if word.status != http.client.OK]
     if sick:
-        return HealthVerdict(False, "; ".join(f"port {word.port}: {word.text}" for word in sick))
+        return False, "; ".join(f"port {word.port}: {word.text}" for word in sick)
     if not heard:
-        return HealthVerdict(True, f"nobody listens on {' or '.join(str(word.port) for word in words)}: nothing to ask")
-    return HealthVerdict(True, "; ".join(f"port {word.port}: {word.text}" for word in heard))
+        return True, f"nobody listens on {' or '.join(str(word.port) for word in words)}: nothing to ask"
+    return True, "; ".join(f"port {word.port}: {word.text}" for word in heard)
 
 
 def ask(address: str, port: int) -> Word:
@@ -95,7 +87,7 @@ def _answer(connection: http.client.HTTPConnection) -> Word:
 
 
 def _trusting() -> ssl.SSLContext:
-    """Without a look at the certificate: it names the address that others use, and nothing secret is asked or told."""
+    """Without checking the certificate: it names the address that others use, and nothing secret is sent."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -6,17 +6,16 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.cli.options import at_least, console, key_values, seconds
 from elastic_trainer.drills.faults import Fault, FaultKind, parse_fault
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import rendezvous_options
 
-_WIDTH_OF_FILES = 140
 ALL_THERE_S = 60.0
 """How long the first round waits for the nodes that are started together, where no more than these may come."""
 _EXAMPLE = "example: elastic-trainer local --nodes 1:3 --kill-worker-at 20 --kill-node-at 60 -- mnist"
@@ -54,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = faults(arguments)
     start = starting(arguments.start, low, high, sum(fault.kind is FaultKind.JOIN for fault in wanted))
     conf = rendezvous(arguments.rdzv_conf, arguments.recovery, arguments.backend)
+    timeout: float | None = arguments.timeout
     options = LocalOptions(
         words=tuple(arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words),
         min_nodes=low,
@@ -66,18 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
         keep=arguments.keep,
         backend=arguments.backend,
         options=patient(conf) if start == high and arguments.backend == "etcd3" else conf,
-        timeout_s=_timeout(arguments.timeout),
+        timeout_s=timeout if timeout is None else seconds(timeout, "--timeout", above_zero=True),
     )
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_FILES
-    return run_local(options, console).verdict.exit_code
+    return run_local(options, console()).verdict.exit_code
 
 
 def nodes(text: str) -> tuple[int, int]:
-    """Read ``MIN:MAX`` or one number for both."""
+    """Read ``MIN:MAX``, or one number for both."""
     low, separator, high = text.partition(":")
     high = high if separator else low
     if not (low.isascii() and low.isdigit() and high.isascii() and high.isdigit() and 1 <= int(low) <= int(high)):
@@ -86,7 +81,7 @@ def nodes(text: str) -> tuple[int, int]:
 
 
 def faults(arguments: argparse.Namespace) -> tuple[Fault, ...]:
-    """The faults asked for."""
+    """The faults that the options name."""
     given = vars(arguments)
     return tuple(parse_fault(kind, text) for kind in FaultKind for text in given[f"{kind}_at".replace("-", "_")])
 
@@ -98,13 +93,6 @@ def starting(asked: int | None, low: int, high: int, joins: int) -> int:
     if not low <= asked <= high:
         raise ConfigError(f"--start {asked} is not between {low} and {high}", hint="see --nodes")
     return asked
-
-
-def at_least(least: int, value: int, name: str) -> int:
-    """``value``, if it is not below ``least``."""
-    if value < least:
-        raise ConfigError(f"{name} {value} is below {least}", hint=f"give {least} or more")
-    return value
 
 
 def rendezvous(text: str, recovery: str | None, backend: str) -> dict[str, str]:
@@ -125,20 +113,3 @@ def rendezvous(text: str, recovery: str | None, backend: str) -> dict[str, str]:
 def patient(conf: Mapping[str, str]) -> dict[str, str]:
     """``conf`` with a first round that waits for all nodes, unless it says how long to wait."""
     return {"last_call": f"{ALL_THERE_S:g}", **conf}
-
-
-def key_values(text: str) -> dict[str, str]:
-    """Read ``key=value,...`` of ``--rdzv-conf``."""
-    options: dict[str, str] = {}
-    for part in (piece.strip() for piece in text.split(",") if piece.strip()):
-        name, separator, value = part.partition("=")
-        if not separator or not name:
-            raise ConfigError(f"--rdzv-conf: {part!r} is not key=value", hint="write --rdzv-conf ttl=5,last_call=1")
-        options[name.strip()] = value.strip()
-    return options
-
-
-def _timeout(value: float | None) -> float | None:
-    if value is not None and not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"--timeout {value} is not a number of seconds above 0", hint="give for example 600")
-    return value

@@ -22,25 +22,24 @@ PROGRAM = "elastic-trainer"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One subcommand: ``module`` offers :class:`Subcommand`."""
+    """One subcommand: the module of its name in this package offers :class:`Subcommand`."""
 
     name: str
-    module: str
     help: str
 
 
 COMMANDS = (
-    Command("local", "elastic_trainer.cli.local", "run a job on several real nodes of this machine, and break some"),
-    Command("drill", "elastic_trainer.cli.drill", "break a small job in one of many ways, and check that it survives"),
-    Command("plot", "elastic_trainer.cli.plot", "draw the course of a job, with its rounds and faults"),
-    Command("status", "elastic_trainer.cli.status", "how a run is, or all of them: nodes, ranks, incidents"),
-    Command("events", "elastic_trainer.cli.events", "what happened to a run, one line each"),
-    Command("monitor", "elastic_trainer.cli.monitor", "show all runs on a status page, and to Prometheus"),
-    Command("admin", "elastic_trainer.cli.admin", "who may do what in etcd: a user for each run, one for the monitor"),
-    Command("forget", "elastic_trainer.cli.forget", "remove what etcd holds of runs that are over"),
-    Command("doctor", "elastic_trainer.cli.doctor", "look whether machine, network and etcd are fit to train"),
-    Command("health", "elastic_trainer.cli.health", "ask the monitor or node of this container whether it works"),
-    Command("checkpoints", "elastic_trainer.cli.checkpoints", "list the checkpoints of a directory, and verify them"),
+    Command("local", "run a job on several real nodes of this machine, and break some"),
+    Command("drill", "break a small job in one of many ways, and check that it survives"),
+    Command("plot", "draw the course of a job, with its rounds and faults"),
+    Command("status", "how a run is, or all of them: nodes, ranks, incidents"),
+    Command("events", "what happened to a run, one line each"),
+    Command("monitor", "show all runs on a status page, and to Prometheus"),
+    Command("admin", "who may do what in etcd: a user for each run, one for the monitor"),
+    Command("forget", "remove what etcd holds of runs that are over"),
+    Command("doctor", "look whether machine, network and etcd are fit to train"),
+    Command("health", "ask the monitor or node of this container whether it works"),
+    Command("checkpoints", "list the checkpoints of a directory, and verify them"),
 )
 """Modules are imported when their command is given, so that help stays fast."""
 
@@ -50,11 +49,9 @@ class Subcommand(Protocol):
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Describe its options."""
-        ...
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Do it; the exit code."""
-        ...
 
 
 class Parser(argparse.ArgumentParser):
@@ -94,7 +91,7 @@ def dispatch(arguments: Sequence[str]) -> int:
         # The parser's description is the help text of the list; only the wanted one gets its options.
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
         if command.name == wanted:
-            loaded[command.name] = cast("Subcommand", import_module(command.module))
+            loaded[command.name] = cast("Subcommand", import_module(f"elastic_trainer.cli.{command.name}"))
             loaded[command.name].configure(subparser)
     parsed = parser.parse_args(arguments)
     if parsed.command is None:

@@ -7,14 +7,19 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 
 from elastic_trainer.cli import connection
+from elastic_trainer.cli.options import seconds
 from elastic_trainer.clock import pause
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.local.interrupts import Interrupts
+from elastic_trainer.monitor.serve.service import Monitor, MonitorOptions
 from elastic_trainer.settings import secret
+from elastic_trainer.store import connect
 from elastic_trainer.telemetry import logs
+from elastic_trainer.web.access import Access, is_loopback
+from elastic_trainer.web.server import tls_context
 
 DEFAULT_LISTEN = "127.0.0.1:9470"
 _LOOK_EVERY_S = 0.2
@@ -34,13 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer until told to end."""
-    from elastic_trainer.local.interrupts import Interrupts
-    from elastic_trainer.monitor.serve.service import Monitor, MonitorOptions
-    from elastic_trainer.store import connect
-    from elastic_trainer.web.access import Access, is_loopback
-    from elastic_trainer.web.server import tls_context
-
+    """Answer until SIGTERM or SIGINT."""
     logs.configure()
     host, port = listen_address(arguments.listen)
     settings = connection.store_settings(arguments)
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         port=port,
         access=Access(token, loopback=is_loopback(host)),
         context=None if arguments.cert is None else tls_context(arguments.cert, arguments.key),
-        forget_s=_seconds(arguments.forget),
+        forget_s=seconds(arguments.forget, "--forget"),
     )
     if token is None and not options.access.loopback:
         logs.logger().warning("monitor.unguarded", listen=arguments.listen, hint="give --token-file")
@@ -77,9 +76,3 @@ def listen_address(text: str) -> tuple[str, int]:
     if not host or not (port.isascii() and port.isdigit() and int(port) <= 65535):
         raise ConfigError(f"--listen {text!r} is not HOST:PORT", hint="for example 0.0.0.0:9470")
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _seconds(value: float) -> float:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"--forget {value} is not a number of seconds", hint="give for example 3600")
-    return value

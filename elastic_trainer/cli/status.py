@@ -8,20 +8,19 @@ watching, the run is waited for and an outage is shown.
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Protocol
 
-from elastic_trainer.cli import connection
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from elastic_trainer.cli import connection, status_view
+from elastic_trainer.cli.options import console
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import StoreUnavailableError
+from elastic_trainer.monitor.model.snapshot import Listing, RunSnapshot, as_json, listing, snapshot, summary
+from elastic_trainer.monitor.read.reading import Reader, StoreReading, pause_s
+from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry import logs
 
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
-    from elastic_trainer.monitor.model.snapshot import Listing, RunSnapshot
-    from elastic_trainer.monitor.read.reading import Reader, StoreReading
-
-_WIDTH_OF_FILES = 140
 _EVERY_S = 1.0
 _REPRINT_EVERY_S = 5.0
 """Where nothing can be redrawn in place, at most so often."""
@@ -38,9 +37,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show it."""
-    from elastic_trainer.monitor.read.reading import Reader
-    from elastic_trainer.store.keys import RunKeys
-
     logs.configure()
     with connection.opened(arguments, arguments.run) as (store, settings):
         if arguments.run is not None:
@@ -60,35 +56,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class Show(Protocol):
+class Show:
     """Where readings are shown."""
 
     def __call__(self, reading: StoreReading, last: bool) -> None:
         """Show this one; whether it is the last."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Give the terminal back."""
-        ...
 
 
 def _shower(arguments: argparse.Namespace) -> Show:
-    from rich.console import Console
-
     if arguments.json:
         return JsonShow(arguments.run)
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH_OF_FILES
-    if arguments.watch and console.is_terminal and not console.is_dumb_terminal:
-        return LiveShow(console, arguments.run)
-    return PlainShow(console, arguments.run)
+    out = console()
+    live = arguments.watch and out.is_terminal and not out.is_dumb_terminal
+    return LiveShow(out, arguments.run) if live else PlainShow(out, arguments.run)
 
 
 def _watch(reader: Reader, reading: StoreReading, show: Show, name: str | None) -> None:
     """Show each reading until the run is over."""
-    from elastic_trainer.monitor.read.reading import pause_s
-
     while True:
         over = name is not None and (name not in reading.runs or reading.runs[name].documents.closed)
         show(reading, over)
@@ -101,8 +89,6 @@ def _watch(reader: Reader, reading: StoreReading, show: Show, name: str | None) 
 
 def value_of(reading: StoreReading, name: str | None) -> RunSnapshot | Listing | None:
     """What is to be shown: the run, or the list of all; None if the run is gone."""
-    from elastic_trainer.monitor.model.snapshot import listing, snapshot, summary
-
     if name is None:
         rows = [summary(each.documents, each.seen) for each in reading.runs.values()]
         return listing(rows, reading.store, reading.wall)
@@ -115,7 +101,7 @@ def _mark(reading: StoreReading) -> tuple[object, ...]:
     return (reading.store.connected, *((run, each.documents.serial) for run, each in reading.runs.items()))
 
 
-class JsonShow:
+class JsonShow(Show):
     """One line of JSON whenever something is new."""
 
     def __init__(self, name: str | None) -> None:
@@ -123,18 +109,13 @@ class JsonShow:
         self._shown: tuple[object, ...] | None = None
 
     def __call__(self, reading: StoreReading, last: bool) -> None:
-        from elastic_trainer.monitor.model.snapshot import as_json
-
         mark, value = _mark(reading), value_of(reading, self._name)
         if value is not None and (last or mark != self._shown):
             self._shown = mark
             print(as_json(value).decode(), flush=True)
 
-    def close(self) -> None:
-        """Nothing is held."""
 
-
-class PlainShow:
+class PlainShow(Show):
     """The whole view, again when something is new but not often."""
 
     def __init__(self, console: Console, name: str | None) -> None:
@@ -151,16 +132,11 @@ class PlainShow:
             self._shown, self._shown_at = mark, now
             self._console.print(view_of(reading, self._name))
 
-    def close(self) -> None:
-        """Nothing is held."""
 
-
-class LiveShow:
+class LiveShow(Show):
     """Redrawn in place."""
 
     def __init__(self, console: Console, name: str | None) -> None:
-        from rich.live import Live
-
         self._name = name
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
         self._live.start()
@@ -174,9 +150,6 @@ class LiveShow:
 
 def view_of(reading: StoreReading, name: str | None) -> RenderableType:
     """The view of a reading for people."""
-    from elastic_trainer.cli import status_view
-    from elastic_trainer.monitor.model.snapshot import RunSnapshot
-
     value = value_of(reading, name)
     if value is None:
         return f"run {name} is gone"

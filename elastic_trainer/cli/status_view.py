@@ -20,9 +20,9 @@ MOST_RANKS = 40
 """With more, a node is one row."""
 MOST_INCIDENTS = 5
 STILL_S = 10.0
-"""A rank that has not got on for so long is told of."""
+"""A rank without progress for this long is marked."""
 SILENT_S = 20.0
-"""So is a node that has told nothing for so long: it writes every five seconds."""
+"""So is a node that wrote nothing for this long: it writes every five seconds."""
 _WORDS: Mapping[Unit, Callable[[float | None], str]] = {Unit.COUNT: number, Unit.SECONDS: duration}
 STYLES = {
     "gathering": "yellow",
@@ -107,9 +107,9 @@ def _checkpoint(run: RunSnapshot) -> str:
     saved = run.checkpoint
     if saved is None:
         return "no checkpoint yet"
-    told = f"checkpoint of step {saved.step}, {duration(saved.age_s)} ago, {number(saved.bytes / 2**20, 'MiB')}"
+    last = f"checkpoint of step {saved.step}, {duration(saved.age_s)} ago, {number(saved.bytes / 2**20, 'MiB')}"
     failed = f", {saved.failed} FAILED" if saved.failed else ""
-    return f"{told} in {duration(saved.duration_s)}; {saved.saved} saved{failed}"
+    return f"{last} in {duration(saved.duration_s)}; {saved.saved} saved{failed}"
 
 
 def _limits(low: int | None, high: int | None) -> str:
@@ -137,8 +137,8 @@ def _ranks(run: RunSnapshot) -> Table:
             silent = [f"silent for {duration(node.age_s)}"] if position == 0 and (node.age_s or 0) > SILENT_S else []
             who = (node.node, node.host, node.state) if position == 0 else ("", "", "")
             style = STYLES.get(node.state, "")
-            told = (Text(cell) for cell in cells)  # texts of others: no markup in them counts
-            table.add_row(Text(who[0]), Text(who[1]), Text(who[2], style=style), *told, _marks([*marks, *silent]))
+            texts = (Text(cell) for cell in cells)  # written by others: no markup
+            table.add_row(Text(who[0]), Text(who[1]), Text(who[2], style=style), *texts, _marks([*marks, *silent]))
     return table
 
 
@@ -163,10 +163,10 @@ def _node_cells(node: NodeStatus) -> tuple[list[str], list[str]]:
     still = max(_known(node, "still_s"), default=0.0)
     if still > STILL_S:
         marks.append(f"still for {duration(still)}")
-    told = ", ".join(f"{count} {phase}" for phase, count in phases.most_common()) or UNKNOWN
+    doing = ", ".join(f"{count} {phase}" for phase, count in phases.most_common()) or UNKNOWN
     of_all = ((gauge, _known(node, gauge.name)) for gauge in GAUGES)
     cells = [_WORDS[gauge.unit](gauge.of_node(values) if values else None) for gauge, values in of_all]
-    return [ranges(_known(node, "rank")) or UNKNOWN, told, *cells], marks
+    return [ranges(_known(node, "rank")) or UNKNOWN, doing, *cells], marks
 
 
 def _known(node: NodeStatus, name: str) -> list[Any]:

@@ -1,8 +1,8 @@
-"""Runs a check in a process of its own, which can be killed: devices and file systems that are ill never answer.
+"""Runs a check in a child process that can be killed: broken devices and file systems never answer.
 
-*Runs in* the thread that asks. *Owns* the process, and a file with what it writes to standard error.
-*Fails by* ChildError, in which it says what the process was doing; :func:`findings_of` makes a finding of it.
-*Invariant*: nothing waits longer than the deadline, not even for a process that cannot be killed (it is in the kernel).
+*Runs in* the caller's thread. *Owns* the process and a file with its standard error.
+*Fails by* ChildError, which names what the process was doing; :func:`findings_of` turns it into a finding.
+*Invariant*: nothing waits beyond the deadline, not even for a process that the kernel does not let die.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import PermanentError
-from elastic_trainer.preflight.finding import Finding, Status
+from elastic_trainer.preflight.finding import Finding
 
 BURIAL_S = 2.0
 """How long a killed process may take to be gone."""
@@ -45,6 +45,9 @@ class Child:
             stderr=self._errors,
             start_new_session=True,
         )
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("it was started without pipes")
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self._begun = b""
         self._doing = "starting"
 
@@ -55,7 +58,7 @@ class Child:
         self.end()
 
     def messages(self, deadline: Deadline) -> Iterator[Mapping[str, Any]]:
-        """What it tells until it ends; may be asked for again to go on reading."""
+        """Its messages until it ends; a second call goes on reading."""
         limit_s = deadline.remaining_s()
         while (line := self._line(deadline, limit_s)) is not None:
             message = _understood(line)
@@ -64,13 +67,10 @@ class Child:
                 yield message
         self._bury(deadline, limit_s)
 
-    def tell(self, message: Mapping[str, Any]) -> None:
-        """One line to its standard input."""
-        pipe = self._process.stdin
+    def send(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has ended, and reading will say how
-            if pipe is not None:
-                pipe.write(json.dumps(message).encode() + b"\n")
-                pipe.flush()
+            self._stdin.write(json.dumps(message).encode() + b"\n")
+            self._stdin.flush()
 
     def end(self) -> None:
         """Kill it and all that it started, if it still runs."""
@@ -78,16 +78,13 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(BURIAL_S)
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
+        for stream in (self._stdin, self._stdout, self._errors):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
     def _line(self, deadline: Deadline, limit_s: float) -> bytes | None:
         """The next line; None at the end of its output."""
-        if self._process.stdout is None:
-            raise RuntimeError("it was started without a pipe")
-        descriptor = self._process.stdout.fileno()
+        descriptor = self._stdout.fileno()
         while b"\n" not in self._begun:
             ready, _, _ = select.select([descriptor], [], [], deadline.remaining_s())
             if not ready:
@@ -131,7 +128,7 @@ def _understood(line: bytes) -> Mapping[str, Any]:
 def findings_of(
     name: str, module: str, arguments: Sequence[str], deadline: Deadline, doing: Doing, versions: dict[str, str]
 ) -> list[Finding]:
-    """All that the check ``module`` finds; what it was doing when it failed is a bad finding called ``name``."""
+    """The findings of the check ``module``; if it fails, a bad finding ``name`` says what it was doing."""
     found: list[Finding] = []
     with Child(module, arguments) as child:
         try:
@@ -144,5 +141,5 @@ def findings_of(
                     what, text = message["version"]
                     versions[what] = text
         except ChildError as error:
-            found.append(Finding(name, Status.BAD, error.message, hint=error.hint or ""))
+            found.append(Finding.failed(name, error))
     return found

@@ -1,8 +1,8 @@
 """How far other nodes' clocks are from this one's, proved by the order in which etcd took their writes.
 
 Clocks of two nodes are never compared directly. A document that etcd took between two of our reads was written between
-the times that we noted at them: where its published time lies outside of these, one of the clocks is wrong. So all
-that is told is the least error. Logs are what suffers from it; nothing in this package does.
+their times: if its published time lies outside, one of the clocks is wrong. So only the least error is known. It
+misleads people who read logs; nothing in this package depends on it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def compared(documents: Iterable[Dated], first: Anchor, last: Anchor, limits: Fi
     offsets = {document.node: least_offset(document, first, last) for document in documents}
     if not offsets:
         return Finding("run.clock", Status.SKIPPED, "no other node has published its time")
-    return told("run.clock", offsets, limits, "at least ")
+    return judged("run.clock", offsets, limits, "at least ")
 
 
-def told(name: str, offsets: dict[str, float], limits: FitLimits, prefix: str = "") -> Finding:
-    """A finding about clocks that differ from ours by so many seconds, by node."""
+def judged(name: str, offsets: dict[str, float], limits: FitLimits, prefix: str = "") -> Finding:
+    """The finding for these clock ``offsets`` (seconds ahead of ours, by node)."""
     node, worst = max(offsets.items(), key=lambda item: abs(item[1]))
     text = f"agrees with {counted(len(offsets), 'other node')}, as far as can be seen"
     found = Finding(name, Status.OK, text, worst, "s", limits.clock_s)

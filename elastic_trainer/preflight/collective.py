@@ -1,9 +1,9 @@
 """All-reduces of several nodes, two by two and all together: one node's part.
 
-*Runs in* a process of its own (``python -m``), of which each node starts one. It tells the port of its TCP store, reads
-one line about who takes part from its standard input, measures, and tells what all have measured.
+*Runs in* a process of its own (``python -m``), one on each node. It prints the port of its TCP store, reads one line
+about the members from its standard input, measures, and prints what all have measured.
 *Owns* that store, and one process group at a time.
-*Fails by* telling an error for the pair that failed; by a traceback where the store of the first member is lost.
+*Fails by* an error as the result of the pair that failed; by a traceback if the store of the first member is lost.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.ipc.listening import store_at
+from elastic_trainer.preflight.messages import Messages
 from elastic_trainer.preflight.pairs import SIZES, Pair, turns
-from elastic_trainer.preflight.telling import Teller
 from elastic_trainer.settings import prefer_loopback
 
 if TYPE_CHECKING:
@@ -46,94 +46,97 @@ class MeasuredPart:
 
     @classmethod
     def read(cls, line: str) -> MeasuredPart:
-        """Of one line of JSON."""
         values = json.loads(line)
         return cls(**{**values, "names": tuple(values["names"])})
 
 
 def main(arguments: Sequence[str]) -> int:
     """``LIMIT_S ADDRESS``."""
-    teller = Teller(float(arguments[0]))
-    teller.doing("importing torch")
+    messages = Messages(float(arguments[0]))
+    messages.doing("importing torch")
     if arguments[1].startswith("127.") or arguments[1] in ("localhost", "::1"):
         prefer_loopback()  # all are on one machine, whose name may lead anywhere
     own = store_at(arguments[1], timedelta(seconds=GROUP_S))
-    teller.tell(port=own.port)
-    teller.doing("waiting for other nodes")
+    messages.send(port=own.port)
+    messages.doing("waiting for other nodes")
     line = sys.stdin.readline()
     if line:  # else the parent has given up
-        Measurement(MeasuredPart.read(line), teller).run()
+        Measurement(MeasuredPart.read(line), messages).run()
     return 0
 
 
-def devices(told: Sequence[tuple[str, int] | None]) -> list[str]:
-    """For each rank a CUDA device of its own, if all have one, else the CPU. ``told``: hosts and numbers of devices."""
-    places = [None if each is None else sum(other == each for other in told[:rank]) for rank, each in enumerate(told)]
-    pairs = list(zip(told, places, strict=True))
+def devices(counts: Sequence[tuple[str, int] | None]) -> list[str]:
+    """For each rank a CUDA device of its own if all have one, else the CPU. ``counts``: hosts, and devices of each."""
+    places = [None if each is None else counts[:rank].count(each) for rank, each in enumerate(counts)]
+    pairs = list(zip(counts, places, strict=True))
     if all(each is None or (place is not None and place < each[1]) for each, place in pairs):
         return [f"cuda:{place or 0}" for place in places]
-    return ["cpu"] * len(told)
+    return ["cpu"] * len(counts)
 
 
 class Measurement:
     """See the module."""
 
-    def __init__(self, part: MeasuredPart, teller: Teller) -> None:
+    def __init__(self, part: MeasuredPart, messages: Messages) -> None:
         import torch
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        self._part, self._teller = part, teller
+        self._part, self._messages = part, messages
         self._deadline = Deadline.after(part.limit_s)
-        teller.doing(f"connecting to the store of {part.names[0]}")
+        messages.doing(f"connecting to the store of {part.names[0]}")
         limit = timedelta(seconds=min(GROUP_S, part.limit_s))
         tcp = TCPStore(part.host, part.port, None, False, wait_for_workers=False, timeout=limit)
         self._store: Store = PrefixStore(part.nonce, tcp)
         self._device = self._agreed_device(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
     def run(self) -> None:
-        """Measure all, then tell what everybody has measured."""
         part, count = self._part, len(self._part.names)
         for number, turn in enumerate(turns(count)):
             for pair in turn:
                 if part.rank in pair:
                     self._meet(number, pair)
-        self._teller.doing(f"all-reduce of all {count} nodes")
+        self._messages.doing(f"all-reduce of all {count} nodes")
         gone = [name for rank, name in enumerate(part.names) if self._is_gone(rank)]
         together = {"error": f"{gone[0]} did not come"} if gone else self._timed("all", range(count))
         for low, high, measured in self._gathered():
-            self._teller.tell(pair=[low, high], **measured)
-        self._teller.tell(together=together)
+            self._messages.send(pair=[low, high], **measured)
+        self._messages.send(together=together)
         self._part_company()
 
     def _meet(self, number: int, pair: Pair) -> None:
         """One pair's turn. The lower rank reports what was measured, or the one that failed."""
         other = pair[1] if pair[0] == self._part.rank else pair[0]
         name = self._part.names[other]
-        self._teller.doing(f"all-reduce with {name}")
+        self._messages.doing(f"all-reduce with {name}")
         if not self._comes(number, other):
             measured: dict[str, Any] = {"error": f"{name} did not come"}
         else:
             measured = self._timed(f"pair-{number}-{pair[0]}-{pair[1]}", pair)
         if "ahead_s" in measured:
-            self._teller.tell(clock=[name, measured.pop("ahead_s")])
+            self._messages.send(clock=[name, measured.pop("ahead_s")])
         if self._part.rank == pair[0] or "error" in measured:
             self._store.set(_key(pair), json.dumps(measured))
 
     def _comes(self, turn: int, other: int) -> bool:
-        """Whether the other is there for this turn; who is waited for in vain is not waited for again.
+        """Whether the other is there for this turn; a rank that once did not come is not waited for again.
 
-        Each turn waits longer than the one before, so that who was kept waiting is not taken for gone too.
+        Each turn waits longer than the one before: a rank that had to wait itself is not gone.
         """
-        self._store.set(f"turn/{turn}/{self._part.rank}", "here")
+        self._store.set(f"turn/{turn}/{self._part.rank}", "true")
         if self._is_gone(other):
             return False
         limit_s = min(self._part.wait_s + turn * GROUP_S, self._deadline.remaining_s())
+        return self._value(f"turn/{turn}/{other}", max(0.1, limit_s), unless_gone=other) is not None
+
+    def _value(self, key: str, limit_s: float, unless_gone: int | None = None) -> Any:
+        """What is written to ``key`` within ``limit_s`` seconds, else None; then the rank ``unless_gone`` is gone."""
         try:
-            self._store.wait([f"turn/{turn}/{other}"], timedelta(seconds=max(0.1, limit_s)))
-        except Exception:  # noqa: BLE001 - torch has several types for a time that is over
-            self._store.set(f"gone/{other}", "")
-            return False
-        return True
+            self._store.wait([key], timedelta(seconds=max(0.01, limit_s)))
+            return json.loads(self._store.get(key))
+        except Exception:  # noqa: BLE001 - torch has several types for a timeout
+            if unless_gone is not None:
+                self._store.set(f"gone/{unless_gone}", "")
+            return None
 
     def _is_gone(self, rank: int) -> bool:
         return bool(self._store.check([f"gone/{rank}"]))
@@ -169,7 +172,7 @@ class Measurement:
         return min(times[1:])  # the first connects
 
     def _ahead_s(self, group: ProcessGroup, place: int) -> float:
-        """By how much the other's clock is ahead, with an error of one round trip: both tell it after a barrier."""
+        """By how much the other's clock is ahead, to one round trip: both read theirs after a barrier."""
         import torch
 
         times = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -196,40 +199,23 @@ class Measurement:
         self._store.set(f"has/{part.rank}", json.dumps([socket.gethostname(), mine]))
         waiting = Deadline.after(min(part.wait_s, self._deadline.remaining_s()))
         if part.rank == 0:
-            told = [self._has(rank, waiting) for rank in range(len(part.names))]
-            self._store.set("devices", json.dumps(devices(told)))
+            counts = [self._value(f"has/{rank}", waiting.remaining_s(), rank) for rank in range(len(part.names))]
+            self._store.set("devices", json.dumps(devices([each and tuple(each) for each in counts])))
         else:
             self._store.wait(["devices"], timedelta(seconds=waiting.remaining_s() + GROUP_S))
         return str(json.loads(self._store.get("devices"))[part.rank])
-
-    def _has(self, rank: int, waiting: Deadline) -> tuple[str, int] | None:
-        """The host of ``rank`` and how many CUDA devices it has; None where it has not come."""
-        try:
-            self._store.wait([f"has/{rank}"], timedelta(seconds=max(0.01, waiting.remaining_s())))
-        except Exception:  # noqa: BLE001 - torch has several types for a time that is over
-            self._store.set(f"gone/{rank}", "")
-            return None
-        host, count = json.loads(self._store.get(f"has/{rank}"))
-        return host, count
 
     def _gathered(self) -> list[tuple[int, int, Mapping[str, Any]]]:
         """All results of the pairs: the first member reads all of it once, the others read its list."""
         waiting = Deadline.after(min(2 * GROUP_S, self._deadline.remaining_s()))
         if self._part.rank == 0:
             pairs = [pair for turn in turns(len(self._part.names)) for pair in turn]
-            self._store.set("measured", json.dumps([[*pair, self._told(pair, waiting)] for pair in pairs]))
+            late = {"error": "it was not measured in time"}
+            results = [[*pair, self._value(_key(pair), waiting.remaining_s()) or late] for pair in pairs]
+            self._store.set("measured", json.dumps(results))
         else:
             self._store.wait(["measured"], timedelta(seconds=waiting.remaining_s() + GROUP_S))
         return [(low, high, measured) for low, high, measured in json.loads(self._store.get("measured"))]
-
-    def _told(self, pair: Pair, waiting: Deadline) -> Mapping[str, Any]:
-        """The results of the pair's members."""
-        try:
-            self._store.wait([_key(pair)], timedelta(seconds=max(0.01, waiting.remaining_s())))
-            measured: Mapping[str, Any] = json.loads(self._store.get(_key(pair)))
-        except Exception:  # noqa: BLE001 - as above
-            return {"error": "it was not measured in time"}
-        return measured
 
     def _part_company(self) -> None:
         """The first member's store must last until everybody has read from it."""
@@ -237,12 +223,8 @@ class Measurement:
         if self._part.rank == 0:
             gone = sum(self._is_gone(rank) for rank in range(len(self._part.names)))
             waiting = Deadline.after(min(GROUP_S, self._deadline.remaining_s()))
-            _until(lambda: self._store.add("read", 0) >= len(self._part.names) - gone, waiting)
-
-
-def _until(done: Callable[[], bool], deadline: Deadline) -> None:
-    while not done() and not deadline.expired:
-        pause(0.05)
+            while self._store.add("read", 0) < len(self._part.names) - gone and not waiting.expired:
+                pause(0.05)
 
 
 def _key(pair: Pair) -> str:

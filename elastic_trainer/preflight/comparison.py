@@ -1,6 +1,6 @@
-"""Compares a node with those that are in its run: publishes its report, reads theirs, judges, and looks who answers.
+"""Compares a node with those of its run: publishes its report, reads theirs, judges, and checks who answers.
 
-*Runs in* the thread that asks. *Owns* nothing that lasts; the report stays for ``keep_s``.
+*Runs in* the caller's thread. *Owns* nothing that lasts; the report stays for ``keep_s``.
 *Fails by* the store's errors, which leave the other nodes' results unknown.
 """
 
@@ -33,7 +33,6 @@ class PeerComparison:
         self._first = self._anchor()
 
     def publish(self, report: NodeReport, keep_s: float) -> None:
-        """Show this node's report to the others."""
         publish(self._store, self._keys, report, keep_s, self._soon())
 
     def findings(self, *, others: int, wait_s: float, keep_s: float) -> list[Finding]:
@@ -46,8 +45,8 @@ class PeerComparison:
             found.append(compared(dated, self._first, last, self._limits))
         if mine is None:
             return found
-        found += judge(mine, peers, self._limits).findings
-        if mine.report.fit and bad(found):  # nobody shall be compared with this node
+        found += judge(mine, peers, self._limits)
+        if mine.report.fit and bad(found):  # no node is to compare itself with this one
             unfit = {"fit": False, "text": sentence(bad(found)), "wall": self._clock.wall()}
             self.publish(mine.report.model_copy(update=unfit), keep_s)
         return found

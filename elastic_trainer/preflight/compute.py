@@ -1,10 +1,10 @@
 """How fast this machine copies memory and multiplies matrices, on its processors and on each CUDA device.
 
-*Runs in* a process of its own (``python -m``): a device that is ill hangs in the driver, and agents import no torch for
-this. *Owns* two buffers of 128 MiB at a time, on each device in turn.
-*Fails by* ending with a traceback: the parent tells what it was doing.
+*Runs in* a process of its own (``python -m``): a broken device hangs in the driver, and agents do not import torch.
+*Owns* two buffers of 128 MiB at a time, on each device in turn.
+*Fails by* ending with a traceback: the parent says what it was doing.
 
-The best of several tries counts: other load on the machine only ever makes a try slower.
+The best of several tries counts: other load only ever makes a try slower.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import elastic_trainer
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.preflight.finding import Finding, Status, amount
-from elastic_trainer.preflight.telling import Teller
+from elastic_trainer.preflight.messages import Messages
 
 if TYPE_CHECKING:
     import torch
@@ -29,94 +29,57 @@ TRY_FOR_S: Final = 0.6
 _MOST_TRIES = 100
 
 
-def best_s(attempt: Callable[[], object], try_for_s: float = TRY_FOR_S) -> float:
-    """Seconds of the quickest of the tries that fit into ``try_for_s``; the first warms up and counts if it is slow."""
+def best_s(attempt: Callable[[], object], where: torch.device) -> float:
+    """Seconds of the quickest of the tries that fit into ``TRY_FOR_S``; the first warms up and counts if it is slow."""
+    import torch
+
     begun, times = SYSTEM.monotonic(), list[float]()
     while len(times) < _MOST_TRIES:
         before = SYSTEM.monotonic()
         attempt()
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
         now = SYSTEM.monotonic()
         times.append(now - before)
-        if now - begun > try_for_s:
+        if now - begun > TRY_FOR_S:
             break
     return max(1e-9, min(times))
 
 
-def versions(teller: Teller) -> None:
-    """What nodes of one job must agree on, as far as it is here."""
+def versions(messages: Messages) -> None:
+    """What nodes of one job must agree on."""
     import torch
 
-    teller.version("elastic_trainer", elastic_trainer.__version__)
-    teller.version("python", platform.python_version())
-    teller.version("torch", str(torch.__version__))
-    teller.version("cuda", str(torch.version.cuda or "none"))
+    messages.version("elastic_trainer", elastic_trainer.__version__)
+    messages.version("python", platform.python_version())
+    messages.version("torch", str(torch.__version__))
+    messages.version("cuda", str(torch.version.cuda or "none"))
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        teller.version("nccl", _nccl())
+        nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        messages.version("nccl", ".".join(map(str, nccl)))
 
 
-def _nccl() -> str:
-    from torch.cuda import nccl
-
-    found: tuple[int, ...] = nccl.version()  # type: ignore[no-untyped-call]
-    return ".".join(map(str, found))
-
-
-def processors(teller: Teller) -> None:
-    """Memory and matrices of the CPU."""
+def measure(messages: Messages, where: torch.device, label: str, place: str = "") -> None:
+    """Memory and matrix products of the device ``where``: findings are named after ``label``."""
     import torch
 
-    cpu = torch.device("cpu")
-    teller.doing("copying memory")
-    teller.found(_copy("memory.cpu", cpu, lambda: None))
-    teller.doing("multiplying matrices")
-    teller.found(_multiply("matmul.cpu.fp32", cpu, CPU_SIZE, torch.float32, lambda: None))
-
-
-def device(teller: Teller, index: int) -> None:
-    """Memory and matrices of CUDA device ``index``."""
-    import torch
-
-    there = torch.device("cuda", index)
-    name = torch.cuda.get_device_name(there)
-    teller.doing(f"copying memory of cuda:{index} ({name})")
-    teller.version(f"cuda{index}", name)
-
-    def wait() -> None:
-        torch.cuda.synchronize(there)
-
-    teller.found(_copy(f"memory.cuda{index}", there, wait))
-    for label, kind in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        teller.doing(f"multiplying {label} matrices on cuda:{index} ({name})")
-        teller.found(_multiply(f"matmul.cuda{index}.{label}", there, CUDA_SIZE, kind, wait))
-    torch.cuda.empty_cache()
-
-
-def _copy(name: str, where: torch.device, wait: Callable[[], None]) -> Finding:
-    import torch
-
+    messages.doing(f"copying memory{place}")
     source = torch.ones(BUFFER_BYTES, dtype=torch.uint8, device=where)
     target = torch.zeros_like(source)
-
-    def attempt() -> None:
-        target.copy_(source)
-        wait()
-
-    rate = 2 * BUFFER_BYTES / best_s(attempt) / 1e9  # each byte is read and written
-    return Finding(name, Status.OK, f"{amount(rate)} GB/s", rate, "GB/s")
+    rate = 2 * BUFFER_BYTES / best_s(lambda: target.copy_(source), where) / 1e9  # each byte is read and written
+    messages.found(Finding(f"memory.{label}", Status.OK, f"{amount(rate)} GB/s", rate, "GB/s"))
+    for kind in ("fp32",) if where.type == "cpu" else ("bf16", "fp32"):
+        messages.doing(f"multiplying matrices in {kind}{place}")
+        messages.found(_multiply(f"matmul.{label}.{kind}", where, torch.bfloat16 if kind == "bf16" else torch.float32))
 
 
-def _multiply(name: str, where: torch.device, size: int, kind: torch.dtype, wait: Callable[[], None]) -> Finding:
+def _multiply(name: str, where: torch.device, kind: torch.dtype) -> Finding:
     import torch
 
+    size = CPU_SIZE if where.type == "cpu" else CUDA_SIZE
     left = torch.ones((size, size), dtype=kind, device=where)
-    right = torch.ones_like(left)
-    result = torch.empty_like(left)
-
-    def attempt() -> None:
-        torch.mm(left, right, out=result)
-        wait()
-
-    rate = 2 * size**3 / best_s(attempt) / 1e9
+    right, result = torch.ones_like(left), torch.empty_like(left)
+    rate = 2 * size**3 / best_s(lambda: torch.mm(left, right, out=result), where) / 1e9
     found = Finding(name, Status.OK, f"{amount(rate)} GFLOP/s", rate, "GFLOP/s")
     if not bool((result == size).all()):
         return found.but(Status.BAD, "this device computes wrongly: replace it", "the results are wrong")
@@ -125,14 +88,17 @@ def _multiply(name: str, where: torch.device, size: int, kind: torch.dtype, wait
 
 def main(arguments: Sequence[str]) -> int:
     """``LIMIT_S``."""
-    teller = Teller(float(arguments[0]))
-    teller.doing("importing torch")
+    messages = Messages(float(arguments[0]))
+    messages.doing("importing torch")
     import torch
 
-    versions(teller)
-    processors(teller)
+    versions(messages)
+    measure(messages, torch.device("cpu"), "cpu")
     for index in range(torch.cuda.device_count()):
-        device(teller, index)
+        name = torch.cuda.get_device_name(index)
+        messages.version(f"cuda{index}", name)
+        measure(messages, torch.device("cuda", index), f"cuda{index}", f" on cuda:{index} ({name})")
+        torch.cuda.empty_cache()
     return 0
 
 

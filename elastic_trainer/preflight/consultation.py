@@ -1,4 +1,4 @@
-"""Everything that ``elastic-trainer doctor`` looks at: etcd, this machine, the run's other nodes, the network to them.
+"""Everything that ``elastic-trainer doctor`` checks: etcd, this machine, the run's other nodes, the network to them.
 
 *Runs in* the main thread of the command. *Owns* one connection to the store for the time of the call.
 *Fails by* findings; ConfigError for what the user must correct.
@@ -6,8 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 
 from elastic_trainer.clock import SYSTEM, Deadline
@@ -15,8 +14,8 @@ from elastic_trainer.errors import ConfigError, ElasticTrainerError, TransientEr
 from elastic_trainer.preflight.child import Doing
 from elastic_trainer.preflight.comparison import STORE_S, PeerComparison
 from elastic_trainer.preflight.coordination import endpoints, round_trip
-from elastic_trainer.preflight.examination import Subject, examine
-from elastic_trainer.preflight.finding import Finding, Status, bad
+from elastic_trainer.preflight.examination import Examination, Subject, examine
+from elastic_trainer.preflight.finding import Finding, Status
 from elastic_trainer.preflight.report import report_of
 from elastic_trainer.preflight.together import measured_together
 from elastic_trainer.settings import StoreSettings
@@ -25,12 +24,12 @@ from elastic_trainer.store.api import Store
 from elastic_trainer.store.keys import RunKeys
 
 KEEP_S = 600.0
-"""How long what a doctor found is there for others to be compared with."""
+"""How long a doctor's report stays for others to compare with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is to be looked at. ``count``: so many nodes, this one among them, measure their network together."""
+    """What to check. ``count`` nodes, this one among them, measure their network together."""
 
     node: str
     subject: Subject
@@ -39,57 +38,34 @@ class Case:
     count: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """All findings about ``node``, and its versions."""
-
-    node: str
-    findings: tuple[Finding, ...]
-    versions: dict[str, str]
-
-    @property
-    def fit(self) -> bool:
-        """Whether nothing is bad."""
-        return not bad(self.findings)
-
-
-def consult(case: Case, deadline: Deadline, doing: Doing) -> Diagnosis:
-    """Look at all that the case asks for, until ``deadline``."""
+def consult(case: Case, deadline: Deadline, doing: Doing) -> Examination:
+    """Check all that the case asks for, until ``deadline``."""
     if case.store is None:
-        own = examine(case.subject, deadline, doing)
-        none = Finding("etcd", Status.SKIPPED, "no --endpoint was given")
-        return Diagnosis(case.node, (none, *own.findings), own.versions)
-    doing("asking etcd")
-    found = endpoints(case.store, case.run, case.subject.limits, deadline)
-    if all(each.status is Status.BAD for each in found):
-        own = examine(case.subject, deadline, doing)
-        return Diagnosis(case.node, (*found, *own.findings), own.versions)
-    with _connected(case.store) as store:
-        return _with_store(case, store, case.store.prefix, found, deadline, doing)
-
-
-@contextmanager
-def _connected(settings: StoreSettings) -> Iterator[Store]:
-    store = connect(settings)
-    try:
-        yield store
-    finally:
-        store.close()
+        found = [Finding("etcd", Status.SKIPPED, "no --endpoint was given")]
+    else:
+        doing("asking etcd")
+        found = endpoints(case.store, case.run, case.subject.limits, deadline)
+        if any(each.status is not Status.BAD for each in found):
+            with closing(connect(case.store)) as store:
+                return _with_store(case, store, case.store.prefix, found, deadline, doing)
+    own = examine(case.subject, deadline, doing)
+    return Examination((*found, *own.findings), own.versions)
 
 
 def _with_store(
     case: Case, store: Store, prefix: str, found: list[Finding], deadline: Deadline, doing: Doing
-) -> Diagnosis:
+) -> Examination:
     limits = case.subject.limits
     root = f"{prefix}/" if case.run is None else RunKeys(prefix, case.run).root
     try:
         found.append(round_trip(store, root, limits, deadline.at_most(STORE_S)))
     except TransientError as error:
-        found.append(Finding("etcd.round_trip", Status.BAD, error.message, hint=error.hint or ""))
+        found.append(Finding.failed("etcd.round_trip", error))
     if case.run is None:
         own = examine(case.subject, deadline, doing)
-        none = Finding("peers", Status.SKIPPED, "no --run-id was given")
-        return Diagnosis(case.node, (*found, *own.findings, none), own.versions)
+        return Examination(
+            (*found, *own.findings, Finding("peers", Status.SKIPPED, "no --run-id was given")), own.versions
+        )
     keys = RunKeys(prefix, case.run)
     comparison = PeerComparison(store, keys, case.node, limits)
     own = examine(case.subject, deadline, doing)
@@ -105,5 +81,5 @@ def _with_store(
     except ConfigError:
         raise
     except ElasticTrainerError as error:
-        found.append(Finding("peers", Status.BAD, error.message, hint=error.hint or ""))
-    return Diagnosis(case.node, tuple(found), own.versions)
+        found.append(Finding.failed("peers", error))
+    return Examination(tuple(found), own.versions)

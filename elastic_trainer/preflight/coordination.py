@@ -1,6 +1,6 @@
 """Checks of etcd: does each endpoint answer, which version, how fast?
 
-*Runs in* the thread that asks. *Owns* one connection at a time. *Fails by* findings, where nothing else is said.
+*Runs in* the caller's thread. *Owns* one connection at a time. *Fails by* findings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.preflight.finding import Finding, Status
 from elastic_trainer.preflight.limits import FitLimits
-from elastic_trainer.settings import StoreSettings
+from elastic_trainer.settings import Endpoint, StoreSettings
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.api import Store
 
@@ -23,49 +23,37 @@ _TRIES = 7
 
 
 def endpoints(settings: StoreSettings, run: str | None, limits: FitLimits, deadline: Deadline) -> list[Finding]:
-    """One finding for each endpoint. With some that work, the others are but a warning."""
-    found = [
-        _endpoint(settings, index, run, limits, deadline.at_most(ENDPOINT_S))
-        for index in range(len(settings.endpoints))
-    ]
+    """One finding for each endpoint. If some work, the others are a warning only."""
+    found = [_endpoint(settings, each, run, limits, deadline.at_most(ENDPOINT_S)) for each in settings.endpoints]
     if all(finding.status is Status.BAD for finding in found):
         return found
-    return [_lessened(finding) if finding.status is Status.BAD else finding for finding in found]
+    return [each.but(Status.WARN, each.hint) if each.status is Status.BAD else each for each in found]
 
 
-def _lessened(finding: Finding) -> Finding:
-    return Finding(finding.name, Status.WARN, finding.text, hint=finding.hint)
-
-
-def _endpoint(settings: StoreSettings, index: int, run: str | None, limits: FitLimits, deadline: Deadline) -> Finding:
-    endpoint = settings.endpoints[index]
+def _endpoint(
+    settings: StoreSettings, endpoint: Endpoint, run: str | None, limits: FitLimits, deadline: Deadline
+) -> Finding:
     name = "etcd" if len(settings.endpoints) == 1 else f"etcd {endpoint}"
     alone = settings.model_copy(update={"endpoints": (endpoint,)})
     try:
         store = connect_checked(alone, deadline, run=run)
     except ElasticTrainerError as error:
-        return Finding(name, Status.BAD, error.message, hint=error.hint or "")
-    try:
-        return version(store, f"{endpoint}: ", limits, deadline, name)
-    finally:
-        store.close()
-
-
-def version(store: Store, where: str, limits: FitLimits, deadline: Deadline, name: str = "etcd") -> Finding:
-    """Which etcd it is."""
+        return Finding.failed(name, error)
     try:
         said = store.version(deadline)
     except ElasticTrainerError as error:
-        return Finding(name, Status.WARN, f"{where}answers, but not with its version: {error.message}")
+        return Finding(name, Status.WARN, f"{endpoint}: answers, but not with its version: {error.message}")
+    finally:
+        store.close()
     numbers = re.match(r"(\d+)\.(\d+)", said)
     if numbers is not None and (int(numbers[1]), int(numbers[2])) < limits.etcd_version:
         least = ".".join(map(str, limits.etcd_version))
-        return Finding(name, Status.WARN, f"{where}etcd {said} is old", hint=f"use etcd {least} or newer")
-    return Finding(name, Status.OK, f"{where}etcd {said}")
+        return Finding(name, Status.WARN, f"{endpoint}: etcd {said} is old", hint=f"use etcd {least} or newer")
+    return Finding(name, Status.OK, f"{endpoint}: etcd {said}")
 
 
 def round_trip(store: Store, key: str, limits: FitLimits, deadline: Deadline, clock: Clock = SYSTEM) -> Finding:
-    """How long a read that asks a quorum takes; the middle of several. Raises the store's errors."""
+    """The median time of several reads that ask a quorum. Raises the store's errors."""
     times = list[float]()
     for _ in range(_TRIES):
         begun = clock.monotonic()

@@ -16,7 +16,7 @@ from pathlib import Path
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.preflight.finding import Finding, Status, amount, size_text
 from elastic_trainer.preflight.limits import MIB, FitLimits
-from elastic_trainer.preflight.telling import Teller
+from elastic_trainer.preflight.messages import Messages
 
 LARGEST_BYTES = 64 * MIB
 LONGEST_S = 1.5
@@ -25,12 +25,12 @@ _BLOCK = 4 * MIB
 _PREFIX = ".preflight-"
 
 
-def check(directory: Path, limits: FitLimits, teller: Teller | None = None) -> Iterator[Finding]:
+def check(directory: Path, limits: FitLimits, messages: Messages | None = None) -> Iterator[Finding]:
     """All checks of ``directory``; the later ones only where the first is good."""
 
     def doing(what: str) -> None:
-        if teller is not None:
-            teller.doing(what)
+        if messages is not None:
+            messages.doing(what)
 
     doing(f"writing to {directory}")
     place = existing(directory)
@@ -158,9 +158,9 @@ def _speed(name: str, rate: float, limits: FitLimits) -> Finding:
 def main(arguments: Sequence[str]) -> int:
     """``DIRECTORY NEEDED_BYTES LIMIT_S``."""
     directory, needed, limit_s = Path(arguments[0]), int(arguments[1]), float(arguments[2])
-    teller = Teller(limit_s)
-    for finding in check(directory, FitLimits(disk_bytes=needed), teller):
-        teller.found(finding)
+    messages = Messages(limit_s)
+    for finding in check(directory, FitLimits(disk_bytes=needed), messages):
+        messages.found(finding)
     return 0
 
 

@@ -1,6 +1,6 @@
 """All checks of one node that need no other node, in the order from quick to slow.
 
-*Runs in* the thread that asks; what may hang runs in processes of its own. *Owns* these for the time of the call.
+*Runs in* the caller's thread; what may hang runs in child processes. *Owns* these during the call.
 *Fails by* findings only.
 """
 
@@ -41,12 +41,8 @@ class Examination:
     versions: dict[str, str]
 
 
-def _silent(_: object) -> None:
-    """Nobody looks on."""
-
-
-def examine(subject: Subject, deadline: Deadline, doing: Doing = _silent) -> Examination:
-    """Examine this node; past ``deadline`` the rest is bad, since nothing good is known of it."""
+def examine(subject: Subject, deadline: Deadline, doing: Doing = lambda _: None) -> Examination:
+    """Examine this node; what is not done by ``deadline`` is bad."""
     limits, versions = subject.limits, dict[str, str]()
     doing("looking at this machine")
     found = [

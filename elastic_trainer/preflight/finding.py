@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from elastic_trainer.errors import ElasticTrainerError
+
 
 class Status(StrEnum):
     """How a finding is judged."""
@@ -32,8 +34,12 @@ class Finding:
     limit: float | None = None
     hint: str = ""
 
+    @classmethod
+    def failed(cls, name: str, error: ElasticTrainerError) -> Finding:
+        """The check ``name`` ended with ``error``."""
+        return cls(name, Status.BAD, error.message, hint=error.hint or "")
+
     def as_json(self) -> dict[str, Any]:
-        """Plain values; :meth:`from_json` reads them."""
         return asdict(self)
 
     def but(self, status: Status, hint: str, text: str | None = None) -> Finding:
@@ -42,7 +48,6 @@ class Finding:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Finding:
-        """Of :meth:`as_json`."""
         return cls(**{**values, "status": Status(values["status"])})
 
 
@@ -57,17 +62,17 @@ def sentence(findings: Iterable[Finding]) -> str:
 
 
 def amount(value: float) -> str:
-    """A number for people: three digits, without exponents where they can be avoided."""
+    """Three digits, without an exponent where possible."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def counted(number: int, noun: str) -> str:
-    """``number`` of ``noun``, which gets an s where there is not one."""
+    """``1 node``, ``2 nodes``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def size_text(size: float) -> str:
-    """A number of bytes for people, in powers of 1024."""
+    """A number of bytes in powers of 1024."""
     unit = "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":

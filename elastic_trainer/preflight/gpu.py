@@ -1,6 +1,6 @@
 """What the NVIDIA driver says about its devices: uncorrected memory errors, and whether they are being slowed down.
 
-*Runs in* the thread that asks, which waits for ``nvidia-smi`` until the deadline.
+*Runs in* the caller's thread, which waits for ``nvidia-smi`` until the deadline.
 *Fails by* findings: skipped where there is no such tool.
 """
 
@@ -47,7 +47,7 @@ def devices(deadline: Deadline, versions: dict[str, str]) -> list[Finding]:
 
 
 def _answer(call: Sequence[str], limit_s: float) -> tuple[int, str, str]:
-    """Exit code and outputs of ``call``. (subprocess.run would wait for ever for a process that is stuck in the kernel,
+    """Exit code and outputs of ``call``. (subprocess.run would wait forever for a process that is stuck in the kernel,
     as this one is when the driver hangs.)"""
     process = subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

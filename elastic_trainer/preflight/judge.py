@@ -1,8 +1,7 @@
 """Is a node fit to train with these others? Pure: the same reports give the same verdict on every node.
 
-A node is unfit that computes or copies much more slowly than the others' median: a job goes at the pace of its slowest
-rank. Likewise one whose torch, CUDA or NCCL is another than most nodes have; where as many have one as the other, those
-that came first are right.
+A node is unfit if it computes or copies much more slowly than the others' median (a job goes at the pace of its slowest
+rank), or if its torch, CUDA or NCCL is not the one that most nodes have. At a tie the nodes that came first are right.
 """
 
 from __future__ import annotations
@@ -10,11 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from elastic_trainer.preflight.finding import Finding, Status, amount, bad, counted, sentence
+from elastic_trainer.preflight.finding import Finding, Status, amount, counted
 from elastic_trainer.preflight.limits import FitLimits
 from elastic_trainer.preflight.report import Published
 
@@ -24,27 +22,10 @@ _UNITS: Final = {"matmul": "GFLOP/s", "memory": "GB/s", "disk": "MB/s"}
 _SLOW_HINT = "look for other load, a CPU quota, heat, a slower model; or give --rdzv-conf preflight_ratio a lower value"
 
 
-@dataclass(frozen=True, slots=True)
-class FitnessVerdict:
-    """What the comparison with the others shows."""
-
-    findings: tuple[Finding, ...]
-
-    @property
-    def fit(self) -> bool:
-        """Whether nothing speaks against this node."""
-        return not bad(self.findings)
-
-    @property
-    def reason(self) -> str:
-        """What speaks against it."""
-        return sentence(bad(self.findings))
-
-
-def judge(mine: Published, peers: Sequence[Published], limits: FitLimits) -> FitnessVerdict:
-    """Compare this node's report with the others'. Unfit ones are no measure."""
+def judge(mine: Published, peers: Sequence[Published], limits: FitLimits) -> list[Finding]:
+    """Compare this node's report with the others'. Unfit nodes are left out."""
     others = [peer for peer in peers if peer.report.node != mine.report.node and peer.report.fit]
-    return FitnessVerdict((*_speeds(mine, others, limits), *_versions(mine, others)))
+    return [*_speeds(mine, others, limits), *_versions(mine, others)]
 
 
 # ---- speeds
@@ -57,7 +38,7 @@ def _speeds(mine: Published, others: Sequence[Published], limits: FitLimits) -> 
         if len(pools) >= limits.peers:
             reference, who = [each for pool in pools for each in pool], counted(len(pools), "other node")
         else:
-            # A node of many devices can tell a slow one by itself.
+            # A node with many devices finds a slow one by itself.
             own = [value for other, value in mine.report.values.items() if kind_of(other) == kind_of(name)]
             reference, who = (own, f"its {len(own)} devices") if len(own) > limits.peers else ([], "")
         if reference:
@@ -98,12 +79,12 @@ def _versions(mine: Published, others: Sequence[Published]) -> Iterator[Finding]
         here = _version(mine, what)
         if here is None:
             continue
-        told = [(peer.created, version) for peer in others if (version := _version(peer, what)) is not None]
-        there = agreed([*told, (mine.created, here)])
+        known = [(peer.created, version) for peer in others if (version := _version(peer, what)) is not None]
+        there = agreed([*known, (mine.created, here)])
         if there == here:
             continue
-        share = sum(version == there for _, version in told)
-        text = f"{what} {here} here, {there} on {share} of {counted(len(told), 'other node')}"
+        share = sum(version == there for _, version in known)
+        text = f"{what} {here} here, {there} on {share} of {counted(len(known), 'other node')}"
         status = Status.BAD if what in MUST_AGREE else Status.WARN
         yield Finding(f"peers.{what}", status, text, hint="use the same image on all nodes")
 
@@ -117,7 +98,7 @@ def _version(published: Published, what: str) -> str | None:
 
 
 def agreed(versions: Sequence[tuple[int, str]]) -> str:
-    """What most have; of equals, what the first that came have. ``versions``: (create-revision, version)."""
+    """The most frequent; of equals, the one that came first. ``versions``: (create-revision, version)."""
     counts = Counter(version for _, version in versions)
     most = max(counts.values())
     return min((created, version) for created, version in versions if counts[version] == most)[1]

@@ -18,9 +18,9 @@ class FitLimits:
     peers: int = 2
     """Least number of other nodes for a median."""
     disk_bytes: int = 0
-    """Bad: less is free where checkpoints go. 0: nobody has said how much is needed."""
+    """Bad: less is free where checkpoints go. 0: not known how much is needed."""
     disk_doubtful_bytes: int = GIB
-    """Less is worth a warning if nobody has said how much is needed."""
+    """Less is a warning, if it is not known how much is needed."""
     disk_speed: float = 50e6
     """Bytes a second, written or read."""
     shm_bytes: int = GIB

@@ -63,7 +63,7 @@ def usable_cores(quota: Path = CPU_QUOTA) -> float:
 def processors(workers: int, threads: int | None, quota: Path = CPU_QUOTA) -> Finding:
     """Whether ``workers`` processes of ``threads`` threads each have a core for each thread.
 
-    ``threads`` None: nobody set OMP_NUM_THREADS. torchrun then sets it to 1 for several workers, while a single one
+    ``threads`` None: OMP_NUM_THREADS is not set. torchrun then sets it to 1 for several workers, while a single one
     takes all cores that it sees.
     """
     cores = usable_cores(quota)

@@ -1,9 +1,10 @@
-"""Nodes that are to measure their network together find each other through the store.
+"""Nodes that measure their network together find each other through the store.
 
-Each shows a leased key with the address of a TCP store of its own. The one that came first waits until enough are
-there, and writes into its key who takes part: one node decides, so all have the same list.
+Each shows a leased key with the address of its own TCP store. The first waits until enough are there, and writes the
+list of members into its key: one node decides, so all have the same list. The rendezvous of training is not used: it
+would leave documents in the user's run and close that for good; for another run the user of etcd has no rights.
 
-*Runs in* the thread that asks; a lease keeper beside it. *Owns* that lease until the context ends.
+*Runs in* the caller's thread, with a lease keeper beside it. *Owns* that lease until the context ends.
 *Fails by* AbsentError at the deadline, ConfigError where nodes expect different numbers or one name is used twice.
 """
 
@@ -14,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
-
-from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError, LeaseLostError, PermanentError, StoreUnavailableError
 from elastic_trainer.membership.documents import Document, DocumentError
 from elastic_trainer.preflight.child import Doing
+from elastic_trainer.preflight.network import Neighbor
 from elastic_trainer.store.api import KeyValue, Order, Put, Store, absent, created_at
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.session import LeaseSession
@@ -33,22 +33,12 @@ class AbsentError(PermanentError):
     """Too few nodes came in time."""
 
 
-class MeetingPlace(BaseModel):
-    """One who takes part: its name, and where its TCP store listens."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    node: str
-    address: str
-    port: int
-
-
 class Attendance(Document):
-    """One node's key. ``members`` is written by the first of them: who takes part, in the order of ranks."""
+    """One node's key, with where its TCP store listens. The first node writes ``members``, in the order of ranks."""
 
-    place: MeetingPlace
+    place: Neighbor
     count: int
-    members: tuple[MeetingPlace, ...] = ()
+    members: tuple[Neighbor, ...] = ()
     nonce: str = ""
 
 
@@ -56,11 +46,10 @@ class Attendance(Document):
 class Meeting:
     """Who meets. The store of the first member is used, with keys that begin with ``nonce``."""
 
-    members: tuple[MeetingPlace, ...]
+    members: tuple[Neighbor, ...]
     nonce: str
 
     def rank(self, node: str) -> int:
-        """Of ``node``."""
         return next(rank for rank, member in enumerate(self.members) if member.node == node)
 
 
@@ -68,28 +57,25 @@ class Meeting:
 def attended(
     store: Store,
     keys: RunKeys,
-    place: MeetingPlace,
+    place: Neighbor,
     count: int,
     deadline: Deadline,
     doing: Doing,
-    clock: Clock = SYSTEM,
 ) -> Iterator[Meeting]:
-    """Be there until the context ends; what is given is the meeting once all ``count`` nodes are there."""
-    session = LeaseSession(store, TTL_S, deadline=deadline, clock=clock)
+    """Take part until the context ends; gives the meeting once ``count`` nodes are there."""
+    session = LeaseSession(store, TTL_S, deadline=deadline)
     try:
         mine = Attendance(place=place, count=count)
         key = keys.preflight_meeting + place.node
         shown = store.transact([absent(key)], [Put(key, mine.encode(), session.lease_id)], deadline=deadline)
         if not shown.succeeded:
             raise ConfigError(f"another node called {place.node!r} is there", hint="give each --rdzv-conf node_id")
-        yield _awaited(store, keys, mine, session.lease_id, deadline, doing, clock)
+        yield _awaited(store, keys, mine, session.lease_id, deadline, doing)
     finally:
         session.close()
 
 
-def _awaited(
-    store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline: Deadline, doing: Doing, clock: Clock
-) -> Meeting:
+def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline: Deadline, doing: Doing) -> Meeting:
     waited_s = deadline.remaining_s()
     look_s = LOOK_S * max(1.0, mine.count / _FEW)  # all look, and each sees all
     waiting: list[Attendance] = []
@@ -116,7 +102,7 @@ def _awaited(
         doing(f"waiting for other nodes: {len(waiting)} of {mine.count} are here")
         if deadline.remaining_s() <= look_s:
             raise _absent(waiting, mine.count, waited_s)
-        pause(look_s, clock=clock)
+        pause(look_s)
 
 
 def _absent(waiting: Sequence[Attendance], count: int, waited_s: float) -> AbsentError:

@@ -1,6 +1,6 @@
 """Checks of the network: can others connect to this node, is its name known, do the other nodes answer?
 
-*Runs in* the thread that asks, and in short-lived threads for connections to many nodes.
+*Runs in* the caller's thread, and in short-lived threads for connections to many nodes.
 *Owns* sockets for the time of one call. *Fails by* findings.
 """
 

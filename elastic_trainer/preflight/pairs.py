@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
-from elastic_trainer.preflight.finding import Finding, Status, amount
+from elastic_trainer.preflight.finding import Finding, Status, amount, size_text
 from elastic_trainer.preflight.limits import MIB, FitLimits
 
 SIZES: Final = (4096, MIB, 16 * MIB)
@@ -24,7 +24,7 @@ Pair = tuple[int, int]
 
 
 def turns(count: int, most: int = MOST_TURNS) -> list[list[Pair]]:
-    """The pairs of each turn. Nobody is in two pairs of a turn, and nobody meets another twice (a round robin)."""
+    """The pairs of each turn. No node is in two pairs of a turn, or meets another twice (a round robin)."""
     places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     found = []
     for _ in range(min(most, len(places) - 1)):
@@ -50,7 +50,7 @@ class Measured:
 
 
 def judge(names: Sequence[str], me: int, pairs: Mapping[Pair, Measured], limits: FitLimits) -> list[Finding]:
-    """What the pairs' times say to node ``me``: bad is what it is itself, the others' faults are warnings."""
+    """What the pairs' times say to node ``me``: its own faults are bad, those of others warnings."""
     rates = {pair: measured.rate for pair, measured in pairs.items() if measured.rate is not None}
     found = [_mine(names, me, rates)] if any(me in pair for pair in rates) else []
     found += _failed(names, me, pairs)
@@ -116,16 +116,16 @@ def _mine(names: Sequence[str], me: int, rates: Mapping[Pair, float]) -> Finding
 def _failed(names: Sequence[str], me: int, pairs: Mapping[Pair, Measured]) -> Iterator[Finding]:
     """Pairs without a time: a node that failed with all others is named once."""
     failed = {pair: measured.error for pair, measured in pairs.items() if measured.rate is None}
-    told = set[Pair]()
+    named = set[Pair]()
     for rank in sorted({rank for pair in failed for rank in pair}):
         own = [pair for pair in pairs if rank in pair]
-        if len(own) > 1 and all(pair in failed for pair in own) and not set(own) <= told:
-            told |= set(own)
+        if len(own) > 1 and all(pair in failed for pair in own) and not set(own) <= named:
+            named |= set(own)
             who = "this node" if rank == me else names[rank]
             status = Status.BAD if rank == me else Status.WARN
             yield Finding("allreduce.node", status, f"{who} reached none of {len(own)}: {failed[own[0]]}", hint=_HINT)
     for pair, error in failed.items():
-        if pair not in told:
+        if pair not in named:
             status = Status.BAD if me in pair else Status.WARN
             text = f"{names[pair[0]]} and {names[pair[1]]} cannot all-reduce: {error}"
             yield Finding("allreduce.pair", status, text, hint=_HINT)
@@ -136,9 +136,5 @@ def _speed(rate: float) -> str:
 
 
 def _times(measured: Measured) -> str:
-    parts = [f"{amount(seconds * 1e3)} ms for {_size(size)}" for size, seconds in sorted(measured.seconds.items())]
+    parts = [f"{amount(seconds * 1e3)} ms for {size_text(size)}" for size, seconds in sorted(measured.seconds.items())]
     return ", ".join(parts)
-
-
-def _size(size: int) -> str:
-    return f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"

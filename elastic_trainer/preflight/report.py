@@ -1,6 +1,6 @@
 """What a node publishes of its checks, so that nodes can be compared.
 
-*Runs in* the thread that asks. *Owns* nothing; reports go by themselves when their lease ends, which nobody prolongs.
+*Runs in* the caller's thread. *Owns* nothing; reports vanish when their lease ends, which is not prolonged.
 *Fails by* the store's errors; a report that cannot be read is passed over.
 """
 

@@ -1,7 +1,7 @@
 """Measures the network with other nodes: meets them, has a child process do the all-reduces, judges the times.
 
-*Runs in* the thread that asks. *Owns* the child and the lease of the meeting for the time of the call.
-*Fails by* findings for what is measured; ConfigError and the store's errors come out.
+*Runs in* the caller's thread. *Owns* the child and the lease of the meeting during the call.
+*Fails by* findings for what is measured; raises ConfigError and the store's errors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elastic_trainer.preflight import clocks, pairs
 from elastic_trainer.preflight.child import Child, ChildError, Doing
 from elastic_trainer.preflight.finding import Finding, Status
 from elastic_trainer.preflight.limits import FitLimits
-from elastic_trainer.preflight.meeting import AbsentError, Meeting, MeetingPlace, attended
+from elastic_trainer.preflight.meeting import AbsentError, Meeting, attended
 from elastic_trainer.preflight.network import Neighbor, reaching
 from elastic_trainer.preflight.pairs import Measured, Pair
 from elastic_trainer.store.api import Store
@@ -37,22 +37,20 @@ def measured_together(
     """Findings about the network between ``count`` nodes, this one among them."""
     with Child(_MODULE, [f"{deadline.remaining_s():.3f}", address]) as child:
         try:
-            place = MeetingPlace(node=node, address=address, port=port_of(child, deadline, doing))
+            place = Neighbor(node, address, port_of(child, deadline, doing))
             with attended(store, keys, place, count, deadline, doing) as meeting:
                 return _measured(child, meeting, node, limits, deadline, doing)
-        except AbsentError as error:
-            return [Finding("allreduce", Status.BAD, error.message, hint=error.hint or "")]
+        except (AbsentError, ChildError) as error:
+            return [Finding.failed("allreduce", error)]
         except StoreUnavailableError:
             if not deadline.expired:
                 raise
             text = "no time was left to meet the other nodes, the checks before that took all of it"
             return [Finding("allreduce", Status.BAD, text, hint="give a longer --timeout")]
-        except ChildError as error:
-            return [Finding("allreduce", Status.BAD, error.message, hint=error.hint or "")]
 
 
 def port_of(child: Child, deadline: Deadline, doing: Doing) -> int:
-    """Where the child's TCP store listens, which it tells first."""
+    """Where the child's TCP store listens, which is its first message."""
     for message in child.messages(deadline):
         if "port" in message:
             return int(message["port"])
@@ -66,9 +64,9 @@ def _measured(
 ) -> list[Finding]:
     me, first = meeting.rank(node), meeting.members[0]
     names = [member.node for member in meeting.members]
-    others = [Neighbor(each.node, each.address, each.port) for each in meeting.members if each.node != node]
+    others = [each for each in meeting.members if each.node != node]
     found = [reaching("peers.connect", others, deadline)]
-    child.tell(
+    child.send(
         {
             "host": first.address,
             "port": first.port,
@@ -85,9 +83,9 @@ def _measured(
             if "doing" in message:
                 doing(str(message["doing"]))
     except ChildError as error:  # what was heard before still counts
-        found.append(Finding("allreduce", Status.BAD, error.message, hint=error.hint or ""))
+        found.append(Finding.failed("allreduce", error))
     if heard.ahead_s:
-        found.append(clocks.told("peers.clock", heard.ahead_s, limits))
+        found.append(clocks.judged("peers.clock", heard.ahead_s, limits))
     found += pairs.judge(names, me, heard.pairs, limits)
     if len(names) > 2 and heard.pairs:
         found.append(pairs.together(heard.all, len(names)))
@@ -95,7 +93,7 @@ def _measured(
 
 
 class Heard:
-    """What the child has told so far."""
+    """The child's results so far."""
 
     def __init__(self) -> None:
         self.pairs: dict[Pair, Measured] = {}

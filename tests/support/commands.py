@@ -50,7 +50,7 @@ def _understand_cli(rest: Words) -> None:
     from elastic_trainer.drills import faults
     from elastic_trainer.drills.user_job.job import entry
 
-    homes = {command.name: command.module for command in COMMANDS}
+    homes = {command.name: f"elastic_trainer.cli.{command.name}" for command in COMMANDS}
     if rest[0] not in homes:
         raise ConfigError(f"there is no command {rest[0]}")
     parser = Parser(prog=rest[0])

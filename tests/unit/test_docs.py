@@ -382,7 +382,7 @@ def test_the_table_of_exit_codes_is_complete() -> None:
 def parser_of(command: str) -> argparse.ArgumentParser:
     """The parser of a subcommand."""
     parser = Parser(prog=command)
-    importlib.import_module({each.name: each.module for each in COMMANDS}[command]).configure(parser)
+    importlib.import_module(f"elastic_trainer.cli.{command}").configure(parser)
     return parser
 
 

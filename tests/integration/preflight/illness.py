@@ -8,17 +8,17 @@ import sys
 import threading
 
 from elastic_trainer.preflight.finding import Finding, Status
-from elastic_trainer.preflight.telling import Teller
+from elastic_trainer.preflight.messages import Messages
 
 
 def main(how: str) -> int:
     """Say what works, then fail as asked."""
-    teller = Teller(100.0)
+    messages = Messages(100.0)
     print("a library says hello")
     os.system("echo and one of its children too")
-    teller.found(Finding("first", Status.OK, "works"))
-    teller.version("torch", "2.13.0")
-    teller.doing(f"doing {how}")
+    messages.found(Finding("first", Status.OK, "works"))
+    messages.version("torch", "2.13.0")
+    messages.doing(f"doing {how}")
     if how == "hang":
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         threading.Event().wait(100.0)

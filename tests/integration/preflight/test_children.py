@@ -11,7 +11,7 @@ import pytest
 
 from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.preflight.child import Child, findings_of
-from elastic_trainer.preflight.finding import Finding, Status
+from elastic_trainer.preflight.finding import Finding, Status, bad, sentence
 from elastic_trainer.preflight.judge import judge
 from elastic_trainer.preflight.limits import FitLimits
 from elastic_trainer.preflight.pairs import judge as judge_pairs
@@ -91,11 +91,10 @@ def test_a_machine_that_is_slower_than_the_others_is_unfit() -> None:
     assert slow.report.versions["torch"]
     good = [faster(slow, "a", 4.0), faster(slow, "b", 5.0)]
     verdict = judge(slow, good, FitLimits())
-    assert not verdict.fit
-    assert "matmul.cpu.fp32" in verdict.reason
-    assert "of the median of 2 other nodes" in verdict.reason
-    assert judge(good[0], [good[1], slow], FitLimits()).fit
-    assert judge(slow, [faster(slow, "a", 1.2), faster(slow, "b", 0.9)], FitLimits()).fit
+    assert "matmul.cpu.fp32" in sentence(bad(verdict))
+    assert "of the median of 2 other nodes" in sentence(bad(verdict))
+    assert not bad(judge(good[0], [good[1], slow], FitLimits()))
+    assert not bad(judge(slow, [faster(slow, "a", 1.2), faster(slow, "b", 0.9)], FitLimits()))
 
 
 # ---- all-reduces
@@ -125,7 +124,7 @@ def test_a_node_that_dies_before_it_measures_is_named_by_the_others() -> None:
         ports = [port_of(child, deadline, lambda _: None) for child in started]
         started[2].end()
         for rank, child in enumerate(started[:2]):
-            child.tell(part(rank, ports[0], LIMIT_S))
+            child.send(part(rank, ports[0], LIMIT_S))
         for rank, child in enumerate(started[:2]):
             heard = Heard()
             for message in child.messages(deadline):

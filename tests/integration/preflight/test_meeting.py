@@ -10,7 +10,8 @@ import pytest
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, StoreUnavailableError
-from elastic_trainer.preflight.meeting import AbsentError, Attendance, Meeting, MeetingPlace, attended, found
+from elastic_trainer.preflight.meeting import AbsentError, Attendance, Meeting, attended, found
+from elastic_trainer.preflight.network import Neighbor
 from elastic_trainer.store.keys import RunKeys
 from tests.support.memory_store import ManualClock, MemoryBackend, MemoryStore
 
@@ -18,8 +19,8 @@ KEYS = RunKeys("/p", "run")
 LIMIT_S = 30.0
 
 
-def place(name: str) -> MeetingPlace:
-    return MeetingPlace(node=name, address="127.0.0.1", port=1)
+def place(name: str) -> Neighbor:
+    return Neighbor(name, "127.0.0.1", 1)
 
 
 def silent(_: str) -> None:

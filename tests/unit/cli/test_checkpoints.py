@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
-from elastic_trainer.cli.checkpoints import size_text
 from elastic_trainer.cli.main import main
 
 
@@ -62,7 +61,6 @@ def test_verify_reads_every_byte(directory: Path, capsys: pytest.CaptureFixture[
 
 
 def test_damage_is_shown_in_the_table(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With what is wrong below it."""
     newest = damage(directory)
     assert main(["checkpoints", str(directory), "--verify"]) == 1
     output = capsys.readouterr().out
@@ -74,11 +72,3 @@ def test_an_empty_directory_is_no_error(tmp_path: Path, capsys: pytest.CaptureFi
     """A job that has not saved yet."""
     assert main(["checkpoints", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"no checkpoints in {tmp_path}\n"
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB"), (5 << 50, "5120.0 TiB")]
-)
-def test_sizes_are_readable(size: int, text: str) -> None:
-    """Powers of 1024."""
-    assert size_text(size) == text

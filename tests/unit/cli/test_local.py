@@ -32,7 +32,6 @@ def test_everything_after_the_dashes_belongs_to_the_job() -> None:
 
 
 def test_faults_may_be_repeated() -> None:
-    """Of every kind."""
     arguments = parsed("--nodes=2", "--kill-worker-at=3", "--kill-worker-at=9:n1:0", "--join-at=4", "--", "x.py")
     assert local.faults(arguments) == (
         Fault(FaultKind.KILL_WORKER, 3),
@@ -42,7 +41,6 @@ def test_faults_may_be_repeated() -> None:
 
 
 def test_the_number_of_nodes_at_the_start_leaves_room_for_those_that_join() -> None:
-    """Never fewer than the minimum."""
     assert local.starting(None, 2, 4, joins=0) == 4
     assert local.starting(None, 2, 4, joins=1) == 3
     assert local.starting(None, 2, 4, joins=5) == 2
@@ -50,7 +48,6 @@ def test_the_number_of_nodes_at_the_start_leaves_room_for_those_that_join() -> N
 
 
 def test_one_number_of_nodes_is_both_limits() -> None:
-    """As for torchrun."""
     assert local.nodes("3") == (3, 3)
     assert local.nodes("2:4") == (2, 4)
 
@@ -69,13 +66,12 @@ def test_recovery_is_an_option_of_the_rendezvous() -> None:
 
 
 def test_a_script_is_run_as_it_is(tmp_path: Path) -> None:
-    """Its arguments are its own business."""
     script = tmp_path / "train.py"
     script.write_text("")
     assert entry([str(script), "a", "b"], tmp_path) == (str(script), "a", "b")
 
 
-def test_a_task_keeps_its_checkpoints_in_the_run_directory_unless_told_otherwise(tmp_path: Path) -> None:
+def test_a_task_keeps_its_checkpoints_in_the_run_directory_by_default(tmp_path: Path) -> None:
     """A job file that names a directory, or an argument that does, wins."""
     ours, theirs = f"checkpoint.directory={tmp_path / 'checkpoints'}", "checkpoint.directory=elsewhere"
     run = ("-m", "elastic_trainer.training")
@@ -114,5 +110,4 @@ def test_the_command_of_a_node(tmp_path: Path) -> None:
 
 
 def test_threads_share_the_cores() -> None:
-    """Never none."""
     assert [threads_per_worker(8, workers) for workers in (1, 3, 8, 100)] == [8, 2, 1, 1]

@@ -1,4 +1,4 @@
-"""The command as a whole: help is fast and light, errors are one sentence with an exit code."""
+"""The command as a whole: help is light, errors are one sentence with an exit code."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import pytest
 
 from elastic_trainer import __version__
 from elastic_trainer.cli.main import COMMANDS, main
-from elastic_trainer.clock import SYSTEM
-
-HELP_LIMIT_S = 0.5
 
 
 def test_help_loads_neither_torch_nor_grpc_nor_any_subcommand() -> None:
@@ -30,20 +27,7 @@ def test_help_loads_neither_torch_nor_grpc_nor_any_subcommand() -> None:
         assert command.name in done.stdout
 
 
-def test_help_is_fast() -> None:
-    """The quickest of several tries: a loaded machine slows single ones."""
-    times = []
-    for _ in range(15):
-        begun = SYSTEM.monotonic()
-        subprocess.run([sys.executable, "-m", "elastic_trainer.cli.main", "--help"], capture_output=True, check=True)
-        times.append(SYSTEM.monotonic() - begun)
-        if times[-1] < HELP_LIMIT_S:
-            break
-    assert min(times) < HELP_LIMIT_S
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """The package's."""
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
@@ -122,7 +106,6 @@ def test_a_run_directory_in_use_is_refused(tmp_path: Path, capsys: pytest.Captur
 def test_a_run_directory_that_cannot_be_made_is_exit_code_73(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file in its way."""
     (tmp_path / "file").write_text("")
     (tmp_path / "train.py").write_text("print('hello')")
     assert main([*LOCAL, "--run-dir", str(tmp_path / "file" / "run"), "--", str(tmp_path / "train.py")]) == 73

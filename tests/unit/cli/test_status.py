@@ -30,7 +30,6 @@ AWAY = StoreStatus(False, 75.0)
 
 
 def printed(view: RenderableType) -> str:
-    """What a file would get."""
     out = io.StringIO()
     Console(file=out, width=160).print(view)
     return out.getvalue()
@@ -85,7 +84,6 @@ def test_with_many_ranks_a_node_is_one_row() -> None:
 
 
 def test_the_last_transition_stands_in_for_incidents() -> None:
-    """Until there is one."""
     text = printed(
         run_view(snapshot(run(journal=(entry(1), entry(2, RoundState.BROKEN, reason="n1 is gone"))), Observed()))
     )
@@ -93,7 +91,6 @@ def test_the_last_transition_stands_in_for_incidents() -> None:
 
 
 def test_the_list_has_a_row_for_each_run() -> None:
-    """Or says that there are none."""
     documents = run(incidents=(incident(1),))
     rows = [summary(documents, Observer().look(documents, 0.0, 0.0))]
     text = printed(list_view(listing(rows, StoreStatus(True, 0.0), 0.0)))
@@ -113,7 +110,6 @@ def test_what_people_wrote_is_not_read_as_markup() -> None:
 
 
 def reading(serial: int) -> StoreReading:
-    """One of many."""
     documents = run(serial=serial)
     return StoreReading({"r": RunReading(documents, Observer().look(documents, 0.0, 0.0))}, StoreStatus(True, 0.0))
 
@@ -150,7 +146,6 @@ def test_transitions_and_incidents_are_lines_in_order_of_time() -> None:
 
 
 def test_lines_of_json_say_what_they_are() -> None:
-    """With the fields of the documents."""
     told = [json.loads(as_json(each)) for each in (entry(2), incident(3, cause=Cause.NODE_LOST))]
     assert [each["type"] for each in told] == ["transition", "incident"]
     assert (told[0]["state"], told[1]["cause"], told[1]["total_s"]) == ("active", "node_lost", pytest.approx(0.08))
@@ -163,8 +158,7 @@ def test_lines_of_json_say_what_they_are() -> None:
         *((180.0, "3 min"), (9000.0, "2.5 h"), (260000.0, "3.0 d")),
     ],
 )
-def test_durations_are_told_in_the_unit_that_fits(seconds: float | None, text: str) -> None:
-    """From milliseconds to days."""
+def test_durations_have_the_unit_that_fits(seconds: float | None, text: str) -> None:
     assert wording.duration(seconds) == text
 
 
@@ -177,14 +171,12 @@ def test_numbers_and_names_are_short() -> None:
 
 
 def options(*words: str) -> argparse.Namespace:
-    """The options that all these commands share."""
     parser = Parser()
     connection.add_options(parser)
     return parser.parse_args(words)
 
 
 def test_the_endpoint_comes_from_the_option_the_environment_or_is_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this order."""
     assert store_endpoint({}) == store_endpoint({ENV_ENDPOINT: ""}) == "127.0.0.1:2379"
     monkeypatch.setenv(ENV_ENDPOINT, "etcd:1234")
     assert str(connection.store_settings(options()).endpoints[0]) == "etcd:1234"

@@ -31,7 +31,7 @@ def test_the_least_error_that_is_proved(revision: int, wall: float, offset: floa
     assert least_offset(Dated("b", revision, wall), FIRST, LAST) == pytest.approx(offset)
 
 
-def test_the_worst_clock_is_told_as_a_warning() -> None:
+def test_the_worst_clock_is_a_warning() -> None:
     """Never more: nothing in the protocol relies on clocks."""
     documents = [Dated("b", 150, 1005.0), Dated("c", 150, 950.0), Dated("d", 150, 1012.0)]
     found = compared(documents, FIRST, LAST, FitLimits())

@@ -19,7 +19,6 @@ def test_a_finding_survives_json() -> None:
 
 
 def test_only_what_is_bad_speaks_against_a_node() -> None:
-    """In one line."""
     findings = [Finding(str(status), status, f"text {status}") for status in Status]
     assert [finding.name for finding in bad(findings)] == ["bad"]
     assert sentence(findings[1:3]) == "warn: text warn; bad: text bad"
@@ -53,15 +52,14 @@ def test_an_unknown_answer_of_the_driver_is_skipped() -> None:
 
 
 def test_a_slow_store_is_a_warning() -> None:
-    """The middle of the times counts, not one that was unlucky."""
     assert judged_round_trip([0.001, 0.002, 3.0], FitLimits()).status is Status.OK
     slow = judged_round_trip([0.3, 0.2, 0.4], FitLimits())
     assert (slow.status, slow.unit) == (Status.WARN, "ms")
     assert slow.value == pytest.approx(300.0)
 
 
-def test_numbers_are_told_as_people_do() -> None:
+def test_numbers_are_short() -> None:
     """Three digits, no exponents, a plural where it belongs."""
     assert [amount(value) for value in (0.123456, 1.5, 99.95, 1234567.8)] == ["0.123", "1.5", "100", "1234568"]
-    assert [size_text(size) for size in (10, 64 << 20, 3 << 40)] == ["10 B", "64 MiB", "3 TiB"]
+    assert [size_text(size) for size in (0, 1023, 1536, 5 << 50)] == ["0 B", "1023 B", "1.5 KiB", "5120 TiB"]
     assert [counted(number, "node") for number in (0, 1, 2)] == ["0 nodes", "1 node", "2 nodes"]

@@ -17,7 +17,6 @@ SIZE = 16 << 20
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 15, 32])
 def test_everybody_meets_everybody_once(count: int) -> None:
-    """And nobody is in two pairs at a time."""
     drawn = turns(count)
     for turn in drawn:
         busy = [rank for pair in turn for rank in pair]
@@ -56,7 +55,6 @@ def said(rank: int, pairs: dict[Pair, Measured], count: int) -> dict[str, list[F
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
 def test_equal_pairs_name_nobody(count: int) -> None:
-    """Each node is told its own rate, and nothing else."""
     for rank in range(count):
         found = said(rank, with_slow(count), count)
         assert set(found) == {"allreduce.pairs"}
@@ -76,7 +74,6 @@ def test_the_node_that_slow_pairs_share_is_named(count: int, slow: int) -> None:
 
 
 def test_of_two_nodes_none_is_named() -> None:
-    """There is nothing to compare with."""
     assert set(said(0, with_slow(2, 1), 2)) == {"allreduce.pairs"}
 
 
@@ -114,7 +111,6 @@ def test_one_failed_pair_is_bad_for_its_members() -> None:
 
 
 def test_the_common_all_reduce_must_work() -> None:
-    """Its times are told, from the smallest size to the largest."""
     good = together(Measured({4096: 0.001, 1 << 20: 0.004}), 3)
     assert (good.status, good.text) == (Status.OK, "1 ms for 4 KiB, 4 ms for 1 MiB")
     assert together(Measured(error="x"), 3).status is Status.BAD

@@ -1,8 +1,7 @@
-"""How a check in a process of its own tells its parent what it does and finds: one JSON object a line.
+"""What a check in a child process sends to its parent: what it does and finds, one JSON object a line.
 
-*Runs in* the main thread of that process. *Owns* its standard output, which libraries write to as they like: theirs
-goes to standard error instead.
-*Invariant*: the process ends by itself, also when a device or a file system never answers and its parent is gone.
+*Runs in* the main thread of that process. *Owns* its standard output; what libraries write goes to standard error.
+*Invariant*: the process ends by itself, even if a device or a file system never answers and its parent is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _REPRIEVE_S = 10.0
 """The parent acts first, since it can say what happened."""
 
 
-class Teller:
+class Messages:
     """See the module; made once, at the start of the process, which lives ``limit_s`` seconds at most."""
 
     def __init__(self, limit_s: float) -> None:
@@ -31,16 +30,14 @@ class Teller:
 
     def doing(self, what: str) -> None:
         """What begins now; where it ends there, this names the culprit."""
-        self.tell(doing=what)
+        self.send(doing=what)
 
     def found(self, finding: Finding) -> None:
-        """One result."""
-        self.tell(finding=finding.as_json())
+        self.send(finding=finding.as_json())
 
     def version(self, name: str, text: str) -> None:
         """The version of something that nodes should agree on."""
-        self.tell(version=[name, text])
+        self.send(version=[name, text])
 
-    def tell(self, **message: Any) -> None:
-        """One line."""
+    def send(self, **message: Any) -> None:
         print(json.dumps(message), file=self._out, flush=True)

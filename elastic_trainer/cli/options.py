@@ -1,0 +1,50 @@
+"""What commands share: checks of their numbers, ``key=value`` lists, and the console that tables go to.
+
+*Fails by* ConfigError for values that make no sense.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from elastic_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def console(width: int = 140) -> Console:
+    """A console on standard output; a file gets lines of ``width`` characters."""
+    from rich.console import Console
+
+    made = Console()
+    if not made.is_terminal:
+        made.width = width
+    return made
+
+
+def seconds(value: float, option: str, *, above_zero: bool = False) -> float:
+    """``value``, if it is finite and not negative (or above zero)."""
+    if not (math.isfinite(value) and value >= 0) or (above_zero and value == 0):
+        what = " above 0" if above_zero else ""
+        raise ConfigError(f"{option} {value} is not a number of seconds{what}", hint="give for example 60")
+    return value
+
+
+def at_least(least: int, value: int, option: str) -> int:
+    """``value``, if it is not below ``least``."""
+    if value < least:
+        raise ConfigError(f"{option} {value} is below {least}", hint=f"give {least} or more")
+    return value
+
+
+def key_values(text: str) -> dict[str, str]:
+    """Read ``key=value,...`` of ``--rdzv-conf``."""
+    options: dict[str, str] = {}
+    for part in (piece.strip() for piece in text.split(",") if piece.strip()):
+        name, separator, value = part.partition("=")
+        if not separator or not name:
+            raise ConfigError(f"--rdzv-conf: {part!r} is not key=value", hint="write --rdzv-conf ttl=5,last_call=1")
+        options[name.strip()] = value.strip()
+    return options
