@@ -1,7 +1,7 @@
-"""Who may read: whoever has the token, as a bearer or as the password of a browser's login. Pure.
+"""Who may read: those with the token, as a bearer or as the password of a browser's login. Pure.
 
-Without a token everybody may who reaches the port. A loopback port is reached from web pages too, through names that
-point at 127.0.0.1 (DNS rebinding): there only addresses and ``localhost`` are answered to.
+Without a token everybody who reaches the port may read. Web pages reach a loopback port too, through names that point
+at 127.0.0.1 (DNS rebinding): so there only addresses and ``localhost`` get answers.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ import base64
 import binascii
 import hmac
 import ipaddress
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from elastic_trainer.web.answers import HEALTH, READINESS, Answer, Request, text
+
+Content = TypeVar("Content")
 CHALLENGE = 'Basic realm="elastic-trainer monitor", charset="UTF-8"'
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """``token`` None: nobody is asked for one. ``loopback``: the port is one of this machine alone."""
+    """``token`` None: none is needed. ``loopback``: the port is one of this machine alone."""
 
     token: str | None = field(default=None, repr=False)
     loopback: bool = True
@@ -34,6 +39,28 @@ class Access:
         if self.token is not None or not self.loopback or not host:
             return True
         return is_local(host)
+
+
+def guarded(
+    request: Request,
+    access: Access,
+    *,
+    health: Callable[[], Answer],
+    readiness: Callable[[], Answer],
+    content: Callable[[], Content],
+) -> Answer | Content:
+    """The answer to ``request``. ``health`` and ``readiness`` need no token: a kubelet has none."""
+    if request.method not in ("GET", "HEAD"):
+        return text(405, "this server is to be read only", Allow="GET, HEAD")
+    if request.path == HEALTH:
+        return health()
+    if request.path == READINESS:
+        return readiness()
+    if not access.knows_host(request.headers.get("host")):
+        return text(421, "ask for localhost or for an address: without a token, other names are refused")
+    if not access.allows(request.headers.get("authorization")):
+        return text(401, "a token is needed", WWW_Authenticate=CHALLENGE)
+    return content()
 
 
 def credential(authorization: str) -> str:

@@ -31,7 +31,6 @@ class Body:
 
     @classmethod
     def of(cls, plain: bytes) -> Body:
-        """The body of ``plain``."""
         worth = len(plain) >= LEAST_GZIP
         return cls(plain, gzip.compress(plain, GZIP_LEVEL, mtime=0) if worth else None)
 
@@ -51,7 +50,6 @@ class Request:
 
     @property
     def query(self) -> str:
-        """What is behind the question mark, as it was sent."""
         return urlsplit(self.target).query
 
 
@@ -67,14 +65,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Server-sent events about ``name``, for as long as they are read; ``pieces()`` waits between them."""
+    """Server-sent events about ``name`` while they are read; ``pieces()`` waits between them."""
 
     name: str
     pieces: Callable[[], Iterator[bytes]] = field(compare=False)
 
 
 class Site(Protocol):
-    """All there is to be asked for."""
+    """What a server answers with."""
 
     def answer(self, request: Request) -> Answer | Stream: ...
 

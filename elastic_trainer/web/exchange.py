@@ -47,7 +47,7 @@ def asked(received: bytes) -> Asked | Answer | None:
         return text(400, "this is no request of HTTP")
     if line[3] != "1":
         return text(505, "this server speaks HTTP/1.1")
-    # A body is not read, and must not be taken for the next request.
+    # A body is not read, and must not pass for the next request.
     body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     closes = "close" in headers.get("connection", "").lower() or line[4] == "0"
     return Asked(Request(line[1], line[2], headers), end.end(), lasts=not (body or closes))
@@ -74,7 +74,7 @@ def _is_target(target: str) -> bool:
 
 
 def rendered(answer: Answer, request: Request | None, *, lasts: bool) -> bytes:
-    """``answer`` to ``request`` (None: it was none), with its content unless only the head was asked for."""
+    """``answer`` to ``request`` (None: it was none), with its content unless it asks for the head."""
     content, headers = answer.body.plain, dict(answer.headers)
     if answer.body.zipped is not None:
         headers["Vary"] = "Accept-Encoding"

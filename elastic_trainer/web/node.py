@@ -1,4 +1,4 @@
-"""A node's endpoint: ``/metrics``, ``/healthz`` and ``/readyz``, with a token and TLS where that is asked for.
+"""A node's endpoint: ``/metrics``, ``/healthz`` and ``/readyz``, optionally with a token and TLS.
 
 *Runs in* the agent of a node; in a worker, where there is no agent.
 *Owns* the server. *Fails by* ConfigError when it cannot listen, or a file that it needs cannot be used.
@@ -7,47 +7,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from prometheus_client.registry import Collector
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.web.access import Access, is_loopback
+from elastic_trainer.web.access import Access, guarded, is_loopback
 from elastic_trainer.web.answers import Answer, Request, metrics, text
-from elastic_trainer.web.gate import guarded
 from elastic_trainer.web.server import Server, tls_context
 
 LEAST_TOKEN = 8
 
 
-class EndpointOptions(Protocol):
+@dataclass(frozen=True, slots=True)
+class EndpointOptions:
     """Where to listen, and who may read."""
 
-    @property
-    def metrics_address(self) -> str: ...
-
-    @property
-    def metrics_port(self) -> int: ...
-
-    @property
-    def metrics_token_file(self) -> Path | None: ...
-
-    @property
-    def metrics_cert(self) -> Path | None: ...
-
-    @property
-    def metrics_key(self) -> Path | None: ...
+    address: str
+    port: int
+    token_file: Path | None
+    cert: Path | None
+    key: Path | None
 
 
 class NodeSite:
-    """All there is to be asked of a node. ``not_ready()`` says why it takes no part, or None."""
+    """A node's answers. ``not_ready()`` says why it takes no part, or None."""
 
     def __init__(self, collector: Collector, access: Access, not_ready: Callable[[], str | None]) -> None:
         self._collector, self._access, self._not_ready = collector, access, not_ready
 
     def answer(self, request: Request) -> Answer:
-        """The answer to ``request``."""
         return guarded(
             request,
             self._access,
@@ -72,25 +62,13 @@ class NodeEndpoint:
     def __init__(
         self, options: EndpointOptions, collector: Collector, not_ready: Callable[[], str | None] = lambda: None
     ) -> None:
-        self._host = options.metrics_address
-        access = Access(_token(options.metrics_token_file), is_loopback(self._host))
-        context = None
-        if options.metrics_cert is not None and options.metrics_key is not None:
-            context = tls_context(options.metrics_cert, options.metrics_key)
-        self._scheme = "http" if context is None else "https"
-        self._server = Server(
-            self._host,
-            options.metrics_port,
-            NodeSite(collector, access, not_ready),
-            context,
-            hint="change metrics_address or metrics_port",
-        )
+        self._host = options.address
+        site = NodeSite(collector, Access(_token(options.token_file), is_loopback(self._host)), not_ready)
+        tls = tls_context(options.cert, options.key) if options.cert is not None and options.key is not None else None
+        self._scheme = "http" if tls is None else "https"
+        self._server = Server(self._host, options.port, site, tls, hint="change metrics_address or metrics_port")
+        self.port = self._server.port
         self._server.start()
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return self._server.port
 
     def url(self, address: str) -> str:
         """Where others find it; ``address`` is that of this machine, for one that listens on all."""
@@ -98,11 +76,9 @@ class NodeEndpoint:
         return f"{self._scheme}://[{host}]:{self.port}" if ":" in host else f"{self._scheme}://{host}:{self.port}"
 
     def descriptors(self) -> list[int]:
-        """What it holds open."""
         return self._server.descriptors()
 
     def close(self) -> None:
-        """End it."""
         self._server.stop()
 
 

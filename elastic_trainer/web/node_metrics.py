@@ -45,7 +45,6 @@ class NodeCollector(Collector):
         self._counters, self._store = counters, store
 
     def collect(self) -> Iterator[Metric]:
-        """One family after another."""
         placed = sorted((each for each in self._look() if each.pulse.rank >= 0), key=lambda each: each.pulse.round)
         newest = {each.pulse.rank: each for each in placed}  # another may still have the number from the round before
         ranks = [(each, (self._run, str(rank))) for rank, each in sorted(newest.items())]
@@ -84,8 +83,8 @@ def _info(ranks: Iterable[tuple[Reading, tuple[str, str]]]) -> Metric:
     family = families.RANK_INFO
     metric = Metric(f"{families.PREFIX}{family.name}", family.text, "info")
     for each, who in ranks:
-        told = {name: str(each.notes.get(name, "")) for name in family.labels[2:]}
-        metric.add_sample(family.full_name, {**dict(zip(families.RANK, who, strict=True)), **told}, 1.0)
+        known = {name: str(each.notes.get(name, "")) for name in family.labels[2:]}
+        metric.add_sample(family.full_name, {**dict(zip(families.RANK, who, strict=True)), **known}, 1.0)
     return metric
 
 

@@ -1,14 +1,14 @@
 """An HTTP server: takes requests, sends answers and streams, all within bounds.
 
-Whoever has not asked yet costs a descriptor, no thread: one thread waits for the requests of all connections, and gives
-a request a thread of its own when it is complete. The questions of a kubelet it answers itself, so that nothing which
-others do to this port makes a healthy process look dead.
+A connection without a request costs a descriptor, no thread: one thread waits for the requests of all connections, and
+starts a thread for each complete one. It answers a kubelet's probes itself, so that no other client of this port can
+make a healthy process look dead.
 
 *Runs in* a thread of its own (``http``), and one for each answer under way, of which there are at most 64.
 *Owns* the listening socket and all connections.
 *Fails by* ConfigError when it cannot listen; a connection that fails ends alone.
-*Invariant*: no connection lasts without getting on: a request must be complete, and an answer taken, within seconds.
-Where all places are taken a new connection gets that of the oldest which waits, of the address that has most.
+*Invariant*: a request must be complete, and an answer taken, within seconds. When all places are taken a new connection
+replaces the oldest waiting one of the address that has most.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MOST_ANSWERS_TO_ONE = 48
 """Of them, to one address: a proxy may stand for many readers, but not for all."""
 MOST_STREAMS = 24
 REQUEST_LIMIT_S = 20.0
-"""For a whole request, from the end of the one before, TLS included. No interval that Prometheus is usually given: a
-connection that is closed just as it is used again is a failed scrape."""
+"""For a whole request, from the end of the one before, TLS included. Not a usual scrape interval of Prometheus: a
+connection closed just as it is used again is a failed scrape."""
 ANSWER_LIMIT_S = 30.0
 """For an answer to be taken, and for each piece of a stream."""
 LOOK_EVERY_S = 0.1
 CROWDED_PAUSE_S = 0.002
-"""After a connection was taken that cost another its place: those that come back at once wait their turn."""
+"""The pause after a connection replaced another: clients that reconnect at once wait their turn."""
 _WAITING = 1024
 _PIECE = 65536
 
@@ -80,7 +80,7 @@ class _Client:
             rest = rest[self.connected.send(rest[:_PIECE]) :]
 
     def close(self) -> None:
-        """End it. What was sent and not read is read first: else the answer would be lost on its way."""
+        """Read what was sent, else the answer could be lost on its way; then close."""
         with suppress(OSError):
             self.connected.setblocking(False)
             socket.socket.shutdown(self.connected, socket.SHUT_WR)
@@ -89,7 +89,7 @@ class _Client:
 
 
 class Server:
-    """Answers for ``site`` on ``host`` and ``port`` (0: any that is free), over TLS with a ``context``."""
+    """Answers for ``site`` on ``host`` and ``port`` (0: a free one), over TLS with a ``context``."""
 
     def __init__(
         self,
@@ -103,16 +103,17 @@ class Server:
         self._site, self._context = site, context
         self._streams = threading.BoundedSemaphore(MOST_STREAMS)
         self._clients: dict[_Client, None] = {}
-        """Those that have waited longest come first."""
+        """The longest waiting come first."""
         self._returned: deque[tuple[_Client, bool]] = deque()
-        """Those that have got an answer, and whether they may ask again."""
+        """Answered connections, and whether another request may follow."""
         self._crowded_until = 0.0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         try:
             self._listener = _listening(host, port)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error}", hint=hint) from error
+            reason = str(error).partition(" (while")[0]  # socket.create_server repeats the address
+            raise ConfigError(f"cannot listen on {host}:{port}: {reason}", hint=hint) from error
         self.port = int(self._listener.getsockname()[1])
         self._alarm, self._alarmed = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -122,12 +123,11 @@ class Server:
             self._selector.register(each, selectors.EVENT_READ)
 
     def start(self) -> None:
-        """Answer from now on."""
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more connections, and end those that there are."""
+        """Take no more connections, and end all."""
         self._stopping.set()
         self._wake()
         if self._thread is not None:
@@ -144,7 +144,6 @@ class Server:
             each.close()
 
     def descriptors(self) -> list[int]:
-        """What it holds open."""
         own = [self._listener, self._alarm, self._alarmed, *(client.connected for client in self._clients)]
         return [each.fileno() for each in own]
 
@@ -203,7 +202,7 @@ class Server:
         self._crowded_until = SYSTEM.monotonic() + CROWDED_PAUSE_S
 
     def _make_room(self) -> bool:
-        """End the oldest connection that waits, of the address that has most; False if all are being answered."""
+        """End the oldest waiting connection of the address that has most; False if all are being answered."""
         held = Counter(client.address for client in self._clients)
         waiting = [client for client in self._clients if not client.answered]
         if not waiting:
@@ -252,7 +251,7 @@ class Server:
             self._end(client)
 
     def _reply(self, client: _Client, answer: Answer | Stream, request: Request | None, *, lasts: bool) -> None:
-        """Send a short answer at once. Who does not take it does not get it."""
+        """Send a short answer at once, or end the connection if its buffer is full."""
         content = rendered(answer, request, lasts=lasts) if isinstance(answer, Answer) else b""
         try:
             taken = client.connected.send(content) == len(content)
@@ -273,7 +272,7 @@ class Server:
         self._answer(client)
 
     def _renew(self, client: _Client) -> None:
-        """It waits from now on, so it is the youngest."""
+        """It waits from now on, as the youngest."""
         client.wait()
         del self._clients[client]
         self._clients[client] = None
@@ -285,7 +284,7 @@ class Server:
         client.close()
 
     def _let_go(self) -> None:
-        """Nobody takes back any more what has got its answer."""
+        """Close answered connections that no thread takes back any more."""
         with suppress(IndexError):
             while True:
                 self._returned.popleft()[0].connected.close()
@@ -344,19 +343,10 @@ def _pieces(stream: Stream, request: Request) -> Iterator[bytes]:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket that listens there; the name service is not asked who we are."""
-    family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-        0
-    ]
-    listener = socket.socket(family, kind, number)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_WAITING)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    """A socket that listens there; an IPv6 one for IPv4 too, where the system can."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server((host, port), family=family, backlog=_WAITING, dualstack_ipv6=dual)
 
 
 def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:

@@ -29,11 +29,11 @@ from elastic_trainer.monitor import page
 from elastic_trainer.monitor.model.observation import Observer
 from elastic_trainer.monitor.model.snapshot import as_json, snapshot
 from elastic_trainer.monitor.read.feed import RunFeed
-from elastic_trainer.settings import RendezvousOptions, StoreSettings, parse_endpoints
+from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.families import FAMILIES, Family, MetricSource
-from elastic_trainer.web.node import NodeEndpoint
+from elastic_trainer.web.node import EndpointOptions, NodeEndpoint
 from elastic_trainer.web.node_metrics import NodeCollector
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from tests.bench.health_store import LIMIT_S, RANKS, SimulatedRun
@@ -251,7 +251,7 @@ def _node_side(options: Options) -> tuple[dict[str, Any], list[Must]]:
             writer, pulse = workers[0]
             write_us = median([_beat_us(writer, pulse, beats) for _ in range(repeats)])
             collector = NodeCollector(RUN, "n0", pages.look, pages.nonfinite, pages.counters, None)
-            scrapes = _scrapes(NodeEndpoint(RendezvousOptions(), collector), 20)
+            scrapes = _scrapes(NodeEndpoint(EndpointOptions("127.0.0.1", 0, None, None, None), collector), 20)
         finally:
             pages.close()
     scrape_ms = 1000 * median([seconds for seconds, _ in scrapes])

@@ -33,7 +33,7 @@ from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.metered import MeteredStore
 from elastic_trainer.store.untrusted import cleaned
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.web.node import NodeEndpoint
+from elastic_trainer.web.node import EndpointOptions, NodeEndpoint
 from elastic_trainer.web.node_metrics import NodeCollector
 
 _BREAK_S = 10.0
@@ -164,7 +164,17 @@ def _endpoint(
 ) -> NodeEndpoint | None:
     """The endpoint. Where nobody asked for one in any way, a machine that has no room for it trains without."""
     try:
-        return NodeEndpoint(options, collector, not_ready)
+        return NodeEndpoint(
+            EndpointOptions(
+                options.metrics_address,
+                options.metrics_port,
+                options.metrics_token_file,
+                options.metrics_cert,
+                options.metrics_key,
+            ),
+            collector,
+            not_ready,
+        )
     except ConfigError as error:
         if any(name.startswith("metrics_") for name in options.model_fields_set):
             raise

@@ -16,9 +16,8 @@ from elastic_trainer.monitor.read.reading import FORGET_S, RunReading, StoreRead
 from elastic_trainer.monitor.serve.board import Board
 from elastic_trainer.monitor.serve.metrics import MonitorCollector
 from elastic_trainer.monitor.serve.streams import snapshots, updates
-from elastic_trainer.web.access import Access
+from elastic_trainer.web.access import Access, guarded
 from elastic_trainer.web.answers import HTML, JSON, NO_STORE, Answer, Body, Request, Stream, metrics, text
-from elastic_trainer.web.gate import guarded
 
 UNREAD_LIMIT_S = 60.0
 """A monitor that has not read the store for so long is not ready."""

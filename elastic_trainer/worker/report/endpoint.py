@@ -5,25 +5,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.ipc.page import PageReader, Reading
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.web.node import NodeEndpoint
+from elastic_trainer.web.node import EndpointOptions, NodeEndpoint
 from elastic_trainer.web.node_metrics import NodeCollector
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    metrics_address: str
-    metrics_port: int
-    metrics_token_file: Path | None
-    metrics_cert: Path | None
-    metrics_key: Path | None
 
 
 def open_endpoint(environment: WorkerEnvironment, tracker: HeartbeatReporter) -> NodeEndpoint | None:
@@ -44,7 +32,7 @@ def open_endpoint(environment: WorkerEnvironment, tracker: HeartbeatReporter) ->
     collector = NodeCollector(
         environment.run_id, environment.node, look, lambda reading: reading.pulse.nonfinite, dict, None
     )
-    options = _Options(
+    options = EndpointOptions(
         environment.metrics_address,
         environment.metrics_base_port + environment.local_rank,
         environment.metrics_token_file,
@@ -52,5 +40,5 @@ def open_endpoint(environment: WorkerEnvironment, tracker: HeartbeatReporter) ->
         environment.metrics_key,
     )
     endpoint = NodeEndpoint(options, collector)
-    logger().info("endpoint.opened", url=endpoint.url(options.metrics_address))
+    logger().info("endpoint.opened", url=endpoint.url(options.address))
     return endpoint

@@ -37,17 +37,14 @@ def test_the_token_opens_as_a_bearer_and_as_a_password(given: str) -> None:
     ],
 )
 def test_nothing_else_opens(given: str | None) -> None:
-    """Malformed headers are refused like wrong tokens."""
     assert not Access("s3cret").allows(given)
 
 
 def test_a_password_may_hold_a_colon() -> None:
-    """Only the name may not."""
     assert Access("a:b").allows(basic("me:a:b"))
 
 
 def test_without_a_token_everybody_may_read() -> None:
-    """Whoever reaches the port."""
     assert Access(None).allows(None)
 
 
@@ -66,5 +63,4 @@ def test_a_loopback_port_without_a_token_answers_to_no_foreign_names(host: str |
 
 
 def test_the_token_does_not_show() -> None:
-    """Not in a log line or a traceback."""
     assert "s3cret" not in repr(Access("s3cret"))

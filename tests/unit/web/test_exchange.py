@@ -56,8 +56,7 @@ def test_nothing_follows_on_a_request_with_a_body_or_one_that_says_so(line: str)
         (b"G" * (HEAD_LIMIT + 1), 431),
     ],
 )
-def test_what_is_no_request_is_told_so(sent: bytes, status: int) -> None:
-    """In the words of HTTP."""
+def test_what_is_no_request_gets_its_status(sent: bytes, status: int) -> None:
     found = asked(sent)
     assert isinstance(found, Answer)
     assert found.status == status

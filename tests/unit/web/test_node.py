@@ -8,8 +8,7 @@ import pytest
 from prometheus_client.registry import CollectorRegistry
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.settings import RendezvousOptions
-from elastic_trainer.web.node import NodeEndpoint
+from elastic_trainer.web.node import EndpointOptions, NodeEndpoint
 
 
 @pytest.mark.parametrize(
@@ -27,4 +26,4 @@ def test_a_token_that_no_reader_could_present_is_refused(tmp_path: Path, content
     file = tmp_path / "token"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=said):
-        NodeEndpoint(RendezvousOptions(metrics_token_file=file), CollectorRegistry())
+        NodeEndpoint(EndpointOptions("127.0.0.1", 0, file, None, None), CollectorRegistry())

@@ -27,8 +27,6 @@ class Figures:
 
 
 class Node:
-    """A node with the workers that the test says."""
-
     def __init__(self, *living: Reading, store: Figures | None = None) -> None:
         self.living = list(living)
         self.collector = NodeCollector(
@@ -41,7 +39,6 @@ class Node:
         )
 
     def samples(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        """Each series once, with its value."""
         found: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         for metric in self.collector.collect():
             for sample in metric.samples:
@@ -83,7 +80,6 @@ def test_all_families_of_a_node_are_there_with_all_their_labels_and_values() -> 
 
 
 def test_the_figures_are_those_of_the_page() -> None:
-    """Counters of the node beside them."""
     node = Node(
         worker(4, step=7, stepped_wall=99.0, step_s=0.5, compute_s=0.25, nonfinite=1, allocated=8, reserved=9),
         store=Figures(),
@@ -106,19 +102,17 @@ def test_the_figures_are_those_of_the_page() -> None:
 
 
 def test_the_phase_is_that_of_the_moment() -> None:
-    """1 for it and 0 for all others."""
     node = Node(worker(phase=Phase.TRAINING, moment=Phase.DATA))
     told = {phase: node.values(families.PHASE, phase=phase) for phase in families.PHASES}
     assert told == {phase: [float(phase == "data")] for phase in families.PHASES}
 
 
-def test_before_the_first_step_a_rank_tells_since_when_it_runs() -> None:
+def test_before_the_first_step_a_rank_shows_when_it_started() -> None:
     """An alert on the age of the last step works from the start."""
     assert Node(worker()).values(families.LAST_STEP) == [50.0]
 
 
 def test_ranks_without_a_place_are_not_there_and_those_that_go_are_gone() -> None:
-    """From the next scrape on: nothing is remembered."""
     node = Node(worker(0), worker(1), reading(rank=-1, pid=9))
     assert node.values(families.STEP, rank="1") == [0]
     assert len(node.values(families.STEP)) == 2
@@ -128,7 +122,7 @@ def test_ranks_without_a_place_are_not_there_and_those_that_go_are_gone() -> Non
     assert node.samples() == {}
 
 
-def test_a_number_that_two_workers_have_for_a_moment_is_told_once() -> None:
+def test_a_rank_that_two_workers_have_for_a_moment_is_exported_once() -> None:
     """One of them has not come into the new round yet; Prometheus would refuse the answer."""
     node = Node(worker(0, rank=2, round=8, step=12), worker(1, rank=2, round=7, step=11))
     assert node.values(families.STEP) == [12]
@@ -142,7 +136,6 @@ def test_a_rank_has_few_series() -> None:
 
 @pytest.mark.parametrize("living", [0, 1, 3])
 def test_both_formats_are_read_by_prometheus_own_parsers(living: int) -> None:
-    """With the same series in both."""
     node = Node(*(worker(number) for number in range(living)), store=Figures())
     wanted = node.samples()
     for text, read in (
@@ -157,7 +150,7 @@ def test_both_formats_are_read_by_prometheus_own_parsers(living: int) -> None:
         assert told == wanted
 
 
-def test_a_process_without_a_store_tells_of_its_ranks_alone() -> None:
+def test_a_process_without_a_store_exports_its_ranks_alone() -> None:
     """A worker that nobody launched."""
     names = {name for name, _ in Node(worker()).samples()}
     assert names == {family.full_name for family in NODE_FAMILIES if "rank" in family.labels}
