@@ -102,7 +102,7 @@ def _complain(error: ElasticTrainerError) -> None:
 
 
 def _finds_it_first(sentence: str) -> bool:
-    """Whether no worker of this node has told this yet: torchrun ends all as soon as one has ended, so nobody may wait.
+    """Whether no worker of this node has printed this yet: torchrun ends all once one has ended, so none may wait.
 
     It gives those that it starts together one directory. Without it the first of the node speaks.
     """
@@ -115,7 +115,7 @@ def _finds_it_first(sentence: str) -> bool:
         return first_of_node
     digest = hashlib.sha256(sentence.encode()).hexdigest()[:16]
     try:
-        (environment.error_file.parent.parent / f"told-{digest}").touch(exist_ok=False)
+        (environment.error_file.parent.parent / f"printed-{digest}").touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:

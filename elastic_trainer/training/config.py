@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from elastic_trainer.checkpoint.retention import BestMode
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import Frozen
 
@@ -18,7 +19,7 @@ _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 class Section(Frozen):
     """Base of all parts of a job's configuration; a task's own options derive from it too.
 
-    Immutable, unknown keys are errors, numbers are finite, and a truth value is never taken for a number
+    Immutable, unknown keys are errors, numbers are finite, and a truth value is never a number
     (YAML reads ``epochs: yes`` as true, which pydantic would otherwise accept as 1).
     """
 
@@ -49,13 +50,6 @@ class Precision(StrEnum):
     FP16 = "fp16"
 
 
-class Mode(StrEnum):
-    """Which of two values of the best metric is the better one."""
-
-    MAX = "max"
-    MIN = "min"
-
-
 class EvaluationConfig(Section):
     """When the test data is evaluated. The end of the run is always evaluated."""
 
@@ -78,7 +72,7 @@ class CheckpointConfig(Section):
     keep_last: int = Field(default=3, ge=1)
     keep_every: int | None = Field(default=None, ge=1, description="also keep every checkpoint of such a step multiple")
     metric: str | None = Field(default=None, description="keep the checkpoint with the best value of it")
-    mode: Mode = Mode.MAX
+    mode: BestMode = BestMode.MAX
     export: bool = Field(default=True, description="write the final and the best model as safetensors beside it")
     require_last_save: bool = Field(default=False, description="fail (73) where the state at the end cannot be saved")
     allow_changed: tuple[Changeable, ...] = Field(
@@ -87,7 +81,7 @@ class CheckpointConfig(Section):
 
 
 class LoggingConfig(Section):
-    """What one sees of a running job."""
+    """What a running job shows."""
 
     every_s: float = Field(default=2.0, gt=0.0, description="least time between two lines of progress")
     loss_every: int = Field(default=10, ge=1, description="steps between two looks at the global loss (a collective)")
@@ -165,7 +159,7 @@ SchedulerConfig = Annotated[ConstantConfig | StepConfig | MultiStepConfig | Cosi
 
 
 class JobConfig(Section):
-    """One job. ``data``, ``model`` and ``options`` are checked by the task (see ``Task``)."""
+    """One job. The task checks ``data``, ``model`` and ``options`` (see ``Task``)."""
 
     task: str = Field(min_length=1, description="a ready-made task, or module:Class of your own")
     seed: int = Field(default=0, ge=0, lt=2**63)

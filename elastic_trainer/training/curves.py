@@ -40,7 +40,6 @@ class Change:
 
     @property
     def label(self) -> str:
-        """For people."""
         ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
         if self.before is not None and self.before != self.world_size:
             ranks = f"{self.before} to {ranks}"

@@ -6,17 +6,18 @@ that the task does not have.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from elastic_trainer.data.sampler import Batch, Fetcher, checked_length
+from elastic_trainer.data.sampler import Batch, Fetcher
+from elastic_trainer.data.sources import MapDataset, checked_length
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.training.loading import did_you_mean
 from elastic_trainer.training.precision import Arithmetic
-from elastic_trainer.training.task import Exhibits, Samples, Task
+from elastic_trainer.training.task import Exhibits, Task
 from elastic_trainer.worker.evaluation import evaluating
 from elastic_trainer.worker.session import Session
 
@@ -25,7 +26,7 @@ EXHIBITED = 8
 
 
 def evaluate(
-    session: Session, task: Task, model: torch.nn.Module, dataset: Samples, batch_size: int, how: Arithmetic
+    session: Session, task: Task, model: torch.nn.Module, dataset: MapDataset, batch_size: int, how: Arithmetic
 ) -> dict[str, float]:
     """The metrics of ``task`` on ``dataset``, equal on all ranks; each sample counts exactly once.
 
@@ -40,21 +41,23 @@ def evaluate(
     return {**means, **task.implied_metrics(means)}
 
 
-def measurable(task: Task, model: torch.nn.Module, dataset: Samples) -> list[str]:
+def measurable(task: Task, model: torch.nn.Module, dataset: MapDataset) -> list[str]:
     """The names of the task's metrics, found by measuring one sample with ``model`` where it is (on the CPU)."""
     first = np.arange(1)
     with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        measured = task.metrics(model, Batch(Fetcher(dataset, torch.device("cpu")), first, first, weight=1.0))
+        measured = task.metrics(model, Batch(Fetcher(dataset, torch.device("cpu")), first, first))
     # One sample may hold nothing to count.
     means = {name: float(total) / (float(count) or 1.0) for name, (total, count) in measured.items()}
     return sorted({**means, **task.implied_metrics(means)})
 
 
-def exhibited(task: Task, model: torch.nn.Module, dataset: Samples, device: torch.device, how: Arithmetic) -> Exhibits:
+def exhibited(
+    task: Task, model: torch.nn.Module, dataset: MapDataset, device: torch.device, how: Arithmetic
+) -> Exhibits:
     """What ``task`` shows of the first samples of ``dataset``."""
     first = np.arange(min(EXHIBITED, checked_length(dataset)))
     with evaluating(model), torch.no_grad(), how.autocast():
-        return task.exhibits(model, Batch(Fetcher(dataset, device), first, first, weight=1.0))
+        return task.exhibits(model, Batch(Fetcher(dataset, device), first, first))
 
 
 def check_metric(wanted: str | None, known: Iterable[str]) -> None:
@@ -62,6 +65,5 @@ def check_metric(wanted: str | None, known: Iterable[str]) -> None:
     names = sorted(known)
     if wanted is None or wanted in names:
         return
-    close = difflib.get_close_matches(wanted, names, n=1)
-    hint = f"did you mean '{close[0]}'?" if close else f"the task measures: {', '.join(names)}"
+    hint = did_you_mean(wanted, names) or f"the task measures: {', '.join(names)}"
     raise ConfigError(f"checkpoint.metric is '{wanted}', which the task does not measure", hint=hint)

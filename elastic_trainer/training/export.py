@@ -1,11 +1,11 @@
-"""The trained model alone, for those who use it elsewhere: parameters and buffers as one safetensors file.
+"""The trained model alone, for use elsewhere: parameters and buffers as one safetensors file.
 
 ``safetensors.torch.load_model(model, path)`` reads it back, tied parameters included.
 
-*Runs in* rank 0, main thread. *Owns* the two files. *Fails by* nothing: the checkpoints hold the same, so that a file
-could not be written is said, and the training goes on.
+*Runs in* rank 0, main thread. *Owns* the two files. *Fails by* nothing: a failed write is logged, since the checkpoints
+hold the same.
 *Invariant*: a file is whole, and holds the model that its name says, at any moment after it first appeared. A rank 0
-that stood still while it wrote, and has been replaced since, does not put its older model in place of a newer one.
+that froze while it wrote, and was replaced since, does not overwrite a newer model with its older one.
 """
 
 from __future__ import annotations

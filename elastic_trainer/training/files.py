@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_trainer.errors import StorageError
+
+
+def finite(value: float | None) -> float | None:
+    """``value``, or None if JSON cannot express it (NaN, infinity)."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 @contextmanager

@@ -8,14 +8,13 @@ checkpoint; the file's lines of forgotten records go at the next write.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.training.config import Mode
-from elastic_trainer.training.files import append, storage_errors, write_atomically
+from elastic_trainer.checkpoint.retention import BestMode
+from elastic_trainer.training.files import append, finite, storage_errors, write_atomically
 
 FILE_NAME = "metrics.jsonl"
 
@@ -36,37 +35,33 @@ class History:
     """The records of a run so far, and the training loss that the next one will report. Equal on all ranks."""
 
     def __init__(self) -> None:
-        self._records: list[Record] = []
+        self.records: list[Record] = []
+        """Oldest first."""
         self._loss_sum = 0.0
         self._loss_samples = 0
         self._awaited: Callable[[], None] | None = None
         self.saved_step: int | None = None
-        """The last step whose record was to be saved on purpose: as the best, or as the end of the run."""
+        """The last step that was to be saved as the best or as the end of the run."""
         self._missed: set[int] = set()
         """Such steps that the storage did not take."""
         self.concluded_step: int | None = None
-        """Behind that step all have met; whoever gets this state goes on from there."""
-
-    @property
-    def records(self) -> Sequence[Record]:
-        """Oldest first."""
-        return tuple(self._records)
+        """After this step all ranks have met; a rank that gets this state does not wait for them again."""
 
     def await_loss(self, observe: Callable[[], None]) -> None:
-        """``observe()`` will take the loss of a committed step into account: behind the next step, where the sum over
-        all ranks has long arrived, or before that is missed, since this state is saved, given to a peer or evaluated.
+        """``observe()`` adds the loss of a committed step: after the next step, when the sum over all ranks is there,
+        or earlier if this state is saved, given to a peer or evaluated.
         """
         self.settle()
         self._awaited = observe
 
     def settle(self) -> None:
-        """Take into account what is awaited."""
+        """Add the awaited loss."""
         observe, self._awaited = self._awaited, None
         if observe is not None:
             observe()
 
     def observe(self, loss: float, samples: int) -> None:
-        """Take into account a committed step on ``samples`` samples with the mean ``loss``."""
+        """Add a committed step on ``samples`` samples with the mean ``loss``."""
         self._loss_sum += loss * samples
         self._loss_samples += samples
 
@@ -75,40 +70,40 @@ class History:
         self.settle()
         loss = self._loss_sum / self._loss_samples if self._loss_samples else None
         record = Record(step, epoch, samples, loss, lr, dict(metrics))
-        self._records.append(record)
+        self.records.append(record)
         self._loss_sum, self._loss_samples = 0.0, 0
         return record
 
     def at(self, step: int) -> Record | None:
         """The record of the state after ``step`` steps."""
-        return next((record for record in reversed(self._records) if record.step == step), None)
+        return next((record for record in reversed(self.records) if record.step == step), None)
 
     def settled(self, step: int, *, saved: bool) -> None:
-        """What was to be saved of ``step`` is, or the storage did not take it."""
+        """``step`` was to be saved, and was, or the storage refused it."""
         self.saved_step = step
         if not saved:
             self._missed.add(step)
 
-    def best(self, metric: str, mode: Mode, *, kept: bool = False) -> Record | None:
+    def best(self, metric: str, mode: BestMode, *, kept: bool = False) -> Record | None:
         """The record with the best value of ``metric``, the earliest of equals; a value that is not a number loses.
 
         ``kept``: of those that can still be had.
         """
         passed_over = self._missed if kept else ()
-        known = [each for each in self._records if _comparable(each, metric) and each.step not in passed_over]
-        sign = 1.0 if mode is Mode.MAX else -1.0
+        known = [each for each in self.records if _comparable(each, metric) and each.step not in passed_over]
+        sign = 1.0 if mode is BestMode.MAX else -1.0
         return max(known, key=lambda record: sign * record.metrics[metric], default=None)
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
-        records = [asdict(record) for record in self._records]
+        records = [asdict(record) for record in self.records]
         sums = {"loss_sum": self._loss_sum, "loss_samples": self._loss_samples}
         steps = {"saved_step": self.saved_step, "concluded_step": self.concluded_step, "missed": sorted(self._missed)}
         return {"records": records, **sums, **steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._awaited = None  # of a step that may not have been made, by the state that comes
-        self._records = [Record(**record) for record in state["records"]]
+        self.records = [Record(**record) for record in state["records"]]
         self._loss_sum, self._loss_samples = float(state["loss_sum"]), int(state["loss_samples"])
         self.saved_step = state["saved_step"]
         self.concluded_step = state.get("concluded_step")  # not in checkpoints of before, like what follows
@@ -120,8 +115,8 @@ class History:
         with storage_errors(path):
             text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         lines = text.splitlines(keepends=True)
-        kept = lines_to_keep(lines, self._records)
-        new = "".join(_line(record, notes) for record in self._records[len(kept) :])
+        kept = lines_to_keep(lines, self.records)
+        new = "".join(_line(record, notes) for record in self.records[len(kept) :])
         if len(kept) == len(lines):
             append(path, new)
         else:
@@ -129,7 +124,7 @@ class History:
 
 
 def lines_to_keep(lines: Sequence[str], records: Sequence[Record]) -> list[str]:
-    """The first of the file's ``lines``, as long as they say what ``records`` say; a torn line never does."""
+    """The first of the file's ``lines`` that agree with ``records``; a torn line never does."""
     kept: list[str] = []
     for line, record in zip(lines, records, strict=False):
         if not line.endswith("\n") or _content(line) != _canonical(_shown(record)):
@@ -143,15 +138,11 @@ def _line(record: Record, notes: Mapping[str, Any]) -> str:
 
 
 def _shown(record: Record) -> dict[str, Any]:
-    """The record as JSON can say it, which has no word for NaN and infinity: null."""
+    """The record as JSON: NaN and infinity are null."""
     values = asdict(record)
-    values["metrics"] = {name: _finite(value) for name, value in record.metrics.items()}
-    values["train_loss"] = _finite(record.train_loss)
+    values["metrics"] = {name: finite(value) for name, value in record.metrics.items()}
+    values["train_loss"] = finite(record.train_loss)
     return values
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _content(line: str) -> str | None:

@@ -66,7 +66,7 @@ def read_job_file(source: str) -> tuple[str, dict[str, Any]]:
     if source not in names:
         raise ConfigError(
             f"there is no ready-made task {source!r} and it is not a .yaml file",
-            hint=_did_you_mean(source, names) or f"ready-made tasks: {', '.join(names)}",
+            hint=did_you_mean(source, names) or f"ready-made tasks: {', '.join(names)}",
         )
     where = f"{source}.yaml"
     return where, _checked_mapping(parse_yaml((shipped / where).read_text(encoding="utf-8"), where), where)
@@ -108,7 +108,7 @@ def _set(target: dict[str, Any], path: Sequence[str], value: Any, text: str) -> 
         if inner is not None and not isinstance(inner, dict):
             name = ".".join(path[: depth + 1])
             raise ConfigError(f"override {text!r}: '{name}' is {inner!r}, which has no parts", hint=f"set {name}=...")
-        target[part] = dict(inner or {})  # a copy: the caller's mapping stays as it was
+        target[part] = dict(inner or {})  # a copy: an alias in the YAML may share it
         target = target[part]
     target[path[-1]] = value
 
@@ -149,7 +149,7 @@ def _explained(
     origin = "command line" if any(name == key or name.startswith(f"{key}.") for key in overridden) else where
     more = f"; {len(problems) - 1} more problem(s) follow" if len(problems) > 1 else ""
     if first["type"] == "extra_forbidden":
-        hint = _did_you_mean(path[-1], _fields_at(kind, first["loc"][:-1])) or "remove it"
+        hint = did_you_mean(path[-1], _fields_at(kind, first["loc"][:-1])) or "remove it"
         return ConfigError(f"{origin}: unknown key '{name}'", hint=hint + more)
     if first["type"] in ("missing", "union_tag_not_found"):
         name += ".name" if first["type"] == "union_tag_not_found" else ""
@@ -157,7 +157,7 @@ def _explained(
     if first["type"] == "union_tag_invalid":
         context = first["ctx"]
         tag, known = context["tag"], context["expected_tags"].replace("'", "").split(", ")
-        hint = _did_you_mean(tag, known) or f"choose from {', '.join(known)}"
+        hint = did_you_mean(tag, known) or f"choose from {', '.join(known)}"
         return ConfigError(f"{origin}: '{name}.name' is {tag!r}, which is not known", hint=hint + more)
     message = first["msg"].removeprefix("Value error, ")
     if not path:
@@ -200,7 +200,8 @@ def _nested(model: type[BaseModel], name: int | str) -> list[type[BaseModel]]:
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
-def _did_you_mean(word: object, known: Iterable[str]) -> str | None:
+def did_you_mean(word: object, known: Iterable[str]) -> str | None:
+    """A hint with the nearest of the ``known`` words, if one is near."""
     close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else None
 

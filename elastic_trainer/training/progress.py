@@ -1,7 +1,7 @@
-"""What one sees of a running job: a bar on a terminal, otherwise one log line at a bounded rate.
+"""What a running job shows: a bar on a terminal, otherwise log lines at a bounded rate.
 
 *Runs in* rank 0, main thread (the bar refreshes itself from a thread of rich). *Owns* the bar and, while it shows,
-standard error. *Fails by* nothing: a report is never worth a training run.
+standard error. *Fails by* nothing: a report never ends a training run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -39,22 +39,20 @@ class ProgressMoment:
 class StepRate:
     """Samples and steps per second over about the last ten seconds, so that a change of the world shows."""
 
-    def __init__(self, clock: Clock = SYSTEM, window_s: float = _WINDOW_S) -> None:
+    def __init__(self, clock: Clock = SYSTEM) -> None:
         self._clock = clock
-        self._window_s = window_s
         self._marks: list[tuple[float, int, int]] = []
-        self._samples = 0
-        self._steps = 0
+        self._samples = self._steps = 0
 
     def count(self, samples: int) -> None:
-        """Take one more step on ``samples`` samples into account; from the end of the first one on time is taken."""
+        """One more committed step on ``samples`` samples; time counts from the end of the first."""
         self._samples += samples
         self._steps += 1
         if not self._marks:
             self._marks.append((self._clock.monotonic(), self._samples, self._steps))
 
     def read(self) -> tuple[float, float]:
-        """Samples per second and steps per second; zeros where too little was counted to tell."""
+        """Samples and steps per second; zeros while too little was counted."""
         if not self._marks:
             return 0.0, 0.0
         now = self._clock.monotonic()
@@ -64,56 +62,43 @@ class StepRate:
             return 0.0, 0.0
         rates = (self._samples - samples) / elapsed, (self._steps - steps) / elapsed
         self._marks.append((now, self._samples, self._steps))
-        while len(self._marks) > 1 and now - self._marks[1][0] >= self._window_s:
+        while len(self._marks) > 1 and now - self._marks[1][0] >= _WINDOW_S:
             self._marks.pop(0)
         return rates
 
 
-class TrainingProgress(Protocol):
-    """One way to show a run."""
+class TrainingProgress:
+    """One way to show a run. This one shows nothing: for ranks other than 0, and on request."""
 
     def due(self) -> bool:
-        """Whether a report would be shown now; what is costly to find out (the loss) is asked for only then."""
-        ...
+        """Whether a report would be shown now; called after each step, the report's costly loss is read only then."""
+        return False
 
-    def count(self, samples: int) -> None:
-        """Take one more committed step on ``samples`` samples into account; cheap, called at each."""
-        ...
-
-    def report(self, moment: ProgressMoment, loss: float) -> None:
-        """Show where the run stands."""
-        ...
+    def report(self, moment: ProgressMoment, loss: float, rate: tuple[float, float]) -> None:
+        """Show where the run stands; ``rate``: samples and steps per second."""
 
     def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
         """Show the result of an evaluation."""
-        ...
 
     def close(self) -> None:
         """Nothing more comes."""
-        ...
 
 
-class Lines:
+class Lines(TrainingProgress):
     """Log lines, at most one per ``every_s`` seconds from the first step on; evaluations always."""
 
     def __init__(self, every_s: float, clock: Clock = SYSTEM) -> None:
-        self._every_s = every_s
-        self._clock = clock
-        self._next = math.inf  # before the first step there is no speed to tell, and that step may last
-        self._rate = StepRate(clock)
+        self._every_s, self._clock = every_s, clock
+        self._next = math.inf  # before the first step there is no speed to show, and that step may last
 
     def due(self) -> bool:
-        return self._clock.monotonic() >= self._next
-
-    def count(self, samples: int) -> None:
-        self._rate.count(samples)
         if self._next == math.inf:
             self._next = self._clock.monotonic() + self._every_s
+        return self._clock.monotonic() >= self._next
 
-    def report(self, moment: ProgressMoment, loss: float) -> None:
+    def report(self, moment: ProgressMoment, loss: float, rate: tuple[float, float]) -> None:
         self._next = self._clock.monotonic() + self._every_s
-        samples_per_s, steps_per_s = self._rate.read()
-        left = (moment.steps - moment.step) / steps_per_s if steps_per_s else None
+        samples_per_s, steps_per_s = rate
         logs.logger().info(
             "training.progressed",
             step=moment.step,
@@ -123,26 +108,21 @@ class Lines:
             samples_per_s=round(samples_per_s, 1),
             world_size=moment.world_size,
             round=moment.round,
-            eta_s=None if left is None else round(left, 1),
+            eta_s=round((moment.steps - moment.step) / steps_per_s, 1) if steps_per_s else None,
         )
 
     def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
         values = {name: round(value, 6) for name, value in metrics.items()}
         logs.logger().info("training.evaluated", step=moment.step, epoch=moment.epoch, metrics=values)
 
-    def close(self) -> None:
-        """Nothing to give back."""
 
-
-class Terminal:
+class Terminal(TrainingProgress):
     """A bar at the bottom of the terminal; log lines scroll by above it."""
 
     _EVERY_S = 0.1
 
-    def __init__(self, console: Console, clock: Clock = SYSTEM) -> None:
-        self._clock = clock
+    def __init__(self, console: Console) -> None:
         self._next = 0.0
-        self._rate = StepRate(clock)
         self._metrics = ""
         self._bar = Bar(
             TextColumn("epoch {task.fields[epoch]}"),
@@ -159,22 +139,18 @@ class Terminal:
         logs.configure(sys.stderr)  # the bar has put itself in its place, so that log lines scroll by above
 
     def due(self) -> bool:
-        return self._clock.monotonic() >= self._next
+        return SYSTEM.monotonic() >= self._next
 
-    def count(self, samples: int) -> None:
-        self._rate.count(samples)
-
-    def report(self, moment: ProgressMoment, loss: float) -> None:
-        self._next = self._clock.monotonic() + self._EVERY_S
-        world = f"{moment.world_size} rank{'s' * (moment.world_size != 1)}, round {moment.round}"
+    def report(self, moment: ProgressMoment, loss: float, rate: tuple[float, float]) -> None:
+        self._next = SYSTEM.monotonic() + self._EVERY_S
         self._bar.update(
             self._row,
             total=moment.steps,
             completed=moment.step,
             epoch=moment.epoch,
             loss=loss,
-            rate=self._rate.read()[0],
-            world=world,
+            rate=rate[0],
+            world=f"{moment.world_size} rank{'s' * (moment.world_size != 1)}, round {moment.round}",
             metrics=self._metrics,
         )
 
@@ -187,29 +163,10 @@ class Terminal:
         logs.configure()
 
 
-class Silent:
-    """Shows nothing: ranks other than 0, or on request."""
-
-    def due(self) -> bool:
-        return False
-
-    def count(self, samples: int) -> None:
-        """Nobody asks."""
-
-    def report(self, moment: ProgressMoment, loss: float) -> None:
-        """Nobody looks."""
-
-    def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
-        """Nobody looks."""
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-
-def progress(config: LoggingConfig, *, leader: bool, stream: TextIO | None = None) -> TrainingProgress:
-    """The way to show a run on ``stream`` (default: standard error) to whoever watches this rank."""
-    if not leader or config.progress == "none":
-        return Silent()
+def progress(config: LoggingConfig, stream: TextIO | None = None) -> TrainingProgress:
+    """The way to show a run on ``stream`` (default: standard error)."""
+    if config.progress == "none":
+        return TrainingProgress()
     console = Console(file=stream if stream is not None else sys.stderr)
     bar = config.progress == "bar" or (config.progress == "auto" and console.is_terminal)
     return Terminal(console) if bar else Lines(config.every_s)

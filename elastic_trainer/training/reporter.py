@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from elastic_trainer.training.config import LoggingConfig
-from elastic_trainer.training.progress import ProgressMoment, Silent, StepRate, TrainingProgress, progress
+from elastic_trainer.training.progress import ProgressMoment, StepRate, TrainingProgress, progress
 from elastic_trainer.training.step_log import StepLog
 from elastic_trainer.training.task import Exhibits
 from elastic_trainer.training.tensorboard import TensorBoard
@@ -22,21 +22,20 @@ class Reporter:
         self._config, self._directory = config, directory
         self._leads = False
         self._round: int | None = None
-        self._progress: TrainingProgress = Silent()
+        self._progress = TrainingProgress()
         self._log: StepLog | None = None
         self._board: TensorBoard | None = None
         self._rate = StepRate()
 
     @property
     def wants_exhibits(self) -> bool:
-        """Whether anybody would show what a task exhibits."""
         return self._board is not None
 
     def lead(self, leads: bool, moment: ProgressMoment, reason: str) -> None:
-        """Tell, or stop telling, as rank 0 moves; ``reason`` is that of the present round."""
+        """Begin to report, or stop, as rank 0 moves; ``reason`` is that of the present round."""
         if leads and not self._leads:
             self.close()
-            self._progress = progress(self._config, leader=True)
+            self._progress, self._rate = progress(self._config), StepRate()
             self._log = StepLog(self._directory)
             self._board = TensorBoard(self._directory, moment.step) if self._config.tensorboard else None
         elif self._leads and not leads:
@@ -47,18 +46,15 @@ class Reporter:
         self._round = moment.round
 
     def counted(self, samples: int) -> None:
-        """One more step was committed, on ``samples`` samples."""
-        self._progress.count(samples)
         self._rate.count(samples)
 
     @property
     def due(self) -> bool:
-        """Whether people want to know where the run stands."""
+        """Whether it is time to show where the run stands."""
         return self._progress.due()
 
     def stands(self, moment: ProgressMoment, loss: float) -> None:
-        """Show where the run stands."""
-        self._progress.report(moment, loss)
+        self._progress.report(moment, loss, self._rate.read())
 
     def looked(self, moment: ProgressMoment, loss: float, lr: float) -> None:
         """The loss of the step at ``moment`` is known, about a step later."""
@@ -70,7 +66,6 @@ class Reporter:
             self._board.loss(moment, loss, lr, samples_per_s)
 
     def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float], exhibits: Exhibits) -> None:
-        """The result of an evaluation."""
         self._progress.evaluated(moment, metrics)
         if self._log is not None:
             self._log.evaluated(moment, metrics)
@@ -78,8 +73,7 @@ class Reporter:
             self._board.evaluated(moment, metrics, exhibits)
 
     def close(self) -> None:
-        """Nothing more comes from here."""
         self._progress.close()
         if self._board is not None:
             self._board.close()
-        self._progress, self._log, self._board = Silent(), None, None
+        self._progress, self._log, self._board = TrainingProgress(), None, None

@@ -46,7 +46,7 @@ def epochs_done(cursor: Cursor, samples: int) -> int:
 def evaluation_due(config: EvaluationConfig, length: RunLength, cursor: Cursor, step: int) -> bool:
     """Whether the state after ``step`` steps, at ``cursor``, is to be evaluated.
 
-    A function of the position alone: whoever resumes between a step and its evaluation finds it still due.
+    A function of the position alone: a run resumed between a step and its evaluation finds it still due.
     """
     if step == 0:
         return False

@@ -1,6 +1,6 @@
-"""``steps.jsonl``: what a run did, as it went: losses of steps that were looked at, evaluations, changes of its ranks.
+"""``steps.jsonl``: what a run did: some losses, evaluations, changes of its ranks.
 
-Unlike ``metrics.jsonl`` it is no part of the state: a run that falls back to a checkpoint writes its steps again, and
+Unlike ``metrics.jsonl`` it is not part of the state: a run that falls back to a checkpoint writes its steps again, and
 both tries stay. One JSON object a line, of a ``kind``:
 
 - ``loss``: step, epoch, loss (null: not finite), lr, samples_per_s, world_size, round, wall
@@ -8,21 +8,20 @@ both tries stay. One JSON object a line, of a ``kind``:
 - ``round``: a change of the ranks; step, world_size, round, reason, wall
 
 *Runs in* rank 0, main thread, also when rank 0 moves to another node. *Owns* the file.
-*Fails by* nothing: a log is never worth a training run. Lines that the disk refuses are lost; the first of them is
-logged.
+*Fails by* nothing: a log never ends a training run. Lines that the disk refuses are lost; the first is logged.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.clock import SYSTEM
 from elastic_trainer.telemetry import logs
+from elastic_trainer.training.files import finite
 from elastic_trainer.training.progress import ProgressMoment
 
 FILE_NAME = "steps.jsonl"
@@ -31,29 +30,26 @@ FILE_NAME = "steps.jsonl"
 class StepLog:
     """Appends to the file in ``directory``."""
 
-    def __init__(self, directory: Path, clock: Clock = SYSTEM) -> None:
-        self._path, self._clock = directory / FILE_NAME, clock
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / FILE_NAME
         self._refused = False
         self._whole = False
         """Whether the file is known to end with a whole line."""
 
     def loss(self, moment: ProgressMoment, loss: float, lr: float, samples_per_s: float) -> None:
         """The global mean loss of the step that was committed at ``moment``."""
-        self._write(
-            "loss", moment, epoch=moment.epoch, loss=_finite(loss), lr=lr, samples_per_s=round(samples_per_s, 1)
-        )
+        self._write("loss", moment, epoch=moment.epoch, loss=finite(loss), lr=lr, samples_per_s=round(samples_per_s, 1))
 
     def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
-        """The result of an evaluation."""
-        values = {name: _finite(value) for name, value in metrics.items()}
+        values = {name: finite(value) for name, value in metrics.items()}
         self._write("evaluation", moment, epoch=moment.epoch, metrics=values)
 
     def round(self, moment: ProgressMoment, reason: str) -> None:
-        """From this moment on the ranks are others, because of ``reason``."""
+        """The ranks changed, because of ``reason``."""
         self._write("round", moment, reason=reason)
 
     def _write(self, kind: str, moment: ProgressMoment, **values: Any) -> None:
-        where = {"world_size": moment.world_size, "round": moment.round, "wall": self._clock.wall()}
+        where = {"world_size": moment.world_size, "round": moment.round, "wall": SYSTEM.wall()}
         self._append(json.dumps({"kind": kind, "step": moment.step, **values, **where}, allow_nan=False) + "\n")
 
     def _append(self, text: str) -> None:
@@ -75,7 +71,3 @@ def _ends_whole(file: IO[bytes]) -> bool:
         return True
     file.seek(size - 1)
     return file.read(1) == b"\n"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -6,11 +6,11 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
-from elastic_trainer.data.sources import SeekableStream
+from elastic_trainer.data.sources import MapDataset, SeekableStream
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.training.config import JobConfig, Section
 from elastic_trainer.training.loading import READY_MADE, checked
@@ -18,25 +18,17 @@ from elastic_trainer.training.optimization import build_optimizer, build_schedul
 from elastic_trainer.training.schedule import RunLength
 
 
-class Samples(Protocol):
-    """A map-style data set, such as any ``torch.utils.data.Dataset`` with a length; item ``i`` is always the same."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Datasets:
     """What to train on (map-style, or a stream in its own order) and what to evaluate on."""
 
-    train: Samples | SeekableStream
-    test: Samples
+    train: MapDataset | SeekableStream
+    test: MapDataset
 
 
 @dataclass(frozen=True, slots=True)
 class Exhibits:
-    """What people would rather see than read, by name: images of (3, height, width) bytes on the CPU, and texts."""
+    """What to show, by name: images of (3, height, width) bytes on the CPU, and texts."""
 
     images: Mapping[str, torch.Tensor] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -81,15 +73,13 @@ class Task(ABC):
     """What the job file may say under ``options:``; an instance of it becomes ``self.options``."""
 
     def __init__(self, config: JobConfig) -> None:
-        self.data_options: Any = _section(self.Data, config, "data")
-        self.model_options: Any = _section(self.Model, config, "model")
-        self.options: Any = _section(self.Options, config, "options")
-        filled = {
-            "data": self.data_options.model_dump(mode="json"),
-            "model": self.model_options.model_dump(mode="json"),
-            "options": self.options.model_dump(mode="json"),
-        }
-        self.config = config.model_copy(update=filled)
+        kinds = {"data": self.Data, "model": self.Model, "options": self.Options}
+        where = f"task {config.task}"
+        own = {name: checked(kind, getattr(config, name), where, prefix=f"{name}.") for name, kind in kinds.items()}
+        self.data_options: Any = own["data"]
+        self.model_options: Any = own["model"]
+        self.options: Any = own["options"]
+        self.config = config.model_copy(update={name: each.model_dump(mode="json") for name, each in own.items()})
         self.config = _completed(self.config, self.implied_config())
         """The configuration with this task's own sections, and what follows from them, filled in."""
 
@@ -146,10 +136,6 @@ class Task(ABC):
     ) -> torch.optim.lr_scheduler.LRScheduler | None:
         """The learning rate schedule, advanced once per optimizer step; by default what ``scheduler:`` says."""
         return build_scheduler(self.config.scheduler, optimizer, length)
-
-
-def _section(kind: type[Section], config: JobConfig, name: str) -> Section:
-    return checked(kind, getattr(config, name), f"task {config.task}", prefix=f"{name}.")
 
 
 def _completed(config: JobConfig, implied: Mapping[str, Any]) -> JobConfig:

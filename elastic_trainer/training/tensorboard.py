@@ -48,7 +48,6 @@ class TensorBoard:
             self._scalars("train", {**values, "world size": moment.world_size, "round": moment.round}, moment.step)
 
     def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float], exhibits: Exhibits) -> None:
-        """The result of an evaluation."""
         with self._unless_refused():
             self._scalars("test", metrics, moment.step)
             if self._writer is None:
@@ -60,7 +59,6 @@ class TensorBoard:
             self._writer.flush()
 
     def close(self) -> None:
-        """Write what is still in memory."""
         with self._unless_refused():
             if self._writer is not None:
                 self._writer.close()
@@ -73,7 +71,7 @@ class TensorBoard:
 
     @contextmanager
     def _unless_refused(self) -> Iterator[None]:
-        """Give up at the first error, which the writer's thread may have met a while ago, and raises for ever."""
+        """Give up at the first error, which the writer's thread may have met earlier, and raises forever."""
         try:
             yield
         except OSError as error:

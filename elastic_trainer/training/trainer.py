@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.checkpoint.retention import BestMode as BestMode
 from elastic_trainer.checkpoint.retention import Retention
 from elastic_trainer.clock import SYSTEM
-from elastic_trainer.data.sampler import Batch, checked_length
-from elastic_trainer.data.sources import is_stream
+from elastic_trainer.data.sampler import Batch
+from elastic_trainer.data.sources import checked_length, is_stream
 from elastic_trainer.errors import StorageError
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.telemetry import logs
@@ -104,7 +103,7 @@ class Trainer:
                     keep_last=checkpoint.keep_last,
                     keep_every=checkpoint.keep_every,
                     metric=checkpoint.metric,
-                    mode=BestMode(checkpoint.mode),
+                    mode=checkpoint.mode,
                 ),
                 require_last_save=checkpoint.require_last_save,
             ),
@@ -140,19 +139,14 @@ class Run:
         self._named = False
         if session.is_rank0:
             self._write_history()
-        self._place: tuple[bool, int] | None = None
         self.reporter = Reporter(self.config.logging, trainer.directory)
         self._lead()
 
     def _lead(self) -> None:
-        """What is told is told where rank 0 is, also when it moves."""
-        place = self.session.is_rank0, self.session.round
-        if place != self._place:
-            self._place = place
-            self.reporter.lead(self.session.is_rank0, self._moment(), self.session.round_reason)
+        """Rank 0 reports, also when it moves."""
+        self.reporter.lead(self.session.is_rank0, self._moment(), self.session.round_reason)
 
     def train(self) -> None:
-        """The loop."""
         self._settle()  # a checkpoint may lie between a step and its evaluation
         for batch in self._batches():
             with self.session.step() as step:
@@ -166,7 +160,7 @@ class Run:
                 if self.config.clip_norm is not None:
                     step.clip(self.config.clip_norm)
                 self.job.optimizer.step()
-                self.history.settle()  # the loss of a step before: asked for at once, all would wait for all
+                self.history.settle()  # the loss of an earlier step: read at once, all ranks would wait for all
                 if looks and step.committed:
                     seen = self._moment(), self._lr, batch.global_size
                     self.history.await_loss(partial(self._looked, step.later_loss(), *seen))
@@ -176,14 +170,13 @@ class Run:
         self._conclude()
 
     def close(self) -> None:
-        """Tell what is still to be told: a rank may leave behind a step whose loss was looked at."""
+        """Report what is left: a rank may leave after a step whose loss was not read yet."""
         try:
             self.history.settle()
         finally:
             self.reporter.close()
 
     def report(self) -> dict[str, Any]:
-        """What came of the run, as plain values."""
         session, records = self.session, self.history.records
         checkpoint = self.config.checkpoint
         best = self.history.best(checkpoint.metric, checkpoint.mode) if checkpoint.metric is not None else None
@@ -222,7 +215,7 @@ class Run:
                 yield batch
 
     def _name_config(self) -> None:
-        """Write what is trained, once it is known to fit what is resumed: a job that is refused leaves no trace."""
+        """Write the configuration once it fits what is resumed: a job that is refused leaves no trace."""
         if self.session.is_rank0 and not self._named:
             with _logged(CONFIG_FILE):
                 write_atomically(self.job.directory / CONFIG_FILE, as_yaml(self.config))
@@ -275,7 +268,7 @@ class Run:
             self._make_up()
 
     def _make_up(self) -> None:
-        """Write what a rank 0 before this one did not come to, where the run still stands at what is saved."""
+        """Write the exports that an earlier rank 0 did not get to, while the run stands at the saved step."""
         step = self.session.step_number
         if self.history.saved_step != step or not self._exports:
             return
@@ -284,7 +277,7 @@ class Run:
             self._export(missing, last.metrics)
 
     def _conclude(self) -> None:
-        """Behind the last step: once all are here nobody writes any more, and rank 0 may have moved meanwhile."""
+        """After the last step: once all ranks are here none writes any more, and rank 0 may have moved meanwhile."""
         step = self.session.step_number
         if self.history.concluded_step != step:  # else the others, who gave this rank its state, have met already
             self.session.barrier()
@@ -300,7 +293,7 @@ class Run:
         return self._is_best() or self._finished()
 
     def _evaluate(self) -> None:
-        self.history.settle()  # else the loss would be told of behind the evaluation, and at its speed
+        self.history.settle()  # else the loss would be reported after the evaluation, with its speed
         step, cursor, length = self.session.step_number, self.session.cursor, self.job.length
         job = self.job
         size = self.config.evaluation.batch_size
@@ -329,7 +322,7 @@ class Run:
 
     @property
     def _result(self) -> torch.nn.Module:
-        """The model that counts: what is evaluated, without what averages gradients."""
+        """The evaluated model, without its DDP wrapper."""
         return self.session.module if self.config.average is None else self.session.average
 
     def _is_best(self) -> bool:
@@ -371,7 +364,7 @@ class Run:
 
 @contextmanager
 def _logged(name: str) -> Iterator[None]:
-    """A file beside the checkpoints is never worth the training: that it cannot be written is logged."""
+    """A file beside the checkpoints never ends the training: a failed write is logged."""
     try:
         yield
     except StorageError as error:

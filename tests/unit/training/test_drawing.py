@@ -56,7 +56,6 @@ def test_without_a_name_it_goes_beside_the_run(run: Path) -> None:
 def test_a_mistake_is_one_sentence(
     run: Path, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the exit code for wrong configuration."""
     assert main(["plot", str(run), *arguments]) == EXIT_CONFIG
     said = capsys.readouterr().err
     assert sentence in said
@@ -64,7 +63,6 @@ def test_a_mistake_is_one_sentence(
 
 
 def test_a_place_that_cannot_be_written_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One sentence, and the exit code for storage."""
     assert main(["plot", str(run), "--output", str(run / "no" / "such" / "x.svg")]) == 73
     assert "cannot be written" in capsys.readouterr().err
 
@@ -85,14 +83,13 @@ def moment(step: int) -> ProgressMoment:
 
 
 def test_tensorboard_gets_scalars_images_and_texts(tmp_path: Path) -> None:
-    """At the steps they belong to."""
-    telling = Reporter(LoggingConfig(progress="none", tensorboard=True), tmp_path)
-    telling.lead(True, moment(0), "")
-    assert telling.wants_exhibits
-    telling.looked(moment(10), 0.5, 0.25)
+    reporter = Reporter(LoggingConfig(progress="none", tensorboard=True), tmp_path)
+    reporter.lead(True, moment(0), "")
+    assert reporter.wants_exhibits
+    reporter.looked(moment(10), 0.5, 0.25)
     exhibits = Exhibits({"points": torch.zeros(3, 4, 5, dtype=torch.uint8)}, {"sample": "To be"})
-    telling.evaluated(moment(10), {"accuracy": 0.75}, exhibits)
-    telling.close()
+    reporter.evaluated(moment(10), {"accuracy": 0.75}, exhibits)
+    reporter.close()
     scalars, tags = points(tmp_path)
     assert scalars["train/loss"] == [(10, 0.5)]
     assert scalars["train/learning rate"] == [(10, 0.25)]
@@ -114,8 +111,7 @@ def test_points_behind_a_checkpoint_that_was_fallen_back_to_are_hidden(tmp_path:
     assert points(tmp_path)[0]["train/loss"] == [(10, 3.0), (20, 1.0)]
 
 
-def test_without_the_extra_the_mistake_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the command that installs it."""
+def test_without_the_extra_the_mistake_is_found_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"tensorboard is not installed .*elastic-trainer\[tensorboard\]"):
         check_installed()

@@ -25,7 +25,6 @@ def tied() -> nn.Module:
 
 
 def test_a_model_comes_back_with_its_buffers_and_tied_parameters(tmp_path: Path) -> None:
-    """Bit by bit, with what is known about it beside it; nothing else is left in the directory."""
     model, twin = tied(), tied()
     path = tmp_path / "final.safetensors"
     assert export(model, path, 7, {"accuracy": 0.5})

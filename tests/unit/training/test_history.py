@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from elastic_trainer.checkpoint.retention import BestMode
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, StorageError
-from elastic_trainer.training.config import Mode
 from elastic_trainer.training.history import FILE_NAME, History, lines_to_keep
 
 
@@ -27,7 +27,6 @@ def _lines(directory: Path) -> list[dict[str, Any]]:
 
 
 def test_the_training_loss_is_a_mean_over_samples_since_the_last_record() -> None:
-    """A smaller batch counts for less, and each record begins anew."""
     history = History()
     history.observe(1.0, 30)
     history.observe(4.0, 10)
@@ -81,19 +80,18 @@ def test_the_best_that_is_kept_is_none_that_the_storage_refused() -> None:
     assert history.saved_step == steps[1]
     copy = History()
     copy.load_state_dict(json.loads(json.dumps(history.state_dict())))
-    kept, best = copy.best("accuracy", Mode.MAX, kept=True), copy.best("accuracy", Mode.MAX)
+    kept, best = copy.best("accuracy", BestMode.MAX, kept=True), copy.best("accuracy", BestMode.MAX)
     assert (kept and kept.step, best and best.step) == (steps[2], steps[1])
 
 
 def test_the_best_is_the_earliest_of_equals_and_never_nan() -> None:
-    """Both modes; a metric that is missing or not a number is never best."""
     history = _history(0.5, 0.9, 0.9, float("nan"), 0.1)
-    best, worst = history.best("accuracy", Mode.MAX), history.best("accuracy", Mode.MIN)
+    best, worst = history.best("accuracy", BestMode.MAX), history.best("accuracy", BestMode.MIN)
     assert best is not None
     assert best.step == 20
     assert worst is not None
     assert worst.step == 50
-    assert history.best("loss", Mode.MAX) is None
+    assert history.best("loss", BestMode.MAX) is None
 
 
 def test_each_record_becomes_one_line_with_notes(tmp_path: Path) -> None:
@@ -153,7 +151,6 @@ def test_values_that_json_cannot_say_are_null_and_still_recognised(tmp_path: Pat
 
 
 def test_a_directory_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
-    """The error says which file, and has the exit code for it."""
     (tmp_path / FILE_NAME).mkdir()
     with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written") as caught:
         _history(0.1).write(tmp_path, {})

@@ -23,7 +23,6 @@ from elastic_trainer.training.identity import TaskIdentity, changed
     ],
 )
 def test_a_change_is_said_in_one_sentence(was: Any, now: Any, sentence: str | None) -> None:
-    """Of lists what was added and removed, of other values both."""
     said = changed("classes", was, now)
     assert said is None if sentence is None else said is not None and sentence in said
 

@@ -19,7 +19,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, directory: Path | None, rank: int) 
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(directory / str(rank) / "error.json"))
 
 
-def test_whoever_finds_a_mistake_first_tells_it(
+def test_the_first_rank_to_find_a_mistake_prints_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nobody waits for the first of the node, which torchrun may have ended by then; another mistake is told as well,
@@ -33,7 +33,7 @@ def test_whoever_finds_a_mistake_first_tells_it(
     assert told == [1, 0, 1, 1]
 
 
-def test_without_torchrun_the_first_of_the_node_tells_it(
+def test_without_torchrun_the_first_of_the_node_prints_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Other launchers start each rank by itself; alone, a process is the first."""

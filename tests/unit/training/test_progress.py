@@ -5,31 +5,14 @@ from __future__ import annotations
 import io
 import json
 import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from elastic_trainer.telemetry import logs
 from elastic_trainer.training.config import LoggingConfig
-from elastic_trainer.training.progress import Lines, ProgressMoment, Silent, StepRate, Terminal, progress
-
-
-class _Clock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def wall(self) -> float:
-        return self.now
-
-    def wait(self, event: threading.Event, timeout_s: float) -> bool:
-        self.now += timeout_s
-        return event.is_set()
+from elastic_trainer.training.progress import Lines, ProgressMoment, StepRate, Terminal, TrainingProgress, progress
+from tests.support.memory_store import ManualClock
 
 
 @pytest.fixture
@@ -45,26 +28,25 @@ def _moment(step: int) -> ProgressMoment:
 
 
 def test_a_rate_follows_a_change_within_its_window() -> None:
-    """After half the ranks are gone the rate of the past does not linger."""
-    clock = _Clock()
-    rate = StepRate(clock, window_s=10.0)
+    clock = ManualClock()
+    rate = StepRate(clock)
     assert rate.read() == (0.0, 0.0)
     for samples in [64] * 20 + [32] * 20:
         rate.count(samples)
-        clock.now += 1.0
+        clock.advance(1.0)
         last = rate.read()
     assert last == pytest.approx((32.0, 1.0), rel=0.1)
 
 
-def test_lines_come_at_most_every_so_often(log: io.StringIO) -> None:
+def test_lines_come_at_most_once_a_period(log: io.StringIO) -> None:
     """Ten seconds of steps every 0.1 s give five lines at a period of 2 s, each complete."""
-    clock = _Clock()
-    lines = Lines(2.0, clock)
+    clock = ManualClock()
+    lines, rate = Lines(2.0, clock), StepRate(clock)
     for step in range(1, 101):
-        clock.now += 0.1
-        lines.count(32)
+        clock.advance(0.1)
+        rate.count(32)
         if lines.due():
-            lines.report(_moment(step), loss=0.5)
+            lines.report(_moment(step), 0.5, rate.read())
     written = [json.loads(line) for line in log.getvalue().splitlines()]
     assert 4 <= len(written) <= 5
     last = written[-1]
@@ -74,46 +56,40 @@ def test_lines_come_at_most_every_so_often(log: io.StringIO) -> None:
     assert last["eta_s"] == pytest.approx((100 - last["step"]) * 0.1, rel=0.15, abs=0.2)
 
 
-def test_no_line_tells_a_speed_that_is_not_known_yet(log: io.StringIO) -> None:
+def test_no_line_shows_a_speed_that_is_not_known_yet(log: io.StringIO) -> None:
     """The first step may take longer than the period, and its samples are not counted over no time at all."""
-    clock = _Clock()
-    lines = Lines(2.0, clock)
+    clock = ManualClock()
+    lines, rate = Lines(2.0, clock), StepRate(clock)
     for step in range(1, 31):
-        clock.now += 5.0 if step == 1 else 0.1
-        lines.count(32)
+        clock.advance(5.0 if step == 1 else 0.1)
+        rate.count(32)
         if lines.due():
-            lines.report(_moment(step), loss=0.5)
+            lines.report(_moment(step), 0.5, rate.read())
     (line,) = [json.loads(line) for line in log.getvalue().splitlines()]
     assert line["samples_per_s"] == pytest.approx(320.0)
 
 
-def test_an_evaluation_is_always_told(log: io.StringIO) -> None:
-    """Evaluations are rare and do not wait for their turn."""
-    Lines(1e9, _Clock()).evaluated(_moment(7), {"accuracy": 0.123456789})
+def test_an_evaluation_is_always_logged(log: io.StringIO) -> None:
+    Lines(1e9, ManualClock()).evaluated(_moment(7), {"accuracy": 0.123456789})
     line = json.loads(log.getvalue())
     assert (line["event"], line["step"], line["metrics"]) == ("training.evaluated", 7, {"accuracy": 0.123457})
 
 
-def test_only_the_leader_shows_anything_and_only_a_terminal_gets_a_bar() -> None:
-    """The choice follows from the rank, the stream and the configuration."""
-    auto = LoggingConfig()
-    assert isinstance(progress(auto, leader=False), Silent)
-    assert isinstance(progress(LoggingConfig(progress="none"), leader=True), Silent)
-    assert isinstance(progress(auto, leader=True, stream=io.StringIO()), Lines)
+def test_only_a_terminal_gets_a_bar() -> None:
+    assert type(progress(LoggingConfig(progress="none"))) is TrainingProgress
+    assert isinstance(progress(LoggingConfig(), io.StringIO()), Lines)
 
 
 def test_a_bar_shows_where_the_run_stands_and_gives_standard_error_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step, loss, world and metrics are on the bar; afterwards standard error is what it was."""
     monkeypatch.setenv("COLUMNS", "200")
     stream, before = io.StringIO(), sys.stderr
-    bar = progress(LoggingConfig(progress="bar"), leader=True, stream=stream)
+    bar = progress(LoggingConfig(progress="bar"), stream)
     assert isinstance(bar, Terminal)
-    bar.count(32)
     assert bar.due()
     bar.evaluated(_moment(40), {"accuracy": 0.875})
-    bar.report(_moment(41), loss=0.25)
+    bar.report(_moment(41), 0.25, (320.0, 10.0))
     bar.close()
     assert sys.stderr is before
     shown = stream.getvalue()
-    for part in ("41/100", "loss 0.2500", "3 ranks, round 4", "accuracy 0.8750"):
+    for part in ("41/100", "loss 0.2500", "320 samples/s", "3 ranks, round 4", "accuracy 0.8750"):
         assert part in shown

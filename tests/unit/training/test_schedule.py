@@ -15,6 +15,7 @@ from elastic_trainer.training.config import (
     EvaluationConfig,
     JobConfig,
     MultiStepConfig,
+    SchedulerConfig,
     StepConfig,
 )
 from elastic_trainer.training.optimization import rate_factor
@@ -37,7 +38,6 @@ def _job(**values: object) -> JobConfig:
     ],
 )
 def test_the_length_is_the_shorter_of_epochs_and_steps(values: dict[str, int], expected: RunLength) -> None:
-    """A smaller batch at the end of an epoch counts as a step."""
     assert run_length(_job(**values), 100) == expected
 
 
@@ -58,7 +58,6 @@ def test_a_run_is_finished_by_its_epochs(cursor: Cursor, step: int, finished: bo
 
 
 def test_a_run_is_finished_by_the_steps_that_it_may_take_at_most() -> None:
-    """max_steps is a limit of its own."""
     length = RunLength(samples=100, steps_per_epoch=4, epochs=3, steps=7, max_steps=7)
     assert not length.finished(Cursor(1, 60), 6)
     assert length.finished(Cursor(1, 90), 7)
@@ -75,7 +74,6 @@ def test_the_end_of_an_epoch_is_recognised_before_and_after_the_cursor_moves_on(
 
 
 def test_evaluation_follows_epochs_or_steps_or_only_the_end() -> None:
-    """Both intervals can be combined or switched off; the end of the run is always evaluated."""
     steps_only = EvaluationConfig(every_epochs=None, every_steps=3)
     due = [step for step in range(13) if evaluation_due(steps_only, LENGTH, _cursor_after(step), step)]
     assert due == [3, 6, 9, 12]
@@ -90,34 +88,29 @@ def _cursor_after(step: int) -> Cursor:
     return Cursor(epoch, min(within * 30, 100))
 
 
-def test_a_constant_rate_may_warm_up() -> None:
-    """The factor climbs linearly to one and stays there."""
-    factors = [rate_factor(ConstantConfig(warmup_steps=3), step, LENGTH) for step in range(6)]
-    assert factors == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_a_step_schedule_falls_at_epochs() -> None:
-    """gamma is applied every so many epochs, counted in steps."""
-    factors = [rate_factor(StepConfig(name="step", every_epochs=1.5, gamma=0.5), step, LENGTH) for step in range(12)]
-    assert factors == [1.0] * 6 + [0.5] * 6
-
-
-def test_a_multistep_schedule_falls_at_its_milestones() -> None:
-    """gamma is applied at each of them, counted in epochs, after the warm-up of the beginning."""
-    config = MultiStepConfig(name="multistep", milestones=(1, 2.5), gamma=0.5, warmup_steps=1)
-    factors = [rate_factor(config, step, LENGTH) for step in range(12)]
-    assert factors == [0.5, 1.0, 1.0, 1.0, *[0.5] * 6, 0.25, 0.25]
+@pytest.mark.parametrize(
+    ("config", "factors"),
+    [
+        (ConstantConfig(warmup_steps=3), [0.25, 0.5, 0.75, *[1.0] * 9]),
+        (StepConfig(name="step", every_epochs=1.5, gamma=0.5), [1.0] * 6 + [0.5] * 6),
+        (
+            MultiStepConfig(name="multistep", milestones=(1, 2.5), gamma=0.5, warmup_steps=1),
+            [0.5, 1.0, 1.0, 1.0, *[0.5] * 6, 0.25, 0.25],
+        ),
+    ],
+)
+def test_a_rate_warms_up_and_falls_at_its_epochs(config: SchedulerConfig, factors: list[float]) -> None:
+    """Counted in steps: four are an epoch."""
+    assert [rate_factor(config, step, LENGTH) for step in range(12)] == factors
 
 
 @pytest.mark.parametrize("milestones", [[], [2, 1], [1, 1], [0], [-1, 3]])
 def test_milestones_must_rise_from_above_zero(milestones: list[float]) -> None:
-    """A list in another order is a slip of the pen."""
     with pytest.raises(ValueError, match="milestones"):
         MultiStepConfig.model_validate({"name": "multistep", "milestones": milestones})
 
 
 def test_a_cosine_begins_at_one_and_ends_at_its_floor() -> None:
-    """Half a cosine after the warm-up; half way it is half way; beyond the end it stays at the floor."""
     config = CosineConfig(name="cosine", floor=0.1, warmup_steps=2)
     factors = [rate_factor(config, step, LENGTH) for step in range(14)]
     assert factors[:3] == [1 / 3, 2 / 3, 1.0]
@@ -132,7 +125,6 @@ def test_a_cosine_begins_at_one_and_ends_at_its_floor() -> None:
     steps=st.integers(1, 5_000),
 )
 def test_a_factor_is_always_between_zero_and_one(step: int, warmup: int, floor: float, steps: int) -> None:
-    """No combination of lengths divides by zero or leaves the range."""
     length = RunLength(samples=steps, steps_per_epoch=steps, epochs=1, steps=steps)
     config = CosineConfig(name="cosine", floor=floor, warmup_steps=warmup)
     assert 0.0 <= rate_factor(config, step, length) <= 1.0 + 1e-12

@@ -65,7 +65,6 @@ def said() -> Iterator[io.StringIO]:
 
 
 def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, said: io.StringIO) -> None:
-    """It is said once, with the reason; the training goes on."""
     log = StepLog(tmp_path)
     (tmp_path / FILE_NAME).mkdir()
     log.loss(moment(1), 1.0, 1.0, 1.0)
@@ -94,7 +93,7 @@ def test_steps_that_are_done_again_count_once() -> None:
     assert curves.repeated == [[(20, 2.0), (30, 1.9)]]
 
 
-def test_what_a_rank_0_tells_after_another_has_taken_over_is_passed_over() -> None:
+def test_rows_of_a_rank_0_that_was_replaced_are_passed_over() -> None:
     """It was cut off, or stood still: its row comes behind those of the others, who went on from the same step. A run
     that begins anew, with small rounds, is none of that; nor are rows whose own change could not be written."""
     late = loss(20, 1.5) | {"round": 1}
@@ -113,7 +112,7 @@ def test_an_evaluation_behind_a_fall_back_is_forgotten() -> None:
     assert curves_of(lines(*told)).evaluations == {"accuracy": {10: 0.1, 15: 0.15}}
 
 
-def test_the_number_of_ranks_is_told_in_the_order_of_the_steps() -> None:
+def test_the_number_of_ranks_is_in_the_order_of_the_steps() -> None:
     """Also by a run that fell back behind a change of its ranks: that change is a thing of the past, but a change."""
     told = [change(0, 1, 3, ""), loss(40, 1.0), change(41, 2, 2, "node b was lost"), change(30, 1, 1, "1 node is here")]
     curves = curves_of(lines(*told, loss(40, 1.1), change(45, 2, 2, "node b joins")))
@@ -122,7 +121,7 @@ def test_the_number_of_ranks_is_told_in_the_order_of_the_steps() -> None:
     assert curves.repeated == [[(40, 1.0)]]
 
 
-def test_changes_are_told_apart_by_why() -> None:
+def test_changes_are_beginnings_plans_or_faults() -> None:
     """The beginning is none; joins and departures were planned, the rest are faults."""
     curves = curves_of(
         lines(
@@ -156,12 +155,10 @@ def test_changes_are_told_apart_by_why() -> None:
     ],
 )
 def test_what_is_no_line_is_passed_over(line: str) -> None:
-    """Whatever stands in the file."""
     assert curves_of([line, *lines(loss(1, 2.0), loss(2, None))]).losses == {1: 2.0}
 
 
 def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
-    """No such file, or nothing in it yet."""
     with pytest.raises(ConfigError, match=r"holds no steps\.jsonl"):
         read_curves(tmp_path)
     (tmp_path / FILE_NAME).touch()
@@ -169,22 +166,22 @@ def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
         read_curves(tmp_path)
 
 
-def test_only_rank_0_tells_and_each_round_once(tmp_path: Path) -> None:
+def test_only_rank_0_reports_and_each_round_once(tmp_path: Path) -> None:
     """Rank 0 may come here and go; a round in which it comes is told with its reason."""
-    telling = Reporter(LoggingConfig(progress="none"), tmp_path)
-    telling.lead(False, moment(0), "begins")
-    telling.looked(moment(10), 3.0, 0.1)
+    reporter = Reporter(LoggingConfig(progress="none"), tmp_path)
+    reporter.lead(False, moment(0), "begins")
+    reporter.looked(moment(10), 3.0, 0.1)
     assert not (tmp_path / FILE_NAME).exists()
-    telling.lead(True, moment(11, 1, 2), "node a was lost")
-    telling.looked(moment(20, 1, 2), 2.0, 0.1)
-    telling.lead(True, moment(21, 2, 3), "node c joins")
-    telling.evaluated(moment(21, 2, 3), {"accuracy": 0.5}, Exhibits())
-    telling.lead(False, moment(30, 3, 4), "node d joins")
-    telling.looked(moment(30, 3, 4), 1.0, 0.1)
+    reporter.lead(True, moment(11, 1, 2), "node a was lost")
+    reporter.looked(moment(20, 1, 2), 2.0, 0.1)
+    reporter.lead(True, moment(21, 2, 3), "node c joins")
+    reporter.evaluated(moment(21, 2, 3), {"accuracy": 0.5}, Exhibits())
+    reporter.lead(False, moment(30, 3, 4), "node d joins")
+    reporter.looked(moment(30, 3, 4), 1.0, 0.1)
     assert [(each["kind"], each["step"]) for each in written(tmp_path)] == [
         ("round", 11),
         ("loss", 20),
         ("round", 21),
         ("evaluation", 21),
     ]
-    assert not telling.wants_exhibits
+    assert not reporter.wants_exhibits

@@ -16,10 +16,8 @@ from elastic_trainer.training.task import Datasets, Task, find_task
 
 
 class Line(Task):
-    """Fits a line."""
-
     class Model(Section):
-        """The only thing to choose."""
+        """The only choice."""
 
         bias: bool = True
         width: int = 2
@@ -62,7 +60,6 @@ def test_the_tasks_own_sections_are_checked_and_filled_in() -> None:
     ],
 )
 def test_a_mistake_in_a_tasks_section_is_one_sentence(values: dict[str, Any], parts: list[str]) -> None:
-    """The sections of a task are as strict as those of the job."""
     with pytest.raises(ConfigError) as caught:
         Line(_job(**values))
     for part in parts:
@@ -70,7 +67,6 @@ def test_a_mistake_in_a_tasks_section_is_one_sentence(values: dict[str, Any], pa
 
 
 def test_tasks_are_found_by_short_name_and_by_module() -> None:
-    """Ready-made tasks need no module, users' own do."""
     assert find_task("mnist").__module__ == "elastic_trainer.tasks.vision.mnist"
     assert find_task(f"{__name__}:Line") is Line
 
@@ -88,7 +84,6 @@ def test_tasks_are_found_by_short_name_and_by_module() -> None:
     ],
 )
 def test_a_wrong_task_name_is_one_sentence(name: str, parts: list[str]) -> None:
-    """No module, no class and the wrong kind of class are told apart."""
     with pytest.raises(ConfigError) as caught:
         find_task(name)
     for part in parts:
@@ -121,8 +116,6 @@ class Doubling(Line):
 
 
 class Silent(Doubling):
-    """Has an option, from which nothing follows."""
-
     def implied_config(self) -> Mapping[str, Any]:
         return {}
 

@@ -112,7 +112,6 @@ def test_behind_the_last_step_all_meet_once_and_whoever_is_rank_0_then_makes_up(
 
 
 def test_only_the_best_and_the_last_state_are_saved_on_purpose() -> None:
-    """An evaluation that is not the best needs no checkpoint of its own, except at the end of the run."""
     run = _run(step=3, cursor=Cursor(0, 75))
     run.history.add(2, 0, 50, 0.1, {"accuracy": 0.9})
     run.history.add(3, 0, 75, 0.1, {"accuracy": 0.8})
