@@ -1,11 +1,11 @@
-"""Ready jobs on real data: each a task class and a job file of the same name. Loaded only when asked for."""
+"""Ready jobs on real data: each a task class and a job file of the same name. Loaded on first use."""
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.training.loading import did_you_mean
 
 _HOMES = {
     "gpt": ("elastic_trainer.tasks.language.gpt", "Gpt"),
@@ -30,7 +30,6 @@ def names() -> list[str]:
 def home(name: str) -> tuple[str, str]:
     """The module and the class of the ready-made task ``name``; ConfigError if there is none of that name."""
     if name not in _HOMES:
-        close = difflib.get_close_matches(name, names(), n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"ready-made: {', '.join(names())}; your own: module:Class"
+        hint = did_you_mean(name, names()) or f"ready-made: {', '.join(names())}; your own: module:Class"
         raise ConfigError(f"there is no ready-made task {name!r}", hint=hint)
     return _HOMES[name]

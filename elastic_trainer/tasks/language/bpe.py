@@ -1,14 +1,13 @@
 """GPT-2's tokens: byte pair encoding with the ``vocab.json`` and ``merges.txt`` that OpenAI published.
 
-The package tokenizers (extra ``text``) encodes and decodes; here the two files are checked first.
+The package tokenizers (extra ``text``) reads, encodes and decodes; here is checked that the files fit together.
 
 *Fails by* DataError for files that are missing or do not fit together, and where tokenizers is not installed.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +36,21 @@ class Gpt2Bpe:
     unit = None
 
     def __init__(self, directory: Path) -> None:
-        vocabulary, merges = (_read(directory, name) for name in _FILES)
-        ids = _vocabulary(vocabulary, directory / _FILES[0])
-        lines = [line for line in merges.splitlines() if line and not line.startswith("#version")]
-        pairs = list(_pairs(lines, directory / _FILES[1]))
-        _check(ids, pairs, directory / _FILES[0])
+        paths = [directory / name for name in _FILES]
+        for path in paths:
+            if not path.is_file():
+                hint = "put GPT-2's vocab.json and merges.txt there"
+                raise DataError(f"data.bpe {directory}: there is no {path.name}", hint=hint)
+        content = b"".join(map(read_bytes, paths))
+        try:
+            ids, pairs = models.BPE.read_file(*map(str, paths))
+        except Exception as error:  # tokenizers raises no other type
+            raise DataError(f"data.bpe {directory}: {error}", hint="put GPT-2's own files there") from error
+        _check(ids, pairs, paths[0])
         self._tokenizer = Tokenizer(models.BPE(ids, pairs))
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = decoders.ByteLevel()
-        self._digest = xxhash.xxh3_64_hexdigest((vocabulary + merges).encode())
+        self._digest = xxhash.xxh3_64_hexdigest(content)
 
     @property
     def size(self) -> int:
@@ -76,31 +81,3 @@ def _check(ids: Mapping[str, int], pairs: Sequence[tuple[str, str]], path: Path)
         raise DataError(f"{path}: {lost[0]!r} is missing", hint="the files do not belong together")
     if sorted(ids.values()) != list(range(len(ids))):
         raise DataError(f"{path}: the ids are not 0 to {len(ids) - 1}", hint="repair it")
-
-
-def _read(directory: Path, name: str) -> str:
-    path = directory / name
-    if not path.is_file():
-        raise DataError(f"data.bpe {directory}: there is no {name}", hint="put GPT-2's vocab.json and merges.txt there")
-    try:
-        return read_bytes(path).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not a text file in UTF-8", hint="put GPT-2's own file there") from error
-
-
-def _vocabulary(text: str, path: Path) -> dict[str, int]:
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}", hint="put GPT-2's own file there") from error
-    if not (isinstance(values, dict) and values and all(type(number) is int for number in values.values())):
-        raise DataError(f"{path}: not an object of tokens and numbers", hint="put GPT-2's own file there")
-    return values
-
-
-def _pairs(lines: Sequence[str], path: Path) -> Iterator[tuple[str, str]]:
-    for number, line in enumerate(lines, 1):
-        left, _, right = line.partition(" ")
-        if not left or not right or " " in right:
-            raise DataError(f"{path}: merge {number} is not two parts: {line!r}", hint="put GPT-2's own file there")
-        yield left, right

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +42,7 @@ class TextOptions(Section):
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """What to train on. ``tokenizer`` is None where nobody can say what the tokens mean."""
+    """What to train on. ``tokenizer`` is None if the meaning of the tokens is not known."""
 
     tokenizer: Tokenizer | None
     vocabulary: int
@@ -58,8 +58,8 @@ class Corpus:
 def load_corpus(options: TextOptions, context: int) -> Corpus:
     """The samples, of ``context`` targets each: before the cut for training, behind it for validation."""
     files = _one_kind(found_files(options.files, "data.files"), options)
-    tokenizer = _tokenizer(files, options)
-    vocabulary = _vocabulary(tokenizer, options)
+    tokenizer = tokenizer_of(options, lambda: _characters(files, options))
+    vocabulary = tokenizer.size if tokenizer is not None else options.vocab_size or GPT2_SIZE
     tokens = _tokens(files, tokenizer, options)
     if not len(tokens):
         raise DataError(f"data.files: {files[0]} is empty", hint="give files with text")
@@ -100,14 +100,13 @@ def _one_kind(files: Sequence[Path], options: TextOptions) -> Sequence[Path]:
     return files
 
 
-def _tokenizer(files: Sequence[Path], options: TextOptions) -> Tokenizer | None:
+def tokenizer_of(options: TextOptions, characters: Callable[[], Sequence[str]]) -> Tokenizer | None:
+    """The tokenizer that ``options`` name, with these ``characters`` if it is chars; None for tokens without a text."""
     match options.tokenizer:
         case "bytes":
             return Bytes()
         case "chars":
-            text = "".join(read_texts(files))
-            whole = options.validation_files is not None
-            return Chars.of(text if whole else text[: cut(len(text), options.validation_fraction)])
+            return Chars(characters())
         case "gpt2" if options.bpe is not None:
             from elastic_trainer.tasks.language.bpe import Gpt2Bpe  # needs an extra that the others do not
 
@@ -115,10 +114,11 @@ def _tokenizer(files: Sequence[Path], options: TextOptions) -> Tokenizer | None:
     return None
 
 
-def _vocabulary(tokenizer: Tokenizer | None, options: TextOptions) -> int:
-    if tokenizer is not None:
-        return tokenizer.size
-    return options.vocab_size or GPT2_SIZE
+def _characters(files: Sequence[Path], options: TextOptions) -> Sequence[str]:
+    """All characters of the training text."""
+    text = "".join(read_texts(files))
+    whole = options.validation_files is not None
+    return sorted(set(text if whole else text[: cut(len(text), options.validation_fraction)]))
 
 
 def _tokens(files: Sequence[Path], tokenizer: Tokenizer | None, options: TextOptions) -> Tokens:

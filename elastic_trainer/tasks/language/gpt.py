@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.tasks.language.corpus import Corpus, TextOptions, load_corpus
 from elastic_trainer.tasks.language.sampling import Manner, written
 from elastic_trainer.tasks.language.transformer import Transformer, TransformerOptions
-from elastic_trainer.training.config import JobConfig, Section
+from elastic_trainer.training.config import Section
 from elastic_trainer.training.optimization import build_optimizer, decay_groups
 from elastic_trainer.training.task import Datasets, Exhibits, Task
 
@@ -43,16 +44,9 @@ class Gpt(Task):
     Model = TransformerOptions
     Options = GptOptions
 
-    def __init__(self, config: JobConfig) -> None:
-        super().__init__(config)
-        self._loaded: Corpus | None = None
-
-    @property
+    @cached_property
     def corpus(self) -> Corpus:
-        """The texts, read when first asked for."""
-        if self._loaded is None:
-            self._loaded = load_corpus(self.data_options, self.model_options.context)
-        return self._loaded
+        return load_corpus(self.data_options, self.model_options.context)
 
     def datasets(self) -> Datasets:
         return Datasets(train=self.corpus.train, test=self.corpus.validation)

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.checkpoint import BestMode, CheckpointManager, Entry, Retention
+from elastic_trainer.checkpoint import CheckpointManager, Entry, Retention
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError
+from elastic_trainer.tasks.language.corpus import tokenizer_of
 from elastic_trainer.tasks.language.gpt import Gpt
 from elastic_trainer.tasks.language.sampling import Manner, written
-from elastic_trainer.tasks.language.tokenizer import Bytes, Chars, Tokenizer
+from elastic_trainer.tasks.language.tokenizer import Tokenizer
 from elastic_trainer.tasks.language.transformer import Transformer
 from elastic_trainer.telemetry import logs
 from elastic_trainer.training.config import CheckpointConfig
@@ -89,7 +90,7 @@ def _task(directory: Path, overrides: Sequence[str]) -> Gpt:
 
 def _state(directory: Path, config: CheckpointConfig, *, best: bool) -> Mapping[str, Any]:
     """The state in the newest or the best checkpoint; changes nothing in the directory."""
-    manager = CheckpointManager(directory, Retention(metric=config.metric, mode=BestMode(config.mode)))
+    manager = CheckpointManager(directory, Retention(metric=config.metric, mode=config.mode))
     entry: Entry | None = manager.best() if best else manager.newest()
     if entry is None:
         what = "checkpoint that was the best" if best else "checkpoint"
@@ -100,18 +101,11 @@ def _state(directory: Path, config: CheckpointConfig, *, best: bool) -> Mapping[
 def _tokenizer(task: Gpt, state: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that the model was trained with; characters are kept with the checkpoint."""
     options = task.data_options
-    match options.tokenizer:
-        case "bytes":
-            return Bytes()
-        case "chars":
-            return Chars(state["user"]["identity"]["facts"]["characters"])
-        case "gpt2" if options.bpe is not None:
-            from elastic_trainer.tasks.language.bpe import Gpt2Bpe  # needs an extra that the others do not
-
-            return Gpt2Bpe(options.bpe)
-    raise ConfigError(
-        f"tokens of tokenizer {options.tokenizer} cannot be read here", hint="for gpt2 tokens, add data.bpe=DIRECTORY"
-    )
+    found = tokenizer_of(options, lambda: state["user"]["identity"]["facts"]["characters"])
+    if found is None:
+        hint = "for gpt2 tokens, add data.bpe=DIRECTORY"
+        raise ConfigError(f"tokens of tokenizer {options.tokenizer} cannot be read here", hint=hint)
+    return found
 
 
 def _model(task: Gpt, vocabulary: int, state: Mapping[str, Any]) -> Transformer:

@@ -1,8 +1,8 @@
 """A long row of tokens as training samples: sample i is context + 1 tokens from i * context on.
 
-Its last ``context`` tokens are what is to be predicted, so each token but the very first is a target in exactly one
-sample. A rest shorter than the context (at the end of each part) is left out: all samples are of one size, a mean over
-samples is a mean over tokens, and a compiled model sees one shape.
+Its last ``context`` tokens are the targets, so each token but the first is a target in exactly one sample. A rest
+shorter than the context is left out at the end of each part: all samples have one size, a mean over samples is a mean
+over tokens, and a compiled model sees one shape.
 
 *Fails by* DataError when a part is too short, SampleError when a token is read that the vocabulary does not have.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -21,29 +21,23 @@ class Tokenizer(Protocol):
     @property
     def size(self) -> int:
         """How many different tokens there are."""
-        ...
 
     @property
     def unit(self) -> str | None:
         """What each token is one of ("byte", "char"), if that can be said."""
-        ...
 
     @property
     def end(self) -> list[int]:
         """The token between two texts, if there is one."""
-        ...
 
     def encode(self, text: str) -> Ids:
         """The tokens of ``text``."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``."""
-        ...
 
     def identity(self) -> Mapping[str, Any]:
         """What may not change while a model that was trained with it is used."""
-        ...
 
 
 class Bytes:
@@ -68,14 +62,9 @@ class Chars:
     unit = "char"
     end: ClassVar[list[int]] = []
 
-    def __init__(self, characters: Sequence[str]) -> None:
+    def __init__(self, characters: Iterable[str]) -> None:
         self.characters = sorted(set(characters) - {UNKNOWN})
         self._points = _points("".join(self.characters))
-
-    @classmethod
-    def of(cls, text: str) -> Chars:
-        """All characters of ``text``."""
-        return cls(sorted(set(text)))
 
     @property
     def size(self) -> int:

@@ -8,7 +8,6 @@ part and at the end, residual projections scaled down at the beginning), Vaswani
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -28,7 +27,6 @@ class TransformerOptions(Section):
     width: int = Field(default=128, ge=1, le=65536, description="of the residual stream; a multiple of heads")
     context: int = Field(default=64, ge=1, le=1 << 20, description="tokens that a prediction may look at")
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    attention: Literal["sdpa", "explicit"] = Field(default="sdpa", description="torch's fused kernels, or plain torch")
     vocab_multiple: int = Field(default=1, ge=1, description="the vocabulary is padded to a multiple: 50257 to 50304")
 
     @model_validator(mode="after")
@@ -43,33 +41,17 @@ class Attention(nn.Module):
 
     def __init__(self, options: TransformerOptions) -> None:
         super().__init__()
-        self.heads, self.rate, self.fused = options.heads, options.dropout, options.attention == "sdpa"
+        self.heads, self.rate = options.heads, options.dropout
         self.inward = nn.Linear(options.width, 3 * options.width)
         self.outward = nn.Linear(options.width, options.width)
         self.drop = nn.Dropout(options.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, t, w) to (n, t, w)."""
         n, t, width = x.shape
         query, key, value = self.inward(x).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         rate = self.rate if self.training else 0.0
-        attend = fused_attention if self.fused else explicit_attention
-        mixed = attend(query, key, value, rate)  # (n, h, t, w / h)
+        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=rate, is_causal=True)
         return self.drop(self.outward(mixed.transpose(1, 2).reshape(n, t, width)))  # type: ignore[no-any-return]
-
-
-def fused_attention(query: Tensor, key: Tensor, value: Tensor, rate: float) -> Tensor:
-    """Causal attention by torch's own kernels; (n, h, t, w / h) each."""
-    return functional.scaled_dot_product_attention(query, key, value, dropout_p=rate, is_causal=True)
-
-
-def explicit_attention(query: Tensor, key: Tensor, value: Tensor, rate: float) -> Tensor:
-    """The same, step by step: softmax(Q K^T / sqrt(d)) V with the future masked (Vaswani et al., equation 1)."""
-    t, size = query.shape[-2:]
-    scores = query @ key.transpose(-2, -1) / math.sqrt(size)
-    future = torch.ones(t, t, dtype=torch.bool, device=query.device).triu(1)
-    weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
-    return functional.dropout(weights, rate) @ value
 
 
 class TransformerBlock(nn.Module):
@@ -86,7 +68,6 @@ class TransformerBlock(nn.Module):
         self.drop = nn.Dropout(options.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, t, w) to (n, t, w)."""
         x = x + self.attention(self.before_attention(x))
         wide = functional.gelu(self.hidden(self.before_hidden(x)), approximate="tanh")
         return x + self.drop(self.outward(wide))  # type: ignore[no-any-return]

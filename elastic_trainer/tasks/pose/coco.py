@@ -67,7 +67,6 @@ class CocoAnnotation(_Entry):
 
     @property
     def box(self) -> Floats:
-        """Left, top, right, bottom."""
         left, top, width, height = self.bbox
         return np.array([left, top, left + width, top + height])
 

@@ -1,4 +1,4 @@
-"""Pictures with one to three real digits, and key points that follow from their strokes: made as they are asked for."""
+"""Pictures with one to three real digits, and key points that follow from their strokes: drawn on demand."""
 
 from __future__ import annotations
 

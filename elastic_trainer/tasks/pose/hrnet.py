@@ -8,26 +8,58 @@ https://arxiv.org/abs/1902.09212; with a map of tags beside each heat map as in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_trainer.tasks.vision.resnet import BasicBlock
+from elastic_trainer.training.config import Section
+
+Width = Annotated[int, Field(ge=1, le=1024)]
 
 _HEAT_STD = 0.001
 _TAG_SLOPES = (3.0, 5.0)
 """By how much a tag grows at first half the picture down, and to the right, where the network is given places."""
 
 
-@dataclass(frozen=True, slots=True)
-class StagePlan:
+class StageOptions(Section):
     """``modules`` times: ``blocks`` residual blocks in each of ``branches`` branches, then a fusion of them all."""
 
-    branches: int
-    blocks: int
-    modules: int = 1
+    branches: int = Field(ge=1)
+    blocks: int = Field(ge=1)
+    modules: int = Field(default=1, ge=1)
+
+
+class HrnetOptions(Section):
+    """``model:`` the network."""
+
+    channels: tuple[Width, ...] = Field(default=(32, 64, 128, 256), min_length=1, description="of each branch")
+    stages: tuple[StageOptions, ...] = Field(
+        default=(
+            StageOptions(branches=1, blocks=4),
+            StageOptions(branches=2, blocks=4),
+            StageOptions(branches=3, blocks=4, modules=4),
+            StageOptions(branches=4, blocks=4, modules=3),
+        ),
+        min_length=1,
+    )
+    stem_halvings: int = Field(default=2, ge=1, le=4, description="the heat map has size / 2 ** stem_halvings cells")
+    coordinates: bool = Field(default=False, description="give the network the place of each pixel")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> HrnetOptions:
+        branches = [stage.branches for stage in self.stages]
+        if branches != sorted(branches) or branches[-1] != len(self.channels):
+            raise ValueError(f"branches {branches} must not fall and end with {len(self.channels)}, one per channel")
+        return self
+
+    @property
+    def stride(self) -> int:
+        """Pixels in each direction of a cell of the heat map."""
+        return int(2**self.stem_halvings)
 
 
 class Parallel(nn.ModuleList):
@@ -83,11 +115,10 @@ def _halving(inputs: int, outputs: int) -> list[nn.Module]:
 class HrnetStage(nn.Module):
     """New branches from the lowest resolution there is, then the modules of ``plan``.
 
-    The ``last`` stage gives the highest resolution alone: parameters without a part in the loss are no use, and an
-    error of DDP's.
+    The ``last`` stage gives the highest resolution alone: DDP refuses parameters that have no part in the loss.
     """
 
-    def __init__(self, channels: Sequence[int], present: int, plan: StagePlan, *, last: bool) -> None:
+    def __init__(self, channels: Sequence[int], present: int, plan: StageOptions, *, last: bool) -> None:
         super().__init__()
         self.begun = nn.ModuleList(
             nn.Sequential(*_halving(channels[branch - 1], channels[branch]), nn.ReLU())
@@ -112,33 +143,25 @@ class HrnetStage(nn.Module):
 class HighResolutionNet(nn.Module):
     """(n, 3, h, w) to heat maps and tags, each (n, points, h / stride, w / stride).
 
-    With ``coordinates`` the network is given the place of each pixel, and tags begin as the place. Else similar things
-    have similar tags, from which training finds out late: the loss has no slope where all tags are the same.
+    With ``coordinates`` the network gets the place of each pixel, and tags begin as the place. Without them similar
+    things have similar tags, and the loss has no slope where all tags are the same.
 
-    ``channels`` are those of the branches, the highest resolution first; ``stride`` is 2 to the power of the number of
-    strided convolutions in the stem, ``stem_halvings``. h and w must be multiples of stride * 2 ** (branches - 1).
+    h and w must be multiples of stride * 2 ** (branches - 1).
     """
 
-    def __init__(
-        self,
-        points: int,
-        channels: Sequence[int],
-        stages: Sequence[StagePlan],
-        stem_halvings: int,
-        *,
-        coordinates: bool = False,
-    ) -> None:
+    def __init__(self, points: int, options: HrnetOptions) -> None:
         super().__init__()
+        channels, coordinates = options.channels, options.coordinates
         self.coordinates = coordinates
         colours = 5 if coordinates else 3
         stem: list[nn.Module] = []
-        for number in range(stem_halvings):
+        for number in range(options.stem_halvings):
             stem += [*_halving(colours if number == 0 else channels[0], channels[0]), nn.ReLU()]
         self.stem = nn.Sequential(*stem)
-        present = [1, *(plan.branches for plan in stages)]
+        present = [1, *(stage.branches for stage in options.stages)]
         self.stages = nn.ModuleList(
-            HrnetStage(channels, before, plan, last=number == len(stages))
-            for number, (before, plan) in enumerate(zip(present, stages, strict=False), 1)
+            HrnetStage(channels, before, stage, last=number == len(options.stages))
+            for number, (before, stage) in enumerate(zip(present, options.stages, strict=False), 1)
         )
         self.heat = nn.Conv2d(channels[0], points, 1)
         self.tags = nn.Conv2d(channels[0] + 2 * coordinates, points, 1)

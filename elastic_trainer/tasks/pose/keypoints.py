@@ -19,7 +19,7 @@ from elastic_trainer.tasks.pose.coco import CocoScenes
 from elastic_trainer.tasks.pose.digit_scenes import DigitScenes
 from elastic_trainer.tasks.pose.drawing import drawn_points
 from elastic_trainer.tasks.pose.heatmaps import heat_losses, tag_losses, targets
-from elastic_trainer.tasks.pose.hrnet import HighResolutionNet, StagePlan
+from elastic_trainer.tasks.pose.hrnet import HighResolutionNet, HrnetOptions
 from elastic_trainer.tasks.pose.poses import Counts, Instance, find_peaks, grouped, judge
 from elastic_trainer.tasks.pose.scenes import Moves, Scenes, Views
 from elastic_trainer.tasks.vision.augmentation import normalized
@@ -29,7 +29,6 @@ from elastic_trainer.training.task import Datasets, Exhibits, Task
 
 Colour = tuple[float, float, float]
 Positive = Annotated[float, Field(gt=0.0)]
-Width = Annotated[int, Field(ge=1, le=1024)]
 
 _SHOWN = 4
 
@@ -67,48 +66,6 @@ class KeypointsData(Section):
             raise ValueError("'scale' is a least and a most")
         return self
 
-    @property
-    def moves(self) -> Moves:
-        """How training changes pictures."""
-        return Moves(self.scale, self.rotation, self.shift, self.flip)
-
-
-class StageOptions(Section):
-    """One stage of the network, see :class:`StagePlan`."""
-
-    branches: int = Field(ge=1)
-    blocks: int = Field(ge=1)
-    modules: int = Field(default=1, ge=1)
-
-
-class KeypointsModel(Section):
-    """``model:`` the network."""
-
-    channels: tuple[Width, ...] = Field(default=(32, 64, 128, 256), min_length=1, description="of each branch")
-    stages: tuple[StageOptions, ...] = Field(
-        default=(
-            StageOptions(branches=1, blocks=4),
-            StageOptions(branches=2, blocks=4),
-            StageOptions(branches=3, blocks=4, modules=4),
-            StageOptions(branches=4, blocks=4, modules=3),
-        ),
-        min_length=1,
-    )
-    stem_halvings: int = Field(default=2, ge=1, le=4, description="the heat map has size / 2 ** stem_halvings cells")
-    coordinates: bool = Field(default=False, description="give the network the place of each pixel")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> KeypointsModel:
-        branches = [stage.branches for stage in self.stages]
-        if branches != sorted(branches) or branches[-1] != len(self.channels):
-            raise ValueError(f"branches {branches} must not fall and end with {len(self.channels)}, one per channel")
-        return self
-
-    @property
-    def stride(self) -> int:
-        """Pixels in each direction of a cell of the heat map."""
-        return int(2**self.stem_halvings)
-
 
 class KeypointsOptions(Section):
     """``options:`` of the losses, of what counts as a peak, and of what counts as met."""
@@ -127,7 +84,7 @@ class Keypoints(Task):
     """Bottom-up key points."""
 
     Data = KeypointsData
-    Model = KeypointsModel
+    Model = HrnetOptions
     Options = KeypointsOptions
 
     def datasets(self) -> Datasets:
@@ -136,16 +93,14 @@ class Keypoints(Task):
         self.names: Sequence[str] = train.names
         check_size(options.size, self.model_options)
         how: dict[str, Any] = {"size": options.size, "stride": self.model_options.stride, "most": options.most}
-        return Datasets(train=Views(train, **how, moves=options.moves), test=Views(test, **how))
+        moves = Moves(options.scale, options.rotation, options.shift, options.flip)
+        return Datasets(train=Views(train, **how, moves=moves), test=Views(test, **how))
 
     def identity(self) -> Mapping[str, Any]:
         return {"points": self.names}
 
     def model(self) -> nn.Module:
-        options: KeypointsModel = self.model_options
-        stages = [StagePlan(each.branches, each.blocks, each.modules) for each in options.stages]
-        where = options.coordinates
-        return HighResolutionNet(len(self.names), options.channels, stages, options.stem_halvings, coordinates=where)
+        return HighResolutionNet(len(self.names), self.model_options)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return self._losses(*self._maps(model, batch), batch)["loss"].mean()
@@ -213,7 +168,7 @@ def check_same_points(path: Path, train: Sequence[str], test: Sequence[str]) -> 
         )
 
 
-def check_size(size: int, model: KeypointsModel) -> None:
+def check_size(size: int, model: HrnetOptions) -> None:
     """Raise ConfigError unless each branch halves ``size`` evenly."""
     least = model.stride * 2 ** (len(model.channels) - 1)
     if size % least:

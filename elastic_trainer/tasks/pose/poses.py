@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-Floats = NDArray[np.float64]
+from elastic_trainer.tasks.pose.scenes import Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,6 @@ class Instance:
 
     @property
     def tag(self) -> float:
-        """The mean of its peaks' tags."""
         return sum(peak.tag for peak in self.peaks.values()) / len(self.peaks)
 
     @property

@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True, slots=True)
 class Scene:
     """A picture, the (m, k, 3) points of its m instances, their areas (m,), and boxes (j, 4) of left, top, right,
-    bottom inside which nobody says what there is. An instance has at least one visible point."""
+    bottom that are not annotated. An instance has at least one visible point."""
 
     image: Image.Image
     points: Floats
@@ -108,8 +108,8 @@ class Views:
     """Samples for training and tests: what a network of ``size`` pixels sees of the scenes.
 
     A sample is (image, points, sizes, known): (3, size, size) bytes; (``most``, k, 3), absent instances all zero;
-    (``most``,) square roots of the instances' areas; (size / stride, size / stride) bytes, 0 in cells of which nobody
-    says what there is. Instances beyond ``most`` are left out, the smallest first, and their places are unknown.
+    (``most``,) square roots of the instances' areas; (size / stride, size / stride) bytes, 0 in cells that are not
+    annotated. Instances beyond ``most`` are left out, the smallest first, and their places are unknown.
     """
 
     def __init__(self, scenes: Scenes, *, size: int, stride: int, most: int, moves: Moves | None = None) -> None:

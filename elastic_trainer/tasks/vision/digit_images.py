@@ -35,18 +35,14 @@ def digit_images(cache: Path | None = None) -> Path:
             begun.chmod(0o755)  # a cache may be shared
             _write(train, begun / "train")
             _write(test, begun / "test")
-            _publish(begun, final)
+            try:
+                begun.rename(final)
+            except OSError:
+                if not final.is_dir():  # else another process was first, with the same files
+                    raise
         finally:
             shutil.rmtree(begun, ignore_errors=True)
     return final
-
-
-def _publish(begun: Path, final: Path) -> None:
-    try:
-        begun.rename(final)
-    except OSError:
-        if not final.is_dir():  # else another process was first, with the same files
-            raise
 
 
 def _write(digits: Digits, directory: Path) -> None:

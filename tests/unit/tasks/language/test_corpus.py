@@ -67,7 +67,6 @@ def test_a_sample_that_is_not_there_is_an_index_error() -> None:
 
 
 def test_the_two_parts_have_no_target_in_common(tmp_path: Path) -> None:
-    """Training is before the cut, validation behind it, and both are the text as it is."""
     corpus = _corpus(files=_text(tmp_path), validation_fraction=0.25)
     middle = cut(len(TEXT), 0.25)
     assert middle == 675
@@ -96,7 +95,6 @@ def test_texts_of_a_directory_follow_each_other_by_name(tmp_path: Path) -> None:
 
 
 def test_validation_may_have_files_of_its_own(tmp_path: Path) -> None:
-    """Then all of the others are for training."""
     others = _text(tmp_path, "The lazy fox. " * 5, "v.txt")
     corpus = _corpus(files=_text(tmp_path), validation_files=others, tokenizer="chars")
     assert _text_of(corpus.validation, corpus) == ("The lazy fox. " * 5)[: 8 * (69 // 8) + 1]
@@ -154,16 +152,18 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
         (b"x" * 500, {"tokenizer": "ids", "vocab_size": 9}, "{file}: tokenizer ids needs .bin files of tokens"),
         (b"x" * 500, {"tokenizer": "gpt2"}, "tokenizer gpt2 needs its files for texts (set data.bpe"),
         (b"x" * 500, {"validation_files": "{directory}/v"}, "data.validation_files '{directory}/v' matches no file"),
+        (b"", {"files": "{tokens}"}, "{tokens}: is empty"),
+        (b"abc", {"files": "{tokens}"}, "{tokens}: 3 bytes are no row of uint16"),
+        (b"abcd" * 99, {"files": "{tokens}", "tokenizer": "chars"}, "{tokens}: tokenizer chars needs texts"),
     ],
 )
-def test_wrong_texts_are_one_sentence(
+def test_wrong_files_are_one_sentence(
     tmp_path: Path, content: bytes | None, options: dict[str, Any], sentence: str
 ) -> None:
-    """That names the file or the key, with the exit code of wrong data."""
-    path = tmp_path / "a.txt"
+    path, tokens = tmp_path / "a.txt", tmp_path / "a.bin"
     if content is not None:
-        path.write_bytes(content)
-    names = {"file": str(path), "directory": str(tmp_path)}
+        (tokens if options.get("files") == "{tokens}" else path).write_bytes(content)
+    names = {"file": str(path), "tokens": str(tokens), "directory": str(tmp_path)}
     given = {"files": str(path), **options}
     given = {key: value.format(**names) if isinstance(value, str) else value for key, value in given.items()}
     with pytest.raises(DataError) as caught:
@@ -172,26 +172,7 @@ def test_wrong_texts_are_one_sentence(
     assert caught.value.exit_code == EXIT_CONFIG
 
 
-@pytest.mark.parametrize(
-    ("content", "options", "sentence"),
-    [
-        (b"", {}, "is empty"),
-        (b"abc", {}, "3 bytes are no row of uint16"),
-        (b"abcd" * 99, {"tokenizer": "chars"}, "tokenizer chars needs texts"),
-    ],
-)
-def test_wrong_files_of_tokens_are_one_sentence(
-    tmp_path: Path, content: bytes, options: dict[str, Any], sentence: str
-) -> None:
-    """That names the file."""
-    path = tmp_path / "a.bin"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=f"{path}.*{sentence}"):
-        _corpus(files=str(path), **options)
-
-
 def test_texts_and_tokens_do_not_mix(tmp_path: Path) -> None:
-    """One of each is named."""
     _bin(tmp_path, [1] * 40)
     _text(tmp_path)
     with pytest.raises(DataError, match=r"a\.bin and .*a\.txt are not of one kind"):
@@ -199,7 +180,6 @@ def test_texts_and_tokens_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_the_size_of_an_unknown_vocabulary_must_be_said() -> None:
-    """And only of that."""
     for options in ({"tokenizer": "ids"}, {"tokenizer": "bytes", "vocab_size": 5}):
         with pytest.raises(ValidationError, match=r"'data\.vocab_size' is needed for 'data\.tokenizer' ids"):
             TextOptions.model_validate(options)

@@ -75,7 +75,6 @@ def test_a_budget_goes_with_a_batch_in_samples(text: str) -> None:
     ],
 )
 def test_numbers_that_do_not_fit_are_one_sentence(text: str, values: dict[str, Any], sentence: str) -> None:
-    """With the exit code of a wrong configuration."""
     with pytest.raises(ConfigError) as caught:
         Gpt(JobConfig.model_validate({"task": "gpt", "model": SIZES, **_defaults(), **values}))
     assert sentence in str(caught.value)
@@ -111,8 +110,7 @@ def test_metrics_are_sums_over_tokens_and_the_perplexity_follows_from_their_mean
     assert task.implied_metrics({"loss": 1e9})["perplexity"] < math.inf
 
 
-def test_bits_are_told_of_known_units_only(text: str, tmp_path: Path) -> None:
-    """Characters are units of text, unnamed tokens are not."""
+def test_bits_are_computed_for_known_units_only(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(800))
     ids = _task(str(tmp_path / "a.bin"), {"tokenizer": "ids", "vocab_size": 3})
     assert ids.implied_metrics({"loss": 1.0}).keys() == {"perplexity"}
@@ -120,7 +118,6 @@ def test_bits_are_told_of_known_units_only(text: str, tmp_path: Path) -> None:
 
 
 def test_biases_and_norms_do_not_decay_whatever_the_job_says(text: str) -> None:
-    """The optimizer's weight decay goes to the matrices."""
     task = _task(text, optimizer={"name": "adamw", "weight_decay": 0.3})
     groups = task.optimizer(task.model()).param_groups
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
@@ -144,7 +141,6 @@ def test_a_sample_text_is_the_same_each_time_and_disturbs_nothing(text: str) -> 
 
 
 def test_no_text_is_shown_where_none_can_be(text: str, tmp_path: Path) -> None:
-    """Of tokens without a tokenizer, and where none is wanted."""
     (tmp_path / "a.bin").write_bytes(bytes(800))
     ids = _task(str(tmp_path / "a.bin"), {"tokenizer": "ids", "vocab_size": 3})
     none = _task(text, options={**_defaults()["options"], "sample_tokens": 0})

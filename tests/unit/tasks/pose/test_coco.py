@@ -34,7 +34,6 @@ def content() -> dict[str, Any]:
 
 
 def written(directory: Path, values: Any) -> tuple[Path, Path]:
-    """The annotation file and the directory of images."""
     (directory / "images").mkdir(exist_ok=True)
     for number in (7, 8, 9, 10):
         Image.new("RGB", (20, 10), (number, 0, 0)).save(directory / "images" / f"{number}.png")
@@ -107,7 +106,6 @@ def test_a_malformed_file_is_refused_in_one_sentence(tmp_path: Path, values: Any
 
 
 def test_a_missing_file_or_category_is_named(tmp_path: Path) -> None:
-    """The category with those that there are."""
     path, images = written(tmp_path, content())
     with pytest.raises(DataError, match=r"absent\.json: No such file"):
         CocoScenes(tmp_path / "absent.json", images)

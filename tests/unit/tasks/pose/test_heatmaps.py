@@ -44,7 +44,6 @@ def scene(*tags: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_tags_are_read_where_points_are() -> None:
-    """And only of points that are visible and on the map."""
     maps, points = scene(1.0, 2.0, 5.0, 9.0)
     points[0, 0, 1, 0] = 400.0
     tags, known = tags_at(maps, points, stride=2)
@@ -53,7 +52,6 @@ def test_tags_are_read_where_points_are() -> None:
 
 
 def test_tag_losses_pull_within_and_push_between_instances() -> None:
-    """The mean variance within instances, and exp(-d^2 / 2) of the means' distance."""
     pull, push = tag_losses(*scene(1.0, 2.0, 3.5, 9.0), stride=2)
     assert pull.tolist() == [pytest.approx((0.25 + 0.0) / 2)]
     assert push.tolist() == [pytest.approx(math.exp(-(2.0**2) / 2))]

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from elastic_trainer.tasks.pose.hrnet import Fusion, HighResolutionNet, StagePlan, with_coordinates
+from elastic_trainer.tasks.pose.hrnet import Fusion, HighResolutionNet, HrnetOptions, StageOptions, with_coordinates
+
+
+def options(channels: tuple[int, ...], stages: list[tuple[int, int, int]], **more: Any) -> HrnetOptions:
+    """``stages``: branches, blocks and modules of each."""
+    plans = tuple(StageOptions(branches=one, blocks=two, modules=three) for one, two, three in stages)
+    return HrnetOptions(channels=channels, stages=plans, **{"stem_halvings": 1, **more})
 
 
 @pytest.mark.parametrize(
-    ("channels", "plans", "halvings", "size"),
+    ("channels", "stages", "halvings", "size"),
     [
-        ((4,), [StagePlan(1, 1)], 1, 16),
-        ((4, 6), [StagePlan(1, 1), StagePlan(2, 2, 2)], 1, 16),
-        ((4, 6, 8), [StagePlan(1, 1), StagePlan(3, 1)], 2, 32),
+        ((4,), [(1, 1, 1)], 1, 16),
+        ((4, 6), [(1, 1, 1), (2, 2, 2)], 1, 16),
+        ((4, 6, 8), [(1, 1, 1), (3, 1, 1)], 2, 32),
     ],
 )
 def test_maps_have_the_resolution_of_the_first_branch(
-    channels: tuple[int, ...], plans: list[StagePlan], halvings: int, size: int
+    channels: tuple[int, ...], stages: list[tuple[int, int, int]], halvings: int, size: int
 ) -> None:
     """Heat maps and tags, one of each per kind of point. Every parameter has a part in them, which DDP insists on."""
-    network = HighResolutionNet(5, channels, plans, halvings)
+    network = HighResolutionNet(5, options(channels, stages, stem_halvings=halvings))
     heat, tags = network(torch.rand(2, 3, size, size))
     assert heat.shape == tags.shape == (2, 5, size // 2**halvings, size // 2**halvings)
     (heat.square().sum() + tags.square().sum()).backward()
@@ -39,7 +47,6 @@ def test_a_fusion_keeps_shapes_and_mixes_all_branches() -> None:
 
 
 def test_coordinates_go_from_one_corner_to_the_other() -> None:
-    """Two more channels: down and to the right."""
     seen = with_coordinates(torch.zeros(2, 3, 3, 5))
     assert seen.shape == (2, 5, 3, 5)
     assert seen[1, 3:, 0, 0].tolist() == [-1.0, -1.0]
@@ -53,7 +60,7 @@ def test_only_with_coordinates_two_equal_things_get_different_tags() -> None:
     image[:, :, 28:32, 16:20] = image[:, :, 28:32, 48:52] = 1.0
     for coordinates in (False, True):
         torch.manual_seed(0)
-        network = HighResolutionNet(1, (4,), [StagePlan(1, 1)], 1, coordinates=coordinates).eval()
+        network = HighResolutionNet(1, options((4,), [(1, 1, 1)], coordinates=coordinates)).eval()
         with torch.no_grad():
             _, tags = network(image)
         alike = torch.allclose(tags[0, 0, 14:16, 8:10], tags[0, 0, 14:16, 24:26])
@@ -63,7 +70,7 @@ def test_only_with_coordinates_two_equal_things_get_different_tags() -> None:
 def test_with_coordinates_tags_begin_as_the_place() -> None:
     """Things apart differ from the start by more than what belongs together: training need not find that out."""
     torch.manual_seed(0)
-    network = HighResolutionNet(2, (4,), [StagePlan(1, 1)], 1, coordinates=True).eval()
+    network = HighResolutionNet(2, options((4,), [(1, 1, 1)], coordinates=True)).eval()
     with torch.no_grad():
         _, tags = network(torch.zeros(1, 3, 64, 64))
     middle = tags[0, :, 16, 16]

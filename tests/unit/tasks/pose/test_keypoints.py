@@ -47,7 +47,6 @@ def prepared(*overrides: str) -> tuple[Keypoints, Any, torch.nn.Module]:
 
 
 def test_the_network_and_the_identity_follow_the_points(tmp_path: Path) -> None:
-    """Five of digits, those of the annotation file else."""
     task, _, model = prepared()
     assert task.identity() == {"points": ("top", "bottom", "left", "right", "centre")}
     assert model(torch.zeros(1, 3, 64, 64))[0].shape == (1, 5, 32, 32)
@@ -58,7 +57,6 @@ def test_the_network_and_the_identity_follow_the_points(tmp_path: Path) -> None:
 
 
 def test_metrics_are_sums_and_counts_that_add_up() -> None:
-    """Of two parts they add up to those of the whole."""
     task, data, model = prepared("options.threshold=0.00001")
     fetch = Fetcher(data.test, torch.device("cpu"))
     ids = np.arange(5)
@@ -118,13 +116,11 @@ def test_true_and_found_points_are_drawn_where_they_are() -> None:
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(overrides: list[str], complaint: str) -> None:
-    """With the key that is wrong, before any data is read."""
     with pytest.raises(ConfigError, match=complaint):
         Keypoints(load_job("keypoints", [*SMALL, *overrides]))
 
 
 def test_a_size_that_the_branches_cannot_halve_is_refused() -> None:
-    """With the nearest that they can."""
     with pytest.raises(ConfigError, match=r"size 63 is no multiple of 2.*set data\.size to 64"):
         prepared("data.size=63")
 
@@ -146,7 +142,6 @@ def test_the_defaults_make_a_network() -> None:
 
 
 def test_the_job_file_for_coco_is_right(tmp_path: Path) -> None:
-    """It parses; its network is of HRNet-W32's size and shape: four branches, a quarter of the resolution."""
     task = Keypoints(load_job("keypoints_coco", coco(tmp_path)))
     data = task.datasets()
     with torch.device("meta"):

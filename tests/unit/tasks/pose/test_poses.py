@@ -15,7 +15,6 @@ def peak(x: float, tag: float = 0.0, score: float = 1.0) -> Peak:
 
 
 def test_peaks_are_local_maxima_above_the_threshold() -> None:
-    """Of each map on its own, the highest first, no more than asked for, with the tag of their cell."""
     heat, tags = torch.zeros(1, 2, 8, 8), torch.arange(128.0).view(1, 2, 8, 8)
     heat[0, 0, 2, 3], heat[0, 0, 2, 4], heat[0, 0, 6, 6], heat[0, 0, 0, 0] = 0.9, 0.5, 0.95, 0.05
     ((first, second),) = find_peaks(heat, tags, stride=4, threshold=0.1, most=5)
@@ -27,7 +26,6 @@ def test_peaks_are_local_maxima_above_the_threshold() -> None:
 
 @pytest.mark.parametrize("x", [8.0, 9.3, 10.0, 10.9, 11.5])
 def test_a_peak_is_found_where_the_point_is(x: float) -> None:
-    """To a quarter of a cell, from a Gaussian around it."""
     maps = targets(torch.tensor([[[[x, 14.6, 1.0]]]]), (16, 16), stride=2, sigma=1.0)
     (((found,),),) = find_peaks(maps, maps, stride=2, threshold=0.1, most=4)
     assert found.x == pytest.approx(x, abs=0.51)
@@ -75,7 +73,6 @@ def counted(predicted: list[Instance], true: np.ndarray, size: float = 10.0) -> 
 
 
 def test_a_perfect_prediction_has_ones_everywhere() -> None:
-    """In whatever order instances come; hidden points count for nothing."""
     counts = counted([instance(30, 40), instance(10, None)], truth((10, None), (30, 40)))
     assert counts == Counts(points=3, hit=3, found=3, instances_found=2)
     assert counts.ratios() == {"pck": (3, 3), "point_f1": (6, 6), "instance_f1": (4, 4)}
@@ -96,7 +93,6 @@ def test_right_points_in_wrong_instances_are_found_but_not_hit() -> None:
 
 
 def test_nothing_is_met_twice() -> None:
-    """Of two predictions of one thing one is invented; the closer point is the one that counts."""
     counts = counted([instance(11, 20), instance(10, 20)], truth((10, 20)))
     assert (counts.found, counts.invented, counts.instances_found, counts.instances_invented) == (2, 2, 1, 1)
 

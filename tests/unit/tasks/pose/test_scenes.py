@@ -37,7 +37,6 @@ class OneScene:
 
 
 def test_an_unmoved_picture_is_what_it_was() -> None:
-    """Bytes and points; instances by size, absent ones zero."""
     image, points, sizes, known = Views(OneScene(), size=40, stride=2, most=3)[0]
     assert torch.equal(image[:, 12:20, 16:26], torch.full((3, 8, 10), 255, dtype=torch.uint8))
     assert int((image > 0).sum()) == 3 * 80
@@ -68,14 +67,12 @@ def test_points_move_with_the_picture(seed: int, flip: float) -> None:
 
 
 def test_in_a_mirrored_picture_left_is_left() -> None:
-    """Points with left and right in their names change places."""
     assert mirror_order(["nose", "left_eye", "right_eye", "left", "right", "lefty"]) == [0, 2, 1, 4, 3, 5]
     _, points, _, _ = Views(OneScene(), size=40, stride=2, most=1, moves=Moves(flip=1.0))[0]
     assert points[0, :, 0].tolist() == [pytest.approx(14.5), pytest.approx(23.5), pytest.approx(19.0)]
 
 
 def test_a_sample_moves_alike_wherever_it_is_drawn() -> None:
-    """By its keyed random numbers alone."""
     views = Views(OneScene(), size=40, stride=2, most=2, moves=Moves((0.5, 1.5), 180.0, 0.2, 0.5))
     seeds = SampleSeeds(1)
     found = []
@@ -87,7 +84,6 @@ def test_a_sample_moves_alike_wherever_it_is_drawn() -> None:
 
 
 def test_points_outside_are_not_visible() -> None:
-    """And have no place."""
     points = np.array([[(1.0, 1.0, 1.0), (9.0, 1.0, 1.0), (1.0, 1.0, 0.0)]])
     right = np.array([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0]])
     assert moved(points, right, 10).tolist() == [[[3.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]]
@@ -118,7 +114,6 @@ def test_unknown_places_and_surplus_instances_are_masked() -> None:
 
 
 def digits() -> Digits:
-    """A few real ones."""
     return shipped_digits().take(np.arange(0, 5000, 250))
 
 
@@ -143,7 +138,6 @@ def test_points_of_a_digit_follow_from_its_ink() -> None:
 
 
 def test_scenes_depend_on_seed_and_number_alone() -> None:
-    """The same in any order and process, others under another seed."""
     some = digits()
     scenes, again, other = DigitScenes(some, 30, 0), DigitScenes(some, 30, 0), DigitScenes(some, 30, 1)
     last = scenes.scene(29)

@@ -29,7 +29,6 @@ def picture(width: int = 40, height: int = 30) -> Image.Image:
 
 
 def test_a_sample_is_seen_alike_wherever_it_is_drawn_and_otherwise_in_another_epoch() -> None:
-    """By its keyed random numbers alone, whatever was drawn before."""
     view = RandomView(16, jitter=(0.4, 0.4, 0.4))
     seeds = SampleSeeds(3)
 
@@ -53,7 +52,6 @@ def test_a_sample_is_seen_alike_wherever_it_is_drawn_and_otherwise_in_another_ep
     seed=st.integers(0, 99),
 )
 def test_a_random_part_lies_within_the_image(width: int, height: int, least: float, ratio: float, seed: int) -> None:
-    """Also of images so narrow that no drawn part fits."""
     random.seed(seed)
     left, top, right, bottom = random_box(width, height, (least, 1.0), (ratio, 1 / ratio))
     assert 0 <= left < right <= width + 1e-9
@@ -61,7 +59,6 @@ def test_a_random_part_lies_within_the_image(width: int, height: int, least: flo
 
 
 def test_flips_are_as_frequent_as_asked() -> None:
-    """Never, or always the mirror image."""
     whole = {"size": 30, "scale": (1.0, 1.0), "ratio": (1.0, 1.0)}
     square = picture(30, 30)
     plain = as_bytes(square)

@@ -29,7 +29,6 @@ from elastic_trainer.tasks.vision.pillow import Image
 
 
 def folders(root: Path, **classes: int) -> Path:
-    """``root`` with so many images of each class."""
     for name, count in classes.items():
         (root / name).mkdir(parents=True)
         for number in range(count):
@@ -38,7 +37,6 @@ def folders(root: Path, **classes: int) -> Path:
 
 
 def test_classes_are_the_sorted_names_of_folders(tmp_path: Path) -> None:
-    """Hidden folders, files beside the folders and files that are no images are passed over."""
     folders(tmp_path, dog=2, cat=1, **{".hidden": 1})
     (tmp_path / "README").touch()
     (tmp_path / "dog" / "notes.txt").touch()
@@ -50,7 +48,6 @@ def test_classes_are_the_sorted_names_of_folders(tmp_path: Path) -> None:
 
 
 def test_fewer_files_are_spread_over_all_classes(tmp_path: Path) -> None:
-    """Of each class its part, in order."""
     files = image_files(folders(tmp_path, a=6, b=2, c=4))
     assert [files.thinned(6).labels.count(label) for label in range(3)] == [3, 1, 2]
     assert files.thinned(None) is files.thinned(100) is files
@@ -65,7 +62,6 @@ def test_fewer_files_are_spread_over_all_classes(tmp_path: Path) -> None:
     ],
 )
 def test_folders_that_hold_no_data_are_named(tmp_path: Path, classes: dict[str, int] | None, complaint: str) -> None:
-    """Missing, empty, or with a class of which there is nothing."""
     root = tmp_path / "images"
     if classes is not None:
         root.mkdir()
@@ -84,7 +80,6 @@ def one_sentence(error: ElasticTrainerError, path: Path) -> None:
 
 
 def test_training_and_test_classes_must_be_the_same(tmp_path: Path) -> None:
-    """Whichever side lacks one, it is named."""
     full, part = image_files(folders(tmp_path / "x", a=1, b=1, c=1)), image_files(folders(tmp_path / "y", b=1))
     for pair in ((full, part), (part, full)):
         with pytest.raises(DataError, match=r"y lacks classes 'a', 'c' of .*x") as caught:
@@ -127,7 +122,6 @@ def test_a_storage_that_fails_is_no_mistake_in_the_data(tmp_path: Path, monkeypa
 
 
 def test_grey_and_transparent_images_become_rgb(tmp_path: Path) -> None:
-    """A network sees three colours of each."""
     for mode in ("L", "LA", "RGBA", "P", "1"):
         path = tmp_path / f"{mode}.png"
         Image.new(mode, (3, 2)).save(path)
@@ -146,7 +140,6 @@ def test_without_pillow_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
 
 
 def few_digits() -> Digits:
-    """1,020 of them, quickly made."""
     labels = (np.arange(1020) % 10).astype(np.uint8)
     return Digits(np.repeat(labels, 784).reshape(-1, 28, 28), labels)
 
@@ -183,7 +176,6 @@ def test_several_processes_may_write_the_digits_at_once(tmp_path: Path, monkeypa
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the key to set."""
     monkeypatch.setattr(digit_images, "shipped_digits", few_digits)
     (tmp_path / "file").touch()
     with pytest.raises(ElasticTrainerError, match=r"cannot be written.*data\.cache"):
@@ -198,7 +190,6 @@ def test_the_cache_follows_the_xdg_variable(tmp_path: Path) -> None:
 
 
 def test_folders_may_be_links(tmp_path: Path) -> None:
-    """Data sets are often put together of links."""
     folders(tmp_path / "real", a=2)
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "a").symlink_to(tmp_path / "real" / "a")

@@ -13,7 +13,7 @@ from elastic_trainer.data.sampler import Batch, Fetcher
 from elastic_trainer.errors import ConfigError, DataError
 from elastic_trainer.tasks.vision.imagefolder import ImageClasses, hits_among
 from elastic_trainer.tasks.vision.pillow import Image
-from elastic_trainer.tasks.vision.resnet import ResNet
+from elastic_trainer.tasks.vision.resnet import ResNet, ResNetOptions
 from elastic_trainer.training.config import CosineConfig, MultiStepConfig
 from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.optimization import decay_groups
@@ -22,7 +22,6 @@ SMALL = ("data.size=16", "data.resize=16", "model.width=4")
 
 
 def images(root: Path, classes: str = "abc", parts: tuple[str, ...] = ("train", "val"), count: int = 4) -> Path:
-    """A data set of grey pictures, their brightness telling the class."""
     for part in parts:
         for number, name in enumerate(classes):
             (root / part / name).mkdir(parents=True)
@@ -39,7 +38,6 @@ def task(root: Path, *overrides: str) -> ImageClasses:
 
 
 def test_classes_are_the_folders_and_part_of_the_identity(tmp_path: Path) -> None:
-    """The network has a score for each."""
     made = task(images(tmp_path))
     assert made.identity() == {"classes": ("a", "b", "c")}
     assert made.model().eval()(torch.zeros(2, 3, 16, 16)).shape == (2, 3)
@@ -67,15 +65,13 @@ def test_metrics_are_sums_and_counts_that_add_up(tmp_path: Path) -> None:
 
 
 def test_hits_among_the_best_guesses() -> None:
-    """By hand: the right class is the first, second and third guess."""
     scores = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
     labels = torch.tensor([0, 1, 2])
     assert [int(hits_among(scores, labels, count)) for count in (1, 2, 3)] == [1, 2, 3]
 
 
 def test_norms_and_biases_do_not_decay_unless_asked(tmp_path: Path) -> None:
-    """Every parameter is in one of the groups."""
-    network = ResNet(18, 3, width=4)
+    network = ResNet(3, ResNetOptions(width=4))
     weights, others = decay_groups(network.parameters())
     assert others["weight_decay"] == 0.0
     assert {parameter.dim() for parameter in weights["params"]} == {2, 4}
@@ -114,7 +110,6 @@ def test_test_images_may_be_in_val_or_test_or_anywhere(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(overrides: list[str], complaint: str) -> None:
-    """With the key that is wrong, before any data is read."""
     with pytest.raises(ConfigError, match=complaint):
         ImageClasses(load_job("imagefolder", overrides))
 

@@ -1,4 +1,4 @@
-"""The digits task: shifts that follow from the sample alone, a network of the asked size, exact metrics."""
+"""The digits task: shifts that follow from the sample alone, exact metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _corner(image: torch.Tensor) -> tuple[int, int]:
     return int(rows.min()) - 10, int(columns.min()) - 12
 
 
-def test_a_shift_moves_the_whole_image_by_at_most_so_many_pixels() -> None:
+def test_a_shift_moves_the_whole_image_within_its_limit() -> None:
     """Nothing is lost, every move within the limit occurs, and none beyond it."""
     images = _image().repeat(500, 1, 1, 1)
     moved = shifted(images, torch.arange(500), 2, seed=0, epoch=0)
@@ -34,7 +34,6 @@ def test_a_shift_moves_the_whole_image_by_at_most_so_many_pixels() -> None:
 
 
 def test_a_shift_depends_on_seed_epoch_and_sample_alone() -> None:
-    """A sample is moved alike in whatever batch it comes, and otherwise in another epoch or under another seed."""
     numbers = torch.arange(64)
     images = _image().repeat(64, 1, 1, 1)
     whole = shifted(images, numbers, 2, seed=3, epoch=5)
@@ -53,7 +52,6 @@ def test_scrambled_numbers_are_spread_evenly() -> None:
 
 
 def test_the_network_has_the_asked_size() -> None:
-    """The section `model` decides."""
     small, large = (network(MnistModel(width=width)) for width in (4, 8))
     assert small(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in large.parameters())
@@ -78,7 +76,6 @@ def test_metrics_are_sums_and_counts_that_add_up() -> None:
 
 
 def test_training_data_can_be_limited_but_not_test_data() -> None:
-    """A quick look trains on fewer digits and is still measured on all."""
     config = JobConfig.model_validate({"task": "mnist", "epochs": 1, "global_batch": 8, "data": {"limit": 20}})
     data = Mnist(config).datasets()
     assert (len(data.train), len(data.test)) == (20, 1000)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from elastic_trainer.tasks.vision.resnet import Bottleneck, Depth, ResNet, Stem
+from elastic_trainer.tasks.vision.resnet import Bottleneck, ResNet, ResNetOptions
 
 
 @pytest.mark.parametrize(("depth", "parameters"), [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032)])
-def test_parameters_are_those_of_the_published_networks(depth: Depth, parameters: int) -> None:
-    """As many as torchvision's at 1,000 classes."""
+def test_parameters_are_those_of_the_published_networks(depth: Any, parameters: int) -> None:
     with torch.device("meta"):
-        network = ResNet(depth, 1000)
+        network = ResNet(1000, ResNetOptions(depth=depth))
     assert sum(parameter.numel() for parameter in network.parameters()) == parameters
 
 
 def test_parameters_are_named_as_torchvision_names_them() -> None:
-    """Weights that are offered for its networks load here."""
     with torch.device("meta"):
-        names = set(ResNet(50, 1000).state_dict())
+        names = set(ResNet(1000, ResNetOptions(depth=50)).state_dict())
     assert {
         "conv1.weight",
         "bn1.running_mean",
@@ -35,9 +35,9 @@ def test_parameters_are_named_as_torchvision_names_them() -> None:
 
 
 @pytest.mark.parametrize(("stem", "side"), [("small", 4), ("imagenet", 1)])
-def test_the_small_stem_keeps_the_resolution(stem: Stem, side: int) -> None:
+def test_the_small_stem_keeps_the_resolution(stem: Any, side: int) -> None:
     """Of 32 pixels 4 are left before the last mean, of the usual stem one."""
-    network = ResNet(18, 3, width=4, stem=stem).eval()
+    network = ResNet(3, ResNetOptions(width=4, stem=stem)).eval()
     sides: list[int] = []
     network.layer4.register_forward_hook(lambda _module, _inputs, output: sides.append(output.shape[-1]))
     with torch.no_grad():
@@ -47,7 +47,7 @@ def test_the_small_stem_keeps_the_resolution(stem: Stem, side: int) -> None:
 
 def test_with_zero_gamma_blocks_begin_as_the_identity() -> None:
     """What goes past a block is all that comes out of it."""
-    network = ResNet(50, 2, width=4, stem="small", zero_gamma=True).eval()
+    network = ResNet(2, ResNetOptions(depth=50, width=4, stem="small")).eval()
     block = network.layer1[1]
     assert isinstance(block, Bottleneck)
     x = torch.rand(2, 16, 8, 8)
