@@ -1,9 +1,9 @@
-"""Makes a data worker process independent of what it inherits from the process that trains.
+"""Makes a data worker process independent of what it inherits from the training process.
 
-A forked child holds the sockets of its parent: peers would not notice the parent's death while the child lives. It
-holds the parent's handlers and wakeup descriptor: a signal to the child would look like one to the parent. torchrun
-and Slurm send SIGTERM to all processes of a job, and the parent needs its data workers for the step in which the ranks
-agree to stop; so they leave such signals to it, and end with it.
+A forked child holds its parent's sockets: peers would not notice the parent's death. It holds the parent's handlers and
+wakeup descriptor: a signal to the child would look like one to the parent. torchrun and Slurm send SIGTERM to all
+processes of a job, and the parent needs its data workers until the ranks have agreed to stop: so data workers ignore
+such signals, and end with the parent.
 
 *Runs in* the main thread of a data worker process, before it fetches anything.
 *Fails by* nothing: where the system has no such means, less is done.
@@ -17,7 +17,7 @@ import gc
 import os
 import signal
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _DESCRIPTORS = "/proc/self/fd"
 _STANDARD = 2
@@ -65,44 +65,32 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (OSError, AttributeError):
         return
-    if os.getppid() != parent and _died(parent):  # it died before the call above, which then never signals
-        os._exit(1)
+    if os.getppid() != parent:  # it died before the call above, which then never signals, or a fork server started this
+        with suppress(PermissionError):
+            try:
+                os.kill(parent, 0)
+            except ProcessLookupError:
+                os._exit(1)
 
 
-def _died(parent: int) -> bool:
-    """Whether ``parent`` has died, rather than never been this process's parent (a fork server's child)."""
-    try:
-        os.kill(parent, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
-
-
-def drop_sockets() -> int:
-    """Let go of all inherited sockets; how many."""
-    try:
+def drop_sockets() -> None:
+    """Let go of all inherited sockets."""
+    with suppress(OSError):
         numbers = [int(name) for name in os.listdir(_DESCRIPTORS)]
-    except OSError:
-        return 0
-    return let_go([number for number in numbers if number > _STANDARD and _is_socket(number)])
+        let_go([number for number in numbers if number > _STANDARD and _is_socket(number)])
 
 
-def let_go(numbers: Collection[int]) -> int:
-    """Let go of these inherited descriptors; how many.
+def let_go(numbers: Collection[int]) -> None:
+    """Let go of these inherited descriptors.
 
-    Their numbers stay taken, by /dev/null: objects of the parent that still name them, and may close them at any time,
-    then close nothing of this process.
+    Their numbers stay taken, by /dev/null: objects of the parent that name them, and may close them at any time, then
+    close nothing of this process.
     """
-    try:
+    with suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return 0
-    for number in numbers:
-        os.dup2(nothing, number, inheritable=False)
-    os.close(nothing)
-    return len(numbers)
+        for number in numbers:
+            os.dup2(nothing, number, inheritable=False)
+        os.close(nothing)
 
 
 def _is_socket(number: int) -> bool:

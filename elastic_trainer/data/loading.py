@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import multiprocessing
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 
 from elastic_trainer.errors import ConfigError
 
 
-class BadSamples(StrEnum):
-    """What a sample does that raises when it is fetched."""
-
-    RAISE = "raise"
-    SKIP = "skip"
-
-
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """``workers`` processes fetch ``prefetch`` micro-batches each ahead of use; with none the samples are fetched when
-    they are asked for. ``pin_memory`` None: when the device is CUDA. ``max_bad_fraction`` is the part of this rank's
-    samples of an epoch that may be bad before the job fails. ``multiprocessing_context`` is fork, spawn or forkserver.
+    """``workers`` processes fetch ``prefetch`` micro-batches each ahead of use; with 0, samples are fetched on demand.
+    ``pin_memory`` None: when the device is CUDA. ``bad_samples`` is raise or skip; ``max_bad_fraction`` of this rank's
+    samples of an epoch may be bad before the job fails. ``multiprocessing_context`` is fork, spawn or forkserver.
     """
 
     workers: int = 0
     prefetch: int = 2
     pin_memory: bool | None = None
-    bad_samples: str = BadSamples.RAISE
+    bad_samples: str = "raise"
     max_bad_fraction: float = 0.01
     multiprocessing_context: str | None = None
 
@@ -37,7 +29,7 @@ class Loading:
             raise ConfigError(f"workers is {self.workers}", hint="it must not be negative")
         if self.prefetch < 1:
             raise ConfigError(f"prefetch is {self.prefetch}", hint="it must be at least 1")
-        if self.bad_samples not in list(BadSamples):
+        if self.bad_samples not in ("raise", "skip"):
             raise ConfigError(f"bad_samples is {self.bad_samples!r}", hint="use 'raise' or 'skip'")
         if not 0.0 <= self.max_bad_fraction <= 1.0:
             raise ConfigError(f"max_bad_fraction is {self.max_bad_fraction}", hint="it must be between 0 and 1")
@@ -46,11 +38,6 @@ class Loading:
             raise ConfigError(
                 f"multiprocessing_context is {self.multiprocessing_context!r}", hint=f"use one of {', '.join(known)}"
             )
-
-    @property
-    def skips(self) -> bool:
-        """Whether bad samples are left out."""
-        return self.bad_samples == BadSamples.SKIP
 
     def pins(self, device: torch.device) -> bool:
         """Whether batches for ``device`` pass through pinned memory; never where there is no CUDA to copy to."""

@@ -36,7 +36,6 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """Samples in it."""
         return self.stop - self.start
 
     @property
@@ -68,7 +67,6 @@ class LrRule(StrEnum):
     """The square root of r times (Krizhevsky 2014, "One weird trick"), usual with adaptive optimizers."""
 
     def factor(self, ratio: float) -> float:
-        """What the learning rate is multiplied by."""
         return {LrRule.NONE: 1.0, LrRule.LINEAR: ratio, LrRule.SQRT: math.sqrt(ratio)}[self]
 
 
@@ -108,7 +106,6 @@ class EpochPlan:
             )
 
     def at(self, world: int) -> EpochPlan:
-        """The plan with the global batch that ``world`` ranks have."""
         if self.scale_from is None or world == self.scale_from:
             return self
         size = max(1, round(self.global_batch * world / self.scale_from))
@@ -126,17 +123,11 @@ class EpochPlan:
             return 1.0
         return self.lr_rule.factor(self.at(world).global_batch / self.global_batch)
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Global batches of an epoch, the smaller one at its end included."""
-        return -(-self.length // self.global_batch)
-
     def order(self, epoch: int) -> Ids:
         """The sample numbers of ``epoch`` in training order (read-only)."""
         return epoch_order(self.length, self.seed, epoch, self.shuffle)
 
     def ended(self, cursor: Cursor) -> bool:
-        """Whether no sample of the cursor's epoch is left."""
         return cursor.samples >= self.length
 
     def global_batch_at(self, cursor: Cursor) -> GlobalBatch:
@@ -192,11 +183,6 @@ def share(count: int, micro_batch: int | None, world: int, rank: int, *, even: b
         filler, wanted = Piece(0, min(micro_batch, count), 0.0), -(-total // world) if even else 1
     pieces += [filler] * (wanted - len(pieces))
     return tuple(pieces)
-
-
-def divide(count: int, micro_batch: int | None, world: int, *, even: bool = False) -> tuple[tuple[Piece, ...], ...]:
-    """The shares of all ranks (see :func:`share`)."""
-    return tuple(share(count, micro_batch, world, rank, even=even) for rank in range(world))
 
 
 def cut(total: int, parts: int, part: int) -> tuple[int, int]:

@@ -76,7 +76,6 @@ class SampleReader:
         return Drawn(self._collated(request.epoch, numbers, samples), tuple(missing))
 
     def _enter(self, epoch: int) -> None:
-        """Tell a data set that wants to know, in each process."""
         if epoch != self._epoch and self._seeds is not None and hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
         self._epoch = epoch

@@ -20,8 +20,8 @@ Place = tuple[int, int, int]
 class SampleRequest:
     """The samples ``ids``, which begin at ``position`` of ``epoch``.
 
-    ``batch_start`` is where their global batch begins. ``counts`` is False for a filler; ``span`` tells that this is
-    all of a rank's part, asked for at once although it consists of several micro-batches.
+    ``batch_start`` is where their global batch begins. ``counts`` is False for a filler; ``span``: this is
+    all of a rank's part at once, although it has several micro-batches.
     """
 
     epoch: int
@@ -33,7 +33,6 @@ class SampleRequest:
 
     @property
     def place(self) -> Place:
-        """What it is known by."""
         return self.epoch, self.position, len(self.ids)
 
 
@@ -48,7 +47,6 @@ class Course:
     even: bool = False
 
     def pieces(self, whole: GlobalBatch) -> tuple[Piece, ...]:
-        """This rank's micro-batches of ``whole``."""
         return share(len(whole.ids), self.plan.micro_batch, self.world, self.rank, even=self.even)
 
     def from_request(self, first: SampleRequest) -> Iterator[SampleRequest]:

@@ -20,47 +20,25 @@ from elastic_trainer.data.plan import EpochPlan, GlobalBatch, Ids, Piece
 from elastic_trainer.data.reader import Collate, Drawn, SampleReader
 from elastic_trainer.data.requests import Course, SampleRequest, asked, spanning
 from elastic_trainer.data.seeds import undisturbed
-from elastic_trainer.data.sources import MapDataset, checked_length, plain_tensors
+from elastic_trainer.data.sources import plain_tensors
 from elastic_trainer.data.workers import Workers
 from elastic_trainer.errors import DataError
 from elastic_trainer.model import Cursor
 
-__all__ = ["Batch", "Collate", "Fetcher", "MapDataset", "Sampler", "checked_length", "placed"]
+__all__ = ["Batch", "Collate", "Fetcher", "Sampler"]
 
 Fetch = Callable[[Ids], Drawn]
 
 
 class Batch:
-    """One rank's part of a global batch, or one micro-batch of it. Its data are fetched when first asked for.
+    """One rank's part of a global batch, or one micro-batch of it. Its data are fetched on first use.
 
-    ``ids`` are the samples that count (none for a filler), ``weight`` is what a mean loss over this data must be
-    multiplied by (both leave out bad samples once the data were fetched), ``epoch`` and ``index`` say which global
-    batch of which epoch it is of, ``global_size`` how many samples that has, ``start`` how many samples of the epoch
-    come before this part, ``following`` is the cursor after the global batch. ``micro_batches`` has at least one
-    element; ``number`` says which of the ``parts`` micro-batches of the global batch this is (None: several, or a
-    filler). ``used`` is set once a step has committed it.
+    ``ids`` are the samples that count (none for a filler); a mean loss over the data is to be multiplied by ``weight``
+    (both leave out bad samples once the data were fetched). It is part of global batch ``index`` of ``epoch``, which
+    has ``global_size`` samples; ``start`` samples of the epoch come before this part, ``following`` is the cursor after
+    the global batch. ``micro_batches`` has at least one element; ``number`` says which of the ``parts`` micro-batches
+    of the global batch this is (None: several, or a filler). ``used`` is set once a step has committed it.
     """
-
-    __slots__ = (
-        "_data",
-        "_fetch",
-        "_fetched",
-        "_ids",
-        "_missing",
-        "_outdated",
-        "_positions",
-        "_read",
-        "_weight",
-        "epoch",
-        "following",
-        "global_size",
-        "index",
-        "micro_batches",
-        "number",
-        "parts",
-        "start",
-        "used",
-    )
 
     def __init__(
         self,
@@ -77,7 +55,9 @@ class Batch:
     ) -> None:
         self._fetch, self._positions = fetch, positions
         self._data: Any = None
-        self._fetched = self._read = self._outdated = False
+        self._fetched = self._read = False
+        self.outdated = False
+        """Whether the data that the script read last are of the samples before :meth:`become`."""
         self._missing: frozenset[int] = frozenset()
         self._ids, self._weight = ids, weight
         self.epoch, self.index = (whole.cursor.epoch, whole.index) if whole is not None else (0, 0)
@@ -90,17 +70,11 @@ class Batch:
 
     @property
     def data(self) -> Any:
-        """The collated samples, on the device."""
         if not self._fetched:
             drawn = self._fetch(self._positions)
             self._missing = frozenset(each.number for each in drawn.missing)
-            self._data, self._fetched, self._read, self._outdated = drawn.data, True, True, False
+            self._data, self._fetched, self._read, self.outdated = drawn.data, True, True, False
         return self._data
-
-    @property
-    def outdated(self) -> bool:
-        """Whether the data that the script read last are of the samples before :meth:`become`."""
-        return self._outdated
 
     @property
     def ids(self) -> Ids:
@@ -133,17 +107,16 @@ class Batch:
         return len(self._positions) - len(self._missing)
 
     def become(self, other: Batch) -> None:
-        """Be ``other`` from now on, for whoever holds this one."""
-        outdated = any(part._read or part._outdated for part in (self, *self.micro_batches))
-        for name in self.__slots__:
-            setattr(self, name, getattr(other, name))
+        """Be ``other`` from now on, for all references to this one."""
+        outdated = any(part._read or part.outdated for part in (self, *self.micro_batches))
+        self.__dict__.update(other.__dict__)
         if len(self.micro_batches) == 1:
             self.micro_batches = (self,)
         for part in (self, *self.micro_batches):
-            part._outdated = outdated
+            part.outdated = outdated
 
     def release(self) -> None:
-        """Forget the data; they are fetched again when asked for again."""
+        """Forget the data; the next use fetches them again."""
         self._data, self._fetched = None, False
 
 
@@ -166,7 +139,7 @@ class Fetcher:
         loading = loading if loading is not None else Loading()
         self._loading, self._device = loading, device
         self._tally = tally if tally is not None else Tally()
-        self._reader = SampleReader(dataset, collate, seed, skips=loading.skips)
+        self._reader = SampleReader(dataset, collate, seed, skips=loading.bad_samples == "skip")
         self.length = self._reader.length
         self._tensors = dataset.tensors if plain_tensors(dataset) and collate is None else None
         self._pin = loading.pins(device)
@@ -178,7 +151,7 @@ class Fetcher:
 
     @property
     def immediate(self) -> bool:
-        """Whether nobody ever waits for samples: they are rows of tensors that are there."""
+        """Whether no step ever waits for samples: they are rows of tensors in memory."""
         return self._tensors is not None
 
     def __call__(self, ids: Ids) -> Drawn:
@@ -198,13 +171,12 @@ class Fetcher:
         return drawn
 
     def follow(self, course: Course) -> None:
-        """What will be asked for next lies on ``course``."""
+        """The next requests lie on ``course``."""
         self._world = course.world
         if self._workers is not None:
             self._workers.future = course.from_request
 
     def close(self) -> None:
-        """No more is fetched ahead."""
         if self._workers is not None:
             self._workers.close()
 
@@ -249,7 +221,6 @@ class Sampler:
         self._course: Course | None = None
 
     def draw(self, cursor: Cursor, rank: int, world: int) -> Batch:
-        """The part of ``rank`` in the global batch at ``cursor``."""
         plan = self.plan.at(world)
         course = self._course
         if course is None or course.rank != rank or course.world != world or course.until <= cursor.epoch:

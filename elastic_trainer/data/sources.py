@@ -34,11 +34,9 @@ class SeekableStream(Protocol):
 
     def __len__(self) -> int:
         """Samples of an epoch."""
-        ...
 
     def read_from(self, epoch: int, position: int) -> Iterator[Any]:
         """The samples of ``epoch`` from number ``position`` to the last one."""
-        ...
 
 
 class StreamEndedError(DataError):
@@ -67,7 +65,7 @@ def _check_map_style(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset):
         raise DataError(
             f"{type(dataset).__name__} is not a map-style data set, and cannot be read from a position on: after a"
-            " failure nobody could go on where the job was",
+            " failure the job could not go on where it was",
             hint="give it __len__() and read_from(epoch, position), which iterates from that sample on (see"
             " SeekableStream); tar files of samples are read by TarShards",
         )
@@ -86,7 +84,7 @@ def plain_tensors(dataset: Any) -> bool:
 def deterministic(dataset: Any) -> bool:
     """Whether fetching a sample draws no random numbers: plain tensors, what says ``deterministic = True``, subsets.
 
-    Such data sets need no seeding, and are asked for a whole micro-batch at once where they have ``__getitems__``.
+    Such data sets need no seeding; with ``__getitems__`` a whole micro-batch is read at once.
     """
     if type(dataset) is Subset:
         return deterministic(dataset.dataset)

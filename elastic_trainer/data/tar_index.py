@@ -1,7 +1,6 @@
 """Where each sample of a tar file lies, in the webdataset convention: files ``key.ext`` in a row with one key.
 
-The headers are read once; what they say can be kept in a small file, which counts while size and time of the shard
-are those that it was made from.
+The headers are read once; an index of them can be kept in a small file, valid while the shard's size and time stay.
 
 *Runs in* any process, when the shards are named.
 *Fails by* DataError for a shard that is missing, empty, compressed, or cut off. A cache that cannot be read or written
@@ -49,11 +48,9 @@ class TarIndex:
         return len(self.keys)
 
     def key(self, sample: int) -> str:
-        """The key of ``sample``."""
         return bytes(self.keys[sample]).decode("utf-8", "surrogateescape")
 
     def members(self, sample: int) -> list[tuple[str, int, int]]:
-        """Extension, offset and size of each file of ``sample``."""
         where = range(int(self.starts[sample]), int(self.starts[sample + 1]))
         return [(str(self.extensions[self.kinds[i]]), int(self.offsets[i]), int(self.sizes[i])) for i in where]
 

@@ -94,7 +94,6 @@ class TarShards:
         return int(self._ends[-1])
 
     def __getitem__(self, number: int) -> Any:
-        """Sample ``number``. IndexError if there is none."""
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         shard = int(np.searchsorted(self._ends, number, side="right"))
@@ -140,7 +139,6 @@ class Files:
         return data
 
     def close(self) -> None:
-        """Close all."""
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -156,11 +154,8 @@ class Files:
         self._open.move_to_end(path)
         return found
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Files.__init__(self)
+    def __reduce__(self) -> tuple[type[Files], tuple[()]]:
+        return Files, ()
 
     def __del__(self) -> None:
         if self._process == os.getpid():

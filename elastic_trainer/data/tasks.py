@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ _SENDABLE = (torch.Tensor, np.ndarray, np.generic, str, bytes, int, float, compl
 
 @dataclass(frozen=True, slots=True)
 class FetchTask:
-    """A request of one ``course`` (they are counted). Requests of an earlier one are not wanted any more."""
+    """A request of one numbered ``course``. Requests of earlier courses are obsolete."""
 
     course: int
     request: SampleRequest
@@ -75,15 +74,15 @@ class Tasks(Dataset[Any]):
         self._course.share_memory_()  # type: ignore[no-untyped-call]
 
     def begin(self, course: int) -> None:
-        """Requests of earlier courses are not wanted any more."""
+        """Requests of earlier courses are obsolete."""
         self._course[0] = course
 
     def end(self) -> None:
-        """Nothing is wanted any more."""
+        """All requests are obsolete."""
         self._course[0] = _ENDING
 
     def __getitem__(self, task: FetchTask) -> Drawn | Failure | None:
-        """What was drawn, a :class:`Failure`, or None if it is not wanted any more."""
+        """What was drawn, a :class:`Failure`, or None for an obsolete request."""
 
         def wanted() -> bool:
             return int(self._course[0]) == task.course
@@ -101,22 +100,18 @@ class Tasks(Dataset[Any]):
 
 
 def check_sendable(data: Any) -> None:
-    """DataError unless ``data`` can go to another process: its queue would drop it, and the other wait for ever."""
+    """DataError unless ``data`` can go to another process: its queue would drop it, and the other wait forever."""
     for leaf in leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and not leaf.is_leaf:
             raise DataError("a data worker gives a tensor that is part of a graph", hint="detach() it")
         if not isinstance(leaf, _SENDABLE):
-            _try(leaf, pickle.dumps)
-
-
-def _try(leaf: Any, dumps: Callable[[Any], bytes]) -> None:
-    try:
-        dumps(leaf)
-    except Exception as error:
-        raise DataError(
-            f"a data worker gives a {type(leaf).__name__}, which cannot go to another process: {error}",
-            hint="give tensors, arrays, numbers or text, or use workers=0",
-        ) from error
+            try:
+                pickle.dumps(leaf)
+            except Exception as error:
+                raise DataError(
+                    f"a data worker gives a {type(leaf).__name__}, which cannot go to another process: {error}",
+                    hint="give tensors, arrays, numbers or text, or use workers=0",
+                ) from error
 
 
 def unchanged(value: Any) -> Any:

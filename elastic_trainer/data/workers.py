@@ -1,9 +1,8 @@
 """Data worker processes that fetch ahead: torch's DataLoader over the requests that are still to come.
 
-What is asked for next is usually what the stream delivers next. If it is not (the ranks changed, the position moved),
-the stream begins anew there; requests under way are abandoned between two samples. The position in the data is not
-here: fetching ahead changes nothing but when samples are read. The last that was delivered of the global batch at hand
-is kept, so that a step that is repeated does not fetch it again.
+The next request is usually what the stream delivers next. If not (the ranks changed, the position moved), the stream
+begins anew there; requests under way are abandoned between two samples. The position in the data is not here: fetching
+ahead changes only when samples are read. What was delivered of the present global batch is kept for a repeated step.
 
 *Runs in* the worker's main thread. *Owns* the data worker processes, from the first request to ``close``.
 *Fails by* what the data set raises, with the worker's trace as a note; DataError when a worker process dies.
@@ -63,7 +62,6 @@ class Upcoming:
         self._requests: Iterator[SampleRequest] = iter(())
 
     def aim(self, requests: Iterator[SampleRequest]) -> None:
-        """``requests`` are what follows."""
         self.course += 1
         self._requests = requests
 
@@ -99,7 +97,7 @@ class Workers:
         self._kept: dict[Place, tuple[Drawn, tuple[int, ...]]] = {}
         self._kept_of: tuple[int, int] | None = None
         self.future: Future = lambda request: iter([request])
-        """What will be asked for after a request; set before each batch."""
+        """The requests after a given one; set before each batch."""
 
     def get(self, request: SampleRequest) -> Drawn:
         """The samples of ``request``, not yet on the device."""
@@ -166,23 +164,22 @@ class Workers:
             self._go_on()
 
     def _aim_again(self) -> None:
-        """A request failed: whoever makes it again gets a new answer."""
+        """A request failed: the same one again gets a new answer."""
         self._upcoming.aim(iter(()))
         self._tasks.begin(self._upcoming.course)
 
     def _next(self) -> tuple[FetchTask, Drawn | Failure | None]:
-        """What the workers deliver next."""
-        began, told = SYSTEM.monotonic(), False
+        began, logged = SYSTEM.monotonic(), False
         while True:
             try:
-                value = self._received()
+                value = self._received()  # RuntimeError after a while
             except StopIteration:  # the requests had come to an end, and go on now
                 self._go_on()
-                problem = "" if self._upcoming.sent else "nothing is left to deliver"
-                if not problem:
+                if self._upcoming.sent:
                     continue
+                problem = "nothing is left to deliver"
             except (RuntimeError, OSError, EOFError) as error:  # what a data set raises comes as a value
-                problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+                problem = _first_line(error)
             else:
                 return self._upcoming.sent.popleft(), value
             late = "timed out after" in problem
@@ -190,12 +187,11 @@ class Workers:
             if not late or self._pinning_ended():
                 self.close()
                 raise DataError(f"the data workers failed: {problem}")
-            if not told and SYSTEM.monotonic() - began > SLOW_S:
-                told = True
+            if not logged and SYSTEM.monotonic() - began > SLOW_S:
+                logged = True
                 logger().warning("data.awaited", seconds=round(SYSTEM.monotonic() - began, 1))
 
     def _received(self) -> Any:
-        """The next value. RuntimeError after a while, and else as :meth:`_watched`."""
         return self._watched(lambda: next(self._iterator))
 
     def _go_on(self) -> None:
@@ -205,7 +201,7 @@ class Workers:
             self._watched(lambda: iter(self._loader))  # type: ignore[arg-type]
             return
         except (RuntimeError, OSError, EOFError) as error:
-            problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+            problem = _first_line(error)
         finally:
             self._iterator._timeout = LOOK_S
         self._check_alive(DYING_S)
@@ -215,8 +211,8 @@ class Workers:
     def _watched(self, act: Callable[[], Any]) -> Any:
         """``act()``; RuntimeError in the middle of it when a worker dies, ChildProcessError before it if one is dead.
 
-        torch's handler of SIGCHLD raises that in the main thread wherever it is: so it is told of these processes for
-        no longer than they are waited for. It also ends a read of what a process that was killed has half written.
+        torch's handler of SIGCHLD raises that in the main thread wherever it is, so it knows these processes only while
+        they are waited for. It also ends a read of what a killed process has half written.
         """
         name = id(self._iterator)
         try:
@@ -234,7 +230,6 @@ class Workers:
     # ---- processes
 
     def _start(self) -> None:
-        """Start the processes; the first requests go out."""
         self._owner = os.getpid()
         context = self._loading.multiprocessing_context
         forked = (context or multiprocessing.get_start_method()) == "fork"
@@ -266,7 +261,7 @@ class Workers:
             problem = str(error)
         finally:
             if not begun:
-                self.close()  # of what was to be asked for, some may have been sent
+                self.close()  # some requests may have been sent
                 dead = _give_up(iterator, before)
         if dead:  # raised out here, so that no RuntimeError stands behind it: recovery looks for those
             raise died(dead[0])
@@ -284,8 +279,11 @@ class Workers:
 
 
 def _alike(one: SampleRequest, other: SampleRequest) -> bool:
-    """Whether both are for the same samples at the same place."""
     return one.place == other.place and np.array_equal(one.ids, other.ids)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _begun(parent: int, forked: bool, number: int) -> None:
@@ -300,10 +298,7 @@ _CAUSES: dict[int, str] = {
 
 
 def dead_of(processes: list[Any], wait_s: float = 0) -> list[Any]:
-    """Those that have ended, or do so in ``wait_s`` seconds.
-
-    Told by their pipes, since whoever else waits for children may have taken their status.
-    """
+    """Those that have ended, or do so within ``wait_s`` seconds: by their pipes, since others may take their status."""
     ended = connection.wait([process.sentinel for process in processes], wait_s)
     return [process for process in processes if process.sentinel in ended]
 

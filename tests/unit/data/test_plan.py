@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
+import math
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.data.plan import EpochPlan, cut, divide, epoch_order, share
+from elastic_trainer.data.plan import EpochPlan, LrRule, Piece, cut, epoch_order, share
 from elastic_trainer.errors import ConfigError, DataError
 from elastic_trainer.model import Cursor
 
@@ -18,31 +19,8 @@ plans = st.tuples(st.integers(1, 400), st.integers(1, 64), st.integers(0, 2**31)
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(plan=plans, worlds=st.lists(st.integers(1, 12), min_size=1, max_size=20), even=st.booleans())
-def test_each_sample_is_used_once_per_epoch_whatever_the_world_sizes(
-    plan: EpochPlan, worlds: list[int], even: bool
-) -> None:
-    """World sizes that change at every step neither repeat nor miss a sample."""
-    used: list[int] = []
-    cursor, step = Cursor(3, 0), 0
-    while not plan.ended(cursor):
-        whole = plan.global_batch_at(cursor)
-        for pieces in divide(len(whole.ids), plan.micro_batch, worlds[step % len(worlds)], even=even):
-            used += [int(i) for piece in pieces if piece.counts for i in whole.ids[piece.start : piece.stop]]
-        cursor, step = whole.following, step + 1
-    assert sorted(used) == list(range(plan.length))
-    assert step == plan.batches_per_epoch
-
-
-@given(plan=plans, world=st.integers(1, 12))
-@settings(max_examples=60, deadline=None)
-def test_the_order_does_not_depend_on_the_world_size(plan: EpochPlan, world: int) -> None:
-    """Read rank by rank, a global batch is in the same order as for one rank."""
-    whole = plan.global_batch_at(Cursor(0, 0))
-    parts = divide(len(whole.ids), plan.micro_batch, world)
-    read = [int(i) for pieces in parts for piece in pieces if piece.counts for i in whole.ids[piece.start : piece.stop]]
-    assert read == [int(i) for i in plan.order(0)[: len(read)]]
+def divide(count: int, micro_batch: int | None, world: int, *, even: bool = False) -> list[tuple[Piece, ...]]:
+    return [share(count, micro_batch, world, rank, even=even) for rank in range(world)]
 
 
 @given(
@@ -100,16 +78,7 @@ def test_the_order_is_the_one_that_older_checkpoints_were_trained_in() -> None:
     assert epoch_order(10, 12345, 3, True).tolist() == [3, 0, 2, 6, 1, 4, 7, 8, 5, 9]
 
 
-def test_resuming_in_the_middle_of_ten_million_samples_is_fast() -> None:
-    """Finding a position costs one permutation, not a walk over what came before it."""
-    plan = EpochPlan(10_000_000, 256, seed=99)
-    began = time.process_time()
-    assert len(plan.global_batch_at(Cursor(5, 256 * 20_000)).ids) == 256
-    assert time.process_time() - began < 4.0  # 0.6 s on a quiet core
-
-
 def test_the_tail_batch_is_smaller_and_the_epoch_then_ends() -> None:
-    """Nothing is dropped at the end of an epoch."""
     plan = EpochPlan(10, 4)
     tail = plan.global_batch_at(Cursor(0, 8))
     assert (len(tail.ids), tail.following, tail.index) == (2, Cursor(0, 10), 2)
@@ -119,7 +88,6 @@ def test_the_tail_batch_is_smaller_and_the_epoch_then_ends() -> None:
 
 
 def test_cutting_covers_everything_once() -> None:
-    """Parts are contiguous and differ by at most one."""
     assert [cut(10, 4, part) for part in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 10)]
     assert [cut(1, 3, part) for part in range(3)] == [(0, 1), (1, 1), (1, 1)]
 
@@ -132,16 +100,16 @@ def test_cutting_covers_everything_once() -> None:
         ((5, 4, 8), ConfigError, "micro_batch_size is 8"),
         ((5, 4, 0), ConfigError, "micro_batch_size is 0"),
         ((5, 4, None, -1), ConfigError, "seed is -1"),
+        ((5, 4, None, 0, True, 0), ConfigError, "scale_from is 0"),
+        ((5, 4, None, 0, True, None, LrRule.LINEAR), ConfigError, "the global batch is fixed"),
     ],
 )
-def test_a_plan_that_makes_no_sense_is_refused(values: tuple[int, ...], kind: type[Exception], says: str) -> None:
-    """The message names the wrong value."""
+def test_a_plan_that_makes_no_sense_is_refused(values: tuple[Any, ...], kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
-        EpochPlan(*values)  # type: ignore[arg-type]
+        EpochPlan(*values)
 
 
 def test_a_share_for_a_rank_that_does_not_exist_is_a_mistake() -> None:
-    """Caught, not answered with an empty share."""
     with pytest.raises(ValueError, match="rank 2 of 2"):
         share(10, None, 2, 2)
 
@@ -154,18 +122,19 @@ happenings = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(plan=plans, schedule=happenings)
+@given(plan=plans, schedule=happenings, even=st.booleans())
 def test_each_sample_counts_once_whatever_is_given_up_and_wherever_it_crashes(
-    plan: EpochPlan, schedule: list[tuple[str, int]]
+    plan: EpochPlan, schedule: list[tuple[str, int]], even: bool
 ) -> None:
-    """Steps that are given up come again, crashes go back to the last save, world sizes change all the while."""
+    """Steps that are given up come again, crashes go back to the last save, and the world size changes at every step.
+    Read rank by rank, all is in the order of one rank."""
     counted: list[int] = []
     cursor, saved, step = Cursor(5, 0), (Cursor(5, 0), 0), 0
     while not plan.ended(cursor):
         what, world = schedule[step] if step < len(schedule) else ("commit", 3)
         step += 1
         whole = plan.global_batch_at(cursor)
-        parts = [share(len(whole.ids), plan.micro_batch, world, rank) for rank in range(world)]
+        parts = divide(len(whole.ids), plan.micro_batch, world, even=even)
         if what == "save":
             saved = (cursor, len(counted))
         elif what == "crash":
@@ -177,3 +146,54 @@ def test_each_sample_counts_once_whatever_is_given_up_and_wherever_it_crashes(
             cursor = whole.following
     assert sorted(counted) == list(range(plan.length))
     assert counted == [int(i) for i in plan.order(5)]
+
+
+# ---- a global batch that follows the number of ranks
+
+
+def scaled(**changes: object) -> EpochPlan:
+    values = {"length": 1000, "global_batch": 64, "scale_from": 4, "lr_rule": LrRule.LINEAR} | changes
+    return EpochPlan(**values)  # type: ignore[arg-type]
+
+
+def test_by_default_nothing_depends_on_the_ranks() -> None:
+    plan = EpochPlan(1000, 64, 8)
+    assert [plan.at(world).global_batch for world in (1, 3, 500)] == [64, 64, 64]
+    assert plan.lr_factor(500) == 1.0
+
+
+@pytest.mark.parametrize(("world", "batch"), [(1, 16), (2, 32), (3, 48), (4, 64), (8, 128)])
+def test_the_batch_is_proportional_to_the_ranks(world: int, batch: int) -> None:
+    assert scaled().at(world).global_batch == batch
+    assert scaled().lr_factor(world) == world / 4
+    assert scaled(lr_rule=LrRule.SQRT).lr_factor(world) == pytest.approx(math.sqrt(world / 4))
+    assert scaled(lr_rule=LrRule.NONE).lr_factor(world) == 1.0
+
+
+def test_a_batch_that_does_not_divide_is_rounded_and_never_empty() -> None:
+    """The learning rate follows the batch that there is; a micro-batch is never larger than the batch."""
+    plan = scaled(global_batch=10, scale_from=16, micro_batch=5)
+    assert (plan.at(1).global_batch, plan.at(1).micro_batch) == (1, 1)
+    assert plan.lr_factor(1) == 0.1
+    assert (plan.at(24).global_batch, plan.at(24).micro_batch) == (15, 5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.integers(1, 300),
+    batch=st.integers(1, 40),
+    scale_from=st.integers(1, 8),
+    worlds=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+)
+def test_each_sample_is_used_once_while_the_batch_follows_the_ranks(
+    length: int, batch: int, scale_from: int, worlds: list[int]
+) -> None:
+    """World sizes that change at every step, and the batch with them, neither repeat nor miss a sample."""
+    plan, cursor, used, step = scaled(length=length, global_batch=batch, scale_from=scale_from), Cursor(0, 0), [], 0
+    while not plan.ended(cursor):
+        world = worlds[step % len(worlds)]
+        whole = plan.at(world).global_batch_at(cursor)
+        for pieces in divide(len(whole.ids), None, world):
+            used += [int(i) for piece in pieces if piece.counts for i in whole.ids[piece.start : piece.stop]]
+        cursor, step = whole.following, step + 1
+    assert sorted(used) == list(range(length))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from elastic_trainer.data.bad_samples import LEAST_LIMIT, Missing, Tally, limit, worth_a_line
 from elastic_trainer.data.loading import Loading
@@ -17,7 +17,7 @@ from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.reader import SampleReader
 from elastic_trainer.data.requests import SampleRequest
 from elastic_trainer.data.sampler import Fetcher, Sampler
-from elastic_trainer.data.sources import SeekableStream, checked_length, deterministic, generators, is_stream
+from elastic_trainer.data.sources import SeekableStream, deterministic, generators, is_stream
 from elastic_trainer.errors import ConfigError, DataError
 from elastic_trainer.model import Cursor
 
@@ -122,7 +122,6 @@ def test_a_data_set_may_name_the_generators_that_it_draws_from() -> None:
 
 
 def test_only_generators_that_are_known_can_be_named() -> None:
-    """A word is no tuple of words either, nor is what a data set may call so for reasons of its own."""
     dataset = OfPythons()
     for wrong in ("random", ("jax",), 3, len, [torch.Generator()], [["random"]]):
         dataset.generators = wrong  # type: ignore[assignment]
@@ -140,7 +139,7 @@ def test_a_collate_function_that_mixes_at_random_is_keyed_too() -> None:
     assert first == again != SampleReader(Noisy(), mixing, seed=1).read(request(6, 5)).data
 
 
-def test_a_data_set_is_told_of_the_epoch() -> None:
+def test_set_epoch_is_called_once_for_each_epoch() -> None:
     """Before the first sample of each, where it wants to know."""
 
     class Knowing(Noisy):
@@ -200,19 +199,6 @@ def test_a_bad_sample_of_a_stream_is_passed_over() -> None:
     assert (read.data.tolist(), [each.number for each in read.missing]) == ([506, 508], [7])
 
 
-class Plain(IterableDataset[int]):
-    """Cannot be sought in."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
-def test_an_iterable_that_cannot_be_sought_in_is_refused_with_advice() -> None:
-    """The message names what it lacks."""
-    with pytest.raises(DataError, match="read_from"):
-        checked_length(Plain())
-
-
 # ---- bad samples
 
 
@@ -253,20 +239,7 @@ def test_a_bad_sample_is_left_out_counted_and_weighs_nothing(dataset: Any) -> No
     assert tally.total == 1
 
 
-def test_the_gradient_with_a_bad_sample_is_that_of_the_sum_over_the_others_divided_by_the_plan() -> None:
-    """Summed over ranks and micro-batches, whoever had the bad sample."""
-    source = Fetcher(Holed(), CPU, seed=1, loading=Loading(bad_samples="skip"))
-    sampler = Sampler(source, EpochPlan(16, 16, 5, shuffle=False))
-    total = 0.0
-    for rank in range(3):
-        for part in sampler.draw(Cursor(), rank, 3).micro_batches:
-            mean = float(part.data.mean())
-            total += mean * part.weight / 3
-    assert total == pytest.approx(sum(i for i in range(16) if i not in (1, 2, 3, 11)) / 16)
-
-
 def test_by_default_a_bad_sample_is_an_error_that_names_it() -> None:
-    """The data set's own error."""
     with pytest.raises(ValueError, match="bad 2") as caught:
         Fetcher(Holed(), CPU, seed=1).draw(request(0, 2))
     assert "sample 2, in epoch 0" in caught.value.__notes__[0]
@@ -310,6 +283,5 @@ def test_lines_about_bad_samples_become_fewer_but_never_end() -> None:
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], says: str) -> None:
-    """The message names the wrong value."""
     with pytest.raises(ConfigError, match=says):
         Loading(**options)

@@ -45,7 +45,6 @@ def test_what_is_foreseen_is_what_is_asked_for(
 
 
 def test_what_is_asked_for_in_the_middle_of_a_part_goes_on_from_there() -> None:
-    """Micro-batches before it are not fetched again."""
     course = Course(EpochPlan(12, 6, 2, shuffle=False), 0, 1, until=1)
     whole = course.plan.global_batch_at(Cursor(0, 0))
     second = asked(whole, course.pieces(whole)[1])

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from elastic_trainer.data.placing import versions
+from elastic_trainer.data.placing import placed, versions
 from elastic_trainer.data.plan import EpochPlan
-from elastic_trainer.data.sampler import Batch, Fetcher, Sampler, checked_length, placed
+from elastic_trainer.data.sampler import Batch, Fetcher, Sampler
+from elastic_trainer.data.sources import checked_length
 from elastic_trainer.errors import DataError
 from elastic_trainer.model import Cursor
 
@@ -43,7 +44,6 @@ def tensors() -> TensorDataset:
 
 @pytest.mark.parametrize("dataset", [Pairs(), Many(), tensors()], ids=["getitem", "getitems", "tensors"])
 def test_all_kinds_of_data_set_give_the_same_batches(dataset: Any) -> None:
-    """Numbers in ``ids`` and the data belong together, in the plan's order."""
     plan = EpochPlan(10, 6, seed=1)
     batch = Sampler(Fetcher(dataset, CPU), plan).draw(Cursor(0, 0), 1, 2)
     assert batch.ids.tolist() == plan.order(0)[3:6].tolist()
@@ -93,7 +93,6 @@ class Shifted(TensorDataset):
 
 
 def test_a_tensor_dataset_with_samples_of_its_own_is_asked_for_them() -> None:
-    """Only where a sample is the rows of the tensors are they taken without asking."""
     assert Fetcher(Shifted(torch.arange(3)), CPU)(np.array([2, 0])).data[0].tolist() == [102, 100]
 
 
@@ -106,21 +105,7 @@ def test_a_collate_function_of_ones_own_is_used() -> None:
         _ = batch.y
 
 
-def test_what_the_data_set_raises_names_the_samples() -> None:
-    """The exception is the data set's own; a note says which samples were asked for."""
-
-    class Broken(Pairs):
-        def __getitem__(self, index: int) -> Any:
-            raise OSError("disk")
-
-    with pytest.raises(OSError, match="disk") as caught:
-        Fetcher(Broken(), CPU)(np.array([7]))
-    assert "sample 7" in caught.value.__notes__[0]
-
-
 class Stream(IterableDataset[int]):
-    """Has a length, but no order."""
-
     def __len__(self) -> int:
         return 3
 
@@ -129,15 +114,13 @@ class Stream(IterableDataset[int]):
 
 
 class Unsized(Dataset[int]):
-    """Has no length."""
-
     def __getitem__(self, index: int) -> int:
         return index
 
 
 @pytest.mark.parametrize(
     ("dataset", "says"),
-    [(Stream(), "map-style"), (Unsized(), "map-style"), (42, "map-style"), ([], "empty"), (iter([1]), "map-style")],
+    [(Stream(), "read_from"), (Unsized(), "map-style"), (42, "map-style"), ([], "empty"), (iter([1]), "map-style")],
 )
 def test_a_data_set_that_cannot_be_planned_is_refused(dataset: Any, says: str) -> None:
     """One sentence says what it lacks."""

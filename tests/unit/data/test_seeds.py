@@ -39,7 +39,6 @@ def test_seeding_is_that_of_the_modules(value: int) -> None:
 
 @pytest.mark.parametrize("name", SEEDED)
 def test_one_generator_is_seeded_alone(name: str) -> None:
-    """The others go on as they were."""
     with undisturbed():
         seed_host(1)
         wanted = draws()
@@ -73,7 +72,6 @@ def test_samples_and_what_puts_them_together_have_streams_of_their_own() -> None
 
 @pytest.mark.parametrize("name", SEEDED)
 def test_generators_are_put_back_as_they_were_also_after_an_error(name: str) -> None:
-    """Only those that are named."""
     with undisturbed():
         seed_host(3)
         wanted = draws()

@@ -147,7 +147,6 @@ def test_a_broken_shard_is_named_when_the_data_set_is_made(tmp_path: Path, kind:
 
 
 def test_shards_that_are_not_there_are_named(tmp_path: Path) -> None:
-    """By path or by pattern."""
     for pattern in (tmp_path / "s.tar", f"{tmp_path}/*.tar"):
         with pytest.raises(DataError, match=r"\.tar"):
             TarShards(pattern)
@@ -165,7 +164,6 @@ def test_a_sample_with_two_files_of_one_name_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
-    """By shard, key and extension."""
     path = shard(tmp_path / "s.tar", {"a.cls": b"one"})
     with pytest.raises(DataError, match=r"a\.cls in the shard .*s\.tar cannot be decoded: ValueError"):
         TarShards(path)[0]
@@ -223,7 +221,7 @@ def _read(shards: TarShards, number: int, results: Any) -> None:
     results.put((shards[number]["cls"], os.getpid() == shards._files._process))
 
 
-def test_each_process_opens_the_files_for_itself_and_only_so_many(
+def test_each_process_opens_the_files_for_itself_and_only_a_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fork may share nothing with its parent that moves; a pickled data set opens its files again."""
