@@ -25,6 +25,8 @@ from typing import Any
 
 from elastic_trainer.warm.fitness import of_one_worker
 
+_HARMLESS = frozenset({"rich.style"})
+"""Modules that draw a random number which forks may share: here one that tells the styles of a process apart."""
 _read: list[str] = []
 
 
@@ -104,6 +106,9 @@ class Preloading:
             raise Refused(name, f"reads {', '.join(sorted(set(_read)))}")
         if os.getcwd() != self._directory:
             raise Refused(name, "changes the working directory")
+        fresh = sys.modules.keys() - self._seen
+        if fresh & _HARMLESS:
+            self._random = random.getstate()
         if random.getstate() != self._random or self._drawn():
             raise Refused(name, "uses random numbers")
         opened = _descriptors() - self._descriptors
@@ -113,7 +118,6 @@ class Preloading:
             raise Refused(name, "starts a process")
         if len(os.listdir("/proc/self/task")) > 1 and _threads_after_fork() > 1:
             raise Refused(name, "starts a thread")
-        fresh = sys.modules.keys() - self._seen
         self._seen |= fresh
         strange = [each for each in sorted(fresh) if not is_installed(sys.modules[each], self._roots)]
         if strange and not named:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.local import agents
 from elastic_trainer.local.processes import alive
 from elastic_trainer.warm.starting import Adopted, Cold, Starter, Wish
 
@@ -183,6 +184,13 @@ def test_a_module_that_a_fork_cannot_share_is_left_out(tmp_path: Path, place: Pl
         with pytest.raises(Cold, match=reason):
             place.warm(it, str(path))
         assert place.of(it, path)[:2] == (0, "ran True\n")
+
+
+def test_what_nodes_of_a_local_cluster_import_can_be_preloaded(tmp_path: Path, place: Place) -> None:
+    """All of it: the first node is forked already."""
+    path = script(tmp_path, f"import sys; print([each for each in {agents.MODULES} if each not in sys.modules])")
+    with starter(*agents.MODULES) as it:
+        assert place.of(it, path)[:2] == (0, "[]\n")
 
 
 def test_variables_that_an_import_sets_are_set_in_a_fork(tmp_path: Path, place: Place) -> None:
