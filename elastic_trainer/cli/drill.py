@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Play the drill and report; 0 only if all went as it must."""
     from elastic_trainer.drills.report import show
     from elastic_trainer.drills.run import DrillOptions, run_drill
+    from elastic_trainer.local import agents
 
     options = DrillOptions(
         name=arguments.name,
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         directory=arguments.run_dir,
         keep=arguments.keep,
     )
+    agents.preload()  # its nodes share one import of torch
     report = run_drill(options, tell=lambda text: print(text, file=sys.stderr, flush=True))
     if arguments.json:
         print(json.dumps(report.as_json()))

@@ -48,6 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the job and report; the exit code is the job's."""
     from elastic_trainer.drills.user_job.run import LocalOptions, run_local
+    from elastic_trainer.local import agents
 
     low, high = nodes(arguments.nodes)
     wanted = faults(arguments)
@@ -68,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         options=patient(conf) if start == high and arguments.backend == "etcd3" else conf,
         timeout_s=timeout if timeout is None else seconds(timeout, "--timeout", above_zero=True),
     )
+    agents.preload()  # its nodes share one import of torch
     return run_local(options, console()).verdict.exit_code
 
 

@@ -1,4 +1,4 @@
-"""Starts the torchrun of a node: by the interpreter, or, in a process that has asked for it, from a template.
+"""Starts the torchrun of a node: from a template, in a process that has asked for it, or by the interpreter.
 
 *Runs in* any thread; what is started is started in one that lives as long as the process, since the leash of a node (it
 ends when this process does) is tied to the thread. *Owns* the templates, one for each environment.
@@ -33,7 +33,7 @@ _free: list[str] = []
 _starters: dict[frozenset[tuple[str, str]], Starter] = {}
 
 
-def preload(free: Collection[str]) -> None:
+def preload(free: Collection[str] = ()) -> None:
     """Start nodes from templates from now on; the variables ``free`` mean nothing to what is preloaded."""
     if not _free:
         _free[:] = ["", *free]
@@ -49,7 +49,8 @@ def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str]) ->
     with log.open("ab") as output, open(os.devnull, "rb") as nothing:
         try:
             streams = nothing.fileno(), output.fileno(), output.fileno()
-            return _starter(environment).start(Wish(command, environment, *streams, leash=signal.SIGTERM, heir=True))
+            wish = Wish(command, environment, *streams, leash=signal.SIGTERM, heir=True)
+            return _starter(wish).start(wish)
         except Cold:
             leash = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid())]
             return subprocess.Popen(
@@ -62,8 +63,10 @@ def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str]) ->
             )
 
 
-def _starter(environment: Mapping[str, str]) -> Starter:
-    common = {name: text for name, text in environment.items() if not of_one_worker(name) and name not in _free}
+def _starter(wish: Wish) -> Starter:
+    if wish.words[0] != sys.executable:
+        raise Cold("the node enters a network of its own first")
+    common = {name: text for name, text in wish.environment.items() if not of_one_worker(name) and name not in _free}
     found = _starters.get(frozenset(common.items()))
     if found is None:
         if not _free or len(_starters) == _MOST:
