@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.trainer import Trainer
 from tests.drills.checkpoint.lasting import SAVE_EVERY, fill
 from tests.drills.endings.job import LASTING, Job
-from tests.integration.training.launch import QUICK, records
+from tests.integration.training.launch import QUICK, ran, records
 from tests.support.small_disk import mounted
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(400)]
@@ -45,12 +42,7 @@ def scenario(out: Path, checkpoints: Path, **more: Any) -> str:
 
 
 def alone(text: str) -> int:
-    done = subprocess.run([sys.executable, str(SCRIPT), text], timeout=300, check=False, env=plain())
-    return done.returncode
-
-
-def plain() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(("ELASTIC_", "TORCHELASTIC_"))}
+    return ran([str(SCRIPT), text]).code
 
 
 def saves(out: Path, rank: int) -> dict[int, str | None]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic_trainer.cli.main import main
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, staged
 from elastic_trainer.drills.table import DRILLS, Circumstances
 from elastic_trainer.errors import EXIT_CONFIG
 from elastic_trainer.local.namespaces import PROGRAMS
 from tests.drills.cluster.undisturbed import undisturbed
+from tests.integration.training.launch import ran
 from tests.support.requirements import needs, needs_root
 
 OUTAGE_S = 8.0
@@ -26,9 +26,9 @@ SLOW = "20"
 # A busy machine may keep a living agent from answering in the usual half second.
 PATIENT = {"regroup_grace": "10"}
 WATCHED = {**PATIENT, "hang_timeout": "6"}
-THREE = Setting(nodes=3, limit_s=240.0, options=WATCHED)
-FOUR = Setting(nodes=4, max_nodes=4, limit_s=180.0, options=PATIENT)
-ETCD_OF_THREE = Setting(nodes=3, etcd_members=3, limit_s=180.0, options=PATIENT)
+THREE = Setting(nodes=3, pause_s=0.04, limit_s=240.0, options=WATCHED)
+FOUR = Setting(nodes=4, max_nodes=4, pause_s=0.04, limit_s=180.0, options=PATIENT)
+ETCD_OF_THREE = Setting(nodes=3, etcd_members=3, pause_s=0.04, limit_s=180.0, options=PATIENT)
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("etcd_binary")]
 
 
@@ -86,32 +86,21 @@ def test_with_the_tree_faults_leave_no_trace_in_any_bit(tmp_path: Path, monkeypa
     assert found == {(step, digest) for step, digest in expected.items() if step in dict(found)}
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    """``elastic-trainer drill`` as a user calls it."""
-    return subprocess.run(
-        [sys.executable, "-m", "elastic_trainer.cli.main", "drill", *words],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def reported(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def reported(code: int, out: str) -> dict[str, Any]:
     """The JSON of a drill that went as it must."""
-    assert done.returncode == 0, done.stdout + done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    assert report["ok"], report
+    report: dict[str, Any] = json.loads(out)
+    assert (code, report["ok"]) == (0, True), report
     assert report["problems"] == []
     assert report["median"]["steps_lost"] == 0
     assert report["compared"] > 0
     return report
 
 
-def test_the_command_reports_a_join(tmp_path: Path) -> None:
+def test_the_command_reports_a_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Members train on while a node comes; the report is one JSON object with the medians, and the files are kept
     where they were asked for."""
-    report = reported(command("node-join", "--json", "--run-dir", str(tmp_path / "run")))
+    code = main(["drill", "node-join", "--json", "--run-dir", str(tmp_path / "run")])
+    report = reported(code, capsys.readouterr().out)
     (only,) = report["repeats"]
     assert report["drill"] == "node-join"
     assert report["median"]["gap_s"] == only["gap_s"] < only["recovery_s"]
@@ -126,19 +115,19 @@ def test_a_node_is_cut_off_and_comes_back(tmp_path: Path) -> None:
     for program in PROGRAMS:
         needs(program, "networks of their own for the nodes")
     before = interfaces()
-    report = reported(command("node-partition", "--json", "--slack", SLOW, "--run-dir", str(tmp_path / "run")))
+    words = ["node-partition", "--json", "--slack", SLOW, "--run-dir", str(tmp_path / "run")]
+    done = ran(["-m", "elastic_trainer.cli.main", "drill", *words])  # whose threads are all in the new network
+    report = reported(done.code, done.out)
     assert report["repeats"][0]["rejoin_s"] > 0
     assert interfaces() == before
 
 
-def test_what_cannot_be_played_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_played_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A drill that does not exist; a run directory that is in use. One sentence, exit code 78."""
     (tmp_path / "ledger").mkdir()
     for words, said in ((["nonsense"], "there is no drill 'nonsense'"), (["worker-kill"], "holds an earlier run")):
-        done = command(*words, "--run-dir", str(tmp_path))
-        assert done.returncode == EXIT_CONFIG, done.stderr
-        assert said in done.stderr
-        assert "Traceback" not in done.stderr
+        assert main(["drill", *words, "--run-dir", str(tmp_path)]) == EXIT_CONFIG
+        assert said in capsys.readouterr().err
 
 
 def interfaces() -> set[str]:

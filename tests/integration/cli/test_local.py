@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +13,15 @@ import pytest
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.drills.measure import Book
-from elastic_trainer.local import processes
-from elastic_trainer.local.etcd_binary import find_binary
+from elastic_trainer.local import agents, processes
 from elastic_trainer.local.ledger import LineKind
 from elastic_trainer.local.tail import LedgerTail
 from elastic_trainer.settings import ENV_LEDGER_DIR
-from tests.support.requirements import missing
 
 STEPS = Path(__file__).with_name("steps.py")
 LIMIT_S = 450.0
 
-pytestmark = pytest.mark.timeout(500)
-
-
-@pytest.fixture(autouse=True)
-def etcd() -> None:
-    """All of them need a real etcd."""
-    from elastic_trainer.errors import ConfigError
-
-    try:
-        find_binary()
-    except ConfigError as error:
-        missing(str(error))
+pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("etcd_binary")]
 
 
 class Local:
@@ -57,13 +42,8 @@ class Local:
             "--",
             *job,
         ]
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "elastic_trainer.cli.main", *words],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        command = [sys.executable, "-m", "elastic_trainer.cli.main", *words]
+        self.process = agents.spawn(command, self.output, {**os.environ, "OMP_NUM_THREADS": "1"})
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
         """Its exit code."""
@@ -106,15 +86,6 @@ class Local:
             self.process.wait()
         mine = {ENV_LEDGER_DIR: str(self.run_dir / "ledger")}
         processes.exterminate(processes.marked(mine), mine, Deadline.after(10.0))
-
-
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[list[Local]]:
-    """Commands to end after the test."""
-    commands: list[Local] = []
-    yield commands
-    for command in commands:
-        command.kill()
 
 
 def begin(

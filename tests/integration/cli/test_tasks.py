@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_trainer import tasks
-from elastic_trainer.errors import ConfigError
-from elastic_trainer.local.etcd_binary import find_binary
 from tests.integration.cli.test_local import Local
 from tests.integration.training.launch import ran
 from tests.support.requirements import missing
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("etcd_binary")]
 
 SCRIPTS = Path(tasks.__file__).with_name("scripts")
 VERSE = "Row, row, row your boat, gently down the stream; merrily, merrily, merrily, life is but a dream.\n"
-
-
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[list[Local]]:
-    """Commands to end after the test."""
-    try:
-        find_binary()
-    except ConfigError as error:
-        missing(str(error))
-    commands: list[Local] = []
-    yield commands
-    for command in commands:
-        command.kill()
 
 
 def _needs(module: str) -> None:

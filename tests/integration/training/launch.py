@@ -63,13 +63,13 @@ def train(*arguments: str, world: int = 1, cwd: Path | None = None) -> Outcome:
     return ran([*command(world), *arguments], cwd)
 
 
-def ran(words: Sequence[str], cwd: Path | None = None) -> Outcome:
+def ran(words: Sequence[str], cwd: Path | None = None, limit_s: float = LIMIT_S) -> Outcome:
     """Run a program to its end: what python is given."""
     with tempfile.TemporaryDirectory() as place:
         out, err = Path(place, "out"), Path(place, "err")
         process = Forked(words, environment(), out, err, cwd)
         try:
-            code = process.wait(LIMIT_S)
+            code = process.wait(limit_s)
         finally:
             process.kill()
         return Outcome(code, out.read_text(), err.read_text())

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.training.loading import load_job
 from tests.integration.training.launch import LIMIT_S, QUICK, command, environment, records, train
+from tests.support.forked import Forked
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -125,16 +124,16 @@ def test_a_job_stopped_by_sigterm_continues_as_if_nothing_had_happened(tmp_path:
     whole = train(*long, f"checkpoint.directory={tmp_path / 'whole'}")
     assert whole.code == 0, whole.err
     interrupted = tmp_path / "interrupted"
-    arguments = [sys.executable, *command(), *long, f"checkpoint.directory={interrupted}"]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
-    assert process.stderr is not None
-    for line in process.stderr:
-        if '"training.evaluated"' in line:
-            process.send_signal(signal.SIGTERM)
-            break
-    _, rest = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == EXIT_LEFT, rest
-    assert "Traceback" not in rest
+    out, err = tmp_path / "out", tmp_path / "err"
+    err.touch()
+    process = Forked([*command(), *long, f"checkpoint.directory={interrupted}"], environment(), out, err)
+    deadline = Deadline.after(LIMIT_S)
+    while '"training.evaluated"' not in err.read_text():
+        assert not deadline.expired, err.read_text()
+        pause(0.02)
+    process.terminate()
+    assert process.wait(LIMIT_S) == EXIT_LEFT, err.read_text()
+    assert "Traceback" not in err.read_text()
     assert len(records(interrupted)) < 15
     resumed = train(*long, f"checkpoint.directory={interrupted}")
     assert resumed.code == 0, resumed.err

@@ -1,1 +1,0 @@
-"""The local cluster and its parts, for real."""
