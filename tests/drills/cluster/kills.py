@@ -42,6 +42,8 @@ class Moment(StrEnum):
 
 
 SOON_S = {Moment.UPON: 0.15, Moment.TRAINING: 0.6}
+LOOK_S = 0.08
+"""Between two looks, each of which asks all processes of the machine for their parents."""
 INTERLUDE_PART = 0.3
 """How far into an interlude a kill is drawn at most."""
 
@@ -120,6 +122,7 @@ class Kills:
 
     def _ripe(self, moment: Moment) -> bool:
         """Whether a kill may come at that moment: one who holds the state is left then."""
+        pause(LOOK_S)
         holders = self._holders()
         if len(holders) < 2:
             return False

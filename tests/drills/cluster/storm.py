@@ -21,6 +21,7 @@ SETTING = Setting(
     nodes=3,
     min_nodes=2,
     max_nodes=4,
+    pause_s=0.04,
     limit_s=180.0,
     # So many failures in so little time are no sign of a poisoned batch.
     options={"failure_limit": "100000", "stalled_rounds": "100000"},
