@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,9 @@ UNSAFE = ("--unsafe-no-fsync",)
 """No test ends the machine, which is all that etcd's fsync is for; on a busy disk it would stand still for seconds."""
 
 BUDGETED = ("tests/drills", "tests/bench")
-"""Tests of minutes each, which come last."""
+"""Tests of minutes each."""
+UNMARKED_S = 20
+"""What counts as the limit of a test that has none of its own: it takes a few seconds."""
 _began = SYSTEM.monotonic()
 _numbers = itertools.count(1)
 
@@ -39,6 +42,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--budget", type=float, default=0.0, help="begin no drill and no benchmark after that many seconds"
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests have the longest limits come first, so that no long file runs alone at the end."""
+    limits_s: Counter[Path] = Counter()
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        limits_s[item.path] += limit.args[0] if limit is not None else UNMARKED_S
+    items.sort(key=lambda item: -limits_s[item.path])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
