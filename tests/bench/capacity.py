@@ -86,7 +86,7 @@ def measure(size: int, options: Options) -> dict[str, float]:
         store = connect(StoreSettings(endpoints=parse_endpoints(server.endpoint)))
         try:
             with _hosts(max(1, size // NODES_PER_PROCESS), job) as hosts:
-                return Scene(server, store, hosts, size, options.quick).tell()
+                return Scene(server, store, hosts, size, options.quick).play()
         finally:
             store.close()
 
@@ -100,7 +100,7 @@ class Scene:
         self._names = [f"n{number:04d}" for number in range(size)]
         self._feed = RunFeed(store, self._keys)
 
-    def tell(self) -> dict[str, float]:
+    def play(self) -> dict[str, float]:
         """The figures."""
         found = self._joined() | self._idle() | self._written()
         found |= self._at_rest()
@@ -108,10 +108,10 @@ class Scene:
 
     def _joined(self) -> dict[str, float]:
         note(f"{self._size} nodes join")
-        self._hosts.tell("connect", self._names)
+        self._hosts.ask("connect", self._names)
         before = self._counted()
-        self._hosts.tell("begin", self._names)
-        self._hosts.tell("await", size=self._size, after=0)
+        self._hosts.ask("begin", self._names)
+        self._hosts.ask("await", size=self._size, after=0)
         spent = self._since(before)
         return {"join_requests": (spent["requests"] - spent["keep_alives"]) / self._size}
 
@@ -176,8 +176,8 @@ class Scene:
         """One node leaves: what that sends, to everybody."""
         note(f"one of {self._size} nodes leaves")
         before = self._counted()
-        self._hosts.tell("leave", self._names[-1:])
-        self._hosts.tell("await", size=self._size - 1, after=1)
+        self._hosts.ask("leave", self._names[-1:])
+        self._hosts.ask("await", size=self._size - 1, after=1)
         spent = self._since(before)
         return {"change_sent_per_pair": spent["sent"] / self._size**2, "change_requests": spent["requests"]}
 

@@ -7,15 +7,13 @@ were dropped from the page cache before.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,26 +31,26 @@ from tests.drills.checkpoint.killing import Casualties, kill_overwriters, kill_s
 MB = 1 << 20
 PIECE = 8 * MB
 WIDTH = 512
-KILLS, QUICK_KILLS = 200, 3
+KILLS, QUICK_KILLS = 200, 2
 FLIPS, QUICK_FLIPS = 200, 20
 LEAST_REPEATS = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
-    options = parse("checkpoint", __doc__, argv, repeats=7, quick_repeats=LEAST_REPEATS, extend=_own_options)
+    options = parse("checkpoint", __doc__, argv, repeats=7, quick_repeats=LEAST_REPEATS)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     torch.set_num_threads(1)
-    with _workplace(options.extra.directory) as place:
+    kills, flips = (QUICK_KILLS, QUICK_FLIPS) if options.quick else (KILLS, FLIPS)
+    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as directory:
+        place = Path(directory)
         speed = measure_speed(place / "speed", options)
-        kills = options.extra.kills or (QUICK_KILLS if options.quick else KILLS)
-        flips = options.extra.flips or (QUICK_FLIPS if options.quick else FLIPS)
         killed, killed_torch = measure_kills(place, kills)
         missed, missed_torch = measure_flips(place / "flips", flips)
     ratios = speed["ratios"]
     figures = {
         **speed,
-        "sigkill": {"elastic_trainer": _told(killed), "torch_save_in_place": _told(killed_torch)},
+        "sigkill": {"elastic_trainer": _as_json(killed), "torch_save_in_place": _as_json(killed_torch)},
         "bit_flips": {"flips": flips, "caught": flips - missed, "caught_by_torch_load": flips - missed_torch},
     }
     musts = [
@@ -65,24 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return emit(Report(options, figures, musts))
 
 
-def _own_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--megabytes", type=int, help="size of the state (512; quick: 32)")
-    parser.add_argument("--kills", type=int, help=f"SIGKILLs ({KILLS}; quick: {QUICK_KILLS})")
-    parser.add_argument("--flips", type=int, help=f"flipped bits ({FLIPS}; quick: {QUICK_FLIPS})")
-    parser.add_argument("--directory", type=Path, help="where to write (default: a temporary directory)")
-
-
-@contextmanager
-def _workplace(parent: Path | None) -> Iterator[Path]:
-    """A fresh directory, removed afterwards."""
-    path = Path(tempfile.mkdtemp(prefix="elastic-bench-", dir=parent))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path)
-
-
-def _told(casualties: Casualties) -> dict[str, Any]:
+def _as_json(casualties: Casualties) -> dict[str, Any]:
     return {
         "kills": casualties.kills,
         "saves": casualties.saves,
@@ -110,7 +91,7 @@ def training_state(megabytes: int) -> dict[str, Any]:
 def measure_speed(place: Path, options: Options) -> dict[str, Any]:
     """Times and ratios of saving and loading."""
     place.mkdir()
-    state = training_state(options.extra.megabytes or (32 if options.quick else 512))
+    state = training_state(8 if options.quick else 512)
     checkpoints = CheckpointManager(place / "ours", Retention(keep_last=1))
     entry = checkpoints.save(state, SaveInfo(0)).entry
     size = entry.manifest.size

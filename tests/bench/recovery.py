@@ -25,7 +25,6 @@ from tests.bench.recovery_jobs import Column, Cost, Job, join, kill_node, kill_w
 from tests.bench.recovery_torchft import look, peers
 from tests.bench.report import (
     Must,
-    Options,
     Report,
     alternate,
     at_least,
@@ -44,9 +43,9 @@ SHARED_STORE_OFF = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 IN_PLACE = {"recovery": "in_place", "join_batch": "0.1", "join_interval": "0.5"}
 SESSION = Path(__file__).with_name("recovery_session.py")
 TUNED = {"last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
-WORKER_KILLS, QUICK_WORKER_KILLS = 50, 1
-STOCK_KILLS, QUICK_STOCK_KILLS = 5, 0
-IN_PLACE_KILLS = 100
+KILLS = {"etcd3_restart": 50, "etcd3_in_place": 100, "c10d_default": 5, "torchft_tuned": 50}
+"""Workers killed in a row, by column."""
+QUICK_KILLS = {"etcd3_restart": 1, "etcd3_in_place": 1}
 LIMIT_S, QUICK_LIMIT_S = 120.0, 60.0
 """After this a recovery has failed; stock torchrun's slowest takes about 50 s."""
 
@@ -77,45 +76,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         calls = {name: partial(measure, column, Path(place), limit_s) for name, column in chosen.items()}
         costs = alternate(calls, options.repeats)
         process_s = [process_start(Path(place), limit_s) for _ in range(options.repeats)]
+        kills = QUICK_KILLS if options.quick else KILLS
         series = {
-            "etcd3_restart": kill_series(chosen["etcd3_restart"], Path(place), _kills(options), limit_s),
-            "etcd3_in_place": kill_series(chosen["etcd3_in_place"], Path(place), _kills_in_place(options), limit_s),
-            "c10d_default": kill_series(Column("c10d_default", "c10d"), Path(place), _stock_kills(options), limit_s),
+            name: kill_series(chosen[name], Path(place), count, limit_s)
+            for name, count in kills.items()
+            if name in chosen
         }
-        if "torchft_tuned" in chosen:
-            tuned = chosen["torchft_tuned"]
-            series["torchft_tuned"] = kill_series(tuned, Path(place), _kills(options), limit_s)
     rows = {row: {name: [cost[row] for cost in found] for name, found in costs.items()} for row in ROWS}
     figures = {
-        "columns": {name: column.told() for name, column in chosen.items()},
-        "torchft": torchft.told(),
-        "rows": {row: {name: _told(found) for name, found in by_column.items()} for row, by_column in rows.items()},
+        "columns": {name: column.as_json() for name, column in chosen.items()},
+        "torchft": torchft.as_json(),
+        "rows": {row: {name: _as_json(found) for name, found in by_column.items()} for row, by_column in rows.items()},
         "process_start_s": process_s,
-        "worker_kills_in_a_row": {name: _told(found) for name, found in series.items() if found},
+        "worker_kills_in_a_row": {name: _as_json(found) for name, found in series.items() if found},
     }
     return emit(Report(options, figures, [*musts(rows, process_s, series["etcd3_restart"]), *in_place(rows, series)]))
 
 
 def _own_options(parser: argparse.ArgumentParser) -> None:
-    kills = f"workers killed in a row ({WORKER_KILLS}; quick: {QUICK_WORKER_KILLS})"
-    parser.add_argument("--worker-kills", type=int, help=kills)
     parser.add_argument("--torchft-python", type=Path, help="the python of an environment with torch and torchft")
-    stock = f"the same under torchrun's defaults ({STOCK_KILLS}; quick: {QUICK_STOCK_KILLS})"
-    parser.add_argument("--stock-kills", type=int, help=stock)
-
-
-def _kills(options: Options) -> int:
-    given: int | None = options.extra.worker_kills
-    return given if given is not None else (QUICK_WORKER_KILLS if options.quick else WORKER_KILLS)
-
-
-def _kills_in_place(options: Options) -> int:
-    return QUICK_WORKER_KILLS if options.quick else IN_PLACE_KILLS
-
-
-def _stock_kills(options: Options) -> int:
-    given: int | None = options.extra.stock_kills
-    return given if given is not None else (QUICK_STOCK_KILLS if options.quick else STOCK_KILLS)
 
 
 def measure(column: Column, place: Path, limit_s: float) -> dict[str, Cost]:
@@ -174,7 +153,7 @@ def kill_series(column: Column, place: Path, kills: int, limit_s: float) -> list
     return found
 
 
-def _told(costs: Sequence[Cost]) -> dict[str, Any]:
+def _as_json(costs: Sequence[Cost]) -> dict[str, Any]:
     """For the report."""
     told: dict[str, Any] = {
         "seconds": [cost.seconds for cost in costs],

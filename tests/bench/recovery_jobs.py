@@ -40,7 +40,7 @@ class Column:
     in_place: bool = False
     """Whether members stay in their processes: then torchrun has no part in it, nor a rendezvous of its own."""
 
-    def told(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, object]:
         """For the report."""
         return {"backend": self.backend, "rdzv_conf": dict(self.options), "environment": dict(self.environment)}
 

@@ -39,7 +39,7 @@ class Presence:
     versions: str = ""
     skipped: str = ""
 
-    def told(self) -> dict[str, str]:
+    def as_json(self) -> dict[str, str]:
         """For the report."""
         return {"skipped": self.skipped} if self.skipped else {"versions": self.versions}
 
@@ -79,7 +79,7 @@ class Torchft(Column):
     lighthouse: Mapping[str, int] = field(default_factory=dict)
     manager: Mapping[str, float] = field(default_factory=dict)
 
-    def told(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, object]:
         """For the report."""
         return {"backend": self.backend, "lighthouse": dict(self.lighthouse), "manager_s": dict(self.manager)}
 

@@ -12,7 +12,6 @@ same ranks.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -31,7 +30,7 @@ from tests.bench.rendezvous_nodes import LOCAL_WORLD_SIZE
 from tests.bench.report import Options, Report, at_most, at_most_time, emit, median, note, parse
 
 ROOT = Path(__file__).parents[2]
-SIZES, QUICK_SIZES = (64, 256, 1024), (32,)
+SIZES, QUICK_SIZES = (64, 256, 1024), (12,)
 NODES_PER_PROCESS = 128
 MANY = 16
 LAST_CALL_S = 120.0
@@ -42,9 +41,8 @@ METHODS = {"Range", "Txn", "Put", "DeleteRange", "LeaseGrant", "LeaseRevoke", "W
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
-    options = parse("rendezvous", __doc__, argv, repeats=3, extend=_own_options)
-    sizes = options.extra.nodes or (QUICK_SIZES if options.quick else SIZES)
-    ttl_s = options.extra.ttl or (6.0 if options.quick else 30.0)
+    options = parse("rendezvous", __doc__, argv, repeats=3)
+    sizes, ttl_s = (QUICK_SIZES, 6.0) if options.quick else (SIZES, 30.0)
     variants = [(min(sizes), "product"), *((size, "aio") for size in sizes)]
     runs = {each: [measure(*each, ttl_s, turn + 1, options) for turn in range(options.repeats)] for each in variants}
     largest = runs[max(sizes), "aio"]
@@ -59,12 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         at_most(f"{max(sizes)} nodes join: requests of a node beside keep-alives (median)", requests, 6.0),
     ]
     return emit(Report(options, figures, musts))
-
-
-def _own_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=int, nargs="+", help=f"how many nodes ({SIZES}; quick: {QUICK_SIZES})")
-    parser.add_argument("--processes", type=int, help=f"that simulate them (one for {NODES_PER_PROCESS} nodes)")
-    parser.add_argument("--ttl", type=float, help="seconds that a silent node's lease lasts (30; quick: 6)")
 
 
 def _summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -90,7 +82,7 @@ class Hosts:
         for process in self._processes:
             self._send(process, job)
 
-    def tell(self, do: str, nodes: Sequence[str] = (), **more: Any) -> list[dict[str, Any]]:
+    def ask(self, do: str, nodes: Sequence[str] = (), **more: Any) -> list[dict[str, Any]]:
         """Give a command to all processes, each with its share of ``nodes``; their answers."""
         for index, process in enumerate(self._processes):
             mine = [name for name in nodes if int(name[1:]) % len(self._processes) == index]
@@ -141,8 +133,8 @@ def measure(size: int, transport: str, ttl_s: float, turn: int, options: Options
             "last_call_s": LAST_CALL_S,
             "transport": transport,
         }
-        with _hosts(options.extra.processes or max(2, size // NODES_PER_PROCESS), job) as hosts:
-            return Story(server, hosts, size, turn).tell()
+        with _hosts(max(2, size // NODES_PER_PROCESS), job) as hosts:
+            return Story(server, hosts, size, turn).play()
 
 
 class Story:
@@ -155,16 +147,16 @@ class Story:
         self._round = 0
         self._before: dict[str, dict[str, Any]] = {}
 
-    def tell(self) -> dict[str, Any]:
+    def play(self) -> dict[str, Any]:
         """The figures of each phase."""
         everyone = [f"n{number:04d}" for number in range(self._size)]
-        self._hosts.tell("connect", everyone)
+        self._hosts.ask("connect", everyone)
         many = min(MANY, self._size // 4)
         phases = {"join": self._phase("join", arriving=everyone)}
         juniors = self._by_seniority()[self._size // 2 :]
         phases["one_leaves"] = self._phase("leave", leaving=juniors[:1])
         newcomer = [f"n{self._size:04d}"]
-        self._hosts.tell("connect", newcomer)
+        self._hosts.ask("connect", newcomer)
         phases["one_joins"] = self._phase("join", arriving=newcomer)
         phases["many_leave"] = self._phase("leave", leaving=self._random.sample(juniors[1:], many))
         phases["one_falls_silent"] = self._phase("kill", leaving=self._by_seniority()[-1:])
@@ -184,10 +176,10 @@ class Story:
         note(f"{self._size} nodes: {what} of {len(arriving) or len(leaving)}")
         counted = etcd_counters(self._server.endpoint)
         spent = self._sent()
-        done = self._hosts.tell("begin" if arriving else what, [*arriving, *leaving])
-        self._hosts.tell("fail", failing)
+        done = self._hosts.ask("begin" if arriving else what, [*arriving, *leaving])
+        self._hosts.ask("fail", failing)
         self._alive = [name for name in (*self._alive, *arriving) if name not in leaving]
-        told = self._hosts.tell("await", size=len(self._alive), after=self._round)
+        told = self._hosts.ask("await", size=len(self._alive), after=self._round)
         counted = difference(etcd_counters(self._server.endpoint), counted)
         nodes = {each["name"]: each for answer in told for each in answer["nodes"]}
         everybody = nodes | {each["name"]: each for answer in told for each in answer["gone"]}

@@ -292,7 +292,7 @@ class SimulatedNode:
         with self._notes.changed:
             self._notes.changed.notify_all()
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """For the benchmark."""
         agreed = self.agreed
         entry = agreed.member(self.name) if agreed is not None else None
@@ -368,8 +368,8 @@ class NodeServer:
             self._notes.changed.wait_for(together, LIMIT_S)
             first_seen = dict(self._notes.first_seen)
         return {
-            "nodes": [node.told() for node in self._nodes.values() if not node.gone],
-            "gone": [node.told() for node in self._nodes.values() if node.gone],
+            "nodes": [node.as_json() for node in self._nodes.values() if not node.gone],
+            "gone": [node.as_json() for node in self._nodes.values() if node.gone],
             "first_seen": first_seen,
         }
 

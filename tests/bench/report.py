@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, TextIO, TypeVar
 
+from elastic_trainer.local import agents
 from tests.bench.calibration import Calibration, calibrate, typical
 from tests.bench.machine import machine, versions
 
@@ -70,7 +71,8 @@ def parse(
 ) -> Options:
     """Read the command line (``argv`` None: this process's). ``extend`` may add options of the benchmark's own.
 
-    ``--quick`` runs at toy size, so that a test can show that the benchmark works; its numbers mean little.
+    ``--quick`` runs at toy size, so that a test can show that the benchmark works; its numbers mean little. Local nodes
+    are then forked from one process that has imported torch.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
@@ -84,6 +86,8 @@ def parse(
     if extend is not None:
         extend(parser)
     given = parser.parse_args(arguments)
+    if given.quick:
+        agents.preload()
     count = given.repeats or (quick_repeats if given.quick else repeats)
     command = shlex.join([*parser.prog.split(), *arguments])
     return Options(theme, command, given.quick, given.json, count, given, calibrate())

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (megabytes, bucket_mb) in workloads(options).items():
         note(f"{name}: {cycles} cycles")
         with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, leading(Path(place)) as lead:
-            found[name] = sever(lead, cycles, megabytes, bucket_mb, seed=options.extra.seed)
+            found[name] = sever(lead, cycles, megabytes, bucket_mb)
     figures = {name: described(each) for name, each in found.items()}
     ranks = sum(2 * each.cycles for each in found.values())
     musts = [
@@ -73,7 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _own_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cycles", type=int, help=f"freezes ({CYCLES}; quick: {QUICK_CYCLES})")
-    parser.add_argument("--seed", type=int, default=1, help="of the moments of freezing")
 
 
 def workloads(options: Options) -> dict[str, tuple[float, float]]:
@@ -157,9 +156,9 @@ class Trial:
         return True
 
 
-def sever(lead: Lead, cycles: int, megabytes: float, bucket_mb: float, *, seed: int) -> Severed:
+def sever(lead: Lead, cycles: int, megabytes: float, bucket_mb: float) -> Severed:
     """Freeze and free, ``cycles`` times."""
-    chance, trial = random.Random(seed), Trial(lead, megabytes, bucket_mb)
+    chance, trial = random.Random(1), Trial(lead, megabytes, bucket_mb)
     trial.form()
     for cycle in range(cycles):
         pause(chance.random() * 0.05)

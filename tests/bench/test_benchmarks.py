@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.bench.recovery_torchft import TorchftJob, lighthouse_command, look, peers
 from tests.bench.themes import Theme, themes
+from tests.integration.training.launch import ran
 
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 540.0
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("theme", themes(), ids=lambda theme: str(theme.name))
 def test_a_benchmark_runs_at_toy_size_and_reports(theme: Theme) -> None:
     """It exits 0, and its last line is one JSON object with figures and with musts that carry a verdict."""
-    call = [sys.executable, "-m", f"tests.bench.{theme.name}", "--quick", "--json"]
-    ran = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=360, check=False)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    shape = json.loads(ran.stdout.splitlines()[-1])
+    done = ran(["-m", f"tests.bench.{theme.name}", "--quick", "--json"], ROOT, LIMIT_S)
+    assert done.code == 0, done.err[-4000:]
+    shape = json.loads(done.out.splitlines()[-1])
     assert set(shape) == {"benchmark", "machine", "versions", "command", "figures", "musts"}
     assert shape["benchmark"] == theme.name
     assert shape["figures"]
@@ -40,22 +39,22 @@ def _environment(directory: Path, script: str) -> Path:
 
 def test_torchft_is_skipped_where_nobody_names_its_environment() -> None:
     """The report says that it was not asked for."""
-    assert look(None).told() == {"skipped": "not asked for: --torchft-python names no environment"}
+    assert look(None).as_json() == {"skipped": "not asked for: --torchft-python names no environment"}
 
 
 def test_torchft_is_skipped_where_it_cannot_be_imported(tmp_path: Path) -> None:
     """The report gives the last line of python's own words; an environment that is none is no crash either."""
     python = _environment(tmp_path, "echo Traceback >&2; echo 'ImportError: no torchft' >&2; exit 1")
-    assert look(python).told() == {"skipped": f"{python}: ImportError: no torchft"}
+    assert look(python).as_json() == {"skipped": f"{python}: ImportError: no torchft"}
     assert "No such file" in look(tmp_path / "nothing").skipped
 
 
 def test_torchft_is_measured_where_it_is_complete(tmp_path: Path) -> None:
     """Its versions are reported once its lighthouse lies beside python, and not before."""
     python = _environment(tmp_path, "echo a warning; echo 'torchft 1, torch 2'")
-    assert look(python).told() == {"skipped": f"{python}: there is no torchft_lighthouse beside it"}
+    assert look(python).as_json() == {"skipped": f"{python}: there is no torchft_lighthouse beside it"}
     (tmp_path / "torchft_lighthouse").touch()
-    assert look(python).told() == {"versions": "torchft 1, torch 2"}
+    assert look(python).as_json() == {"versions": "torchft 1, torch 2"}
 
 
 def test_torchft_runs_in_its_own_environment_with_its_column_s_options(tmp_path: Path) -> None:
