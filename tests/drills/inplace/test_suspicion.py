@@ -22,7 +22,7 @@ from tests.support.requirements import needs, needs_root
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("etcd_binary")]
 
 SCRIPT = "tests.drills.inplace.scripts.silent"
-BUSY_S = 20.0
+BUSY_S = 6.0
 LIMIT_S = 240.0
 UNTOLD = {"ttl": "500", "hang_timeout": "500", "sever_timeout": "500", "regroup_grace": "500", "form_timeout": "500"}
 """With these nothing but a question tells within the limit of the drill."""
@@ -34,7 +34,7 @@ def test_who_stands_still_is_found_by_asking(tmp_path: Path) -> None:
     The others go on in the same processes without a step made twice. Each that is thawed comes back as it was, without
     a break. Samples and parameters are exact.
     """
-    setting = Setting(limit_s=LIMIT_S, options=UNTOLD)
+    setting = Setting(pause_s=0.04, limit_s=LIMIT_S, options=UNTOLD)
     with staged(setting, tmp_path) as stage:
         calm = busy_machine(stage, 0, BUSY_S)
         assert (calm.steps_lost, calm.problems) == (0, ())

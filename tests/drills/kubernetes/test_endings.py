@@ -36,8 +36,10 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def without_monitor() -> list[Manifest]:
-    """The dev overlay but for what these tests do not look at."""
-    return [document for document in rendered() if document["kind"] != "Deployment"]
+    """The dev overlay but for what these tests do not look at: the monitor, and warm starts of a second worker."""
+    documents = [document for document in rendered() if document["kind"] != "Deployment"]
+    add_options(documents, preload="off")
+    return documents
 
 
 def check_failed_at_once(scene: Scene, sentence: str) -> None:

@@ -16,8 +16,8 @@ from elastic_trainer.membership.documents import RoundDocument, RoundState
 
 def play(directory: Path) -> None:
     """The whole story."""
-    options = {"regroup_grace": "10", "form_timeout": "3", "join_interval": "10"}
-    setting = Setting(nodes=2, min_nodes=2, max_nodes=3, limit_s=180.0, options=options)
+    options = {"regroup_grace": "10", "form_timeout": "3", "join_interval": "10", "preload": "off"}
+    setting = Setting(nodes=2, min_nodes=2, max_nodes=3, pause_s=0.04, limit_s=180.0, options=options)
     with Segment() as segment, staged(setting, directory, segment) as stage:
         before = stage.settled()
         name = stage.cluster.add().name

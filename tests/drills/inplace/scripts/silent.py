@@ -17,7 +17,7 @@ from tests.drills.inplace.test_suspicion import LIMIT_S, UNTOLD, broken_after
 
 def play(directory: Path) -> None:
     """The whole story."""
-    setting = Setting(limit_s=LIMIT_S, options=UNTOLD)
+    setting = Setting(pause_s=0.04, limit_s=LIMIT_S, options=UNTOLD | {"preload": "off"})  # no worker starts twice
     with Segment() as segment, staged(setting, directory, segment) as stage:
         before = stage.settled()
         effect = pair_partition(stage, 0, segment)
