@@ -135,26 +135,22 @@ class Container:
         return int(probe.get("initialDelaySeconds", 0) + probe["periodSeconds"] * probe["failureThreshold"])
 
 
-FIELDS = {
-    "metadata.name": "pod-0",
-    "status.podIP": "10.1.2.3",
-    "metadata.labels['jobset.sigs.k8s.io/jobset-name']": "mnist",
-}
-"""What the downward API says in tests."""
+FIELDS = {"metadata.labels['jobset.sigs.k8s.io/jobset-name']": "mnist"}
+"""What the downward API says in tests, beside name and address of the pod."""
 
 
 def container(
-    template: Manifest, settings: Mapping[str, Mapping[str, str]], name: str | None = None, pod: str = "pod-0"
+    template: Manifest, settings: Mapping[str, Mapping[str, str]], pod: str = "pod-0", ip: str = "10.1.2.3"
 ) -> Container:
-    """The (only, or named) container of a pod; ``settings``: the data of ConfigMaps by name."""
-    found = [each for each in template["spec"]["containers"] if name in (None, each["name"])]
-    (manifest,) = found
+    """The only container of a pod; ``settings``: the data of ConfigMaps by name."""
+    (manifest,) = template["spec"]["containers"]
+    fields = FIELDS | {"metadata.name": pod, "status.podIP": ip}
     environment: dict[str, str] = {}
     unresolved: list[str] = []
     for source in manifest.get("envFrom", ()):
         environment |= settings.get(source["configMapRef"]["name"], {})
     for entry in manifest.get("env", ()):
-        environment[entry["name"]] = _value(entry, environment, unresolved, FIELDS | {"metadata.name": pod})
+        environment[entry["name"]] = _value(entry, environment, unresolved, fields)
     command = [*manifest.get("command", ()), *manifest.get("args", ())]
     command = [_expanded(part, environment, unresolved) for part in command]
     return Container(manifest["name"], manifest, environment, command, unresolved)

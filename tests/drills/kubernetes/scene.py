@@ -77,7 +77,7 @@ class Scene:
 
     def scale(self, size: int) -> None:
         """As ``kubectl patch`` does it."""
-        self.cluster.patch("Job", JOB, {"spec": {"parallelism": size, "completions": size}})
+        self.cluster.scale(JOB, size)
 
     def await_end(self, name: str) -> PodStatus:
         """Wait until a pod has ended; how it did."""

@@ -26,17 +26,14 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import processes
 from elastic_trainer.local.etcd_binary import find_binary
 from elastic_trainer.local.namespaces import PROGRAMS, Segment
-from tests.support.kubelet import job_rules, sets
-from tests.support.kubelet.environment import Facts, service_links
+from tests.support.kubelet import job_rules
 from tests.support.kubelet.job_rules import ENDED, OVER, Condition, PodView, Tally
-from tests.support.kubelet.names import Known, records
 from tests.support.kubelet.objects import (
-    Budget,
     Claim,
     ConfigMap,
+    Controller,
     Deployment,
     Job,
-    Secret,
     Service,
     StatefulSet,
     parsed,
@@ -60,10 +57,6 @@ def check_possible() -> None:
         missing(str(error))
 
 
-class EvictionRefusedError(Exception):
-    """A disruption budget forbids it now."""
-
-
 @dataclass(frozen=True, slots=True)
 class JobStatus:
     """What ``kubectl get job`` would say."""
@@ -80,17 +73,21 @@ class JobStatus:
         return self.condition in OVER
 
 
-def merged(document: Any, patch: Any) -> Any:
-    """``document`` with a JSON merge patch (RFC 7386)."""
-    if not isinstance(patch, Mapping):
-        return patch
-    result = dict(document) if isinstance(document, Mapping) else {}
-    for key, value in patch.items():
-        if value is None:
-            result.pop(key, None)
-        else:
-            result[key] = merged(result.get(key), value)
-    return result
+def identity(thing: Controller, number: int, suffix: str) -> Identity:
+    """Who the pod ``number`` of ``thing`` is; ``suffix`` differs from that of the pod before it."""
+    name, labels = thing.metadata.name, thing.spec.template.metadata.labels
+    numbered = f"{name}-{number}"
+    if isinstance(thing, Job):
+        return Identity(f"{numbered}-{suffix}", owner(thing), numbered, number, labels)
+    if isinstance(thing, Deployment):
+        return Identity(f"{name}-{suffix}", owner(thing), f"{name}-{suffix}", number, labels)
+    claims = {claim.metadata.name: f"{claim.metadata.name}-{numbered}" for claim in thing.spec.volume_claim_templates}
+    return Identity(numbered, owner(thing), numbered, number, labels, claims)
+
+
+def owner(thing: Controller) -> str:
+    """The name of a controller among all."""
+    return f"{thing.kind}/{thing.metadata.name}"
 
 
 class Cluster:
@@ -99,7 +96,6 @@ class Cluster:
     def __init__(self, directory: Path, *, replacement_delay_s: float = 10.0) -> None:
         self.directory = directory
         self._delay_s = replacement_delay_s
-        self._documents: dict[tuple[str, str], dict[str, Any]] = {}
         self._objects: dict[tuple[str, str], Any] = {}
         self._pods: dict[str, Pod] = {}
         self._past: dict[str, PodStatus] = {}
@@ -132,40 +128,25 @@ class Cluster:
     # ---- what kubectl does
 
     def apply(self, documents: Sequence[Mapping[str, Any]]) -> None:
-        """Create or replace these objects."""
-        for document in documents:
-            found = parsed(document)
-            if found is not None:
-                self._put((str(document["kind"]), str(document["metadata"]["name"])), dict(document), found)
-
-    def patch(self, kind: str, name: str, patch: Mapping[str, Any]) -> None:
-        """Change an object by a merge patch, as ``kubectl patch --type=merge`` does."""
-        document = merged(self._documents[kind, name], patch)
-        found = parsed(document)
-        if found is not None:
-            self._put((kind, name), document, found)
-
-    def _put(self, key: tuple[str, str], document: dict[str, Any], found: Any) -> None:
+        """Create these objects."""
         with self._lock:
-            before = self._objects.get(key)
-            if isinstance(before, Job) and before.spec.template != found.spec.template:
-                raise ConfigError(f"Job {key[1]}: the template of a Job cannot be changed")
-            self._documents[key], self._objects[key] = document, found
+            for document in documents:
+                found = parsed(document)
+                if found is not None:
+                    self._objects[str(document["kind"]), found.metadata.name] = found
+
+    def scale(self, name: str, size: int) -> None:
+        """Change the size of a Job, as ``kubectl patch`` does it."""
+        with self._lock:
+            job = self._objects["Job", name]
+            spec = job.spec.model_copy(update={"parallelism": size, "completions": size})
+            self._objects["Job", name] = job.model_copy(update={"spec": spec})
 
     def evict(self, name: str) -> None:
-        """Ask for it as a drain does: within disruption budgets, and no fault of the pod's."""
+        """Ask for its end as a drain does: no fault of the pod's."""
         with self._lock:
-            pod = self._pods[name]
-            for budget in self._all(Budget):
-                ready = [each for each in self._pods.values() if each.ready and self._selects(budget, each)]
-                if self._selects(budget, pod) and pod.ready and len(ready) <= budget.spec.min_available:
-                    raise EvictionRefusedError(f"{budget.metadata.name} needs {budget.spec.min_available} ready pods")
-            pod.conditions |= {DISRUPTED}
-            pod.delete()
-
-    @staticmethod
-    def _selects(budget: Budget, pod: Pod) -> bool:
-        return budget.spec.selector.matches(pod.identity.labels)
+            self._pods[name].conditions |= {DISRUPTED}
+            self._pods[name].delete()
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Signal process 1 of a pod, as something on its machine could."""
@@ -261,7 +242,7 @@ class Cluster:
                         pause(TICK_S, self._stop)
                 finally:
                     self._end()
-        except BaseException as error:  # noqa: BLE001 - whoever waits is told
+        except BaseException as error:  # noqa: BLE001 - raised to whoever waits
             self._trouble = error
         finally:
             self._up.set()
@@ -272,44 +253,44 @@ class Cluster:
         for job in self._all(Job):
             self._tick_job(job, now)
         for thing in (*self._all(Deployment), *self._all(StatefulSet)):
-            missing, surplus = sets.wanted(thing, self._of(sets.owner(thing)))
-            for number in missing:
+            present = {pod.index for pod in self._of(owner(thing))}
+            for number in set(range(thing.spec.replicas)) - present:
                 self._create(thing, number)
-            for name in surplus:
-                self._pods[name].delete()
         self._forget()
-        found = records(Known(service, self._selected(service)) for service in self._all(Service))
+        found = [
+            (pod.address, service.names(pod.identity.hostname, pod.container))
+            for service in self._all(Service)
+            for pod in self._pods.values()
+            if pod.process is not None and service.spec.selector.items() <= pod.identity.labels.items()
+        ]
         for pod in self._pods.values():
             pod.resolve(found)
 
     def _tick_job(self, job: Job, now: float) -> None:
         name = job.metadata.name
-        container = job.spec.template.spec.container.name
         views = [
-            PodView(each.name, each.index, each.phase, each.exit_code, each.conditions, each.deleting, container)
-            for each in self._of(sets.owner(job))
+            PodView(each.name, each.index, each.phase, each.exit_code, each.conditions, each.deleting)
+            for each in self._of(owner(job))
         ]
         decision = job_rules.decide(job.spec, self._tallies.get(name, Tally()), views, now, self._delay_s)
         self._tallies[name] = tally = decision.tally
         self._jobs[name] = JobStatus(
-            tally.verdict or decision.condition, decision.reason, tally.completed, dict(tally.failures), tally.failed
+            tally.verdict, tally.reason, tally.completed, dict(tally.failures), tally.failed(job.spec)
         )
         for index in decision.create:
             self._create(job, index)
         for pod in decision.delete:
             self._pods[pod].delete()
 
-    def _create(self, thing: Job | Deployment | StatefulSet, number: int) -> None:
-        who = sets.identity(thing, number, "".join(random.choices(_LETTERS, k=5)))
-        template = thing.spec.template
-        spec = template.spec.model_copy(update={"subdomain": sets.subdomain(thing, template)})
+    def _create(self, thing: Controller, number: int) -> None:
+        who = identity(thing, number, "".join(random.choices(_LETTERS, k=5)))
         # A pod of a StatefulSet has the name of the one before it, and a network of its own.
         life = f"{who.name}.{next(self._lives)}"
         enter, address = self._segment.attach(life)
-        cut = partial(self._segment.cut, life)
+        configs = {found.metadata.name: found for found in self._all(ConfigMap)}
         directory = self.directory / "pods" / life
-        around = Surroundings(enter, cut, address, directory, self._claims(), self._facts)
-        self._pods[who.name] = Pod(who, spec, around)
+        around = Surroundings(enter, partial(self._segment.cut, life), address, directory, self._claims(), configs)
+        self._pods[who.name] = Pod(who, thing.spec.template.spec, around)
         self._logs[who.name] = self._pods[who.name].log
 
     def _forget(self) -> None:
@@ -331,23 +312,6 @@ class Cluster:
 
     def _of(self, owner: str) -> list[PodStatus]:
         return [status for pod in self._pods.values() if (status := pod.status()).owner == owner]
-
-    def _selected(self, service: Service) -> list[Pod]:
-        chosen = service.spec.selector.items()
-        return [pod for pod in self._pods.values() if pod.process is not None and chosen <= pod.identity.labels.items()]
-
-    def _facts(self, who: Identity, address: str) -> Facts:
-        links = [(service, pods[0].address) for service in self._all(Service) if (pods := self._selected(service))]
-        return Facts(
-            who.name,
-            who.namespace,
-            address,
-            who.labels,
-            who.annotations,
-            {found.metadata.name: found for found in self._all(ConfigMap)},
-            {found.metadata.name: found for found in self._all(Secret)},
-            service_links(links),
-        )
 
     def _claims(self) -> dict[str, Path]:
         """All claims, those of StatefulSets too."""

@@ -1,8 +1,7 @@
 """Becomes a container: ``python -I -S container.py DESCRIPTION.json``, imports nothing of this project.
 
 The parent of the container waits for it and passes on how it ended, as an exit code (128 + signal). The container is
-process 1 of its own process tree: it must ask for a signal to get it, and all that it started dies with it. With
-``shareProcessNamespace`` process 1 is the pod's, and signals have their usual effects.
+process 1 of its own process tree: it must ask for a signal to get it, and all that it started dies with it.
 
 *Runs in* a process of its own, with root, in the pod's network.
 *Owns* the container's mounts and its processes, all of which vanish with process 1.
@@ -15,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -75,8 +73,7 @@ def build(root: str, description: dict[str, Any]) -> None:
         _mount_one(root, each)
     Path(root + "/proc").mkdir()
     mount("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV)
-    if description["read_only"]:
-        mount("", root, flags=MS_REMOUNT | MS_BIND | MS_RDONLY)
+    mount("", root, flags=MS_REMOUNT | MS_BIND | MS_RDONLY)
 
 
 def _devices(root: str) -> None:
@@ -114,32 +111,9 @@ def _leashed() -> None:
     _checked(_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
 
 
-def _begin(description: dict[str, Any], up: int) -> NoReturn:
-    """Process 1 of the pod: the container itself, or, where its processes are shared, one that only waits for it."""
-    _leashed()
-    if not description["shared"] or (pid := os.fork()) == 0:
-        try:
-            become(description)
-        except OSError as error:
-            print(f"container: {error}", file=sys.stderr)
-        os._exit(EXIT_NOT_STARTED)
-    os.close(up)
-    while True:
-        ended, status = os.wait()
-        if ended == pid:
-            os._exit(_code(status))
-
-
 def _code(status: int) -> int:
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
-
-
-def _only_child(pid: int) -> int:
-    """The process that ``pid`` has started, as this machine numbers it."""
-    while not (found := Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()):
-        select.select([], [], [], 0.01)
-    return int(found[0])
 
 
 def main(path: str) -> int:
@@ -148,16 +122,20 @@ def main(path: str) -> int:
     os.umask(0o022)
     _leashed()
     _checked(_LIBRARY.unshare(CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID), "unshare")
-    told, up = os.pipe()  # its end is closed by the exec that makes the container what it is to be
+    ready, up = os.pipe()  # the exec that makes the container what it is to be closes its end
     first = os.fork()
     if first == 0:
-        os.close(told)
-        _begin(description, up)
+        os.close(ready)
+        _leashed()
+        try:
+            become(description)
+        except OSError as error:
+            print(f"container: {error}", file=sys.stderr)
+        os._exit(EXIT_NOT_STARTED)
     os.close(up)
-    os.read(told, 1)
+    os.read(ready, 1)
     pid_file = Path(description["pid_file"])
-    pid = _only_child(first) if description["shared"] else first
-    pid_file.with_suffix(".new").write_text(str(pid), encoding="ascii")
+    pid_file.with_suffix(".new").write_text(str(first), encoding="ascii")
     pid_file.with_suffix(".new").rename(pid_file)
     return _code(os.waitpid(first, 0)[1])
 

@@ -5,50 +5,211 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import explain
-from tests.support.kubelet.pod_spec import Metadata, Part, PodTemplate, Selector
 
-WITHOUT_EFFECT = frozenset({"Namespace", "ServiceAccount", "NetworkPolicy", "PodMonitor", "PrometheusRule"})
+WITHOUT_EFFECT = frozenset({"Namespace", "ServiceAccount", "PodDisruptionBudget"})
 """Kinds that change nothing for the processes of one node."""
+_UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+def quantity(text: str) -> int:
+    """The number of bytes that ``64Mi`` and the like mean."""
+    found = re.fullmatch(r"(\d+)([A-Za-z]*)", text)
+    if found is None or found[2] not in _UNITS:
+        raise ConfigError(f"{text!r} is not a quantity of bytes")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+class Part(BaseModel):
+    """Base of all parts of an object."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
+
+
+class Metadata(Part):
+    """Who an object is."""
+
+    name: str = ""
+    namespace: str = "default"
+    labels: dict[str, str] = {}
+
+
+# ---- pods
+
+
+class Port(Part):
+    """A port of a container."""
+
+    container_port: int
+    name: str
+
+
+class HttpGet(Part):
+    """A question by HTTP."""
+
+    port: str
+    path: str
+
+
+class Probe(Part):
+    """How the kubelet asks a container how it is. One good answer is enough."""
+
+    http_get: HttpGet
+    period_seconds: float
+    timeout_seconds: float
+    failure_threshold: int
+
+
+class Capabilities(Part):
+    """Rights of a container beyond its user's: none."""
+
+    drop: tuple[Literal["ALL"]]
+
+
+class SecurityContext(Part):
+    """What a container may do. Only the strictest is played."""
+
+    read_only_root_filesystem: Literal[True]
+    allow_privilege_escalation: Literal[False]
+    capabilities: Capabilities
+
+
+class PodSecurityContext(Part):
+    """Who the containers of a pod are."""
+
+    run_as_user: int = Field(gt=0)
+    run_as_group: int
+    run_as_non_root: Literal[True]
+    fs_group: int
+    fs_group_change_policy: Any = None
+    seccomp_profile: Any = None
+
+
+class Mount(Part):
+    """Where a container sees a volume."""
+
+    name: str
+    mount_path: str
+    read_only: bool = False
+
+
+class Container(Part):
+    """One container. Command and variables are checked by ``manifests.container``."""
+
+    name: str
+    image: str
+    command: list[str]
+    env: Any = None
+    env_from: Any = None
+    ports: list[Port]
+    volume_mounts: list[Mount]
+    security_context: SecurityContext
+    startup_probe: Probe
+    readiness_probe: Probe
+    liveness_probe: Probe
+    image_pull_policy: Any = None
+    resources: Any = None
+
+    def port(self, name: str) -> int:
+        """The number of a port."""
+        for known in self.ports:
+            if known.name == name:
+                return known.container_port
+        raise ConfigError(f"container {self.name} has no port {name!r}")
+
+
+class EmptyDir(Part):
+    """A directory that lives as long as its pod."""
+
+    medium: Literal["", "Memory"] = ""
+    size_limit: str
+
+
+class ConfigMapVolume(Part):
+    """The keys of a ConfigMap as files."""
+
+    name: str
+
+
+class ClaimVolume(Part):
+    """A volume that outlives pods."""
+
+    claim_name: str
+
+
+class Volume(Part):
+    """One volume of a pod."""
+
+    name: str
+    empty_dir: EmptyDir | None = None
+    config_map: ConfigMapVolume | None = None
+    persistent_volume_claim: ClaimVolume | None = None
+
+
+class PodSpec(Part):
+    """What a pod is to be. One container each: more are an error."""
+
+    containers: tuple[Container]
+    volumes: list[Volume] = []
+    security_context: PodSecurityContext
+    restart_policy: Literal["Always", "Never"] = "Always"
+    termination_grace_period_seconds: float
+    enable_service_links: Literal[False]
+    automount_service_account_token: Literal[False]
+    service_account_name: Any = None
+    topology_spread_constraints: Any = None
+
+    @property
+    def container(self) -> Container:
+        """The one container."""
+        return self.containers[0]
+
+
+class PodTemplate(Part):
+    """Pods of a controller."""
+
+    metadata: Metadata = Metadata()
+    spec: PodSpec
+
+
+# ---- jobs
 
 
 class OnExitCodes(Part):
     """A rule's condition on the exit code."""
 
-    operator: Literal["In", "NotIn"]
-    values: list[int] = Field(min_length=1)
-    container_name: str | None = None
-
-    def matches(self, code: int) -> bool:
-        """Whether a container that failed with ``code`` is meant."""
-        return (code in self.values) == (self.operator == "In")
+    operator: Literal["In"]
+    values: list[int]
+    container_name: Literal["trainer"]
 
 
 class PodCondition(Part):
     """A pod's condition of this type and status."""
 
     type: str
-    status: Literal["True"] = "True"
+    status: Literal["True"]
 
 
 class FailureRule(Part):
     """What a pod's failure means."""
 
-    action: Literal["FailJob", "Ignore", "Count", "FailIndex"]
+    action: Literal["FailJob", "Ignore"]
     on_exit_codes: OnExitCodes | None = None
     on_pod_conditions: list[PodCondition] | None = None
 
-    @model_validator(mode="after")
-    def _one_condition(self) -> FailureRule:
-        if (self.on_exit_codes is None) == (self.on_pod_conditions is None):
-            raise ValueError("a rule has one of onExitCodes and onPodConditions")
-        return self
+    def matches(self, exit_code: int, conditions: frozenset[str]) -> bool:
+        """Whether it is about a pod that ended like this."""
+        if self.on_exit_codes is not None:
+            return exit_code in self.on_exit_codes.values
+        return any(each.type in conditions for each in self.on_pod_conditions or ())
 
 
 class FailurePolicy(Part):
@@ -64,26 +225,23 @@ class SuccessRule(Part):
 
 
 class SuccessPolicy(Part):
-    """Any of these rules will do."""
+    """When a job has succeeded."""
 
-    rules: list[SuccessRule] = Field(min_length=1)
+    rules: tuple[SuccessRule]
 
 
 class JobSpec(Part):
     """An Indexed Job with one pod for each index at a time."""
 
     completion_mode: Literal["Indexed"]
-    parallelism: int = Field(ge=0)
-    completions: int = Field(ge=0)
+    parallelism: int
+    completions: int
     template: PodTemplate
-    suspend: bool = False
-    backoff_limit: int | None = None
-    backoff_limit_per_index: int | None = None
-    max_failed_indexes: int | None = None
+    backoff_limit_per_index: int
+    max_failed_indexes: int
     pod_replacement_policy: Literal["Failed"]
-    pod_failure_policy: FailurePolicy = FailurePolicy(rules=[])
-    success_policy: SuccessPolicy | None = None
-    ttl_seconds_after_finished: Any = None
+    pod_failure_policy: FailurePolicy
+    success_policy: SuccessPolicy
 
     @model_validator(mode="after")
     def _consistent(self) -> JobSpec:
@@ -91,8 +249,6 @@ class JobSpec(Part):
             raise ValueError("parallelism and completions must be equal: pods are scaled by both at once")
         if self.template.spec.restart_policy != "Never":
             raise ValueError("restartPolicy must be Never where there is a podFailurePolicy")
-        if self.max_failed_indexes is not None and self.backoff_limit_per_index is None:
-            raise ValueError("maxFailedIndexes goes with backoffLimitPerIndex")
         return self
 
 
@@ -108,14 +264,18 @@ class Job(Part):
 # ---- services
 
 
+class Selector(Part):
+    """Which pods are meant."""
+
+    match_labels: dict[str, str]
+
+
 class DeploymentSpec(Part):
     """Pods that are all alike."""
 
-    replicas: int = 1
+    replicas: int
     selector: Selector
     template: PodTemplate
-    strategy: Any = None
-    revision_history_limit: Any = None
 
 
 class Deployment(Part):
@@ -139,14 +299,12 @@ class Claim(Part):
 class StatefulSetSpec(Part):
     """Pods with names and volumes of their own."""
 
-    replicas: int = 1
+    replicas: int
     service_name: str
     selector: Selector
     template: PodTemplate
-    volume_claim_templates: list[Claim] = Field(default_factory=list)
-    pod_management_policy: Literal["OrderedReady", "Parallel"] = "OrderedReady"
-    update_strategy: Any = None
-    persistent_volume_claim_retention_policy: Any = None
+    volume_claim_templates: list[Claim]
+    pod_management_policy: Literal["Parallel"]
 
 
 class StatefulSet(Part):
@@ -158,23 +316,24 @@ class StatefulSet(Part):
     spec: StatefulSetSpec
 
 
+Controller = Job | Deployment | StatefulSet
+
+
 class ServicePort(Part):
     """A port of a Service. Names lead straight to pods here, so it must be the pods' own."""
 
     port: int
-    target_port: int | str | None = None
-    name: str = ""
-    protocol: Literal["TCP"] = "TCP"
+    target_port: str
+    name: str
 
 
 class ServiceSpec(Part):
-    """A name for some pods."""
+    """A name for some pods, ready or not."""
 
     selector: dict[str, str]
-    ports: list[ServicePort] = Field(default_factory=list)
-    cluster_ip: str | None = Field(default=None, alias="clusterIP")
-    publish_not_ready_addresses: bool = False
-    type: Literal["ClusterIP"] = "ClusterIP"
+    ports: list[ServicePort]
+    cluster_ip: Literal["None"] | None = Field(default=None, alias="clusterIP")
+    publish_not_ready_addresses: Literal[True]
 
 
 class Service(Part):
@@ -185,27 +344,16 @@ class Service(Part):
     metadata: Metadata
     spec: ServiceSpec
 
-    @property
-    def headless(self) -> bool:
-        """Whether its name stands for all its pods, without an address of its own."""
-        return self.spec.cluster_ip == "None"
-
-
-class BudgetSpec(Part):
-    """How many pods evictions must leave."""
-
-    min_available: int
-    selector: Selector
-    unhealthy_pod_eviction_policy: Any = None
-
-
-class Budget(Part):
-    """A PodDisruptionBudget."""
-
-    api_version: Literal["policy/v1"]
-    kind: Literal["PodDisruptionBudget"]
-    metadata: Metadata
-    spec: BudgetSpec
+    def names(self, hostname: str, container: Container) -> Sequence[str]:
+        """By which names a pod of it is found. ConfigError for a port that is another one of the pod."""
+        for port in self.spec.ports:
+            if container.port(port.target_port) != port.port:
+                raise ConfigError(f"Service {self.metadata.name}: port {port.port} leads to another port")
+        own = [self.metadata.name]
+        if self.spec.cluster_ip == "None":
+            own.append(f"{hostname}.{self.metadata.name}")
+        namespace = self.metadata.namespace
+        return [name + suffix for name in own for suffix in ("", f".{namespace}", f".{namespace}.svc")]
 
 
 class ConfigMap(Part):
@@ -214,31 +362,12 @@ class ConfigMap(Part):
     api_version: Literal["v1"]
     kind: Literal["ConfigMap"]
     metadata: Metadata
-    data: dict[str, str] = Field(default_factory=dict)
-    immutable: Any = None
+    data: dict[str, str]
 
 
-class Secret(Part):
-    """A Secret: ``data`` in base64, ``stringData`` as it is."""
-
-    api_version: Literal["v1"]
-    kind: Literal["Secret"]
-    metadata: Metadata
-    data: dict[str, str] = Field(default_factory=dict)
-    string_data: dict[str, str] = Field(default_factory=dict)
-    type: Any = None
-    immutable: Any = None
-
-
-Known = Job | Deployment | StatefulSet | Service | Budget | ConfigMap | Secret | Claim
+Known = Controller | Service | ConfigMap | Claim
 KINDS: dict[str, type[Known]] = {
-    "Job": Job,
-    "Deployment": Deployment,
-    "StatefulSet": StatefulSet,
-    "Service": Service,
-    "PodDisruptionBudget": Budget,
-    "ConfigMap": ConfigMap,
-    "Secret": Secret,
+    **{each.__name__: each for each in (Job, Deployment, StatefulSet, Service, ConfigMap)},
     "PersistentVolumeClaim": Claim,
 }
 

@@ -1,27 +1,26 @@
-"""One pod from its first breath to its last: started, probed, restarted, told to go, killed when it does not.
+"""One pod from start to end: started, probed, restarted, asked to leave, killed after its grace period.
 
 *Runs in* the node's thread; statuses are values that any thread may read.
 *Owns* the pod's directory, network and container.
 *Fails by* ConfigError where a cluster would leave the pod waiting for ever.
-*Invariant*: an end is told once: SIGTERM to process 1, SIGKILL to everything when the grace period is over.
+*Invariant*: SIGTERM goes to process 1 once, SIGKILL to everything when the grace period is over.
 """
 
 from __future__ import annotations
 
 import signal
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.kubelet.environment import Facts, variables, words
+from elastic_trainer.errors import ConfigError
 from tests.support.kubelet.images import image
 from tests.support.kubelet.job_rules import ENDED, Phase
-from tests.support.kubelet.names import hosts
-from tests.support.kubelet.pod_spec import Container, PodSpec
+from tests.support.kubelet.objects import ConfigMap, Container, PodSpec
 from tests.support.kubelet.probing import Prober
 from tests.support.kubelet.process import Process, Sandbox
-from tests.support.kubelet.volumes import Mounted, Volumes
+from tests.support.kubelet.volumes import Volumes
+from tests.support.manifests import container
 
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 10.0, 300.0
 DISRUPTED = "DisruptionTarget"
@@ -38,20 +37,16 @@ class Identity:
     """Who a pod is, and whose. ``index`` is its completion index; ``claims`` its own, by name of the volume."""
 
     name: str
-    namespace: str
     owner: str
     hostname: str
     index: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
-    annotations: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """What its controller adds to the container's variables."""
     claims: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """How a container that was told to go has gone. ``killed``: only by SIGKILL."""
+    """How a container ended after SIGTERM. ``killed``: only by SIGKILL."""
 
     took_s: float
     killed: bool
@@ -92,7 +87,7 @@ class Surroundings:
     address: str
     directory: Path
     claims: Mapping[str, Path]
-    facts: Callable[[Identity, str], Facts]
+    configs: Mapping[str, ConfigMap]
 
 
 class Pod:
@@ -109,23 +104,13 @@ class Pod:
         self._process: Process | None = None
         self._prober: Prober | None = None
         self._start_at = 0.0
-        self._told_at: float | None = None
+        self._asked_at: float | None = None
         self._killed = False
         around.directory.mkdir(parents=True)
         self.log = around.directory / "log"
         self.log.touch()
         self._hosts = around.directory / "hosts"
         self.resolve([])
-
-    # ---- what a name needs
-
-    @property
-    def hostname(self) -> str:
-        return self.identity.hostname
-
-    @property
-    def subdomain(self) -> str:
-        return self.spec.subdomain
 
     @property
     def address(self) -> str:
@@ -147,8 +132,10 @@ class Pod:
         return self._process
 
     def resolve(self, records: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """Let it know these names. The file stays the same one, since it is mounted."""
-        text = hosts(self.address, [self.hostname], records).encode()
+        """Write these names to its hosts file, which stays the same one, since it is mounted. Its own name comes
+        first, since a resolver takes the first line that fits."""
+        known = [("127.0.0.1", ["localhost"]), (self.address, [self.identity.hostname]), *records]
+        text = "".join(f"{address} {' '.join(names)}\n" for address, names in known).encode()
         with self._hosts.open("r+b" if self._hosts.exists() else "w+b", buffering=0) as file:
             if file.read() != text:
                 file.seek(0)
@@ -193,47 +180,40 @@ class Pod:
 
     def _without_container(self, now: float) -> None:
         if self.deleting:
-            # One that was never started, or waits to be started again: there is nobody to be told.
+            # One that was never started, or waits to be started again: there is no process to signal.
             self.exit_code = 128 + signal.SIGKILL if self.exit_code is None else self.exit_code
             self._over(Phase.FAILED)
         elif now >= self._start_at:
-            self._start(now)
+            self._start()
 
-    def _start(self, now: float) -> None:
-        facts = self._around.facts(self.identity, self.address)
-        values = {**variables(self.container, facts), **self.identity.environment}
-        volumes = Volumes(self._around.directory / "volumes", self._around.claims)
-        mounts: list[Mounted] = volumes.mounts(self.spec, facts, self.identity.claims)
-        directory = self._around.directory
-        sandbox = Sandbox(self._around.enter, self.hostname, self._hosts, directory, self.log)
-        found = image(self.container.image)
-        self._process = Process(self.spec, found, sandbox, words(self.container, values), values, mounts)
-        self._prober = Prober(self.container, self.address, self.run, began=now)
-        self._told_at, self._killed = None, False
+    def _start(self) -> None:
+        around, manifest = self._around, self.container.model_dump(by_alias=True, exclude_none=True)
+        settings = {name: config.data for name, config in around.configs.items()}
+        started = container({"spec": {"containers": [manifest]}}, settings, pod=self.identity.name, ip=self.address)
+        if started.unresolved:
+            raise ConfigError(f"pod {self.identity.name}: variables {started.unresolved} have no value")
+        volumes = Volumes(around.directory / "volumes", around.claims, self.identity.claims, around.configs)
+        sandbox = Sandbox(around.enter, self.identity.hostname, self._hosts, around.directory, self.log)
+        found, mounts = image(self.container.image), volumes.mounts(self.spec)
+        self._process = Process(self.spec, found, sandbox, started.command, started.environment, mounts)
+        self._prober = Prober(self.container, self.address)
+        self._asked_at, self._killed = None, False
         self.phase = Phase.RUNNING
-
-    def run(self, command: Sequence[str], timeout_s: float) -> int:
-        """Carry out ``command`` in the container; its exit code."""
-        if self._process is None:
-            return 1
-        inside, environment = self._process.inside(command)
-        done = subprocess.run(inside, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s)
-        return done.returncode
 
     def _press(self, now: float) -> None:
         """Ask it to end, and end it when it had its time."""
         if self._process is None:
             return
-        if self._told_at is None:
+        if self._asked_at is None:
             if self._process.send(signal.SIGTERM):
-                self._told_at = now
-        elif not self._killed and now >= self._told_at + self.spec.termination_grace_period_seconds:
+                self._asked_at = now
+        elif not self._killed and now >= self._asked_at + self.spec.termination_grace_period_seconds:
             self._killed = self._process.send(signal.SIGKILL)
 
     def _ended(self, code: int, now: float) -> None:
         self.exit_code = code
-        if self._told_at is not None:
-            self.leaving = Leaving(now - self._told_at, self._killed)
+        if self._asked_at is not None:
+            self.leaving = Leaving(now - self._asked_at, self._killed)
         self._process = None
         if self.spec.restart_policy == "Always" and not self.deleting:
             self._start_at = now + backoff_s(self._restarts)

@@ -2,7 +2,7 @@
 
 *Runs in* the node's thread; ``inside`` in any.
 *Owns* the container's process, whose output is appended to its log.
-*Fails by* ConfigError for a specification that cannot be run here.
+*Fails by* OSError.
 *Invariant*: the container dies with the node's thread (see container.py).
 """
 
@@ -18,10 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from elastic_trainer.errors import ConfigError
 from tests.support.kubelet import container
 from tests.support.kubelet.images import HOME, Image, machine_files
-from tests.support.kubelet.pod_spec import PodSpec
+from tests.support.kubelet.objects import PodSpec
 from tests.support.kubelet.volumes import Mounted
 
 LAUNCHER = str(Path(container.__file__))
@@ -38,43 +37,13 @@ class Sandbox:
     log: Path
 
 
-@dataclass(frozen=True, slots=True)
-class Rights:
-    """Who a container is, and setpriv's options that make it so."""
-
-    user: int
-    group: int
-    options: Sequence[str]
-
-
-def rights(spec: PodSpec, image: Image) -> Rights:
-    """The user and the rights that the specification asks for."""
-    own, common = spec.container.security_context, spec.security_context
-    user = own.run_as_user if own.run_as_user is not None else common.run_as_user
-    group = own.run_as_group if own.run_as_group is not None else common.run_as_group
-    not_root = own.run_as_non_root if own.run_as_non_root is not None else common.run_as_non_root
-    if not_root and not user:
-        raise ConfigError(
-            f"container {spec.container.name}: runAsNonRoot, without the number of a user who is not root"
-        )
-    options = ["--pdeathsig=KILL", *_limits(spec)]
-    if not image.unreadable:
-        groups = [str(each) for each in (*common.supplemental_groups, common.fs_group) if each is not None]
-        options += [f"--reuid={user or 0}", f"--regid={group or 0}", f"--groups={','.join(groups) or group or 0}"]
-    return Rights(user or 0, group or 0, options)
-
-
-def _limits(spec: PodSpec) -> list[str]:
-    own = spec.container.security_context
-    options = [] if own.allow_privilege_escalation else ["--no-new-privs"]
-    match own.capabilities.drop:
-        case ["ALL"]:
-            options += ["--bounding-set=-all", "--inh-caps=-all"]
-        case []:
-            pass
-        case some:
-            raise ConfigError(f"container {spec.container.name}: capabilities {some} cannot be dropped one by one here")
-    return options
+def _privileges(spec: PodSpec, image: Image) -> list[str]:
+    """setpriv's options for the user and the rights that the specification asks for."""
+    options = ["--pdeathsig=KILL", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
+    if image.unreadable:
+        return options
+    who = spec.security_context
+    return [*options, f"--reuid={who.run_as_user}", f"--regid={who.run_as_group}", f"--groups={who.fs_group}"]
 
 
 class Process:
@@ -89,7 +58,7 @@ class Process:
         environment: Mapping[str, str],
         mounts: Sequence[Mounted],
     ) -> None:
-        self._rights = rights(spec, image)
+        self._privileges = _privileges(spec, image)
         self._pid_file = sandbox.directory / "pid"
         self._pid_file.unlink(missing_ok=True)
         self._environment = {**image.environment, "HOSTNAME": sandbox.hostname, **environment}
@@ -97,8 +66,8 @@ class Process:
         written.write_text(json.dumps(self._description(spec, image, sandbox, words, mounts)), encoding="utf-8")
         with sandbox.log.open("ab") as log:
             if image.unreadable:
-                told = f"stand-in: not as user {self._rights.user}, who could not read {image.unreadable}\n"
-                log.write(told.encode())
+                user = spec.security_context.run_as_user
+                log.write(f"stand-in: not as user {user}, who could not read {image.unreadable}\n".encode())
                 log.flush()
             self._launcher = subprocess.Popen(
                 [*sandbox.enter, sys.executable, "-I", "-S", LAUNCHER, str(written)],
@@ -111,8 +80,8 @@ class Process:
     def _description(
         self, spec: PodSpec, image: Image, sandbox: Sandbox, words: Sequence[str], mounts: Sequence[Mounted]
     ) -> dict[str, object]:
-        """What container.py is told."""
-        user, group = self._rights.user, self._rights.group
+        """What container.py reads."""
+        user, group = spec.security_context.run_as_user, spec.security_context.run_as_group
         root = sandbox.directory / "root"
         root.mkdir(exist_ok=True)
         hosts = Mounted("/etc/hosts", str(sandbox.hosts), read_only=False)
@@ -124,13 +93,11 @@ class Process:
             "links": dict(image.links),
             "directories": {"/tmp": (0o1777, 0), "/var/tmp": (0o1777, 0), "/root": (0o755, 0), HOME: (0o755, user)},
             "mounts": [asdict(each) for each in (*trees, hosts, *mounts)],
-            "read_only": spec.container.security_context.read_only_root_filesystem,
-            "directory": spec.container.working_dir or image.directory,
-            "privileges": list(self._rights.options),
+            "directory": image.directory,
+            "privileges": self._privileges,
             "words": list(words),
             "env": self._environment,
             "pid_file": str(self._pid_file),
-            "shared": spec.share_process_namespace,
         }
 
     @property
@@ -155,7 +122,7 @@ class Process:
     def inside(self, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """The words that run ``words`` in the container, as its user, and their environment."""
         enter = ["nsenter", f"--target={self.pid}", "--mount", "--uts", "--ipc", "--net", "--pid", "--root", "--wd"]
-        return [*enter, "--", "setpriv", *self._rights.options, *words], self._environment
+        return [*enter, "--", "setpriv", *self._privileges, *words], self._environment
 
     def end(self) -> None:
         """End it at once, and all that it started."""

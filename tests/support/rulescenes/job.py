@@ -50,7 +50,14 @@ class Monitor:
 class PlayedJob:
     """See the module. Everything public may be changed between two ticks."""
 
-    def __init__(self, run: str = "a", nodes: int = 4, bounds: tuple[int, int] = (2, 4), step_s: float = 0.2) -> None:
+    def __init__(
+        self,
+        run: str,
+        nodes: int = 4,
+        bounds: tuple[int, int] = (2, 4),
+        step_s: float = 0.2,
+        interval_s: float = TICK_S,
+    ) -> None:
         self.run, self.bounds, self.step_s = run, bounds, step_s
         self.now = 0.0
         self.state, self.round = "training", 1
@@ -62,7 +69,7 @@ class PlayedJob:
         self.ranks = {number: Rank(f"n{number}", step_s=step_s, compute_s=0.75 * step_s) for number in range(nodes)}
         self.gathering_since = 0.0
         self.step = 1000.0
-        self.saved_at, self.interval_s, self.saves = 0.0, TICK_S, True
+        self.saved_at, self.interval_s, self.saves = 0.0, interval_s, True
         self.due_at = 0.0
         """When the next save is due, if that is later than an interval after the last."""
         self.passive: set[int] = set()
@@ -132,7 +139,6 @@ class PlayedJob:
             rank.step_s = rank.step_s or self.step_s
             rank.compute_s = rank.compute_s or 0.75 * self.step_s
         self.step += TICK_S / self.step_s
-        self.count(families.SAMPLES, TICK_S / self.step_s * 64)
         if self.interval_s and self.now >= max(self.due_at, self.saved_at + self.interval_s):
             self.count(families.CHECKPOINTS, op="save", result="ok" if self.saves else "failed")
             self.saved_at = self.now if self.saves else self.saved_at
@@ -156,13 +162,12 @@ class PlayedJob:
 
     def _of_node(self, node: str) -> dict[Key, float]:
         place = {"job": "elastic-trainer-nodes", "instance": f"{node}:9471", "node": node}
-        told = {self._key(families.STORE_SUCCESS, place): self.cut_off.get(node, self.now)}
+        shown = {self._key(families.STORE_SUCCESS, place): self.cut_off.get(node, self.now)}
         for number, rank in self.ranks.items():
             if rank.node != node:
                 continue
             me = {**place, "rank": str(number)}
             for family, value in (
-                (families.STEP, self.step // 1),
                 (families.LAST_STEP, rank.last_step),
                 (families.STEP_DURATION, rank.step_s),
                 (families.COMPUTE_DURATION, rank.compute_s),
@@ -170,10 +175,10 @@ class PlayedJob:
                 (families.RANK_INFO, 1.0),
             ):
                 more = {"device": "cpu", "local_rank": "0"} if family is families.RANK_INFO else {}
-                told[self._key(family, {**me, **more})] = float(value)
+                shown[self._key(family, {**me, **more})] = float(value)
             for phase in families.PHASES:
-                told[self._key(families.PHASE, {**me, "phase": phase})] = float(phase == rank.phase)
-        return told
+                shown[self._key(families.PHASE, {**me, "phase": phase})] = float(phase == rank.phase)
+        return shown
 
     def _of_monitor(self, monitor: Monitor) -> dict[Key, float]:
         if not monitor.answers:
@@ -181,14 +186,14 @@ class PlayedJob:
         if monitor.reads:
             monitor.last_read = self.now
             monitor.seen = self._of_run() if self.exists else {}
-        place = (("instance", monitor.instance), ("job", "elastic-trainer-monitor"))
-        told = {(name, tuple(sorted((*labels, *place)))): value for (name, labels), value in monitor.seen.items()}
-        told[families.MONITOR_STORE.full_name, place] = monitor.last_read
-        return told
+        place = (("instance", f"{self.run}-{monitor.instance}"), ("job", "elastic-trainer-monitor"))
+        shown = {(name, tuple(sorted((*labels, *place)))): value for (name, labels), value in monitor.seen.items()}
+        shown[families.MONITOR_STORE.full_name, place] = monitor.last_read
+        return shown
 
     def _of_run(self) -> dict[Key, float]:
         trains = self.state in ("training", "changing")
-        told = {
+        shown = {
             self._key(families.WORLD_SIZE, {}): float(len(self.ranks) - len(self.passive) if trains else 0),
             self._key(families.ROUND, {}): float(self.round),
             self._key(families.RENDEZVOUS_START, {}): self.gathering_since,
@@ -197,21 +202,14 @@ class PlayedJob:
             self._key(families.CHECKPOINT_INTERVAL, {}): self.interval_s,
         }
         for bound, limit in zip(families.BOUNDS, self.bounds, strict=True):
-            told[self._key(families.NODES_LIMIT, {"bound": bound})] = float(limit)
+            shown[self._key(families.NODES_LIMIT, {"bound": bound})] = float(limit)
         for state in families.RUN_STATES:
-            told[self._key(families.RUN_STATE, {"state": state})] = float(state == self.state)
+            shown[self._key(families.RUN_STATE, {"state": state})] = float(state == self.state)
         for state in families.NODE_STATES:
-            told[self._key(families.NODES, {"state": state})] = float(list(self.nodes.values()).count(state))
-        families_ = (
-            families.RESTARTS,
-            families.TIME,
-            families.SAMPLES,
-            families.CHECKPOINTS,
-            families.NONFINITE_LOSSES,
-        )
-        for family in families_:
-            told |= dict.fromkeys(self._all_keys(family), 0.0)
-        return told | self.counts
+            shown[self._key(families.NODES, {"state": state})] = float(list(self.nodes.values()).count(state))
+        for family in (families.RESTARTS, families.TIME, families.CHECKPOINTS, families.NONFINITE_LOSSES):
+            shown |= dict.fromkeys(self._all_keys(family), 0.0)
+        return shown | self.counts
 
     def _all_keys(self, family: Family) -> list[Key]:
         found: list[dict[str, str]] = [{}]

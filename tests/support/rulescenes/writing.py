@@ -1,4 +1,7 @@
-"""Writes scenes as tests for ``promtool test rules``: ``python -m tests.support.rulescenes.writing DIRECTORY``."""
+"""Writes scenes as tests for ``promtool test rules``: ``python -m tests.support.rulescenes.writing DIRECTORY``.
+
+Scenes share a Prometheus, each as a run of its own: what an evaluation costs hardly depends on the number of runs.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,12 @@ from typing import Any
 
 import yaml
 
-from elastic_trainer.telemetry import families
 from tests.support.rulescenes.firing import FIRING
 from tests.support.rulescenes.job import TICK_S, Key, PlayedJob
 from tests.support.rulescenes.notation import series, values
-from tests.support.rulescenes.scene import Scene
+from tests.support.rulescenes.scene import Fires, Scene
 from tests.support.rulescenes.silent import SILENT
-from tests.support.rulescenes.told import TOLD, Alert
+from tests.support.rulescenes.texts import TEXTS, Text
 
 NAMES = "ElasticTrainer"
 """What the names of all alerts begin with."""
@@ -27,94 +29,110 @@ GROUPS = [
     for name in ("runs", "ranks", "rates", "progress", "membership", "checkpoints", "services")
 ]
 """Records before alerts: Prometheus does not promise it, and what alerts say would depend on chance."""
-FILES: Mapping[str, Sequence[Scene]] = {"silent.yml": SILENT, "firing.yml": FIRING}
-_HEAD = """\
-# {title}
-# Written from the scenes in tests/support/rulescenes. Run with: promtool test rules {name}
-"""
+LONG_MINUTES, LONG_EVERY_S = 220, 120.0
+"""From which length on rules are evaluated less often, which their windows of hours allow."""
+LONG = tuple(scene for scene in FIRING if scene.minutes > LONG_MINUTES)
+FILES: Mapping[str, Sequence[Scene]] = {
+    "silent.yml": SILENT,
+    "firing.yml": tuple(scene for scene in FIRING if scene not in LONG),
+    "long.yml": LONG,
+}
 _ENUMERATED = ("phase", "reason", "op", "state")
 _ALWAYS = ("evaluation", "worker_lost", "save", "training", "ready")
-_UNUSED = {each.full_name for each in (families.STEP, families.SAMPLES)}
-_TITLES = {
-    "silent.yml": "What must wake nobody: planned changes, ends, and what only takes long.",
-    "firing.yml": "What must be told: each fault fires the alerts that are named, and no others.",
-}
 
 
-def text(name: str, scenes: Sequence[Scene]) -> str:
-    """The file ``name`` with a test for each of ``scenes``."""
+def text(scenes: Sequence[Scene]) -> str:
+    """The file with a test of ``scenes``, to be run with ``promtool test rules``."""
     lines = [
-        _HEAD.format(title=_TITLES[name], name=name),
         "rule_files: [rules.yml, alerts.yml]",
         f"group_eval_order: [{', '.join(GROUPS)}]",
-        f"evaluation_interval: {TICK_S:.0f}s",
+        f"evaluation_interval: {LONG_EVERY_S if any(scene in LONG for scene in scenes) else TICK_S:.0f}s",
         "tests:",
     ]
-    for scene in scenes:
-        lines += list(_test(scene))
+    for batch in _batches(scenes):
+        lines += _test(batch)
     return "\n".join(lines) + "\n"
 
 
-def _test(scene: Scene) -> Iterator[str]:
-    yield f"  # {scene.says}"
-    yield f"  - name: {scene.name}"
+def _batches(scenes: Sequence[Scene]) -> list[list[Scene]]:
+    """Scenes that can share one Prometheus. promtool compares a text with those of all alerts of that name."""
+    batches: list[list[Scene]] = []
+    for scene in sorted(scenes, key=lambda each: each.minutes):
+        for batch in batches:
+            if not any(scene.alone or other.alone or _collide(scene, other) for other in batch):
+                batch.append(scene)
+                break
+        else:
+            batches.append([scene])
+    return batches
+
+
+def _collide(one: Scene, other: Scene) -> bool:
+    def says_what_fires(one: Scene, other: Scene) -> bool:
+        return one.name in TEXTS and TEXTS[one.name].alert.alert in {each.alert for each in other.fires}
+
+    return says_what_fires(one, other) or says_what_fires(other, one)
+
+
+def _test(scenes: Sequence[Scene]) -> Iterator[str]:
+    yield f"  - name: {' '.join(scene.name for scene in scenes)}"
     yield f"    interval: {TICK_S:.0f}s"
     yield "    input_series:"
-    for key, samples in sorted(_told(scene.play()).items()):
-        yield f"      - {{series: '{series(key)}', values: '{values(samples)}'}}"
-    yield from _indented({"promql_expr_test": _looks(scene)})
-    told = [_alert_test(minute, alert) for minute, alert in TOLD.get(scene.name, ())]
-    if told:
-        yield from _indented({"alert_rule_test": told})
+    for scene in scenes:
+        for key, samples in sorted(_that_matter(scene.play()).items()):
+            yield f"      - {{series: '{series(key)}', values: '{values(samples)}'}}"
+    yield from _indented({"promql_expr_test": list(_looks(scenes))})
+    said = [_alert_test(scene, TEXTS[scene.name]) for scene in scenes if scene.name in TEXTS]
+    if said:
+        yield from _indented({"alert_rule_test": said})
 
 
-def _told(job: PlayedJob) -> dict[Key, dict[int, float | None]]:
-    """The samples that matter to alerts: not those of values of enumerated labels that are 0 all the time."""
+def _that_matter(job: PlayedJob) -> dict[Key, dict[int, float | None]]:
+    """The samples but for those of values of enumerated labels that are 0 all the time; each series has an end, since
+    scenes that share a Prometheus differ in length."""
     kept: dict[Key, dict[int, float | None]] = {}
     for key, samples in job.samples.items():
         enumerated = any(label in _ENUMERATED for label, _ in key[1])
         always = any(value in _ALWAYS for _, value in key[1])
-        if key[0] not in _UNUSED and (always or not enumerated or any(samples.values())):
-            kept[key] = samples
+        if always or not enumerated or any(samples.values()):
+            kept[key] = {**samples, max(samples) + 1: None}
     return kept
 
 
-def _looks(scene: Scene) -> list[dict[str, Any]]:
-    """At the end, on all that has fired; and before the fault, on nothing having done so."""
-
-    def look(minutes: float, fired: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
-        expected = [
-            "{"
-            + ", ".join(
-                f'{name}="{value}"'
-                for name, value in zip(("alertname", "run", "severity"), (alert, run, severity), strict=True)
-                if value
-            )
-            + "}"
-            for alert, severity, run in fired
-        ]
-        since = f"{minutes:.1f}".rstrip("0").rstrip(".")
-        return {
-            "expr": 'group by (alertname, run, severity) (last_over_time(ALERTS{alertstate="firing"}[12h]))',
-            "eval_time": f"{int(minutes * 60)}s" if "." in since else f"{since}m",
-            "exp_samples": [{"labels": labels, "value": 1} for labels in expected],
-        }
-
-    looks = [look(scene.minutes, scene.fires)]
-    return [look(scene.not_before, ()), *looks] if scene.not_before else looks
+def _looks(scenes: Sequence[Scene]) -> Iterator[dict[str, Any]]:
+    """At the end of each scene, on all that has fired of its run; and before its fault, on nothing having done so."""
+    for scene in scenes:
+        if scene.not_before:
+            yield _look(scene.not_before, scene.name, ())
+        yield _look(scene.minutes, scene.name, [each for each in scene.fires if each.of_run])
+    yield _look(max(scene.minutes for scene in scenes), "", [e for s in scenes for e in s.fires if not e.of_run])
 
 
-def _alert_test(minute: float, alert: Alert) -> dict[str, Any]:
+def _look(minutes: float, run: str, fired: Sequence[Fires]) -> dict[str, Any]:
+    of_run = f', run="{run}"' if run else ""
     return {
-        "alertname": NAMES + alert.name,
-        "eval_time": f"{minute:g}m",
+        "expr": "group by (alertname, run, severity) "
+        f'(last_over_time(ALERTS{{alertstate="firing", run="{run}"}}[12h]))',
+        "eval_time": f"{minutes * 60:.0f}s",
+        "exp_samples": [
+            {"labels": f'{{alertname="{NAMES}{each.alert}"{of_run}, severity="{each.severity}"}}', "value": 1}
+            for each in fired
+        ],
+    }
+
+
+def _alert_test(scene: Scene, said: Text) -> dict[str, Any]:
+    run = {"run": scene.name} if said.alert.of_run else {}
+    return {
+        "alertname": NAMES + said.alert.alert,
+        "eval_time": f"{said.minute:g}m",
         "exp_alerts": [
             {
-                "exp_labels": {"severity": alert.severity, "family": alert.family, **alert.labels},
+                "exp_labels": {"severity": said.alert.severity, "family": said.family, **run, **said.labels},
                 "exp_annotations": {
-                    "summary": alert.summary,
-                    "description": alert.description,
-                    "runbook_url": f"{RUNBOOKS}/{NAMES}{alert.name}.md",
+                    "summary": said.summary.replace("RUN", scene.name),
+                    "description": said.description.replace("RUN", scene.name),
+                    "runbook_url": f"{RUNBOOKS}/{NAMES}{said.alert.alert}.md",
                 },
             }
         ],
@@ -131,7 +149,7 @@ def write(directory: Path, files: Mapping[str, Sequence[Scene]] = FILES) -> None
     for rules in ("rules.yml", "alerts.yml"):
         shutil.copy(RULES / rules, directory)
     for name, scenes in files.items():
-        (directory / name).write_text(text(name, scenes), encoding="utf-8")
+        (directory / name).write_text(text(scenes), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from tests.support.deployment import PROMETHEUS, RUNBOOK_URL, RUNBOOKS, asked_in
 from tests.support.promql import Selector, mistakes, selectors
 from tests.support.rulescenes.firing import FIRING
 from tests.support.rulescenes.silent import SILENT
-from tests.support.rulescenes.told import TOLD
+from tests.support.rulescenes.texts import TEXTS
 from tests.support.rulescenes.writing import GROUPS, NAMES
 
 ALERTS = rules("alerts.yml")
@@ -89,11 +89,11 @@ def test_there_is_no_page_without_an_alert() -> None:
 
 
 def test_every_alert_is_shown_to_fire() -> None:
-    """Each one, with each of its severities, fires in a scene and is told word for word in one."""
-    fired = {(name.removeprefix(NAMES), severity) for scene in FIRING for name, severity, _ in scene.fires}
+    """Each one, with each of its severities, fires in a scene, and one scene compares its text."""
+    fired = {(each.alert, each.severity) for scene in FIRING for each in scene.fires}
     assert fired == {(short(alert), alert["labels"]["severity"]) for alert in ALERTS}
-    told = {(alert.name, alert.severity, alert.labels.get("window")) for each in TOLD.values() for _, alert in each}
-    assert told == {(short(alert), alert["labels"]["severity"], alert["labels"].get("window")) for alert in ALERTS}
+    said = {(each.alert.alert, each.alert.severity, each.labels.get("window")) for each in TEXTS.values()}
+    assert said == {(short(alert), alert["labels"]["severity"], alert["labels"].get("window")) for alert in ALERTS}
 
 
 def test_what_was_planned_is_shown_to_be_silent() -> None:

@@ -1,4 +1,4 @@
-"""The Job controller's rules, as the stand-in keeps them."""
+"""The stand-in's rules for Jobs and probes: where they were wrong, a drill would prove what no cluster does."""
 
 from __future__ import annotations
 
@@ -6,38 +6,27 @@ from typing import Any
 
 import pytest
 
+from elastic_trainer.errors import ConfigError
 from tests.support.kubelet.job_rules import Condition, Decision, Phase, PodView, Tally, decide, due
-from tests.support.kubelet.objects import JobSpec
+from tests.support.kubelet.objects import Job, JobSpec, parsed
+from tests.support.kubelet.probing import Health, Kind, probes
+from tests.support.manifests import Manifest, named, rendered
 
-POD = {
-    "spec": {
-        "restartPolicy": "Never",
-        "automountServiceAccountToken": False,
-        "containers": [{"name": "trainer", "image": "elastic-trainer:latest"}],
-    }
-}
-RULES = [
-    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    {"action": "Ignore", "onExitCodes": {"containerName": "trainer", "operator": "In", "values": [143]}},
-    {"action": "FailJob", "onExitCodes": {"containerName": "trainer", "operator": "In", "values": [78]}},
-]
 DELAY_S = 10.0
 
 
-def spec(size: int = 3, **more: Any) -> JobSpec:
-    """A Job as the manifests have it."""
-    values: dict[str, Any] = {
-        "completionMode": "Indexed",
-        "parallelism": size,
-        "completions": size,
-        "template": POD,
-        "backoffLimitPerIndex": 2,
-        "maxFailedIndexes": 1,
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": RULES},
-        "successPolicy": {"rules": [{"succeededCount": 1}]},
-    }
-    return JobSpec.model_validate(values | more)
+def document(**more: Any) -> Manifest:
+    """The Job of the dev overlay, with other values in its specification."""
+    job = named(rendered("overlays/dev"), "Job", "mnist")
+    job["spec"] |= more
+    return job
+
+
+def spec(size: int = 3) -> JobSpec:
+    """The same, understood, with ``size`` pods."""
+    job = parsed(document(parallelism=size, completions=size, backoffLimitPerIndex=2))
+    assert isinstance(job, Job)
+    return job.spec
 
 
 def running(*indexes: int, **more: Any) -> list[PodView]:
@@ -87,26 +76,26 @@ def test_a_failed_pod_is_replaced_after_a_while_that_doubles() -> None:
         (ended(1, 78, conditions=frozenset({"DisruptionTarget"})), {}),
         (ended(1, 137), {1: 1}),
         (ended(1, 71), {1: 1}),
-        (ended(1, 143, container="other"), {1: 1}),
     ],
 )
 def test_what_counts_as_a_failure(pod: PodView, failures: dict[int, int]) -> None:
     """Evicted and left on request do not; the first rule that matches decides. A pod is counted once."""
     decision = after(*running(0, 2), pod)
     assert decision.tally.failures == failures
-    assert decision.condition is None
+    assert decision.tally.verdict is None
     assert after(*running(0, 2), pod, tally=decision.tally).tally == decision.tally
 
 
 def test_a_wrong_configuration_fails_the_job_at_once() -> None:
-    """All pods are told to go, none is made; the Job is Failed when they are gone."""
+    """All pods are deleted, none is made; the Job is Failed when they are gone."""
     first = after(*running(0, 2), ended(1, 78))
     assert (first.create, set(first.delete)) == ((), {"job-0-a", "job-2-a"})
-    assert (first.condition, first.reason) == (Condition.FAILURE_TARGET, "PodFailurePolicy: pod job-1-x exit code 78")
+    assert first.tally.verdict is Condition.FAILURE_TARGET
+    assert first.tally.reason == "PodFailurePolicy: pod job-1-x exit code 78"
     second = after(*running(0, deleting=True), ended(1, 78), ended(2, 143), tally=first.tally)
-    assert (second.delete, second.condition) == ((), Condition.FAILURE_TARGET)
+    assert (second.delete, second.tally.verdict) == ((), Condition.FAILURE_TARGET)
     third = after(ended(0, 143), ended(1, 78), ended(2, 143), tally=second.tally)
-    assert third.condition is Condition.FAILED
+    assert third.tally.verdict is Condition.FAILED
     assert after(tally=third.tally).create == ()
 
 
@@ -115,40 +104,21 @@ def test_an_index_fails_for_good_after_its_limit() -> None:
     tally = Tally()
     for number, name in enumerate("abc"):
         tally = after(*running(0, 2), ended(1, 1, name), tally=tally, now=1000.0 * number).tally
-        assert (tally.failed == {1}) is (number == 2)
+        assert (tally.failed(spec()) == {1}) is (number == 2)
     late = after(*running(0, 2), tally=tally, now=9999.0)
-    assert (late.create, late.condition) == ((), None)
+    assert (late.create, late.tally.verdict) == ((), None)
     for number, name in enumerate("def"):
         tally = after(*running(0), ended(2, 1, name), tally=tally, now=9999.0 + 1000.0 * number).tally
     assert (tally.verdict, tally.reason) == (Condition.FAILURE_TARGET, "MaxFailedIndexesExceeded")
 
 
 def test_one_success_completes_the_job() -> None:
-    """By its success policy: the others are told to go, and the Job is Complete when they are gone, however they
+    """By its success policy: the other pods are deleted, and the Job is Complete when they are gone, however they
     ended."""
     first = after(*running(1, 2), ended(0, 0))
-    assert (set(first.delete), first.condition) == ({"job-1-a", "job-2-a"}, Condition.SUCCESS_CRITERIA_MET)
+    assert (set(first.delete), first.tally.verdict) == ({"job-1-a", "job-2-a"}, Condition.SUCCESS_CRITERIA_MET)
     last = after(ended(1, 1), ended(2, 143), ended(0, 0), tally=first.tally)
-    assert (last.condition, last.reason, last.create) == (Condition.COMPLETE, "SuccessPolicy", ())
-
-
-def test_without_a_success_policy_all_indexes_must_succeed() -> None:
-    """One that has failed for good fails the Job then."""
-    job = spec(2, successPolicy=None, backoffLimitPerIndex=0)
-    first = after(*running(1), ended(0, 0), job=job)
-    assert (first.condition, first.delete) == (None, ())
-    done = after(ended(0, 0), ended(1, 0), job=job)
-    assert (done.condition, done.reason) == (Condition.COMPLETE, "CompletionsReached")
-    failed = after(ended(0, 0), ended(1, 1), job=job)
-    assert (failed.condition, failed.reason) == (Condition.FAILED, "FailedIndexes")
-
-
-def test_without_a_limit_per_index_failures_are_added_up() -> None:
-    """Six retries by default."""
-    job = spec(1, backoffLimitPerIndex=None, maxFailedIndexes=None)
-    tally = Tally(failures={0: 6})
-    assert after(*running(0), job=job, tally=tally).condition is None
-    assert after(ended(0, 1), job=job, tally=tally).reason == "BackoffLimitExceeded"
+    assert (last.tally.verdict, last.tally.reason, last.create) == (Condition.COMPLETE, "SuccessPolicy", ())
 
 
 def test_scaling_down_ends_the_highest_indexes() -> None:
@@ -158,22 +128,44 @@ def test_scaling_down_ends_the_highest_indexes() -> None:
     assert down.tally.failures == {}
     for code in (0, 1, 78, 143):
         gone = after(*running(0, 1), ended(2, code, deleting=True), job=spec(2), tally=down.tally)
-        assert (gone.condition, gone.tally.failures, gone.tally.completed) == (None, {}, frozenset())
+        assert (gone.tally.verdict, gone.tally.failures, gone.tally.completed) == (None, {}, frozenset())
     assert after(*running(0, 1), job=spec(4), tally=down.tally).create == (2, 3)
 
 
-def test_a_suspended_job_has_no_pods() -> None:
-    """They are told to go; resumed, it makes them anew."""
-    asleep = after(*running(0, 1, 2), job=spec(suspend=True))
-    assert (len(asleep.delete), asleep.create, asleep.condition) == (3, (), Condition.SUSPENDED)
-    ends = [ended(index, 143, deleting=True) for index in range(3)]
-    still = after(*ends, job=spec(suspend=True), tally=asleep.tally)
-    assert still.tally.failures == {}
-    assert after(*ends, tally=still.tally, now=110.0).create == (0, 1, 2)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"suspend": True},
+        {"activeDeadlineSeconds": 5},
+        {"completions": 3},
+        {"podReplacementPolicy": "TerminatingOrFailed"},
+        {"podFailurePolicy": {"rules": [{"action": "FailIndex", "onPodConditions": []}]}},
+        {"successPolicy": {"rules": [{"succeededIndexes": "0"}]}},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_a_field_that_is_not_played_is_an_error(more: dict[str, Any]) -> None:
+    """Never ignored."""
+    assert parsed(document()) is not None
+    with pytest.raises(ConfigError):
+        parsed(document(**more))
 
 
-def test_an_index_can_fail_at_once_by_a_rule() -> None:
-    """FailIndex: no retry of that index."""
-    rule = {"action": "FailIndex", "onExitCodes": {"operator": "NotIn", "values": [143]}}
-    decision = after(*running(0, 1), ended(2, 5), job=spec(podFailurePolicy={"rules": [rule]}))
-    assert decision.tally.failed == {2}
+def test_probes_start_a_container_make_it_ready_and_end_it() -> None:
+    """Only the startup probe is asked until it passes; a good answer begins the count of bad ones anew."""
+    asked = probes(spec().template.spec.container)
+
+    def heard(health: Health, kind: Kind, *answers: bool) -> Health:
+        for good in answers:
+            health = health.answered(kind, asked[kind], good)
+        return health
+
+    assert Health().wanted == (Kind.STARTUP,)
+    started = heard(Health(), Kind.STARTUP, False, True)
+    assert (started.ready, started.wanted) == (False, (Kind.READINESS, Kind.LIVENESS))
+    assert heard(started, Kind.READINESS, True, False).ready
+    gone = heard(started, Kind.READINESS, True, *[False] * 9)
+    assert (gone.ready, gone.unfit) == (False, "")
+    bad = [False] * asked[Kind.LIVENESS].failure_threshold
+    assert not heard(started, Kind.LIVENESS, *bad[1:], True, *bad[1:]).unfit
+    assert heard(started, Kind.LIVENESS, *bad).unfit == "liveness probe failed 6 times in a row"
