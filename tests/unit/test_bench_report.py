@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.__main__ import main
-from tests.bench.calibration import Calibration, calibrate, typical
-from tests.bench.machine import machine, versions
+from tests.bench.calibration import Calibration, typical
 from tests.bench.report import Must, Options, Report, alternate, at_least, at_most, at_most_time, emit, parse, ratio
 from tests.bench.themes import Theme, themes
 
@@ -38,39 +32,6 @@ def written(
     )
     assert emit(report, out) == 0
     return out.getvalue()
-
-
-def test_the_full_and_the_quick_run_repeat_as_often_as_the_benchmark_says() -> None:
-    """--quick chooses the smaller count, and --repeats overrides both."""
-    counts = [
-        parse("recovery", "Doc.", argv, repeats=5, quick_repeats=2).repeats
-        for argv in ([], ["--quick"], ["--quick", "--repeats", "7"])
-    ]
-    assert counts == [5, 2, 7]
-
-
-@pytest.mark.parametrize("count", ["0", "-1", "many"])
-def test_a_count_of_repeats_below_one_is_refused_by_name(count: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong --repeats ends the benchmark with one sentence and argparse's exit status."""
-    with pytest.raises(SystemExit) as ended:
-        parse("recovery", "Doc.", ["--repeats", count])
-    assert ended.value.code == 2
-    assert "--repeats" in capsys.readouterr().err
-
-
-def test_the_report_says_how_to_repeat_it() -> None:
-    """The command in the report is the call, quoted for a shell."""
-    options = parse("recovery", "Doc.", ["--quick", "--repeats", "2"])
-    assert options.command == "python -m tests.bench.recovery --quick --repeats 2"
-
-
-def test_a_benchmark_may_have_options_of_its_own() -> None:
-    """What ``extend`` adds is parsed along and found in ``extra``."""
-
-    def extend(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--nodes", type=int, default=3)
-
-    assert parse("recovery", "Doc.", ["--nodes", "9"], extend=extend).extra.nodes == 9
 
 
 def test_variants_take_turns_and_swap_places() -> None:
@@ -173,49 +134,9 @@ def test_a_report_says_how_fast_the_machine_was() -> None:
     assert typical([REFERENCE, SLOW]).sum_us == 240.0
 
 
-def test_a_benchmark_calibrates_itself() -> None:
-    """Each of the three pieces of work takes its time, before and after, without the benchmark asking for it."""
-    report = Report(parse("recovery", "Doc.", []), {})
-    assert all(each > 0.0 for each in report.calibration.as_json().values())
-    assert len(report.calibrations) == 1
-    assert calibrate(rounds=1).sum_us > 0.0
-
-
-def test_the_machine_and_the_versions_are_those_of_this_process() -> None:
-    """What the numbers were measured on is read from the system, not typed in."""
-    here = machine()
-    assert here["cores"] == os.cpu_count()
-    assert here["usable_cores"] == len(os.sched_getaffinity(0))
-    assert versions()["python"] == sys.version.split()[0]
-    assert {"elastic-trainer", "torch", "etcd3"} <= set(versions())
-
-
 def test_benchmarks_are_found_by_their_main_without_being_run(tmp_path: Path) -> None:
     """A module is a benchmark if it defines ``main``; finding it executes nothing of it."""
     (tmp_path / "pause.py").write_text('"""How long.\n\nMore."""\nraise SystemExit(9)\ndef main(argv): ...\n')
     (tmp_path / "shared_parts.py").write_text('"""No benchmark."""\n')
     (tmp_path / "test_pause.py").write_text("def main(): ...\n")
     assert themes(tmp_path) == (Theme("pause", "How long."),)
-
-
-def test_what_the_benchmarks_share_is_not_taken_for_one() -> None:
-    """The real package lists themes only, and each says in a sentence what it measures."""
-    found = {theme.name: theme.summary for theme in themes()}
-    assert not {"report", "calibration", "themes", "machine", "__main__"} & set(found)
-    assert all(found.values()), found
-
-
-def test_an_unknown_benchmark_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    """``run`` with a theme that does not exist starts nothing and names it."""
-    with pytest.raises(SystemExit) as ended:
-        main(["run", "no_such_theme", "--quick"])
-    assert ended.value.code == 2
-    assert "no_such_theme" in capsys.readouterr().err
-
-
-def test_the_package_lists_its_benchmarks() -> None:
-    """``python -m tests.bench`` prints every theme by name, and says so where there is none."""
-    call = [sys.executable, "-m", "tests.bench"]
-    said = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True).stdout
-    names = [line.split()[0] for line in said.splitlines()]
-    assert names == [theme.name for theme in themes()] if themes() else "no benchmarks" in said

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.requirements import find, in_ci, missing, needs, needs_root
+from tests.support.requirements import find, in_ci, needs
 
 
 @pytest.fixture
@@ -54,20 +54,3 @@ def test_a_tool_on_the_path_comes_before_the_environments_own(tmp_path: Path, mo
     assert needs("some-tool", "") == str(machine / "some-tool")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find("some-tool") == str(environment / "some-tool")
-
-
-@pytest.mark.usefixtures("laptop")
-def test_a_test_that_needs_root_skips_for_a_normal_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the user id decides."""
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with pytest.raises(pytest.skip.Exception, match="not root: makes namespaces"):
-        needs_root("makes namespaces")
-    monkeypatch.setattr("os.geteuid", lambda: 0)
-    needs_root("makes namespaces")
-
-
-@pytest.mark.usefixtures("laptop")
-def test_anything_else_that_is_missing_ends_the_test_the_same_way() -> None:
-    """``missing`` is the one place where skip or fail is decided."""
-    with pytest.raises(pytest.skip.Exception, match="no /dev/shm"):
-        missing("no /dev/shm")

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.telemetry.families import FAMILIES
 from tests.support.deployment import PROMETHEUS, RUNBOOK_URL, RUNBOOKS, asked_in, load, recorded, rules
-from tests.support.promql import Selector, mistakes, selectors
+from tests.support.promql import mistakes
 from tests.support.rulescenes.firing import FIRING
 from tests.support.rulescenes.silent import SILENT
 from tests.support.rulescenes.texts import TEXTS
@@ -133,21 +132,6 @@ def test_prometheus_scrapes_the_monitor_and_lists_nodes_through_it() -> None:
 # ---- the checks themselves
 
 
-def test_selectors_are_found_among_functions_and_groupings() -> None:
-    """Functions, keywords, labels, strings and ranges are no metrics."""
-    expression = """
-        # a comment about nothing{at="all"}
-        sum by (run, phase) (rate(a_total{phase=~"x|y", run!='z'}[5m])) / on (run) group_left (node) b:c:max offset 1h
-        and up{job="elastic-trainer-nodes"} == 0 unless absent(d) > bool 5 * 60
-    """
-    assert list(selectors(expression)) == [
-        Selector("a_total", (("phase", "=~", "x|y"), ("run", "!=", "z"))),
-        Selector("b:c:max"),
-        Selector("up", (("job", "=", "elastic-trainer-nodes"),)),
-        Selector("d"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("expression", "wrong"),
     [
@@ -163,10 +147,3 @@ def test_selectors_are_found_among_functions_and_groupings() -> None:
 def test_a_misspelled_name_is_found(expression: str, wrong: str) -> None:
     """Of metrics, labels and values alike."""
     assert mistakes(expression, frozenset({"x:y"})) == [wrong]
-
-
-def test_every_family_is_known_by_the_name_that_queries_use() -> None:
-    """The check knows all families, histograms by their series."""
-    for family in FAMILIES:
-        end = "_bucket" if family.buckets else ""
-        assert mistakes(f"{family.full_name}{end} > 0", frozenset()) == []

@@ -17,12 +17,6 @@ def test_durations_are_read_as_prometheus_reads_them(text: str, value_s: float) 
     assert seconds(duration(value_s)) == value_s
 
 
-def test_what_is_no_duration_is_refused() -> None:
-    """A typing error does not become 0."""
-    with pytest.raises(ValueError, match="five minutes"):
-        seconds("five minutes")
-
-
 def test_all_three_ways_to_write_a_time_are_shortened() -> None:
     """Ranges, offsets and lengths shrink; factors, thresholds and the least range stay."""
     text = "3 * rate(x[5m] offset 1h) > 2 * 60 and clamp_min(10 * y, 1 * 3600) > 0.5"
