@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         keep=arguments.keep,
     )
     agents.preload()  # its nodes share one import of torch
-    report = run_drill(options, tell=lambda text: print(text, file=sys.stderr, flush=True))
+    report = run_drill(options, say=lambda text: print(text, file=sys.stderr, flush=True))
     if arguments.json:
         print(json.dumps(report.as_json()))
         if not report.ok:

@@ -1,4 +1,4 @@
-"""The drill in which nothing fails, but other programs take the machine: nobody may be harmed by a suspicion.
+"""The drill in which nothing fails, but other programs take the machine: a false suspicion may harm nobody.
 
 *Runs in* the main thread of the command or test. *Owns* the busy processes; all are gone at the return.
 *Fails by* DrillError.
@@ -51,11 +51,11 @@ def busy_machine(stage: Stage, repeat: int, seconds: float) -> Effect:
 
 
 @contextmanager
-def busy_loops(count: int = LOOPS) -> Iterator[None]:
-    """So many processes compute as fast as they can; they die with this one."""
+def busy_loops() -> Iterator[None]:
+    """``LOOPS`` processes compute as fast as they can; they die with this one."""
     leash = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid())]
     with ExitStack() as stack:
-        for _ in range(count):
+        for _ in range(LOOPS):
             loop = subprocess.Popen([*leash, sys.executable, "-c", _LOOP], stdin=subprocess.DEVNULL)
             stack.callback(loop.wait)
             stack.callback(loop.kill)

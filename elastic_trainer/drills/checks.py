@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from elastic_trainer.local.ledger import Line, audit
+from elastic_trainer.membership.documents import RoundDocument
 
 
 class JournalMoment(StrEnum):
@@ -37,19 +37,6 @@ def read_digest(text: str) -> Digest | None:
         return Digest.model_validate_json(text)
     except ValidationError:
         return None
-
-
-class RoundSeen(Protocol):
-    """What is asked of a round document."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def nonce(self) -> str: ...
-
-    @property
-    def state(self) -> str: ...
 
 
 def sample_problems(lines: Sequence[Line], size: int) -> list[str]:
@@ -87,7 +74,7 @@ def compared(digests: Sequence[Digest]) -> int:
     return sum(len(pids) > 1 for pids in writers.values())
 
 
-def round_problems(history: Sequence[RoundSeen]) -> list[str]:
+def round_problems(history: Sequence[RoundDocument]) -> list[str]:
     """Whether the round document, in the order of its versions, ever went back or named one round twice."""
     problems = []
     numbers = [each.number for each in history]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.drills.measure import Effect, Standing
 from elastic_trainer.drills.stage import DrillError, Stage, now
-from elastic_trainer.drills.strikes import aftermath, kill_workers, restarted, worker
+from elastic_trainer.drills.strikes import aftermath, restarted, worker
 from elastic_trainer.errors import StoreUnavailableError
+from elastic_trainer.local.cluster import kill
 
 HELD_S = 1.5
 """How long etcd stays away once a worker has been killed without it."""
@@ -64,7 +65,7 @@ def _worker_lost_meanwhile(stage: Stage, before: Standing, repeat: int) -> Effec
     name = before.nodes[-1 - repeat % len(before.nodes)]
     victim = worker(stage, before, name)
     stage.server.kill()
-    kill_workers([victim])
+    kill([victim])
     pause(HELD_S)
     if stage.server.is_healthy():
         raise DrillError("etcd answers although it was killed")
@@ -91,7 +92,7 @@ def etcd_leader_loss(stage: Stage, repeat: int) -> Effect:
     victim = worker(stage, standing, name)
     second = _leader(stage)
     stage.servers.kill(second)
-    t = kill_workers([victim])
+    t = kill([victim]).t
     what = f"{calm.what}; again m{second}, and the worker of {name}"
     effect = aftermath(stage, standing, what, t, [name])
     stage.servers.restart(second)

@@ -1,7 +1,7 @@
-"""Faults of a local run: what is asked for, what is due, whom it strikes, and the doing.
+"""Faults that a user requests of a local run: what is due, which node it strikes, and carrying it out.
 
 All but :func:`perform` is pure.
-*Runs in* the local cluster's process. *Owns* nothing. *Fails by* ConfigError for a fault that cannot be meant.
+*Runs in* the local cluster's process. *Owns* nothing. *Fails by* ConfigError for a fault that cannot happen.
 *Invariant*: a fault is reported as done only when its victims' pids are gone (or its node has started).
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from elastic_trainer.clock import SYSTEM, Clock
+from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.cluster import LocalCluster
 from elastic_trainer.model import checked_name
@@ -118,7 +118,7 @@ def due(pending: Sequence[Fault], step: int) -> tuple[Fault, ...]:
 def victim(fault: Fault, running: Sequence[str], training: Sequence[str], first: str | None) -> str | None:
     """The node that ``fault`` strikes: the one it names, else the last one that does not host rank 0 (``first``).
 
-    Of those that train, if any: a spare, or one whose worker is still away, would be missed by nobody.
+    Of those that train, if any: a spare, or one whose worker is still away, would change nothing for the others.
     """
     if fault.node is not None:
         return fault.node if fault.node in running else None
@@ -128,21 +128,16 @@ def victim(fault: Fault, running: Sequence[str], training: Sequence[str], first:
 
 
 def perform(
-    fault: Fault,
-    cluster: LocalCluster,
-    training: Sequence[str],
-    first: str | None,
-    at: tuple[int, int],
-    clock: Clock = SYSTEM,
+    fault: Fault, cluster: LocalCluster, training: Sequence[str], first: str | None, at: tuple[int, int]
 ) -> Injected | None:
     """Carry ``fault`` out now; None if its victim was not there. ``at`` is the job's present (round, step)."""
     if fault.kind is FaultKind.JOIN:
-        t = clock.monotonic()
+        t = SYSTEM.monotonic()
         node = cluster.add()
         return Injected(fault, node.name, (node.pid,), t, *at)
     name = victim(fault, [node.name for node in cluster.running], training, first)
     if name is None:
         return None
     node = cluster.node(name)
-    killed = node.kill(clock) if fault.kind is FaultKind.KILL_NODE else node.kill_worker(fault.local_rank, clock)
+    killed = node.kill() if fault.kind is FaultKind.KILL_NODE else node.kill_worker(fault.local_rank)
     return None if killed is None else Injected(fault, name, killed.pids, killed.t, *at)

@@ -1,4 +1,4 @@
-"""What the ledger of a job tells about a fault: who trains, how long they stood still, what they did twice. Pure.
+"""What a fault cost, from the ledger of a job: who trains, how long they stood still, what they did twice. Pure.
 
 Of a drill the survivors are known, and each is followed (:class:`Effect`). Of a user's job all ranks are taken together
 (:class:`Recovery`): in restart mode nobody survives. Times are monotonic seconds of one host.
@@ -138,7 +138,7 @@ class Recovery:
 
 
 def recovery(injected: Injected, lines: Sequence[Line]) -> Recovery | None:
-    """The recovery from ``injected`` as far as ``lines`` tell; None while there is none."""
+    """The recovery from ``injected`` as far as ``lines`` go; None while there is none."""
     steps = [line for line in lines if line.event is LineKind.STEP]
     round_ = max((line.round for line in steps if line.t <= injected.t), default=injected.round)
     answers = _answers(injected, lines)

@@ -10,12 +10,14 @@ import signal
 
 import psutil
 
+from elastic_trainer.clock import pause
 from elastic_trainer.drills.measure import Effect, Standing
 from elastic_trainer.drills.stage import DrillError, Stage, now
-from elastic_trainer.drills.strikes import aftermath, freeze, kill_nodes, kill_workers, restarted, worker
+from elastic_trainer.drills.strikes import aftermath, freeze, kill_nodes, restarted, worker
 from elastic_trainer.drills.wedge import STUCK, Wedge, ask
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.local import processes
+from elastic_trainer.local.cluster import kill
 from elastic_trainer.membership.documents import RoundState
 
 MOST_APART_S = 0.05
@@ -26,7 +28,7 @@ def worker_kill(stage: Stage, repeat: int) -> Effect:
     """SIGKILL the worker of each rank in turn."""
     before = stage.settled()
     name = before.nodes[-1 - repeat % len(before.nodes)]
-    t = kill_workers([worker(stage, before, name)])
+    t = kill([worker(stage, before, name)]).t
     effect = aftermath(stage, before, f"worker of {name} (rank {before.nodes.index(name)}) killed", t, [name])
     stage.restore()
     return effect
@@ -186,7 +188,11 @@ def kill_during_recovery(stage: Stage, repeat: int) -> Effect:
     before = stage.settled()
     apart_s = MOST_APART_S * (repeat % 6) / 5
     names = [before.nodes[-1], before.nodes[1]] if repeat % 2 else [before.nodes[1], before.nodes[0]]
-    t = kill_workers([worker(stage, before, name) for name in names], apart_s)
+    first, second = (worker(stage, before, name) for name in names)
+    t = now()
+    processes.send([first], signal.SIGKILL)
+    pause(apart_s)
+    kill([first, second])
     what = f"workers of {names[0]} and, {apart_s * 1000:.0f} ms later, {names[1]} killed"
     effect = aftermath(stage, before, what, t, names)
     stage.restore()
@@ -202,7 +208,7 @@ def kill_during_join(stage: Stage, repeat: int) -> Effect:
     found = stage.node(newcomer).worker() if name == newcomer else member
     if found is None:
         raise DrillError(f"{newcomer} has no worker")
-    t = kill_workers([found])
+    t = kill([found]).t
     who = "the newcomer" if name == newcomer else "a member"
     effect = aftermath(stage, before, f"worker of {name}, {who}, killed while {newcomer} joined", t, [name])
     stage.restore()
@@ -214,7 +220,7 @@ def _one_less(stage: Stage) -> tuple[str, Standing]:
     for _ in range(_TRIES):
         first = stage.settled()
         name = first.nodes[-1]
-        t = kill_workers([worker(stage, first, name)])
+        t = kill([worker(stage, first, name)]).t
         others = [pid for node, pid in first.pids.items() if node != name]
         stage.resumed(others, t, first.round + 1, f"a step without {name}")
         before = stage.look()

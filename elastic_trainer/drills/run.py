@@ -25,7 +25,7 @@ from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.local.interrupts import Interrupts
 from elastic_trainer.local.namespaces import Segment
 
-Tell = Callable[[str], None]
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class DrillOptions:
     keep: bool = False
 
 
-def run_drill(options: DrillOptions, tell: Tell = lambda _: None) -> Report:
-    """Play it; ``tell`` hears what happens."""
+def run_drill(options: DrillOptions, say: Say = lambda _: None) -> Report:
+    """Play it; ``say`` receives a line for each thing that happens."""
     drill = named(options.name)
     default = Path(tempfile.gettempdir()) / f"elastic-trainer-drill-{secrets.token_hex(4)}"
     directory = new_directory(default if options.directory is None else options.directory.absolute())
     with Interrupts() as interrupts, _segment(drill) as segment:
-        effects, problems, points = _play(drill, options, directory, segment, interrupts, tell)
+        effects, problems, points = _play(drill, options, directory, segment, interrupts, say)
     report = Report(drill.name, tuple(effects), (*problems, *unmet(drill, options, effects)), points, directory)
     if report.ok and options.directory is None and not options.keep:
         shutil.rmtree(directory, ignore_errors=True)
@@ -68,18 +68,18 @@ def _play(
     directory: Path,
     segment: Segment | None,
     interrupts: Interrupts,
-    tell: Tell,
+    say: Say,
 ) -> tuple[list[Effect], list[str], int]:
     """The effects of all repeats, what was wrong, and at how many points the ranks' states were compared."""
     effects: list[Effect] = []
     circumstances = Circumstances(options.seconds, segment)
     try:
         with staged(drill.setting, directory, segment, interrupts) as stage:
-            tell(f"{drill.name}: {drill.summary}; {drill.setting.nodes} nodes start")
+            say(f"{drill.name}: {drill.summary}; {drill.setting.nodes} nodes start")
             try:
                 for repeat in range(options.repeats):
                     effects.append(drill.act(stage, repeat, circumstances))
-                    tell(f"{repeat + 1} of {options.repeats}: {effects[-1].what}")
+                    say(f"{repeat + 1} of {options.repeats}: {effects[-1].what}")
                 return effects, conclusions(stage), compared(stage.digests())
             except ElasticTrainerError as error:
                 return effects, [str(error), *stage.log_tails()], 0

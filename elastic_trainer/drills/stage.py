@@ -187,9 +187,9 @@ class Stage:
         worker = self.node(name).worker()
         return worker is not None and worker.pid == pid and processes.alive(worker)
 
-    def resumed(self, pids: Collection[int], t: float, round_: int, what: str, limit_s: float | None = None) -> float:
+    def resumed(self, pids: Collection[int], t: float, round_: int, what: str) -> float:
         """When all of ``pids`` had committed a step after ``t`` in ``round_`` or later, once they have five."""
-        self.until(lambda: self.look() and self.book.resumed_at(pids, t, round_, 5), what, limit_s)
+        self.until(lambda: self.look() and self.book.resumed_at(pids, t, round_, 5), what)
         found = self.book.resumed_at(pids, t, round_)
         if found is None:
             raise DrillError(f"{what}: the steps are gone")
@@ -231,11 +231,11 @@ class Stage:
         found = [read_digest(text) for path in files for text in FileTail(path).read()]
         return [each for each in found if each is not None]
 
-    def log_tails(self, lines: int = 5) -> Sequence[str]:
+    def log_tails(self) -> Sequence[str]:
         """The last words of each node."""
         told = []
         for node in self.cluster.nodes:
-            said = node.log.read_text(errors="replace").splitlines()[-lines:] if node.log.exists() else []
+            said = node.log.read_text(errors="replace").splitlines()[-5:] if node.log.exists() else []
             told += [f"{node.name}: {line}" for line in said]
         return told
 

@@ -1,7 +1,7 @@
 """Strike the nodes of a stage, prove that it happened, and measure what it did to the survivors.
 
 *Runs in* the main thread of the command or test. *Owns* nothing.
-*Fails by* DrillError when a fault did not really happen, or nobody went on.
+*Fails by* DrillError when a fault did not really happen, or no survivor went on.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.drills.measure import Effect, Standing
 from elastic_trainer.drills.stage import DrillError, Stage, now
 from elastic_trainer.local import processes
-from elastic_trainer.local.cluster import KILL_LIMIT_S
+from elastic_trainer.local.cluster import KILL_LIMIT_S, kill
 
 
 def worker(stage: Stage, standing: Standing, name: str) -> psutil.Process:
@@ -26,19 +25,6 @@ def worker(stage: Stage, standing: Standing, name: str) -> psutil.Process:
     return found
 
 
-def kill_workers(victims: Sequence[psutil.Process], apart_s: float = 0.0) -> float:
-    """SIGKILL one after the other; when the first was struck. All are gone at the return."""
-    t = now()
-    for number, victim in enumerate(victims):
-        if number:
-            pause(apart_s)
-        processes.send([victim], signal.SIGKILL)
-    left = processes.wait_gone(victims, Deadline.after(KILL_LIMIT_S))
-    if left:
-        raise DrillError(f"processes {[each.pid for each in left]} survived SIGKILL")
-    return t
-
-
 def kill_nodes(stage: Stage, names: Sequence[str]) -> float:
     """SIGKILL torchrun and workers of all ``names`` at once; when. All are gone at the return."""
     absent = [name for name in names if not stage.node(name).running]
@@ -47,12 +33,7 @@ def kill_nodes(stage: Stage, names: Sequence[str]) -> float:
     families = [process for name in names for process in stage.node(name).family()]
     for name in names:
         stage.retire(name)
-    t = now()
-    left = processes.exterminate(families, {}, Deadline.after(0.0))
-    left = processes.wait_gone(left or families, Deadline.after(KILL_LIMIT_S))
-    if left:
-        raise DrillError(f"processes {[each.pid for each in left]} survived SIGKILL")
-    return t
+    return kill(families).t
 
 
 def freeze(stage: Stage, victims: Sequence[psutil.Process]) -> float:
@@ -71,19 +52,16 @@ def aftermath(
     victims: Sequence[str] = (),
     *,
     later: bool = True,
-    limit_s: float | None = None,
-    details: Mapping[str, float] | None = None,
 ) -> Effect:
     """Wait until the survivors step again, in a ``later`` round or in any; what that cost them."""
     survivors = {name: pid for name, pid in before.pids.items() if name not in victims}
     round_ = before.round + 1 if later else 0
-    resumed = stage.resumed(survivors.values(), t, round_, f"a step of {' '.join(survivors)} after: {what}", limit_s)
+    resumed = stage.resumed(survivors.values(), t, round_, f"a step of {' '.join(survivors)} after: {what}")
     return Effect(
         what=what,
         recovery_s=resumed - t,
         gap_s=stage.book.gap(survivors.values(), t, resumed),
         steps_lost=stage.book.committed_again(survivors.values()),
-        details=dict(details or {}),
         problems=tuple(restarted(stage, survivors)),
     )
 

@@ -27,7 +27,7 @@ Act = Callable[[Stage, int, Circumstances], Effect]
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """One drill. ``act`` strikes once and leaves the stage as it was; ``recovery_limit_s`` bounds the recovery."""
+    """One drill. ``act`` strikes once and leaves the stage as it was."""
 
     name: str
     summary: str
@@ -37,8 +37,6 @@ class Drill:
     """Whether each node gets a network of its own."""
     limit_s: float | None = None
     """What recovery may take on a machine that does nothing else."""
-    check: Callable[[], None] = lambda: None
-    """Raises ConfigError where the drill cannot be played."""
 
 
 def _plain(act: Callable[[Stage, int], Effect]) -> Act:
@@ -99,7 +97,6 @@ DRILLS: dict[str, Drill] = {
             _parting(partition.node_partition),
             networks=True,
             limit_s=0.6,
-            check=check_possible,
         ),
         Drill(
             "pair-partition",
@@ -107,7 +104,6 @@ DRILLS: dict[str, Drill] = {
             _parting(partition.pair_partition),
             networks=True,
             limit_s=2.0,
-            check=check_possible,
         ),
         Drill("node-join", "one more node joins", _plain(node_faults.node_join), Setting(nodes=2)),
         Drill("node-drain", "SIGTERM to a node, which leaves by a planned change", _plain(node_faults.node_drain)),
@@ -140,5 +136,6 @@ def named(name: str) -> Drill:
     if name not in DRILLS:
         raise ConfigError(f"there is no drill {name!r}", hint=f"one of: {', '.join(DRILLS)}")
     drill = DRILLS[name]
-    drill.check()
+    if drill.networks:
+        check_possible()
     return drill

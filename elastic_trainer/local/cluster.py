@@ -20,7 +20,7 @@ from typing import Self
 
 import psutil
 
-from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import ConfigError, PermanentError
 from elastic_trainer.local import agents, processes
 from elastic_trainer.settings import ENV_LEDGER_DIR, ENV_NODE, without_store
@@ -121,23 +121,15 @@ class Node:
                 return process
         return None
 
-    def kill(self, clock: Clock = SYSTEM) -> Killed | None:
+    def kill(self) -> Killed | None:
         """SIGKILL the whole node at once, as when its machine fails; None if it did not run any more."""
         family = self.family()
-        if not family:
-            return None
-        t = clock.monotonic()
-        remaining = processes.exterminate(family, self._marks, Deadline.after(KILL_LIMIT_S, clock))
-        return _killed(family, remaining, t)
+        return kill(family, self._marks) if family else None
 
-    def kill_worker(self, local_rank: int = 0, clock: Clock = SYSTEM) -> Killed | None:
+    def kill_worker(self, local_rank: int = 0) -> Killed | None:
         """SIGKILL one worker; None if there was none."""
         worker = self.worker(local_rank)
-        if worker is None:
-            return None
-        t = clock.monotonic()
-        processes.send([worker], signal.SIGKILL)
-        return _killed([worker], processes.wait_gone([worker], Deadline.after(KILL_LIMIT_S, clock)), t)
+        return kill([worker]) if worker is not None else None
 
     def freeze(self) -> list[int]:
         """SIGSTOP the whole node; the pids that stand still now."""
@@ -161,7 +153,10 @@ class Node:
         return code
 
 
-def _killed(victims: Sequence[psutil.Process], remaining: Sequence[psutil.Process], t: float) -> Killed:
+def kill(victims: Sequence[psutil.Process], marks: Mapping[str, str] | None = None) -> Killed:
+    """SIGKILL ``victims`` at once, and whatever else carries ``marks``. All are gone at the return."""
+    t = SYSTEM.monotonic()
+    remaining = processes.exterminate(victims, marks, Deadline.after(KILL_LIMIT_S))
     if remaining:
         raise ClusterError(f"processes {[process.pid for process in remaining]} survived SIGKILL")
     return Killed(tuple(process.pid for process in victims), t)

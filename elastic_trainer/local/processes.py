@@ -78,7 +78,7 @@ def wait_gone(processes: Iterable[psutil.Process], deadline: Deadline) -> list[p
 
 
 def exterminate(
-    processes: Iterable[psutil.Process], marks: Mapping[str, str], deadline: Deadline
+    processes: Iterable[psutil.Process], marks: Mapping[str, str] | None, deadline: Deadline
 ) -> list[psutil.Process]:
     """SIGKILL ``processes`` at once, then whatever else carries ``marks``; those that remain at the deadline.
 
@@ -87,7 +87,7 @@ def exterminate(
     found = list(processes)
     send(found, signal.SIGKILL)
     remaining = wait_gone(found, deadline)
-    while not deadline.expired and (late := marked(marks)):
+    while marks is not None and not deadline.expired and (late := marked(marks)):
         send(late, signal.SIGKILL)
         remaining = wait_gone(late, deadline)
     return remaining

@@ -1,6 +1,6 @@
-"""What is known of a local run at this moment, told by ledger lines, round documents, processes and faults.
+"""What is known of a local run at this moment, from ledger lines, round documents, processes and faults.
 
-Pure: it is told what happened and when, and answers with the incidents worth showing.
+Pure: takes what happened and when, and returns the incidents worth showing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class NodePicture:
 
 
 class Picture:
-    """The state of a run and its history. Every method that is told something returns the incidents it makes."""
+    """The state of a run and its history. Each method that takes news returns the incidents that it makes."""
 
     def __init__(self, run: str, started_at: float) -> None:
         self.run = run
@@ -134,7 +134,7 @@ class Picture:
         return new
 
     def _stands(self, number: int) -> bool:
-        """Whether a round goes on, as far as the round document tells."""
+        """Whether a round goes on, by the round document."""
         latest = self.latest
         if latest is None or number != latest.number:
             return latest is None or number > latest.number

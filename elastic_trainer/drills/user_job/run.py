@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.drills import faults, report
 from elastic_trainer.drills.faults import Fault
 from elastic_trainer.drills.harness import Harness, harness, new_directory
@@ -92,13 +92,12 @@ def run_directory(options: LocalOptions, run: str) -> Path:
 
 
 class Following:
-    """Watches a cluster until it has ended, strikes when faults are due, and tells the display."""
+    """Watches a cluster until it has ended, carries out faults that are due, and updates the display."""
 
-    def __init__(self, opened: Harness, options: LocalOptions, interrupts: Interrupts, clock: Clock = SYSTEM) -> None:
+    def __init__(self, opened: Harness, options: LocalOptions, interrupts: Interrupts) -> None:
         self._harness, self._options, self._interrupts = opened, options, interrupts
         self._cluster = opened.cluster
-        self._clock = clock
-        self._picture = Picture(opened.cluster.spec.run, clock.monotonic())
+        self._picture = Picture(opened.cluster.spec.run, SYSTEM.monotonic())
         self._logs: dict[str, FileTail] = {}
         self._ended: set[str] = set()
         self._pending = list(options.faults)
@@ -109,24 +108,23 @@ class Following:
         try:
             news = self._start()
             while self._goes_on():
-                shown.update(self._picture, [*news, *self._look(), *self._strike()], self._clock.monotonic())
+                shown.update(self._picture, [*news, *self._look(), *self._strike()], SYSTEM.monotonic())
                 news = []
-                pause(POLL_S, clock=self._clock)
-            shown.update(self._picture, [*news, *self._look()], self._clock.monotonic())
+                pause(POLL_S)
+            shown.update(self._picture, [*news, *self._look()], SYSTEM.monotonic())
             self._stop()
-            shown.update(self._picture, self._look(), self._clock.monotonic())
+            shown.update(self._picture, self._look(), SYSTEM.monotonic())
         finally:
             shown.close()
         return self._summary()
 
     def _start(self) -> list[ShownIncident]:
         nodes = self._cluster.start(self._options.start)
-        now = self._clock.monotonic()
-        return [incident for node in nodes for incident in self._picture.node_started(node.name, now)]
+        return [incident for node in nodes for incident in self._picture.node_started(node.name, SYSTEM.monotonic())]
 
     def _goes_on(self) -> bool:
         limit = self._options.timeout_s
-        self._timed_out = limit is not None and self._clock.monotonic() - self._picture.started_at > limit
+        self._timed_out = limit is not None and SYSTEM.monotonic() - self._picture.started_at > limit
         return bool(self._cluster.running) and self._interrupts.signal is None and not self._timed_out
 
     def _look(self) -> list[ShownIncident]:
@@ -144,7 +142,7 @@ class Following:
         for name, code in ended:
             if code is not None:
                 self._ended.add(name)
-                news += self._picture.node_ended(name, code, self._clock.monotonic())
+                news += self._picture.node_ended(name, code, SYSTEM.monotonic())
         return news
 
     def _strike(self) -> list[ShownIncident]:
@@ -158,7 +156,7 @@ class Following:
         for fault in faults.due(self._pending, picture.step):
             if fault.chooses and not picture.can_lose_one(options.min_nodes, options.max_nodes):
                 continue
-            injected = faults.perform(fault, self._cluster, picture.training, picture.first, at, self._clock)
+            injected = faults.perform(fault, self._cluster, picture.training, picture.first, at)
             if injected is not None:
                 self._pending.remove(fault)
                 news += picture.fault(injected)
@@ -168,9 +166,9 @@ class Following:
         """End what still runs; a second signal ends the patience."""
         for node in self._cluster.running:
             node.terminate()
-        patience = Deadline.after(STOP_GRACE_S, self._clock)
+        patience = Deadline.after(STOP_GRACE_S)
         while self._cluster.running and not patience.expired and not self._interrupts.again:
-            pause(POLL_S, clock=self._clock)
+            pause(POLL_S)
         self._cluster.stop(grace_s=0.0)
 
     def _summary(self) -> Summary:
@@ -178,7 +176,7 @@ class Following:
         return summarize(
             run=picture.run,
             entry=self._cluster.spec.entry,
-            duration_s=self._clock.monotonic() - picture.started_at,
+            duration_s=SYSTEM.monotonic() - picture.started_at,
             lines=picture.lines,
             documents=picture.documents,
             injected=picture.injected,

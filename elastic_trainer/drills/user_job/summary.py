@@ -27,7 +27,7 @@ class RoundSummary:
     first_step: int | None
     last_step: int | None
     reason: str
-    """Why it ended, as far as the round document tells."""
+    """Why it ended, by the round document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def verdict(nodes: Sequence[NodeSummary], ending: Ending, last_step: int, entry:
         return Verdict(EXIT_FAILURE, "the job did not end within --timeout")
     if failed:
         code = failed[0].exit_code
-        return Verdict(code if code is not None and 0 < code < 128 else EXIT_FAILURE, _told(failed))
+        return Verdict(code if code is not None and 0 < code < 128 else EXIT_FAILURE, _failures(failed))
     if not survivors:
         return Verdict(EXIT_FAILURE, "no node survived")
     if ending.unmet and not last_step:
@@ -195,5 +195,5 @@ def _unmet(fault: Fault, last_step: int) -> str:
     return f"{fault} was never carried out{': too few nodes trained, until the job was over' * waited}"
 
 
-def _told(failed: Sequence[NodeSummary]) -> str:
+def _failures(failed: Sequence[NodeSummary]) -> str:
     return "; ".join(f"node {node.name} {node.why}" for node in failed)

@@ -19,8 +19,8 @@ import psutil
 
 from elastic_trainer.clock import pause
 from elastic_trainer.drills.stage import DrillError, Stage, now
-from elastic_trainer.drills.strikes import kill_workers
 from elastic_trainer.local import processes
+from elastic_trainer.local.cluster import kill
 from elastic_trainer.local.tail import FileTail
 from tests.drills.cluster.interludes import INTERLUDES, Mark
 from tests.drills.cluster.storm import holders
@@ -153,7 +153,7 @@ class Kills:
             raise DrillError(f"the worker of {name} has ended, and nobody killed it")
         amid = self._interruptions.under_way(pid for node, pid in holders.items() if node != name)
         self._last_s = now()
-        kill_workers([worker])
+        kill([worker])
         self.done.append(Kill(name, worker.pid, moment, len(amid)))
 
     def _victim(self, holders: dict[str, int]) -> str:

@@ -13,8 +13,9 @@ import psutil
 
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.drills.stage import DrillError, Setting, Stage
-from elastic_trainer.drills.strikes import kill_nodes, kill_workers
+from elastic_trainer.drills.strikes import kill_nodes
 from elastic_trainer.local import processes
+from elastic_trainer.local.cluster import kill
 from tests.drills.cluster.schedule import Blow, Planned, Situation, draw
 
 SETTING = Setting(
@@ -112,7 +113,7 @@ class Storm:
             worker = stage.node(planned.node).worker()
             if worker is None:
                 return False
-            kill_workers([worker])
+            kill([worker])
         elif planned.node is not None and planned.blow is Blow.NODE_KILL:
             kill_nodes(stage, [planned.node])
         elif planned.node is not None:

@@ -13,9 +13,10 @@ from elastic_trainer.drills.job import CHECKPOINTS
 from elastic_trainer.drills.measure import Standing
 from elastic_trainer.drills.node_faults import broken_rounds
 from elastic_trainer.drills.stage import Setting
-from elastic_trainer.drills.strikes import freeze, kill_nodes, kill_workers, worker
+from elastic_trainer.drills.strikes import freeze, kill_nodes, worker
 from elastic_trainer.drills.wedge import Wedge, ask
 from elastic_trainer.local import processes
+from elastic_trainer.local.cluster import kill
 from tests.integration.health.watched import Watched, watched
 from tests.support.deployment import RUNBOOK_URL
 from tests.support.watch import WAIT_S, FiringAlert
@@ -168,8 +169,8 @@ def _steps(job: Watched) -> int:
 def _kill_two(job: Watched, before: Standing) -> None:
     """SIGKILL a worker, and another one when the rest has gone on: two rounds that end by a fault."""
     victim, *others = reversed(before.nodes)
-    t = kill_workers([worker(job.stage, before, victim)])
+    t = kill([worker(job.stage, before, victim)]).t
     job.stage.resumed([before.pids[name] for name in others], t, before.round + 1, f"a step without {victim}")
     left = job.stage.look()
     assert left is not None
-    kill_workers([worker(job.stage, left, others[0])])
+    kill([worker(job.stage, left, others[0])])
