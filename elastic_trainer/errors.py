@@ -140,7 +140,7 @@ class DifferError(PermanentError):
 
 
 class SampleError(PermanentError):
-    """One sample cannot be read. Unlike a DataError, only the process that needs the sample finds it, and tells it."""
+    """One sample cannot be read. Unlike a DataError, only the process that needs the sample finds and reports it."""
 
     exit_code = EXIT_CONFIG
 

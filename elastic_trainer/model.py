@@ -44,7 +44,7 @@ class PreflightMode(StrEnum):
     OFF = "off"
     """It is not checked."""
     WARN = "warn"
-    """It joins, and people are told."""
+    """It joins, with a warning in log and events."""
     REFUSE = "refuse"
     """It ends, and never joins."""
 

@@ -251,7 +251,7 @@ def rendezvous_options(config: Mapping[str, Any]) -> RendezvousOptions:
 
 
 class WorkerEnvironment(Frozen):
-    """What a training process is told by its launcher (torchrun's variables, and this package's own)."""
+    """What the launcher passes to a training process (torchrun's variables, and this package's own)."""
 
     rank: int = Field(default=0, ge=0)
     local_rank: int = Field(default=0, ge=0)
@@ -266,7 +266,7 @@ class WorkerEnvironment(Frozen):
     run_id: str = "local"
     restart_count: int = 0
     error_file: Path | None = None
-    """Where torchrun is told of a failure: in a directory of this worker's, beside those of its node's others."""
+    """Where torchrun looks for a failure: in a directory of this worker's, beside those of its node's others."""
     node: str = "local"
     round: int = 0
     round_reason: str = ""
@@ -386,7 +386,7 @@ def log_level(environ: Mapping[str, str] | None = None) -> str:
 
 
 def store_endpoint(environ: Mapping[str, str] | None = None) -> str:
-    """Where commands look for etcd unless told (``ELASTIC_TRAINER_ENDPOINT``), this machine by default."""
+    """Where commands look for etcd (``ELASTIC_TRAINER_ENDPOINT``); this machine by default."""
     return (os.environ if environ is None else environ).get(ENV_ENDPOINT) or DEFAULT_ENDPOINT
 
 
@@ -412,10 +412,10 @@ def without_store(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in {ENV_ENDPOINT, *_STORE_VARIABLES.values()}}
 
 
-def worker_threads(environ: Mapping[str, str] | None = None) -> int | None:
+def worker_threads() -> int | None:
     """Threads that each worker computes with, where somebody has set them (``OMP_NUM_THREADS``)."""
     # A list gives the numbers of nested regions; the first counts.
-    text = (os.environ if environ is None else environ).get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
 
 

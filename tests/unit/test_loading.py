@@ -47,7 +47,7 @@ def test_no_module_loads_what_can_execute_code() -> None:
     assert found == ALLOWED
 
 
-def test_numpy_and_yaml_are_told_to_be_careful() -> None:
+def test_numpy_and_yaml_load_data_only() -> None:
     """``np.load`` without pickles, YAML with a loader that makes plain values only."""
     from elastic_trainer.training import loading
 

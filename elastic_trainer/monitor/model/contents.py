@@ -63,12 +63,12 @@ class RunDocuments:
 
     @property
     def first_health(self) -> NodeHealth | None:
-        """What the node of rank 0 tells."""
+        """The health of the node of rank 0."""
         return self.health.get(self.first_node or "")
 
     @cached_property
     def saved(self) -> Saved | None:
-        """The last checkpoint: what rank 0's node tells, else the furthest one that any node tells of."""
+        """The last checkpoint: that of rank 0's node, else the furthest one that any node reports."""
         first = self.first_health
         if first is not None and first.saved is not None:
             return first.saved

@@ -17,7 +17,7 @@ from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.model.curves import Curves, Point, Recorder
 
 RATE_WINDOW_S = 30.0
-"""Rates are taken over so long: nodes tell of their counts every few seconds only."""
+"""The span of a rate: nodes publish their counts only every few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class Observed:
 class Rate:
     """How fast a count grows: between the first and the last of its changes in half a minute.
 
-    Not up to now, as nodes tell of their counts in steps of some seconds; but a count that rests for the whole time has
-    the rate 0.
+    Not up to now, as nodes publish counts only every few seconds; but a count that rests for the whole time has the
+    rate 0.
     """
 
     def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
@@ -167,7 +167,7 @@ class Observer:
 
 
 def typical_step_s(documents: RunDocuments) -> float | None:
-    """How long a step takes: the median of what ranks tell, else what rank 0 told last."""
+    """How long a step takes: the median over ranks, else the last report of rank 0."""
     number = documents.round.number if documents.round is not None else 0
     told = [
         rank.step_s for each in documents.health.values() if each.round == number for rank in each.ranks if rank.step_s

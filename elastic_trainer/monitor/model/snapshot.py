@@ -24,14 +24,14 @@ from elastic_trainer.telemetry.families import PHASES
 MOST_ROUNDS = 200
 MOST_INCIDENTS = 100
 MOST_NAMES = 4000
-"""Node names in all the rounds together; of older rounds only the numbers are told."""
+"""Node names in all the rounds together; older rounds keep only their numbers."""
 GONE_STATE = "gone"
 """The state of a member of the newest round whose key is not there."""
 
 
 RankStatus = Mapping[str, Any]
-"""One rank: the fields of its health document, ``slowdown`` and ``straggler``. Of a rank that its node has told nothing
-of, only its numbers are known."""
+"""One rank: the fields of its health document, ``slowdown`` and ``straggler``. Of a rank without a
+health document only the numbers are known."""
 UNKNOWN: Final[RankStatus] = {**dict.fromkeys(RANK_FIELDS), "slowdown": None, "straggler": False}
 
 
@@ -268,7 +268,7 @@ def straggling(documents: RunDocuments, members: Mapping[str, RoundMember] | Non
 
 
 def _numbered(member: RoundMember, health: NodeHealth | None) -> list[tuple[int, RankHealth]]:
-    """What a node tells of its ranks, with their numbers in the newest round."""
+    """The ranks in a node's health document, with their numbers in the newest round."""
     ranks = health.ranks if health is not None else ()
     return [(member.first_rank + rank.local_rank, rank) for rank in ranks if rank.local_rank < member.local_world_size]
 
@@ -326,7 +326,7 @@ def _age(seen: Observed, name: str) -> float | None:
 def _ranks(
     member: RoundMember | None, count: int, health: NodeHealth | None, judgment: Stragglers
 ) -> tuple[RankStatus, ...]:
-    """The ranks of a node: as it tells, else by the round alone."""
+    """The ranks of a node: by its health document, else by the round alone."""
     first = member.first_rank if member is not None else None
     told = {rank.local_rank: rank for rank in health.ranks} if health is not None else {}
     return tuple(_rank(first, local, told.get(local), judgment) for local in sorted({*range(count), *told}))

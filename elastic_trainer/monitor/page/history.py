@@ -11,7 +11,7 @@ from elastic_trainer.monitor.page.words import NONE, count, duration, fixed, lis
 Json = Mapping[str, Any]
 
 SHOWN: Final = 100
-"""So many incidents and rounds have a row, the newest."""
+"""How many incidents and rounds have a row: the newest ones."""
 OVER: Final = ("broken", "closed")
 PARTS: Final = ("detect", "regroup", "resume")
 
@@ -65,7 +65,7 @@ class RoundRow:
     nodes: str
     reason: str
     ended: str
-    """What ended it, where that is told."""
+    """What ended it, where that is known."""
 
 
 def moment(wall: Any) -> Moment:
@@ -157,10 +157,10 @@ class Span:
 
     @property
     def state(self) -> Mapping[str, str]:
-        """How it ended, or how it is; one that the next has followed is over, whatever was told of it last."""
-        told = named("rounds", self.last.get("state"))
-        followed = self.end is not None and told["key"] in ("active", "draining")
-        return named("rounds", "replaced") if followed else told
+        """How it ended, or how it is; one that the next has followed is over, whatever its last record says."""
+        recorded = named("rounds", self.last.get("state"))
+        followed = self.end is not None and recorded["key"] in ("active", "draining")
+        return named("rounds", "replaced") if followed else recorded
 
 
 def spans(snapshot: Json) -> list[Span]:

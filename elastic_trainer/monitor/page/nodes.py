@@ -34,16 +34,16 @@ from elastic_trainer.telemetry.rank import GAUGES, Unit
 Json = Mapping[str, Any]
 
 AT_WORK: Final = ("training", "repeated", "data")
-"""Phases in which a rank gets on every few seconds."""
+"""Phases in which a rank makes progress every few seconds."""
 STILL_S: Final = 30.0
 STILL_STEPS: Final = 10.0
-"""A rank at work stands still when it has not got on for so many seconds and for so many of its own steps."""
+"""A rank at work stands still after this many seconds, and this many of its own steps, without progress."""
 UNHEARD_S: Final = 30.0
-"""A node that has told nothing for so long is worth a look."""
+"""A node silent for this long is worth a look."""
 OPEN_RANKS: Final = 32
-"""A run of at most so many ranks shows the table of each node's ranks from the start."""
+"""Up to this number of ranks, the table of each node's ranks is open from the start."""
 SHOWN: Final = 24
-"""Nodes that have a row if nobody asks for all; with more there is a map of all ranks."""
+"""Nodes that have a row unless the reader wants all; with more there is a map of all ranks."""
 MOST_TURNED: Final = 64
 LONGEST_FIND: Final = 100
 CELL: Final = 9
@@ -203,13 +203,13 @@ def summary(nodes: Sequence[NodeRow]) -> str:
 
 
 def standing_still(rank: Json) -> bool:
-    """Whether it works and does not get on."""
+    """Whether it works and makes no progress."""
     still, step = number(rank.get("still_s")), number(rank.get("step_s"))
     return text(rank.get("phase")) in AT_WORK and still is not None and still > max(STILL_S, STILL_STEPS * (step or 0))
 
 
 def unheard(node: Json) -> bool:
-    """Whether it should have told of itself by now."""
+    """Whether its report is overdue."""
     age = number(node.get("age_s"))
     return text(node.get("state")) not in ("gone", "done") and age is not None and age > UNHEARD_S
 

@@ -33,6 +33,8 @@ from elastic_trainer.monitor.page.words import (
 ENDED: Final = ("succeeded", "failed")
 OVERDUE: Final = 2.0
 """A checkpoint this many intervals old is late."""
+MOST_SAMPLES: Final = 12
+"""Rows of the table of curves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ def figures(snapshot: Json) -> list[Figure]:
 
 
 def _pace(snapshot: Json) -> float | None:
-    """How long a step takes: as told for the run, else the median of its ranks."""
+    """How long a step takes: the figure of the run, else the median of its ranks."""
     told = number(snapshot.get("step_s"))
     of_ranks = [
         pace
@@ -271,12 +273,12 @@ def checkpoint(saved: Json | None) -> list[Figure]:
     ]
 
 
-def samples(snapshot: Json, most: int = 12) -> list[list[Any]]:
+def samples(snapshot: Json) -> list[list[Any]]:
     """The curves as a short table, the newest first: when, step, loss, step time, ranks."""
     curves = snapshot.get("curves") or {}
     walls = curves.get("wall") or []
     apart = 1
-    while len(walls) > apart * (most - 1):
+    while len(walls) > apart * (MOST_SAMPLES - 1):
         apart *= 2  # so that a row stays what it is while points come
     places = [*range(0, len(walls) - 1, apart), len(walls) - 1] if walls else []
     return [

@@ -1,4 +1,4 @@
-"""Reads all runs of the store at a bounded rate, for everybody who asks: a request to the monitor is none to etcd.
+"""Reads all runs of the store at a bounded rate, shared by all readers: a request to the monitor causes none to etcd.
 
 Each run that goes on is read in one request for each 500 nodes, and decoded where it changed. A run that is over, or
 that no node is left of, rests: it is only asked for signs of life, many runs in one request.
@@ -26,17 +26,17 @@ from elastic_trainer.telemetry.logs import logger
 
 EVERY_S = 1.0
 SHARE = 0.2
-"""A poll that takes long is followed by a pause that keeps the store, and this process, so busy at most."""
+"""The largest share of the time in which polls may keep the store, and this process, busy: pauses grow with polls."""
 DISCOVER_EVERY_S = 5.0
 QUIET_S = 60.0
-"""A run without nodes that has not changed for so long rests."""
+"""A run without nodes that has not changed for this long rests."""
 READ_LIMIT_S = 5.0
 FORGET_S = 3600.0
 DESERTED_S = 86400.0
 REST_S = 600.0
-"""So does, at once, one that had been over for so long before the first look."""
+"""A run that had ended this long before the first look rests at once."""
 DISCOVER_LIMIT_S = 2.0
-"""A poll looks for runs so long at most; the next one goes on where it stopped."""
+"""The longest a poll looks for runs; the next one goes on where it stopped."""
 MOST_RUNS = 2000
 AFTER_SLASH = chr(ord("/") + 1)
 RESTING_BATCH = 50
@@ -51,7 +51,7 @@ class RunReading:
     seen: Observed
 
     def forgotten(self, forget_s: float) -> bool:
-        """Whether it has been over for so long, or without any node for a day, that nobody watches it any more."""
+        """Whether it is shown no more: over for ``forget_s`` seconds, or without any node for a day."""
         limit_s = forget_s if self.documents.closed else max(forget_s, DESERTED_S)
         return self.seen.over_s is not None and self.seen.over_s >= limit_s
 
@@ -129,7 +129,7 @@ class Reader:
         self._problem = ""
 
     def poll(self, limit_s: float = READ_LIMIT_S) -> StoreReading:
-        """Read what can have changed; a store that does not tell of one run within ``limit_s`` seconds is away."""
+        """Read what can have changed; a store that does not answer for one run within ``limit_s`` seconds is away."""
         try:
             self._read(limit_s)
         except ElasticTrainerError as error:

@@ -20,9 +20,9 @@ from elastic_trainer.web.access import Access, guarded
 from elastic_trainer.web.answers import HTML, JSON, NO_STORE, Answer, Body, Request, Stream, metrics, text
 
 UNREAD_LIMIT_S = 60.0
-"""A monitor that has not read the store for so long is not ready."""
+"""A monitor that has not read the store for this long is not ready."""
 STUCK_S = 120.0
-"""A poll is bounded to seconds: one that has not ended for so long never will."""
+"""A poll is bounded to seconds: one that takes this long never ends."""
 STATIC_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 TARGET = re.compile(r"(https?)://([^\s/@?#]+:\d{1,5})/?")
 
@@ -47,24 +47,24 @@ class MonitorSite:
     def _content(self, path: str, request: Request) -> Answer | Stream:
         match path.split("/")[1:]:
             case [""]:
-                return self._told(HTML, self._board.body("page", self._runs_page))
+                return self._answer(HTML, self._board.body("page", self._runs_page))
             case ["update"]:
-                return self._told(JSON, self._board.body("update", lambda: page.message(self._board.runs_update())))
+                return self._answer(JSON, self._board.body("update", lambda: page.message(self._board.runs_update())))
             case ["runs", run, *_] | ["api", "runs", run, *_] if run not in self._board.reading.runs:
                 return self._no_run(run)
             case ["runs", run]:
-                return self._told(HTML, self._run_page(run, page.Choice.of(request.query)))
+                return self._answer(HTML, self._run_page(run, page.Choice.of(request.query)))
             case ["runs", run, "update"]:
-                return self._told(JSON, self._run_update(run, page.Choice.of(request.query)))
+                return self._answer(JSON, self._run_update(run, page.Choice.of(request.query)))
             case ["runs", run, "stream"]:
                 choice = page.Choice.of(request.query)
                 return Stream(run, lambda: updates(self._board, run, choice))
             case ["static", name]:
                 return _static(name, request.headers.get("if-none-match", ""))
             case ["api", "runs"]:
-                return self._told(JSON, self._board.list_body())
+                return self._answer(JSON, self._board.list_body())
             case ["api", "runs", run]:
-                return self._told(JSON, self._board.run_body(run))
+                return self._answer(JSON, self._board.run_body(run))
             case ["api", "runs", run, "stream"]:
                 return Stream(run, lambda: snapshots(self._board, run))
             case ["metrics"]:
@@ -89,7 +89,7 @@ class MonitorSite:
         names = ", ".join(sorted(self._board.reading.runs)[:20]) or "none"
         return text(404, f"there is no run {run[:128]!r}; there are: {names}")
 
-    def _told(self, kind: str, body: Body | None) -> Answer:
+    def _answer(self, kind: str, body: Body | None) -> Answer:
         return text(404, "there is nothing here") if body is None else Answer(200, kind, body, NO_STORE)
 
     def _runs_page(self) -> bytes:
@@ -128,7 +128,7 @@ def targets(reading: StoreReading, forget_s: float = FORGET_S) -> list[dict[str,
 
 
 def _endpoints(run: RunReading) -> list[tuple[str, str, str]]:
-    """Name, scheme and address of each node with an endpoint, as it tells itself or by its key."""
+    """Name, scheme and address of each node with an endpoint, by its health document or by its key."""
     found = []
     for name, view in sorted(run.documents.live.items()):
         health, record = run.documents.health.get(name), view.record

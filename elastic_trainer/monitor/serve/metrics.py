@@ -1,6 +1,6 @@
 """The metrics of all runs as Prometheus wants them: every family of Source.MONITOR, made anew for each scrape.
 
-Counters are sums over all nodes that have ever told anything, so that they do not go back when a node goes. Every value
+Counters are sums over all nodes that ever published any, so that they do not go back when a node goes. Every value
 of an enumerated label is there. A run that has been over for an hour vanishes, so that series do not grow for ever.
 What is not known yet (a loss, a checkpoint) has no series until it is.
 """

@@ -13,7 +13,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Self
 
-from elastic_trainer.clock import SYSTEM, Clock, pause
+from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.monitor.read.reading import FORGET_S, Reader, pause_s
 from elastic_trainer.monitor.serve.answers import MonitorSite
 from elastic_trainer.monitor.serve.board import Board
@@ -41,10 +41,9 @@ class MonitorOptions:
 class Monitor:
     """See the module. A context manager: it works within."""
 
-    def __init__(self, store: Store, options: MonitorOptions, clock: Clock = SYSTEM) -> None:
-        self._clock = clock
-        self._reader = Reader(store, options.prefix, forget_s=options.forget_s, clock=clock)
-        self.board = Board(clock)
+    def __init__(self, store: Store, options: MonitorOptions) -> None:
+        self._reader = Reader(store, options.prefix, forget_s=options.forget_s)
+        self.board = Board()
         site = MonitorSite(self.board, options.access, forget_s=options.forget_s)
         self._server = Server(options.host, options.port, site, options.context)
         self._stopped = threading.Event()
@@ -73,7 +72,7 @@ class Monitor:
 
     def _poll(self) -> None:
         while not self._stopped.is_set():
-            began = self._clock.monotonic()
+            began = SYSTEM.monotonic()
             connected = False
             try:
                 reading = self._reader.poll()
@@ -81,4 +80,4 @@ class Monitor:
                 self.board.publish(reading)
             except Exception:  # noqa: BLE001 - thread edge: a document that nobody thought of must not blind everybody
                 logger().exception("poll.failed")
-            pause(pause_s(self._clock.monotonic() - began, connected), self._stopped, self._clock)
+            pause(pause_s(SYSTEM.monotonic() - began, connected), self._stopped)

@@ -34,7 +34,7 @@ def test_the_costs_are_those_that_were_measured() -> None:
     assert PUBLISHED["versions"]["etcd"] in PAGE
 
 
-def test_scrapes_are_as_often_as_prometheus_is_told() -> None:
+def test_scrapes_are_as_often_as_prometheus_is_configured() -> None:
     """The samples of the table are those of our own configuration."""
     assert load(PROMETHEUS / "prometheus.yml")["global"]["scrape_interval"] == f"{SCRAPE_S:g}s"
 
@@ -47,7 +47,7 @@ def test_all_nodes_together_write_no_more_than_etcd_likes() -> None:
 
 
 @pytest.mark.parametrize("nodes", NODES)
-def test_a_round_of_so_many_nodes_fits_into_a_request(nodes: int) -> None:
+def test_a_round_of_each_size_fits_into_a_request(nodes: int) -> None:
     """A planned change holds two rounds; etcd takes no larger request. The document is as large as the table says."""
     members = tuple(RoundMember(f"trainer-{n:05d}", 123_456 + n, 0, 8 * n, 8) for n in range(nodes))
     active = RoundDocument(number=9, nonce="0" * 16, state=RoundState.ACTIVE, members=members, reason="all are here")

@@ -115,7 +115,7 @@ def test_dashboards_lead_to_each_other() -> None:
         assert link["keepTime"]
 
 
-def test_grafana_is_told_where_dashboards_and_prometheus_are() -> None:
+def test_grafana_knows_where_dashboards_and_prometheus_are() -> None:
     """What is provisioned fits the names and mounts of compose.yaml."""
     services = load(DEPLOY / "compose.yaml")["services"]
     (source,) = load(DEPLOY / "grafana/provisioning/datasources/prometheus.yaml")["datasources"]

@@ -55,7 +55,7 @@ def test_a_patch_leaves_a_job_that_is_right(target: str, patch: str) -> None:
     assert disagreements(Training(job, settings_of(objects), budget)) == []
 
 
-def test_all_three_patches_are_told() -> None:
+def test_all_three_patches_are_there() -> None:
     """Four nodes, three, and a pause."""
     assert len(PATCHES) == 3
 

@@ -74,7 +74,7 @@ def test_every_variable_of_a_command_stands_in_the_example() -> None:
         assert asked <= environment_file(SYSTEMD / f"{example}.env.example").keys()
 
 
-def test_etcd_is_told_nothing_twice() -> None:
+def test_no_etcd_setting_is_given_twice() -> None:
     """etcd ends at once where a variable and an option say the same, also where both say the same value."""
     example = (SYSTEMD / "etcd.env.example").read_text(encoding="utf-8")
     variables = set(re.findall(r"^(?:# )?(ETCD_\w+)=", example, re.MULTILINE))

@@ -1,6 +1,6 @@
 // Brings the page's newest text: by server-sent events where they come through, else by asking again and again.
 
-const SILENT_S = 10; // so long without an event, and the stream may be dead
+const SILENT_S = 10; // without an event for this long the stream may be dead
 const POLL_S = 2;
 const STREAM_AGAIN_S = 15;
 const TIMEOUT_S = 8;

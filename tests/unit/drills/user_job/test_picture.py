@@ -1,4 +1,4 @@
-"""The picture of a run: which incidents are told, and how the views show them."""
+"""The picture of a run: which incidents are shown, and how the views show them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def started() -> Picture:
     return picture
 
 
-def test_a_round_is_told_once_with_where_it_begins() -> None:
+def test_a_round_is_shown_once_with_where_it_begins() -> None:
     """However many ranks open it, one line says with how many ranks and from which step and checkpoint."""
     picture = started()
     first = Line(event=LineKind.OPENED, t=101.0, node="n0", world=2, round=1, step=20, resumed_from="step-000000020")
@@ -43,7 +43,7 @@ def test_a_round_is_told_once_with_where_it_begins() -> None:
     assert (picture.step, picture.round, picture.first) == (21, 1, "n0")
 
 
-def test_a_round_that_nobody_opened_in_the_ledger_is_told_by_its_first_step() -> None:
+def test_a_round_that_nobody_opened_in_the_ledger_is_shown_by_its_first_step() -> None:
     """An in-place round needs no line of its own."""
     picture = started()
     picture.observe([committed(5, 1, 101.0, world=2)])
@@ -57,7 +57,7 @@ def test_late_lines_of_an_old_round_do_not_turn_the_picture_back() -> None:
     assert (picture.round, picture.loss, picture.step) == (2, 0.5, 9)
 
 
-def test_fault_and_recovery_are_told_with_what_they_cost() -> None:
+def test_fault_and_recovery_are_shown_with_what_they_cost() -> None:
     """The recovery names seconds, step, round and what was repeated."""
     picture = started()
     picture.observe([committed(step, 1, 100.0 + step, world=2) for step in (1, 2, 3)])
@@ -87,8 +87,8 @@ def test_the_job_can_lose_a_node_while_enough_train_or_nobody_is_away() -> None:
     assert (picture.training, picture.can_lose_one(2, 4)) == (["n0", "n1"], True)
 
 
-def test_a_node_killed_on_purpose_is_not_told_again_when_it_is_gone() -> None:
-    """Its end has been told as a fault; any other end is told by itself."""
+def test_a_node_killed_on_purpose_is_not_shown_again_when_it_is_gone() -> None:
+    """Its end was shown as a fault; any other end has a line of its own."""
     picture = started()
     picture.fault(struck(FaultKind.KILL_NODE, node="n1", t=101.0))
     assert picture.node_ended("n1", -9, 101.0) == []
@@ -97,7 +97,7 @@ def test_a_node_killed_on_purpose_is_not_told_again_when_it_is_gone() -> None:
     assert picture.nodes["n0"].phase is NodePhase.FAILED
 
 
-def test_changes_of_the_round_document_are_told_with_their_reason_once() -> None:
+def test_changes_of_the_round_document_are_shown_with_their_reason_once() -> None:
     """Rewriting a document without a change of state is silent."""
     picture = started()
     assert texts(picture.document(document(1, RoundState.ACTIVE), 101.0)) == ["round 1 formed of n0 n1 (2 ranks)"]
@@ -133,14 +133,14 @@ def test_log_lines_are_shown_as_people_read_them() -> None:
     assert readable("epoch 3 done") == "epoch 3 done"
 
 
-def test_metrics_of_one_step_are_told_together() -> None:
+def test_metrics_of_one_step_are_one_line() -> None:
     """With their epoch and step."""
     values = {"accuracy": 0.98765, "loss": 0.5}
     lines = [Line(event=LineKind.METRIC, t=101.0, step=40, epoch=2, name=k, value=v) for k, v in values.items()]
     assert texts(started().observe(lines)) == ["epoch 2, step 40: accuracy 0.9877, loss 0.5"]
 
 
-def test_progress_tells_what_the_round_document_knows_and_the_ledger_does_not() -> None:
+def test_progress_shows_what_the_round_document_knows_and_the_ledger_does_not() -> None:
     """A broken round, and the next one that has been formed and has not trained yet."""
     picture = started()
     picture.observe([committed(7, 1, 101.0, world=2)])

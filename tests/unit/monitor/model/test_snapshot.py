@@ -62,7 +62,7 @@ def test_without_health_documents_ranks_are_those_of_the_round() -> None:
     assert (told.step, told.loss, told.goodput, told.checkpoint) == (None, None, None, None)
 
 
-def test_ranks_are_shown_as_their_node_tells_with_the_numbers_of_the_newest_round() -> None:
+def test_ranks_have_the_figures_of_their_node_and_the_numbers_of_the_newest_round() -> None:
     """What was written a round ago has old numbers; a rank of which nothing is told is there all the same."""
     told = {"n1": health("n1", [rank(5, 1, phase="checkpoint", pid=77)])}
     n1 = snapshot(run(2, 2, health=told), SEEN).nodes[1]
@@ -104,7 +104,7 @@ def test_stragglers_are_marked_among_the_ranks_of_the_round() -> None:
     assert summary(documents, SEEN).stragglers == 1
 
 
-def test_counts_are_of_all_nodes_that_ever_told_anything() -> None:
+def test_counts_add_up_all_nodes_that_ever_published_any() -> None:
     """Goodput, seconds and samples hold those of nodes that are gone."""
     told = {
         "n0": health("n0", counters={"seconds.training": 80.0, "seconds.data": 10.0, "samples": 100.0}),

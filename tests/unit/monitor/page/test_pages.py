@@ -103,7 +103,7 @@ def test_slow_and_silent_ranks_need_a_look() -> None:
     assert table(page.run_page(snapshots.straggling()), "Nodes and ranks")[0][0].startswith("node-1")
 
 
-def test_few_nodes_are_told() -> None:
+def test_too_few_nodes_need_a_look() -> None:
     """Fewer nodes than the run needs is the first thing to know."""
     look = words(part(page.run_page(snapshots.healthy(min_nodes=4)), "Needs a look"))
     assert "3 nodes are there, 4 are needed to train." in look
@@ -153,7 +153,7 @@ def test_an_empty_run_says_what_is_not_there() -> None:
         assert len(words(part(html, name))) > len(name) + 5
 
 
-def test_an_unreached_store_is_told() -> None:
+def test_an_unreached_store_is_named() -> None:
     """Old data is never shown as if it were new."""
     html = page.run_page(snapshots.healthy(store={"connected": False, "age_s": 43.0}))
     assert "does not reach the store: what you see is 43 s old." in words(parsed(html).find(".//header"))

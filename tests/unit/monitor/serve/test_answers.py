@@ -133,7 +133,7 @@ def test_nothing_can_be_changed(board: Board, method: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/", "/runs/r", "/api/runs", "/api/runs/r", "/metrics", "/sd/nodes", "/static/x", "/x"]
 )
-def test_without_the_token_nothing_of_a_run_is_told(board: Board, path: str) -> None:
+def test_without_the_token_nothing_of_a_run_is_shown(board: Board, path: str) -> None:
     """Not even whether a path exists; browsers are told to ask for it."""
     access = Access("token")
     answer = ask(board, path, access=access)

@@ -133,7 +133,7 @@ def test_the_series_of_a_run_vanish_an_hour_after_its_end(seconds: float, there:
     assert ('run="r"' in text) is there
 
 
-def test_a_run_that_was_left_by_all_is_told_of_for_a_day() -> None:
+def test_a_run_without_nodes_has_series_for_a_day() -> None:
     """Nobody has ended it: an alert about it must not go away after an hour by itself."""
     observer = Observer()
     observer.look(run(0), 0.0, 5000.0)
