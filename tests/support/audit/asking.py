@@ -60,7 +60,7 @@ def ask(constraints: Path) -> Answers:
         if each.skip_reason is not None:
             unknown[name] = each.skip_reason
             continue
-        del unknown[name]
+        unknown.pop(name, None)
         found += [Vulnerability(name, versions[name], (v.id, *v.aliases), tuple(v.fix_versions)) for v in each.vulns]
     return Answers(frozenset(versions.keys() - unknown.keys()), tuple(found), unknown)
 

@@ -367,7 +367,11 @@ class ConfigMap(Part):
 
 Known = Controller | Service | ConfigMap | Claim
 KINDS: dict[str, type[Known]] = {
-    **{each.__name__: each for each in (Job, Deployment, StatefulSet, Service, ConfigMap)},
+    "Job": Job,
+    "Deployment": Deployment,
+    "StatefulSet": StatefulSet,
+    "Service": Service,
+    "ConfigMap": ConfigMap,
     "PersistentVolumeClaim": Claim,
 }
 
