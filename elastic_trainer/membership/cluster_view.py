@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
+from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.model import Incarnation, RecoveryMode
 
 
@@ -42,6 +42,16 @@ class NodeView:
     def incarnation(self) -> Incarnation:
         """The life that this key stands for."""
         return Incarnation(self.create_revision, self.record.life)
+
+    @property
+    def ghost(self) -> Ghost:
+        """What a round document says about this key, as it is now, to pass it over."""
+        return Ghost(
+            node=self.id,
+            create_revision=self.create_revision,
+            mod_revision=self.mod_revision,
+            life=self.record.life,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +92,7 @@ def by_seniority(nodes: Iterable[NodeView]) -> list[NodeView]:
 
 def is_ghost(view: ClusterView, node: NodeView) -> bool:
     """Whether this key was left behind by an excluded node and has not changed since."""
-    ghosts = view.round.ghosts if view.round is not None else ()
-    return any(ghost.node == node.id and ghost.mod_revision == node.mod_revision for ghost in ghosts)
+    return view.round is not None and node.ghost in view.round.ghosts
 
 
 def live_members(view: ClusterView) -> list[tuple[RoundMember, NodeView]]:

@@ -92,8 +92,4 @@ def _ghosts(view: ClusterView, chosen: set[str]) -> tuple[Ghost, ...]:
     left_out |= {node.id: node for node in view.nodes.values() if is_ghost(view, node)}
     present = {node.id for node in candidates(view)}
     present |= {node.id for node in view.nodes.values() if node.record.state is NodeState.WARMING}
-    return tuple(
-        Ghost(node=name, mod_revision=node.mod_revision)
-        for name, node in sorted(left_out.items())
-        if name not in chosen and name not in present
-    )
+    return tuple(node.ghost for name, node in sorted(left_out.items()) if name not in chosen and name not in present)

@@ -208,15 +208,18 @@ class RoundMember(NamedTuple):
 
 
 class Ghost(BaseModel):
-    """A key of an excluded node, or of one that is suspected: it counts for nothing while its mod-revision is this one.
+    """A key, as it was, of a node that was left out or is suspected: the node counts for nothing until it writes it.
 
-    Whoever lives writes its key when the round is broken, which withdraws the suspicion.
+    Every live member writes its key when the round is broken. A restored store uses its revisions again, so a
+    mod-revision alone may be that of another key of the node.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     node: str
+    create_revision: int = 0
     mod_revision: int
+    life: int = 0
 
 
 class RunResult(StrEnum):

@@ -68,19 +68,19 @@ def elders(document: RoundDocument | None, create_revision: int) -> int:
     return sum(member.create_revision < create_revision for member in members)
 
 
-def first_names(keys: Iterable[tuple[str, int]], ghosts: Iterable[Ghost], places: int) -> list[str]:
-    """The nodes that hold the first ``places`` of ``keys``: (node, mod-revision), the oldest first, without ghosts."""
-    passed_over = {(ghost.node, ghost.mod_revision) for ghost in ghosts}
-    return [name for name, revision in keys if (name, revision) not in passed_over][:places]
+def first_names(keys: Iterable[tuple[str, KeyValue]], ghosts: Iterable[Ghost], places: int) -> list[str]:
+    """The nodes that hold the first ``places`` of ``keys``, the oldest first, without ghosts (values are not known)."""
+    passed_over = {(ghost.node, ghost.create_revision, ghost.mod_revision) for ghost in ghosts}
+    return [name for name, key in keys if (name, key.create_revision, key.mod_revision) not in passed_over][:places]
 
 
-def written_by_nodes(found: Iterable[KeyValue], keys: RunKeys) -> list[tuple[str, int]]:
-    """(node, mod-revision) of what nodes have written among ``found``: their keys are leased, and have possible names.
+def written_by_nodes(found: Iterable[KeyValue], keys: RunKeys) -> list[tuple[str, KeyValue]]:
+    """What nodes have written among ``found``, with their names: their keys are leased, and have possible names.
 
     Anything else below ``nodes/`` would keep the first places for ever, and its neighbors from deciding.
     """
     named = ((keys.node_id(item.key), item) for item in found)
-    return [(name, item.mod_revision) for name, item in named if name is not None and item.lease]
+    return [(name, item) for name, item in named if name is not None and item.lease]
 
 
 def is_one_too_many(document: RoundDocument | None, older: int, present: int) -> bool:

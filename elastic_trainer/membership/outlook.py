@@ -61,8 +61,8 @@ class Outlook:
     def _narrow(self, look: Looked, now: float) -> Turn:
         """Leave the nodes to more senior ones, when that has been possible for a while."""
         seen, mine = look.seen, look.create_revision
-        ghosts = {(ghost.node, ghost.mod_revision) for ghost in seen.round.ghosts} if seen.round is not None else set()
-        alive = [node for node in seen.nodes.values() if (node.id, node.mod_revision) not in ghosts]
+        ghosts = seen.round.ghosts if seen.round is not None else ()
+        alive = [node for node in seen.nodes.values() if node.ghost not in ghosts]
         older = sum(node.create_revision < mine for node in alive)
         if not is_one_too_many(seen.round, older, len(alive)):
             self._junior_since = None

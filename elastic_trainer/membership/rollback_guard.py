@@ -64,6 +64,8 @@ class RollbackGuard:
         reason = f"the store went back to an older state ({at})"
         if self.known.state is RoundState.CLOSED:
             return Decision(Action.CLOSE, reason, self.known)
+        if seen is not None and seen.next is not None and seen.next.number > self.known.number:
+            return Decision(Action.BREAK, reason, broken(seen, reason))  # newcomers may have begun to form that
         if self.known.state is RoundState.BROKEN:
             return Decision(Action.BREAK, reason, self.known)
         return Decision(Action.BREAK, reason, broken(self.known, reason))

@@ -57,21 +57,14 @@ class Invariants:
             self._rounds[document.number] = (document.nonce, document.members)
         else:
             self._know(document)
-        if before is not None and position(document) <= position(before) and not self._ends_again(before, document):
+        if before is not None and position(document) <= position(before):
             raise Violation(ONLY_GROW, f"{_words(document)} after {_words(before)}")
         if document.next is not None:
             if document.next.number != document.number + 1:
                 raise Violation(ONLY_GROW, f"round {document.next.number} is planned after {document.number}")
-            if not self._went_back:  # else whoever puts back a round does not know what is planned behind it
-                self._know(document.next)
+            self._know(document.next)
         if document.state is RoundState.CLOSED:
             self._closed = document.number
-
-    def _ends_again(self, before: RoundDocument, document: RoundDocument) -> bool:
-        """Whether a round is broken twice: a restored store uses its revisions again, so a write that was decided on
-        before may pass its compare."""
-        broken = before.state is document.state is RoundState.BROKEN
-        return self._went_back and broken and before.number == document.number
 
     def _is_put_back(self, document: RoundDocument) -> bool:
         """Whether it ends a round of the store as it was before it went back: nobody begins to train in it."""

@@ -109,8 +109,7 @@ class Peers:
         keys = self._read(accused) if accused else {}
         if not keys:
             return None
-        ghosts = tuple(Ghost(node=name, mod_revision=each.mod_revision) for name, each in keys.items())
-        return Suspects(ghosts, "; ".join(told[name] for name in keys))
+        return Suspects(tuple(each.ghost for each in keys.values()), "; ".join(told[name] for name in keys))
 
     def _limit_s(self, name: str, now: float) -> float:
         own_s = self._asker.open.get(self._node)

@@ -47,8 +47,8 @@ class RunDocuments:
     @cached_property
     def live(self) -> dict[str, NodeView]:
         """The nodes that are there: keys left behind by excluded nodes are not."""
-        ghosts = {(each.node, each.mod_revision) for each in self.round.ghosts} if self.round is not None else set()
-        return {name: node for name, node in self.nodes.items() if (name, node.mod_revision) not in ghosts}
+        ghosts = self.round.ghosts if self.round is not None else ()
+        return {name: node for name, node in self.nodes.items() if node.ghost not in ghosts}
 
     @cached_property
     def counters(self) -> dict[str, float]:

@@ -17,6 +17,7 @@ from elastic_trainer.membership.leader_priority import (
     is_one_too_many,
     plan,
 )
+from elastic_trainer.store.api import KeyValue
 from tests.unit.membership.scenes import node, round_of
 
 PATIENCE_S = 6.0
@@ -87,9 +88,11 @@ def test_elders_are_members_with_older_keys() -> None:
 
 def test_keys_of_ghosts_take_no_place() -> None:
     """A key left behind counts for nothing while it is as it was, and again when it changes."""
-    ghosts = [Ghost(node="a", mod_revision=5)]
-    assert first_names([("a", 5), ("b", 6), ("c", 7), ("d", 8)], ghosts, 3) == ["b", "c", "d"]
-    assert first_names([("a", 9), ("b", 6), ("c", 7), ("d", 8)], ghosts, 3) == ["a", "b", "c"]
+    ghosts = [Ghost(node="a", create_revision=5, mod_revision=5)]
+    others = [(name, KeyValue("", b"", number, number)) for number, name in enumerate("bcd", 6)]
+    for created, changed, first in ((5, 5, "bcd"), (5, 9, "abc"), (4, 5, "abc")):
+        found = [("a", KeyValue("", b"", created, changed)), *others]
+        assert first_names(found, ghosts, 3) == list(first)
 
 
 def test_nobody_stops_watching_in_a_small_run_or_while_a_round_is_over() -> None:

@@ -92,3 +92,12 @@ def test_a_node_that_has_seen_nothing_waits_for_nothing() -> None:
     """At the first look there is nothing to remember."""
     assert not RollbackGuard().advance(None, 0.0).behind
     assert RollbackGuard().decide("a", None, 0.0).action is Action.WAIT
+
+
+def test_a_change_that_was_planned_in_the_store_that_went_back_counts_as_made() -> None:
+    """Newcomers may have begun to form its round: no other may get that number."""
+    known = document(3, RoundState.BROKEN)
+    planned = document(3, RoundState.DRAINING).model_copy(update={"next": document(4, nonce="y")})
+    decision = remembered(known, planned).decide("a", planned, 10.0)
+    assert decision.round is not None
+    assert (decision.round.number, decision.round.nonce, decision.round.state) == (4, "y", RoundState.BROKEN)

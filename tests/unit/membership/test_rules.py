@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_trainer.membership.documents import Ghost, NodeState, RoundState, RunResult
+from elastic_trainer.membership.documents import NodeState, RoundState, RunResult
 from elastic_trainer.membership.rules import Action
 
 from .scenes import LIMITS, Scene, node, round_of
@@ -134,7 +134,7 @@ def test_silent_member_found_dead_is_left_out_as_a_ghost() -> None:
     assert formed.action is Action.FORM
     assert formed.round is not None
     assert [member.node for member in formed.round.members] == ["a", "b"]
-    assert formed.round.ghosts == (Ghost(node="c", mod_revision=3),)
+    assert formed.round.ghosts == (node("c", 3).ghost,)
     scene.suspects = frozenset()
     scene.adopt(formed.round)
     assert scene.decide(after_s=60.0).reason == "all is well"

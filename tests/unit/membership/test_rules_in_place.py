@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import Ghost, Identity, NodeState, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.documents import Identity, NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.rules import Action, Decision
 from elastic_trainer.model import Cause, RecoveryMode
 
@@ -218,7 +218,7 @@ def test_a_node_that_does_not_acknowledge_is_left_out_after_the_grace() -> None:
     assert round(waiting.again_in_s, 3) == 0.1
     formed = made(scene.decide(after_s=0.2), Action.FORM)
     assert names(formed) == ["a", "c"]
-    assert formed.ghosts == (Ghost(node="b", mod_revision=2),)
+    assert formed.ghosts == (node("b", 2).ghost,)
     assert formed.reason == "node b was lost"
 
 
@@ -288,7 +288,7 @@ def test_a_ghost_counts_again_when_its_key_changes() -> None:
     pair = [node("a", 1, acknowledged=2, reported=2), node("c", 3, acknowledged=2, reported=2)]
     ghost = node("b", 2)
     scene = Scene(limits=IN_PLACE).show(*pair, ghost)
-    scene.adopt(round_of(2, pair, ghosts=(Ghost(node="b", mod_revision=2),)))
+    scene.adopt(round_of(2, pair, ghosts=(node("b", 2).ghost,)))
     assert scene.decide(after_s=60.0).action is Action.WAIT
     scene.show(free("b", 2, 1, planned=True))
     scene.decide()
@@ -544,7 +544,7 @@ def test_two_that_are_both_needed_wait_until_they_reach_each_other() -> None:
 
 def suspected(*more: NodeView) -> Scene:
     """Round 3 of a, b and c was broken since c did not answer; ``a`` and ``b`` are free."""
-    scene = trio(RoundState.BROKEN, 3, ghosts=(Ghost(node="c", mod_revision=3),), cause=Cause.CONTACT_LOST)
+    scene = trio(RoundState.BROKEN, 3, ghosts=(node("c", 3).ghost,), cause=Cause.CONTACT_LOST)
     scene.show(free("a", 1, 3), free("b", 2, 3), *more)
     return scene
 
@@ -556,7 +556,7 @@ def test_who_does_not_answer_is_not_waited_for() -> None:
     assert (waiting.action, waiting.reason) == (Action.WAIT, "waiting for c to be free")
     formed = made(scene.decide(after_s=2 * IN_PLACE.suspect_grace_s), Action.FORM)
     assert (names(formed), formed.reason, formed.cause) == (["a", "b"], "node c was lost", Cause.NODE_LOST)
-    assert formed.ghosts == (Ghost(node="c", mod_revision=3),)
+    assert formed.ghosts == (node("c", 3).ghost,)
 
 
 def test_whoever_writes_is_suspected_no_more() -> None:
@@ -570,7 +570,7 @@ def test_whoever_writes_is_suspected_no_more() -> None:
 
 def test_a_decider_that_does_not_answer_is_passed_by() -> None:
     """The next in line acts without delay."""
-    scene = trio(RoundState.BROKEN, 3, ghosts=(Ghost(node="a", mod_revision=1),))
+    scene = trio(RoundState.BROKEN, 3, ghosts=(node("a", 1).ghost,))
     scene.me = "b"
     scene.show(free("b", 2, 3), free("c", 3, 3))
     assert names(made(scene.decide(after_s=2 * IN_PLACE.suspect_grace_s), Action.FORM)) == ["b", "c"]

@@ -280,7 +280,7 @@ def test_who_answers_too_late_is_suspected() -> None:
     assert around.after(doubt.ANSWER_S) == ["c"]
     found = around.peers.suspects(around.clock.monotonic(), 0.0)
     assert found is not None
-    assert found.ghosts == (Ghost(node="c", mod_revision=7),)
+    assert found.ghosts == (node("c", ord("c"), mod=7).ghost,)
     assert found.reason.startswith("node c does not answer its peer a (0.2")
 
 

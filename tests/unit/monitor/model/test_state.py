@@ -8,7 +8,7 @@ import pytest
 
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import Ghost, RoundState, RunResult, Spec
+from elastic_trainer.membership.documents import RoundState, RunResult, Spec
 from elastic_trainer.monitor.model import state
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.telemetry.families import RUN_STATES
@@ -38,9 +38,10 @@ def test_the_state_follows_from_round_and_nodes(documents: RunDocuments, expecte
 
 def test_a_ghost_is_no_node() -> None:
     """The key of an excluded node lasts until its lease ends; it counts again once it changes."""
-    documents = run(2, round_={"ghosts": (Ghost(node="n1", mod_revision=21),)})
+    ghost = run(2).nodes["n1"].ghost
+    documents = run(2, round_={"ghosts": (ghost,)})
     assert set(documents.live) == {"n0"}
-    assert set(run(2, round_={"ghosts": (Ghost(node="n1", mod_revision=20),)}).live) == {"n0", "n1"}
+    assert set(run(2, round_={"ghosts": (ghost.model_copy(update={"mod_revision": 20}),)}).live) == {"n0", "n1"}
 
 
 def test_a_member_in_another_life_is_not_in_the_round() -> None:
