@@ -138,7 +138,6 @@ class Node:
         return [process.pid for process in family]
 
     def thaw(self) -> None:
-        """Let a frozen node go on."""
         processes.send(self.family(), signal.SIGCONT)
 
     def terminate(self) -> None:
@@ -177,7 +176,6 @@ class LocalCluster:
         self.stop()
 
     def start(self, count: int) -> list[Node]:
-        """Start ``count`` nodes."""
         return [self.add() for _ in range(count)]
 
     def add(self) -> Node:
@@ -196,7 +194,6 @@ class LocalCluster:
         return torchrun(self.spec, name, first=not self.nodes)
 
     def node(self, name: str) -> Node:
-        """The node called ``name``."""
         for node in self.nodes:
             if node.name == name:
                 return node

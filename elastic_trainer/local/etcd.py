@@ -43,7 +43,6 @@ class ServerTls:
     key: Path
 
     def arguments(self) -> list[str]:
-        """etcd's flags."""
         return [
             f"--cert-file={self.cert}",
             f"--key-file={self.key}",
@@ -180,7 +179,6 @@ class EtcdServer:
         return dict(json.loads(self._http("POST", f"/v3/{method}", json.dumps(fields), token)))
 
     def stop(self) -> None:
-        """End it in an orderly way."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -204,12 +202,10 @@ class EtcdServer:
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # until all threads stand
 
     def resume(self) -> None:
-        """Thaw it."""
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
 
     def dispose(self) -> None:
-        """Stop it and remove what was temporary."""
         self.stop()
         if self._temporary:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -350,7 +346,6 @@ class EtcdCluster:
             member.wait_healthy(deadline)
 
     def kill(self, index: int) -> None:
-        """Kill one member."""
         self.members[index].kill()
 
     def restart(self, index: int) -> None:
@@ -368,7 +363,6 @@ class EtcdCluster:
         raise StoreUnavailableError("the etcd cluster has no leader")
 
     def dispose(self) -> None:
-        """Stop all members and remove what was temporary."""
         for member in self.members:
             member.stop()
         if self._temporary:

@@ -85,7 +85,6 @@ class Commit:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Round and step."""
         return self.round, self.step
 
 

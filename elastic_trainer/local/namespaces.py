@@ -142,11 +142,10 @@ class Segment:
         return holder
 
     def cut(self, node: str) -> None:
-        """Let everything to and from ``node`` vanish; its interface stays up, so that nobody is told."""
+        """Let everything to and from ``node`` vanish; its interface stays up, so that nobody notices."""
         _ip("link", "set", self._cables[node].outside, "nomaster")
 
     def restore(self, node: str) -> None:
-        """Undo :meth:`cut`."""
         _ip("link", "set", self._cables[node].outside, "master", BRIDGE)
 
     def part(self, one: str, other: str, *, one_way: bool = False) -> None:
@@ -155,7 +154,6 @@ class Segment:
             self._neighbour("replace", here, there, "lladdr", _NOBODY, "nud", "permanent")
 
     def reunite(self, one: str, other: str) -> None:
-        """Undo :meth:`part`."""
         for here, there in ((one, other), (other, one)):
             with contextlib.suppress(ClusterError):  # one way was open
                 self._neighbour("del", here, there)

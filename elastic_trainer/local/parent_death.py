@@ -1,4 +1,4 @@
-"""Run a command that is told to end when the process that started it dies.
+"""Run a command that gets a signal when the process that started it dies.
 
 ``python -m elastic_trainer.local.parent_death PARENT_PID command...`` asks the kernel for SIGTERM at the death of its
 parent, then becomes the command. torchrun answers SIGTERM by ending its workers, so a killed cluster leaves nothing

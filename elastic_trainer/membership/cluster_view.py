@@ -164,8 +164,7 @@ def newcomers(view: ClusterView) -> list[NodeView]:
 def next_number(view: ClusterView) -> int:
     """The number of the round after the present one, and after the one that a planned change has named: newcomers may
     have begun to form that, under this number."""
-    planned = view.round.next if view.round is not None else None
-    return (number_of(view) if planned is None else planned.number) + 1
+    return (0 if view.round is None else view.round.last_number) + 1
 
 
 def losses(view: ClusterView) -> list[str]:
@@ -183,8 +182,9 @@ def losses(view: ClusterView) -> list[str]:
         node = live.get(member.node) or _newcomer(view, member)
         if node is None or (current.next is not None and node.id in view.suspects):
             phrases.append(f"node {member.node} is gone")
-        elif node.record.life > member.life or _left_unplanned(node, current.number):
-            phrases.append(f"node {member.node} left the round{_because(node.record.cause)}")
+        elif node.record.life > member.life or (node.record.acknowledged > current.number and not node.record.planned):
+            cause = f": {node.record.cause}" if node.record.cause else ""
+            phrases.append(f"node {member.node} left the round{cause}")
     return phrases
 
 
@@ -192,11 +192,3 @@ def _newcomer(view: ClusterView, member: RoundMember) -> NodeView | None:
     """The node that a planned change takes in as ``member``."""
     node = view.nodes.get(member.node)
     return node if node is not None and node.create_revision == member.create_revision else None
-
-
-def _left_unplanned(node: NodeView, number: int) -> bool:
-    return node.record.acknowledged > number and not node.record.planned
-
-
-def _because(cause: str) -> str:
-    return f": {cause}" if cause else ""

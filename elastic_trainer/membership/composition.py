@@ -11,6 +11,7 @@ from elastic_trainer.membership.cluster_view import (
     next_number,
 )
 from elastic_trainer.membership.documents import Ghost, NodeState, RoundDocument, RoundMember, RoundState, join_address
+from elastic_trainer.membership.failure_budget import UNSPENT, FailureBudget
 from elastic_trainer.model import Cause
 
 
@@ -44,11 +45,8 @@ def compose(
     view: ClusterView,
     chosen: list[NodeView],
     reason: str,
+    budget: FailureBudget = UNSPENT,
     *,
-    last_step: int | None = None,
-    failures: int = 0,
-    stalled: int = 0,
-    culprits: tuple[str, ...] = (),
     left_out: str | None = None,
     cause: Cause | None = None,
 ) -> RoundDocument:
@@ -77,10 +75,10 @@ def compose(
         store=join_address(head.address, head.store_port),
         ghosts=_ghosts(view, {node.id for node in chosen}),
         reason=reason,
-        last_step=last_step,
-        failures=failures,
-        stalled=stalled,
-        culprits=culprits,
+        last_step=budget.step,
+        failures=budget.failures,
+        stalled=budget.stalled,
+        culprits=budget.culprits,
         left_out=left_out,
         cause=cause,
     )

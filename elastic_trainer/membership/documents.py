@@ -19,7 +19,7 @@ PROTOCOL_VERSION = 2
 
 
 MOST_WORKERS = 4096
-"""Of one node: lists are made of so many."""
+"""Upper bound on workers per node; sizes allocations."""
 Name = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 
@@ -44,7 +44,6 @@ class Document(BaseModel):
     version: Literal[2] = 2
 
     def encode(self) -> bytes:
-        """The JSON to store."""
         return self.model_dump_json(exclude_defaults=False).encode()
 
     @classmethod
@@ -144,7 +143,7 @@ class NodeRecord(Document):
     store_port: int = Field(ge=0, le=65535)
     """Where rank 0's store is found if this node becomes the first: reserved anew for each life."""
     probe_port: int = Field(ge=0, le=65535)
-    """A port that the agent listens on: a refused connection tells that the agent is dead."""
+    """A port that the agent listens on: a refused connection shows that the agent is dead."""
     metrics_port: int = 0
     state: NodeState = NodeState.WARMING
     life: int = Field(default=0, ge=0)
@@ -263,12 +262,16 @@ class RoundDocument(Document):
         """Number of worker processes."""
         return sum(member.local_world_size for member in self.members)
 
+    @property
+    def last_number(self) -> int:
+        """The number of the newest round that may be in effect: a planned change may have been made already."""
+        return self.next.number if self.next is not None else self.number
+
     def is_first(self, node: str) -> bool:
         """Whether ``node`` has rank 0."""
         return bool(self.members) and self.members[0].node == node
 
     def member(self, node: str) -> RoundMember | None:
-        """The entry of ``node``, or None."""
         return next((member for member in self.members if member.node == node), None)
 
     def accuses(self, node: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import RoundDocument
+from elastic_trainer.membership.documents import Ghost, RoundDocument
 from elastic_trainer.membership.rules import Decision
 from elastic_trainer.membership.view import Observation
 from elastic_trainer.store.api import Compare, Operation, TransactionResult
@@ -95,10 +95,10 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class AskOldest:
-    """Ask the store for the ``places`` most senior nodes, ghosts of ``document`` not counted."""
+    """Ask the store for the ``places`` most senior nodes, ``ghosts`` not counted."""
 
     places: int
-    document: RoundDocument | None
+    ghosts: tuple[Ghost, ...]
 
 
 @dataclass(frozen=True, slots=True)

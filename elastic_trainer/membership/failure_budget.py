@@ -37,6 +37,10 @@ class FailureBudget:
         return f"{what} after step {self.step}, without a step committed since{_samples(self.place)}"
 
 
+UNSPENT = FailureBudget(None, 0, 0)
+"""That of a run that begins."""
+
+
 def count(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> FailureBudget:
     """The tally after the end of the present round, whose successor ``ready`` will make up."""
     if current.state is RoundState.DRAINING:
@@ -55,13 +59,13 @@ def count(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> F
 def count_lives(view: ClusterView, current: RoundDocument) -> FailureBudget:
     """The tally in restart mode: lives in a row that ended by a failure of workers after the very same step.
 
-    Each begins at a checkpoint, so one that ends before that step tells nothing of it: such failures are those of
+    Each begins at a checkpoint, so one that ends before that step says nothing of it: such failures are those of
     machines, which may come at any step. Nor does a life that ended with the loss of a node.
     """
     before = FailureBudget(current.last_step, current.failures, current.stalled, culprits=current.culprits)
     ended = [node for member, node in live_members(view) if node.record.life > member.life]
-    told = [node.record.reached for node in ended if node.record.reached is not None]
-    place = max((each for each in told if each.round == current.number), key=lambda each: each.step, default=None)
+    reached = [node.record.reached for node in ended if node.record.reached is not None]
+    place = max((each for each in reached if each.round == current.number), key=lambda each: each.step, default=None)
     culprits = {node.id for node in ended if node.record.ended_by is Cause.WORKER_LOST}
     if current.state is RoundState.DRAINING or place is None or not culprits or len(ended) < len(current.members):
         return before

@@ -1,7 +1,7 @@
-"""What nodes tell about their workers through the store: how each rank is, and what they have counted.
+"""What nodes publish about their workers: how each rank is, and what they have counted.
 
 A node's document is written every few seconds and stays when the node goes: its counters belong to the run. Whether the
-node is there is told by its leased key (``nodes/<node>``) alone.
+node is there shows in its leased key (``nodes/<node>``) alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RankHealth(RankGauges):
     phase_s: float
     """How long it has been in it."""
     still_s: float
-    """How long it has not got on."""
+    """Seconds without progress."""
     device: str = "cpu"
     waits: bool = False
     """Whether it waits for other ranks."""
@@ -113,7 +113,7 @@ class Incident(Document):
     """
 
     wall: float
-    """When it began (Unix time of the node that tells)."""
+    """When it began (Unix time of the node that reports it)."""
     by: str
     cause: Cause | None = None
     kind: str = "round"

@@ -13,17 +13,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_trainer.membership.documents import Ghost, RoundDocument, RoundState
-from elastic_trainer.store.api import KeyValue
+from elastic_trainer.store.api import KeyValue, Order, Read, prefix_end
 from elastic_trainer.store.keys import RunKeys
 
 SENIORS = 3
 """The decider and its deputies."""
 STRAYS = 32
-"""So many keys among the oldest may be of no node, and cost no time."""
+"""Keys of no node among the oldest that are read in the same request."""
 HEIR_PATIENCE_S = 1.0
-"""For so long a round may be over before those next in line watch the nodes beside the deciders."""
+"""Seconds after the end of a round at which those next in line watch the nodes beside the deciders."""
 CROWD = 16
-"""Up to so many nodes it does not matter who watches them, so nobody stops."""
+"""Up to this many nodes it does not matter who watches them, so nobody stops."""
 LONGEST_PATIENCE = 8
 
 
@@ -31,7 +31,7 @@ LONGEST_PATIENCE = 8
 class Plan:
     """What a node that follows the round alone does ``after_s`` seconds of silence.
 
-    ``places``: ask the store for so many of the oldest nodes, and watch the nodes if this one is among them; None:
+    ``places``: ask the store for this many of the oldest nodes, and watch the nodes if this one is among them; None:
     watch them without asking.
     """
 
@@ -45,7 +45,7 @@ def plan(
     """What ``node`` does if ``document`` stays as it is.
 
     ``asked``: how often it has asked since the document or its own key last changed, ``asked_at_s``: how many seconds
-    after that it did so last. ``patience_s``: after so long the leases of dead nodes have ended.
+    after that it did so last. ``patience_s``: seconds until the leases of dead nodes have ended.
     """
     if document is not None and document.state is RoundState.CLOSED:
         return Plan(math.inf, None)
@@ -66,6 +66,12 @@ def elders(document: RoundDocument | None, create_revision: int) -> int:
     """How many members of the round are more senior."""
     members = document.members if document is not None else ()
     return sum(member.create_revision < create_revision for member in members)
+
+
+def oldest_keys(keys: RunKeys, count: int) -> Read:
+    """The ``count`` oldest keys of nodes, the oldest first; keys of no node among them cost no second request."""
+    end = prefix_end(keys.nodes)
+    return Read(keys.nodes, end, limit=count + STRAYS, order=Order.CREATE_REVISION, keys_only=True)
 
 
 def first_names(keys: Iterable[tuple[str, KeyValue]], ghosts: Iterable[Ghost], places: int) -> list[str]:

@@ -29,7 +29,6 @@ from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeVie
 from elastic_trainer.membership.core import LOOK_AGAIN_S, Core
 from elastic_trainer.membership.documents import (
     DocumentError,
-    Ghost,
     NodeRecord,
     RoundDocument,
     RoundMember,
@@ -52,15 +51,22 @@ from elastic_trainer.membership.effects import (
     ShowAgain,
     Tell,
 )
-from elastic_trainer.membership.leader_priority import STRAYS, first_names, written_by_nodes
+from elastic_trainer.membership.leader_priority import first_names, oldest_keys, written_by_nodes
 from elastic_trainer.membership.outlook import LEASE_SLACK_S
 from elastic_trainer.membership.presence import Presence, refuses
 from elastic_trainer.membership.probe import PROBE_TIMEOUT_S
 from elastic_trainer.membership.roll_call import RollCall, named, roll_call
-from elastic_trainer.membership.round_write import ATTEMPT_S, Author, RoundFailure, breaking, is_on, round_write
+from elastic_trainer.membership.round_write import (
+    ATTEMPT_S,
+    Author,
+    RoundFailure,
+    breaking,
+    free_again,
+    is_on,
+    round_write,
+)
 from elastic_trainer.membership.view import Observation, RunView
-from elastic_trainer.model import Cause
-from elastic_trainer.store.api import Order, Read, Store
+from elastic_trainer.store.api import Read, Store
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.logs import logger
 
@@ -74,7 +80,7 @@ LONGEST_REST_S = 0.2
 
 
 class Member:
-    """The node of ``presence`` in the run of ``keys``. ``probe(host, port, timeout_s)`` finds dead agents."""
+    """The node of ``presence`` in the run of ``keys``."""
 
     def __init__(
         self,
@@ -82,12 +88,10 @@ class Member:
         keys: RunKeys,
         presence: Presence,
         limits: Limits,
-        *,
-        probe: Callable[[str, int, float], bool] = refuses,
         clock: Clock = SYSTEM,
     ) -> None:
-        self._store, self._keys, self._limits, self._clock = store, keys, limits, clock
-        self._presence, self._probe = presence, probe
+        self._store, self._keys, self.limits, self._clock = store, keys, limits, clock
+        self._presence = presence
         self._view = RunView(keys)
         self._core = Core(presence.node_id, limits, presence.ttl_s + LEASE_SLACK_S, random.SystemRandom())
         self._answers: list[Event] = []
@@ -98,7 +102,6 @@ class Member:
 
     @property
     def node_id(self) -> str:
-        """This node's name."""
         return self._presence.node_id
 
     def on_round(self, listener: Callable[[RoundDocument], None]) -> None:
@@ -140,35 +143,26 @@ class Member:
 
     def record(self) -> NodeRecord:
         """What this node shows of itself."""
-        return self._presence.record
+        if self._presence.key.record is None:
+            raise RuntimeError("nothing has been announced yet")
+        return self._presence.key.record
 
     def is_mine(self, member: RoundMember | None) -> bool:
         """Whether ``member`` means the present life of this node."""
-        return self._presence.is_mine(member)
+        return self._presence.key.is_mine(member)
 
-    def break_round(
-        self,
-        number: int,
-        reason: str,
-        deadline: Deadline,
-        *,
-        worker_failed: bool = False,
-        cause: Cause | None = None,
-        record: NodeRecord | None = None,
-        suspects: tuple[Ghost, ...] = (),
-    ) -> None:
-        """Mark round ``number`` broken if it is still on; waits out an outage of the store.
+    def break_round(self, failure: RoundFailure, deadline: Deadline, record: NodeRecord | None = None) -> None:
+        """Break the round of ``failure`` if it is still on; waits out an outage of the store.
 
-        With ``record`` this node's key is changed in the same write. ``suspects`` are not waited for.
+        With ``record`` this node's key is changed in the same write.
         """
-        failure = RoundFailure(number, reason, worker_failed, cause, suspects)
         while not deadline.expired:
             seen = self._view.look()
-            document = breaking(seen.round, failure, self._limits)
+            document = breaking(seen.round, failure, self.limits)
             if document is None:
                 return
             try:
-                if self._commit(document, reason, seen, min(ATTEMPT_S, deadline.remaining_s()), record):
+                if self._commit(document, failure.reason, seen, min(ATTEMPT_S, deadline.remaining_s()), record):
                     return
             except StoreUnavailableError as error:
                 logger().debug("decision.postponed", error=str(error))
@@ -176,11 +170,11 @@ class Member:
 
     def create_revision(self) -> int:
         """Which key of this node is meant: 0 before it is shown."""
-        return self._presence.create_revision
+        return self._presence.key.create_revision
 
     def shown(self) -> NodeRecord | None:
         """What this node's key is known to hold; None before it is shown, and after it was lost."""
-        return self._presence.shown
+        return self._presence.key.shown
 
     def await_round(self, join_timeout_s: float) -> RoundDocument:
         """Wait for an active round that this life of the node is part of.
@@ -198,7 +192,8 @@ class Member:
             if current is not None and self.is_mine(current.member(self.node_id)):
                 if active:
                     return current
-                self._pass_over(current.number, join_timeout_s)
+                if (record := free_again(self.record(), current.number)) is not None:  # else all would wait for it
+                    self.announce(record, Deadline.after(join_timeout_s, self._clock))
             if active and self._has_live_members(seen):
                 idle_since = self._clock.monotonic()
             left = idle_since + join_timeout_s - self._clock.monotonic()
@@ -216,13 +211,6 @@ class Member:
             if seen.round is not None and not is_on(seen.round, number):
                 return
             self._view.wait_change(seen.serial, min(deadline.remaining_s(), LOOK_AGAIN_S))
-
-    def _pass_over(self, number: int, limit_s: float) -> None:
-        """Round ``number`` was over before this node saw it: be free for the next one, else all would wait for it."""
-        record = self.record()
-        if record.reported <= number:
-            free = {"acknowledged": number + 1, "reported": number + 1, "planned": True, "cause": ""}
-            self.announce(record.model_copy(update=free), Deadline.after(limit_s, self._clock))
 
     def await_end(self, number: int, outage_limit_s: float) -> RoundDocument | None:
         """After this node is done: wait until the run is closed or round ``number`` is over.
@@ -280,7 +268,8 @@ class Member:
             self._answers.append(event)
 
     def _looked(self, seen: Observation) -> Looked:
-        return Looked(seen, self._presence.create_revision, self._presence.senior, self._presence.away)
+        key = self._presence.key
+        return Looked(seen, key.create_revision, key.senior, key.away)
 
     def _perform(self, effect: Effect) -> None:
         """Do it, and keep how it ended for the next step."""
@@ -320,15 +309,9 @@ class Member:
         return True
 
     def _oldest(self, effect: AskOldest) -> Oldest:
-        ghosts = effect.document.ghosts if effect.document is not None else ()
-        found = self._store.range(
-            self._keys.nodes,
-            Deadline.after(ASK_LIMIT_S, self._clock),
-            limit=effect.places + len(ghosts) + STRAYS,
-            order=Order.CREATE_REVISION,
-            keys_only=True,
-        )
-        return Oldest(tuple(first_names(written_by_nodes(found.items, self._keys), ghosts, effect.places)))
+        wanted = oldest_keys(self._keys, effect.places + len(effect.ghosts))
+        found = self._store.transact([], [wanted], deadline=Deadline.after(ASK_LIMIT_S, self._clock)).reads[0]
+        return Oldest(tuple(first_names(written_by_nodes(found.items, self._keys), effect.ghosts, effect.places)))
 
     def _start_probes(self, effect: Probe) -> None:
         for node in effect.nodes:
@@ -337,7 +320,7 @@ class Member:
     def _probe_one(self, node: NodeView) -> None:
         dead = False
         try:
-            dead = self._probe(node.record.address, node.record.probe_port, PROBE_TIMEOUT_S)
+            dead = refuses(node.record.address, node.record.probe_port, PROBE_TIMEOUT_S)
         finally:
             self._answer(Probed(node.id, node.mod_revision, dead))
         if dead:
@@ -356,7 +339,7 @@ class Member:
         self, document: RoundDocument, reason: str, seen: Observation, limit_s: float, record: NodeRecord | None = None
     ) -> bool:
         """Write the round document; False if somebody was faster or this node's key is gone."""
-        author = Author(self._keys, self.node_id, self._presence.create_revision)
+        author = Author(self._keys, self.node_id, self._presence.key.create_revision)
         with self._presence.writing(record) if record is not None else nullcontext() as put:
             more = [put] if put is not None else []
             write = round_write(author, document, seen.round_revision, self._clock.wall(), *more, limit_s=limit_s)
@@ -375,7 +358,6 @@ class Member:
         return result.succeeded
 
     def join_timeout(self, join_timeout_s: float) -> JoinTimeoutError:
-        """The error of a node that has waited ``join_timeout_s`` seconds in vain."""
         return self._join_timeout(join_timeout_s, self._roll_call(self._view.look()))
 
     def _roll_call(self, seen: Observation) -> RollCall:
@@ -384,11 +366,11 @@ class Member:
         return RollCall(named(sorted(seen.nodes)), self._has_live_members(seen))
 
     def _has_live_members(self, seen: Observation) -> bool:
-        view = ClusterView(self.node_id, seen.nodes, seen.round, self._limits, Sightings(), nonce="")
+        view = ClusterView(self.node_id, seen.nodes, seen.round, self.limits, Sightings(), nonce="")
         return bool(live_members(view))
 
     def _join_timeout(self, join_timeout_s: float, roll: RollCall) -> JoinTimeoutError:
-        least = self._limits.min_nodes
+        least = self.limits.min_nodes
         return JoinTimeoutError(
             f"fewer than {least} nodes were ready within {join_timeout_s:g} s (present: {roll.present})",
             hint="start more nodes, lower the minimum of --nnodes, or raise --rdzv-conf join_timeout",

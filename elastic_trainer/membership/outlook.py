@@ -56,7 +56,7 @@ class Outlook:
             return None, left
         if due.places is None:
             return Follow(nodes=True, reason="the round is over and nothing happens"), math.inf
-        return AskOldest(due.places, seen.round), 0.0
+        return AskOldest(due.places, seen.round.ghosts if seen.round is not None else ()), 0.0
 
     def _narrow(self, look: Looked, now: float) -> Turn:
         """Leave the nodes to more senior ones, when that has been possible for a while."""

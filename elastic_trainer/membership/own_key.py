@@ -14,19 +14,17 @@ from elastic_trainer.clock import Clock, Deadline
 from elastic_trainer.errors import ConfigError, LeaseLostError, StoreUnavailableError, TransientError
 from elastic_trainer.membership.documents import DocumentError, NodeRecord, RoundMember
 from elastic_trainer.membership.effects import Knock, Pause, Renew, Request, Steps, Transaction
-from elastic_trainer.membership.leader_priority import SENIORS, STRAYS, written_by_nodes
+from elastic_trainer.membership.leader_priority import SENIORS, oldest_keys, written_by_nodes
 from elastic_trainer.store.api import (
     Compare,
     Delete,
     KeyValue,
     Operation,
-    Order,
     Put,
     Read,
     Snapshot,
     TransactionResult,
     absent,
-    prefix_end,
     unchanged,
 )
 from elastic_trainer.store.keys import RunKeys
@@ -38,32 +36,22 @@ AGAIN_S: Final = 0.1
 class LostFlag(Protocol):
     """Whether a lease is gone."""
 
-    def is_set(self) -> bool:
-        """Whether it is."""
-        ...
+    def is_set(self) -> bool: ...
 
-    def set(self) -> None:
-        """It is."""
-        ...
+    def set(self) -> None: ...
 
 
 class HeldLease(Protocol):
     """The lease that the key is bound to."""
 
     @property
-    def lease_id(self) -> int:
-        """The present lease."""
-        ...
+    def lease_id(self) -> int: ...
 
     @property
-    def ttl_s(self) -> float:
-        """How long it lasts without a refresh."""
-        ...
+    def ttl_s(self) -> float: ...
 
     @property
-    def lost(self) -> LostFlag:
-        """Whether the present lease is gone."""
-        ...
+    def lost(self) -> LostFlag: ...
 
 
 class OwnKey:
@@ -72,9 +60,7 @@ class OwnKey:
     def __init__(self, keys: RunKeys, node_id: str, lease: HeldLease, clock: Clock) -> None:
         self._keys, self._lease, self._clock = keys, lease, clock
         self._key = keys.node(node_id)
-        self._oldest = Read(
-            keys.nodes, prefix_end(keys.nodes), limit=SENIORS + STRAYS, order=Order.CREATE_REVISION, keys_only=True
-        )
+        self._oldest = oldest_keys(keys, SENIORS)
         self.node_id = node_id
         self.create_revision = 0
         self.senior = False

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError
-from elastic_trainer.membership.documents import NodeRecord, RoundMember
+from elastic_trainer.membership.documents import NodeRecord
 from elastic_trainer.membership.effects import Knock, Pause, Renew, Request, Steps, Transaction
 from elastic_trainer.membership.own_key import OwnKey
 from elastic_trainer.store.api import Put, Store, TransactionResult
@@ -26,85 +26,49 @@ KNOCK_LIMIT_S = 0.2
 
 
 class Presence:
-    """The key of ``node_id``; ``create_revision`` is 0 until it is shown."""
+    """Shows the ``key`` of ``node_id``."""
 
     def __init__(self, store: Store, keys: RunKeys, node_id: str, session: LeaseSession, clock: Clock = SYSTEM) -> None:
         self._store, self._session, self._clock = store, session, clock
-        self._key = OwnKey(keys, node_id, session, clock)
+        self.key = OwnKey(keys, node_id, session, clock)
         self._lock = threading.RLock()
         self.node_id = node_id
-
-    @property
-    def create_revision(self) -> int:
-        """Which key of this node is meant."""
-        return self._key.create_revision
-
-    @property
-    def senior(self) -> bool:
-        """Whether it was among the most senior nodes when its key was created."""
-        return self._key.senior
-
-    @property
-    def record(self) -> NodeRecord:
-        """What is, or is to be, shown."""
-        if self._key.record is None:
-            raise RuntimeError("nothing has been announced yet")
-        return self._key.record
-
-    @property
-    def shown(self) -> NodeRecord | None:
-        """What the key is known to hold; None before it is shown, while it may be gone, or hold what was sent last."""
-        return self._key.shown
 
     @property
     def ttl_s(self) -> float:
         """How long the key stays after its owner has fallen silent."""
         return self._session.ttl_s
 
-    @property
-    def lost(self) -> bool:
-        """Whether the store has ended the lease, and with it the key."""
-        return self._key.lost
-
-    @property
-    def away(self) -> bool:
-        """Whether the key is to be shown (again): its lease has ended, or no write of it is known to have worked."""
-        return self._key.away
-
-    def is_mine(self, member: RoundMember | None) -> bool:
-        """Whether ``member`` of a round means the present life of this node."""
-        return self._key.is_mine(member)
-
     @contextmanager
     def writing(self, record: NodeRecord) -> Iterator[Put]:
         """Around a transaction that shows ``record`` with the round: no other thread writes the key meanwhile."""
         with self._lock:
-            self._key.written = None
-            yield self._key.put(record)
+            self.key.written = None
+            yield self.key.put(record)
 
     def wrote(self, record: NodeRecord, revision: int) -> None:
         """Such a transaction went through, as ``revision`` of the store."""
         with self._lock:
-            self._key.wrote(record, revision)
+            self.key.wrote(record, revision)
 
     def show(self, record: NodeRecord, deadline: Deadline) -> None:
         """Write ``record``; repeats over an outage of the store until ``deadline``."""
-        self._perform(self._key.showing(record, deadline))
+        self._perform(self.key.showing(record, deadline))
 
     def return_from_loss(self, deadline: Deadline) -> None:
         """After the lease was lost: show the same record as a new incarnation; once more if that remained unknown."""
-        was_away = self.away
-        self._perform(self._key.returning(deadline))
+        was_away = self.key.away
+        self._perform(self.key.returning(deadline))
         if was_away:
-            logger().warning("node.returned", node=self.node_id, create_revision=self.create_revision)
+            logger().warning("node.returned", node=self.node_id, create_revision=self.key.create_revision)
 
     def show_again(self, deadline: Deadline) -> None:
         """Write what is shown once more: the store may hold an older record than it was given."""
-        self._perform(self._key.showing_again(deadline))
+        self._perform(self.key.showing_again(deadline))
 
     def close(self) -> None:
         """Take the key away; an unreachable store will do it when the lease ends."""
-        self._session.close(revoke=True)
+        self._session.close()
 
     def _perform(self, steps: Steps) -> None:
         """Give ``steps`` the answers to its requests, holding the key but for pauses that are shared."""

@@ -33,7 +33,6 @@ class Doubts:
         )
 
     def heard(self, answer: Probed) -> None:
-        """A probe has ended."""
         self._asking -= 1
         if answer.dead:
             self._dead.add((answer.node, answer.mod_revision))

@@ -15,14 +15,14 @@ from elastic_trainer.membership.leader_priority import SENIORS
 from elastic_trainer.membership.rules import Action, Decision
 
 OTHERS_AFTER_S = 2.0
-"""So long the first members of the round have to put it back, before all others try as well."""
+"""Seconds that the first members of the round have to put it back, before all others try as well."""
 
 STATE_ORDER = {RoundState.ACTIVE: 0, RoundState.DRAINING: 1, RoundState.BROKEN: 2, RoundState.CLOSED: 3}
 """In which order a round can have its states."""
 
 
 def position(document: RoundDocument | None) -> tuple[int, int, int]:
-    """How far a run is by its round document; that never gets less while the store keeps what it was told."""
+    """How far a run is by its round document; that never gets less while the store keeps what was written."""
     if document is None:
         return (0, -1, 0)
     return (document.epoch, document.number, STATE_ORDER[document.state])
@@ -49,7 +49,6 @@ class RollbackGuard:
 
     @property
     def behind(self) -> bool:
-        """Whether the store is behind what this node has seen."""
         return self.behind_since is not None
 
     def decide(self, me: str, seen: RoundDocument | None, now: float) -> Decision:

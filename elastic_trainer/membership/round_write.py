@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.composition import broken
-from elastic_trainer.membership.documents import Ghost, JournalEntry, RoundDocument, RoundState
+from elastic_trainer.membership.documents import Ghost, JournalEntry, NodeRecord, RoundDocument, RoundState
 from elastic_trainer.membership.effects import Transaction
 from elastic_trainer.membership.rollback_guard import STATE_ORDER
 from elastic_trainer.model import Cause, RecoveryMode
@@ -93,5 +93,12 @@ def is_on(current: RoundDocument, number: int) -> bool:
     """Whether round ``number`` is in effect, or about to be."""
     if current.state is RoundState.ACTIVE:
         return current.number == number
-    following = current.next.number if current.next is not None else current.number
-    return current.state is RoundState.DRAINING and current.number <= number <= following
+    return current.state is RoundState.DRAINING and current.number <= number <= current.last_number
+
+
+def free_again(record: NodeRecord, number: int) -> NodeRecord | None:
+    """What a restarted node shows if round ``number`` was over before it saw it; None if it shows that already."""
+    if record.reported > number:
+        return None
+    free = {"acknowledged": number + 1, "reported": number + 1, "planned": True, "cause": ""}
+    return record.model_copy(update=free)

@@ -192,9 +192,7 @@ def _after_drain(view: ClusterView, current: RoundDocument, joining: list[str], 
     chosen = staying + [view.nodes[name] for name in joining]
     if not staying or len(chosen) < view.limits.min_nodes:
         return None  # the state must be made durable before the last who hold it in memory are gone
-    return compose(
-        view, chosen, reason, last_step=current.last_step, failures=current.failures, stalled=current.stalled
-    )
+    return compose(view, chosen, reason, FailureBudget(current.last_step, current.failures, current.stalled))
 
 
 def _switching(view: ClusterView, current: RoundDocument, planned: RoundDocument) -> Decision:
@@ -286,10 +284,7 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
         view,
         ready,
         reason,
-        last_step=tally.step,
-        failures=tally.failures,
-        stalled=tally.stalled,
-        culprits=tally.culprits,
+        tally,
         left_out=absent.id if absent is not None else None,
         cause=cause,
     )
@@ -366,5 +361,5 @@ def _head_has_finished(view: ClusterView, current: RoundDocument) -> bool:
     return head is not None and head.record.state is NodeState.DONE
 
 
-def _form(view: ClusterView, ready: list[NodeView], reason: str, cause: Cause | None = None) -> Decision:
-    return Decision(Action.FORM, reason, compose(view, ready[: view.limits.max_nodes], reason, cause=cause))
+def _form(view: ClusterView, ready: list[NodeView], reason: str) -> Decision:
+    return Decision(Action.FORM, reason, compose(view, ready[: view.limits.max_nodes], reason))

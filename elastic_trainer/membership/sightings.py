@@ -16,7 +16,6 @@ class Tracker:
     round_revision: int = -1
 
     def advance(self, view: ClusterView, round_revision: int, now: float) -> Tracker:
-        """The tracker after ``view`` was seen at ``now`` (monotonic seconds)."""
         before = self.sightings
         ready = candidates(view)
         names = frozenset((node.id, node.create_revision, node.record.life) for node in ready)

@@ -1,6 +1,6 @@
 """Which ranks compute much longer than the others. Pure.
 
-All ranks wait for the slowest at each step, so step times are alike and only the time without that wait tells.
+All ranks wait for the slowest at each step, so step times are alike and only the time without that wait differs.
 """
 
 from __future__ import annotations
@@ -32,18 +32,16 @@ class Stragglers:
         return compute_s / self.median_s if self.median_s and compute_s > 0 else None
 
 
-def find_stragglers(
-    compute_s: Mapping[int, float], *, ratio: float = RATIO, least_excess_s: float = LEAST_EXCESS_S
-) -> Stragglers:
+def find_stragglers(compute_s: Mapping[int, float]) -> Stragglers:
     """The ranks whose ``compute_s`` (seconds of a step without the wait for others; 0: not known) stands out."""
     known = {rank: seconds for rank, seconds in compute_s.items() if seconds > 0}
     if len(known) < LEAST_RANKS:
         return Stragglers(frozenset(), None, f"{len(known)} ranks are known, {LEAST_RANKS} are needed")
     middle = median(known.values())
-    limit = max(ratio * middle, middle + least_excess_s)
+    limit = max(RATIO * middle, middle + LEAST_EXCESS_S)
     slow = frozenset(rank for rank, seconds in known.items() if seconds > limit)
     if not slow:
         return Stragglers(slow, middle, "all ranks compute about equally long")
     worst = max(slow, key=lambda rank: known[rank])
-    told = f"rank {worst} computes {known[worst]:.3g} s a step, the median is {middle:.3g} s"
-    return Stragglers(slow, middle, told + (f" ({len(slow)} ranks are slow)" if len(slow) > 1 else ""))
+    reason = f"rank {worst} computes {known[worst]:.3g} s a step, the median is {middle:.3g} s"
+    return Stragglers(slow, middle, reason + (f" ({len(slow)} ranks are slow)" if len(slow) > 1 else ""))

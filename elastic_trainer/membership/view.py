@@ -64,7 +64,6 @@ class Feed:
         self._watch: Watch | None = None
 
     def begin(self, store: Store) -> None:
-        """Start the watch."""
         if self.follows_nodes:
             self._watch = store.watch(self._keys.root, self)
         else:
@@ -76,7 +75,6 @@ class Feed:
             self._watch.close()
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
-        """Replace everything."""
         with self._lock:
             self.reloads += self.loaded
             self.nodes.clear()
@@ -87,7 +85,6 @@ class Feed:
             self._moved(self)
 
     def on_events(self, events: Sequence[WatchEvent]) -> None:
-        """Apply changes in order."""
         with self._lock:
             for event in events:
                 if event.kind is EventKind.PUT:
@@ -98,7 +95,6 @@ class Feed:
             self._moved(self)
 
     def on_connected(self, connected: bool) -> None:
-        """Note that the stream is down or up."""
         with self._lock:
             self.connected = connected
             self._moved(self)
@@ -157,7 +153,6 @@ class RunView:
             feed.end()
 
     def close(self) -> None:
-        """Close all watches."""
         with self.changed:
             self._retired += [self._shown, *([self._next] if self._next is not None else [])]
         self.tidy()
@@ -174,7 +169,6 @@ class RunView:
                 self._bump()
 
     def look(self) -> Observation:
-        """The present state."""
         with self.changed:
             shown = self._shown
             return Observation(
@@ -195,12 +189,10 @@ class RunView:
             self.changed.wait_for(lambda: self._serial != serial, timeout=max(0.0, timeout_s))
 
     def wait_loaded(self, timeout_s: float) -> bool:
-        """Wait for the first snapshot."""
         with self.changed:
             return self.changed.wait_for(lambda: self._shown.loaded, timeout=timeout_s)
 
     def wake(self) -> None:
-        """Make waiters look again."""
         with self.changed:
             self._bump()
 

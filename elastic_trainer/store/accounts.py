@@ -49,12 +49,11 @@ class Accounts:
         return {name: tuple(self._ask("UserGet", self._rpc.AuthUserGetRequest(name=name)).roles) for name in names}
 
     def roles(self) -> dict[str, frozenset[Right]]:
-        """The rights of each role. (Of ``root`` etcd tells none: it has all.)"""
+        """The rights of each role. (Of ``root`` etcd lists none: it has all.)"""
         names = self._ask("RoleList", self._rpc.AuthRoleListRequest()).roles
         return {name: self._rights(name) for name in names}
 
     def add_user(self, name: str, password: str) -> None:
-        """Add one without roles."""
         self._ask("UserAdd", self._rpc.AuthUserAddRequest(name=name, password=password))
 
     def set_password(self, name: str, password: str) -> None:
@@ -62,7 +61,6 @@ class Accounts:
         self._ask("UserChangePassword", self._rpc.AuthUserChangePasswordRequest(name=name, password=password))
 
     def give_role(self, user: str, role: str) -> None:
-        """Let ``user`` have ``role``."""
         self._ask("UserGrantRole", self._rpc.AuthUserGrantRoleRequest(user=user, role=role))
 
     def remove_user(self, name: str) -> None:
@@ -70,7 +68,6 @@ class Accounts:
         self._ask("UserDelete", self._rpc.AuthUserDeleteRequest(name=name))
 
     def add_role(self, name: str) -> None:
-        """Add one without rights."""
         self._ask("RoleAdd", self._rpc.AuthRoleAddRequest(name=name))
 
     def remove_role(self, name: str) -> None:
@@ -78,7 +75,6 @@ class Accounts:
         self._ask("RoleDelete", self._rpc.AuthRoleDeleteRequest(role=name))
 
     def give_right(self, role: str, right: Right) -> None:
-        """Add ``right`` to ``role``."""
         permission = self._rpc.auth_pb2.Permission(
             permType=_READWRITE if right.write else _READ, key=right.key.encode(), range_end=right.range_end.encode()
         )

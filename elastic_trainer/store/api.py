@@ -157,7 +157,7 @@ class WatchListener(Protocol):
         ...
 
     def on_connected(self, connected: bool) -> None:
-        """The stream was lost, or works again (told once for each change, and once at the start).
+        """The stream was lost, or works again (once for each change, and once at the start).
 
         It comes before the first snapshot; if the store cannot be reached at the start, with False.
         """

@@ -110,8 +110,8 @@ def _raise_if_hopeless(findings: Sequence[StoreFault], error: StoreUnavailableEr
 
 
 def _message(findings: Sequence[StoreFault], error: StoreUnavailableError) -> str:
-    told = "; ".join(dict.fromkeys(finding.text for finding in findings))
-    return f"cannot use the store: {told}"
+    reasons = "; ".join(dict.fromkeys(finding.text for finding in findings))
+    return f"cannot use the store: {reasons}"
 
 
 def _hint(findings: Sequence[StoreFault]) -> str:

@@ -52,7 +52,6 @@ class StoreConnection:
         return self._wire.rpc
 
     def close(self) -> None:
-        """End the connection and all calls on it."""
         self.closed.set()
         with self._lock:
             self._wire.close()

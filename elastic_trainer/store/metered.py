@@ -65,7 +65,7 @@ class MeteredStore:
             self.last_success_wall = self._clock.wall()
 
     def _note_write(self, error: TransientError | None) -> None:
-        """A write was taken, or failed with ``error``; told once each time that this changes, and for each new reason:
+        """A write was taken, or failed with ``error``; logged when this changes, and for each new reason:
         a full etcd's first refusal may have come out as one whose time was over."""
         text = "" if error is None else str(error)
         with self._lock:

@@ -70,5 +70,4 @@ class RetryBackoff:
         return step * random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
-        """It worked: begin with short pauses again."""
         self.failures = 0

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 LONGEST_TEXT = 4000
 """Characters of one text; the longest that this package writes is the reason of a round."""
 MOST_BYTES = 8 << 20
-"""etcd takes 1.5 MiB unless told otherwise."""
+"""etcd's default limit of a request is 1.5 MiB."""
 _LARGEST = 2**63 - 1
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What moves a cursor, begins an escape sequence or a line, or turns the direction of writing."""

@@ -152,7 +152,7 @@ class WatchLoop:
         _raise_if_refused(created)
         first = self._seen.revision == 0
         if first or not self._seen.precedes(created.now):
-            # Behind us: either the store was wiped, or this member lags. A linearizable read tells.
+            # Behind us: either the store was wiped, or this member lags. A linearizable read shows it.
             reading = stream.read()
             if first:
                 self._restart_at(reading)

@@ -38,7 +38,7 @@ _DESCRIPTORS = 4
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a template is told when it starts."""
+    """What a template gets when it starts."""
 
     preload: Sequence[str]
     without: Sequence[str]
@@ -234,8 +234,8 @@ def main() -> None:
     """``python -c "from ... import main; main()" DESCRIPTOR``: serve, and in a fork run its program."""
     link = socket.socket(fileno=int(sys.argv[1]))
     link.set_inheritable(False)
-    told, _ = receive(link)
-    start = Start(**{**told, "facts": Facts(**told["facts"])})
+    values, _ = receive(link)
+    start = Start(**{**values, "facts": Facts(**values["facts"])})
     _die_with(start.owner)
     if not sys.flags.safe_path:
         del sys.path[0]  # the working directory: a program has its own entry there

@@ -28,6 +28,7 @@ from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, Spec
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.presence import Presence
+from elastic_trainer.membership.round_write import RoundFailure
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect_checked
 from elastic_trainer.store.api import (
@@ -219,7 +220,7 @@ class SimulatedNode:
     def fail_workers(self) -> None:
         """What an agent does when its workers' collective fails."""
         if self._member is not None and self.agreed is not None:
-            self._member.break_round(self.agreed.number, f"workers of {self.name} lost a peer", soon())
+            self._member.break_round(RoundFailure(self.agreed.number, f"workers of {self.name} lost a peer"), soon())
 
     @property
     def follows_nodes(self) -> bool:

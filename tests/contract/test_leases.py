@@ -9,7 +9,7 @@ import pytest
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import LeaseLostError
 from elastic_trainer.store.api import EventKind, Put, Store
-from elastic_trainer.store.session import LeaseSession, SessionListener
+from elastic_trainer.store.session import LeaseSession
 from tests.contract.worlds import World
 from tests.support.listeners import LIMIT_S, Recorder
 
@@ -74,31 +74,19 @@ def test_a_session_keeps_its_lease_beyond_the_ttl(store: Store, world: World) ->
     store.transact([], [Put(world.prefix + "node", b"", session.lease_id)], deadline=soon())
     assert not pause(session.ttl_s + 2.0, session.lost)  # one that is not kept is gone 1 s after its TTL
     assert store.get(world.prefix + "node", soon()).first is not None
-    assert not session.suspect
-    session.close(soon())
+    session.close()
     assert store.get(world.prefix + "node", soon()).first is None
     assert not session.lost.is_set()
     assert "lease-keeper" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_session_can_leave_its_lease_behind(store: Store, world: World) -> None:
-    """Without revocation keys stay until the lease ends by itself."""
-    session = LeaseSession(store, 60.0, soon())
-    store.transact([], [Put(world.prefix + "node", b"", session.lease_id)], deadline=soon())
-    session.close(revoke=False)
-    assert store.get(world.prefix + "node", soon()).first is not None
-    store.revoke(session.lease_id, soon())
-
-
 def test_a_revoked_lease_is_noticed_and_renewed(store: Store, world: World) -> None:
-    """Losing the lease sets ``lost`` and calls back once; renewal is a new lease with an event of its own."""
-    told = threading.Semaphore(0)
-    session = LeaseSession(store, HELD_S, soon(), listener=SessionListener(on_lost=told.release))
+    """Losing the lease sets ``lost``; renewal is a new lease with an event of its own."""
+    session = LeaseSession(store, HELD_S, soon())
     first, lost = session.lease_id, session.lost
     assert session.renew(soon()) == first, "a living lease is not renewed"
     world.client().revoke(first, soon())
     assert lost.wait(LIMIT_S)
-    assert told.acquire(timeout=LIMIT_S)
     second = session.renew(soon())
     assert second == session.lease_id != first
     assert lost.is_set()
@@ -106,4 +94,3 @@ def test_a_revoked_lease_is_noticed_and_renewed(store: Store, world: World) -> N
     assert not pause(session.ttl_s + 2.0, session.lost), "the new lease is kept alive"
     assert store.keep_alive(second, soon()) > 0
     session.close()
-    assert not told.acquire(timeout=0)

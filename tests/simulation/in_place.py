@@ -64,11 +64,13 @@ class InPlace(Agent):
         self.life += 1
         self._ended = True
         if current is not None and taking_part:
-            self._acknowledged = max(self._acknowledged, _last(current) + 1)
+            self._acknowledged = max(self._acknowledged, current.last_number + 1)
         self._new_worker()
         cause = "its worker was lost"
         if current is not None and taking_part:
-            self._break_round(RoundFailure(_last(current), f"{self.name}: {cause}", True, Cause.WORKER_LOST), cause)
+            self._break_round(
+                RoundFailure(current.last_number, f"{self.name}: {cause}", True, Cause.WORKER_LOST), cause
+            )
         else:
             self._publish(cause=cause, planned=False)
         self._warm_up()
@@ -80,11 +82,11 @@ class InPlace(Agent):
             return
         if not self.formed:
             self._found(unreachable)
-        on = current is not None and place.number in (current.number, _last(current))
+        on = current is not None and place.number in (current.number, current.last_number)
         if current is not None and on and current.state in (State.ACTIVE, State.DRAINING):
-            self._acknowledged = max(self._acknowledged, _last(current) + 1)
+            self._acknowledged = max(self._acknowledged, current.last_number + 1)
             reason = f"node {self.name} lost contact with a peer"
-            self._break_round(RoundFailure(_last(current), reason, False, Cause.CONTACT_LOST), "", planned=False)
+            self._break_round(RoundFailure(current.last_number, reason, False, Cause.CONTACT_LOST), "", planned=False)
         if self._over_heard >= place.number:
             self._worker_is_free_soon()
 
@@ -92,7 +94,7 @@ class InPlace(Agent):
         if self._document is not None and not self._ended:
             self._found(tuple(each.node for each in suspects))
             reason = "no answer from " + ", ".join(each.node for each in suspects)
-            self._break_round(RoundFailure(_last(self._document), reason, False, Cause.CONTACT_LOST, suspects), "")
+            self._break_round(RoundFailure(self._document.last_number, reason, False, Cause.CONTACT_LOST, suspects), "")
 
     def evict(self) -> None:
         self.evicted = True
@@ -114,7 +116,7 @@ class InPlace(Agent):
 
     def _hear_farewell(self) -> None:
         """Its worker has stopped by agreement: the node goes."""
-        number = _last(self._document) + 1 if self._document is not None else 0
+        number = self._document.last_number + 1 if self._document is not None else 0
         self._hear_ready(number, planned=True)
         self.soon(0.3, self._go)
 
@@ -314,8 +316,3 @@ class InPlace(Agent):
                 self._record = self._record or record
                 self._break = self._break or failure
                 yield 0.1
-
-
-def _last(document: RoundDocument) -> int:
-    """The newest round that ``document`` may have put into effect."""
-    return document.next.number if document.next is not None else document.number

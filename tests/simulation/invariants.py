@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
@@ -28,10 +28,13 @@ class Violation(AssertionError):
 
 
 class Invariants:
-    """Follows one run. A store that goes back begins a new history: revisions and numbers begin again from there."""
+    """Follows one run. A store that goes back begins a new history: revisions and numbers begin again from there.
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    ``created(name)`` is the create-revision of the node's key in the store now; 0 if there is none.
+    """
+
+    def __init__(self, limits: Limits, created: Callable[[str], int]) -> None:
+        self._limits, self._created = limits, created
         self._entered: dict[str, int] = {}
         self._former: set[str] = set()
         """Rounds of the store as it was before it went back."""
@@ -85,6 +88,8 @@ class Invariants:
             raise Violation(WITHIN_LIMITS, f"round {document.number} has {len(document.members)} nodes")
         self._check_order(document)
         for member in document.members:
+            if self._went_back and self._created(member.node) != member.create_revision:
+                continue  # decided on what was seen before the restore: it means a key of the former history
             newest = self._incarnations.get(member.node, member.incarnation)
             if member.incarnation < newest:
                 raise Violation(NO_REPLACED, f"{member.node} as {member.incarnation} after {newest}")

@@ -34,12 +34,12 @@ from elastic_trainer.membership.effects import (
     Tell,
     Transaction,
 )
-from elastic_trainer.membership.leader_priority import STRAYS, first_names, written_by_nodes
+from elastic_trainer.membership.leader_priority import first_names, oldest_keys, written_by_nodes
 from elastic_trainer.membership.outlook import LEASE_SLACK_S
 from elastic_trainer.membership.own_key import ATTEMPT_S, OwnKey
 from elastic_trainer.membership.round_write import Author, RoundFailure
 from elastic_trainer.membership.view import Observation, RunView
-from elastic_trainer.store.api import Order, Read, Store, TransactionResult, prefix_end
+from elastic_trainer.store.api import Store, TransactionResult
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.session import REFRESHES_PER_TTL
 from tests.simulation.etcd import Etcd, Link, WatchStore
@@ -213,16 +213,9 @@ class SimNode:
         return True
 
     def _ask_oldest(self, effect: AskOldest) -> Process:
-        ghosts = effect.document.ghosts if effect.document is not None else ()
-        wanted = Read(
-            KEYS.nodes,
-            prefix_end(KEYS.nodes),
-            limit=effect.places + len(ghosts) + STRAYS,
-            order=Order.CREATE_REVISION,
-            keys_only=True,
-        )
+        wanted = oldest_keys(KEYS, effect.places + len(effect.ghosts))
         found = yield from self.etcd.request(self.link, lambda: self.etcd.perform(wanted), 2.0, write=False)
-        names = first_names(written_by_nodes(found, KEYS), ghosts, effect.places)
+        names = first_names(written_by_nodes(found, KEYS), effect.ghosts, effect.places)
         self._answers.append(Oldest(tuple(names)))
 
     def _start_probe(self, other: str, revision: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from elastic_trainer.errors import LeaseLostError, TransientError
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument
 from elastic_trainer.membership.documents import RoundState as State
-from elastic_trainer.membership.round_write import RoundFailure
+from elastic_trainer.membership.round_write import RoundFailure, free_again
 from elastic_trainer.model import Cause
 from tests.simulation.agents import Agent, Watcher
 from tests.simulation.loop import Process, Signal
@@ -91,10 +91,10 @@ class Restart(Agent):
                 if current.state is State.ACTIVE:
                     self._current = current
                     return True
-                record = self.node.key.record
-                if record is not None and record.reported <= current.number:
-                    number = current.number + 1
-                    yield from self._announce(**_same(record, acknowledged=number, reported=number, planned=True))
+                shown = self.node.key.record
+                record = free_again(shown, current.number) if shown is not None else None
+                if record is not None:
+                    yield from self._show(record)
             if self.node.view.look().serial == seen.serial:
                 yield self.node.changed, 1.0
 
@@ -104,8 +104,9 @@ class Restart(Agent):
             seen = self.node.view.look()
             if seen.round is not None and seen.round.state is State.CLOSED:
                 return self._go()
-            if self.done and self.node.key.record is not None and self.node.key.record.state is not NodeState.DONE:
-                yield from self._announce(**_same(self.node.key.record, state=NodeState.DONE, planned=True))
+            record = self.node.key.record
+            if self.done and record is not None and record.state is not NodeState.DONE:
+                yield from self._show(record.model_copy(update={"state": NodeState.DONE, "planned": True}))
             if self.node.view.look().serial == seen.serial and not self._failed:
                 yield self.node.changed, 1.0
         return True
@@ -117,7 +118,9 @@ class Restart(Agent):
 
     def _announce(self, **fields: Any) -> Process:
         shown = {"life": self.life, "identity": None, "reached": self.step, **fields}
-        record = self.base.model_copy(update=shown)
+        yield from self._show(self.base.model_copy(update=shown))
+
+    def _show(self, record: NodeRecord) -> Process:
         yield from self._until_done(lambda: self.node.show(record))
 
     def _until_done(self, begin: Callable[[], Process]) -> Process:
@@ -128,8 +131,3 @@ class Restart(Agent):
                 yield 0.1
             else:
                 return
-
-
-def _same(record: NodeRecord, **changes: Any) -> dict[str, Any]:
-    kept = {name: getattr(record, name) for name in ("state", "acknowledged", "reported", "planned")}
-    return kept | changes

@@ -41,15 +41,15 @@ class Counts:
 
 
 class World:
-    """The schedule of ``seed``. ``tell`` gets a line for each event worth reading."""
+    """The schedule of ``seed``. ``tell`` gets a line for each event; ``limits`` replace those of the seed."""
 
-    def __init__(self, seed: int, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, seed: int, tell: Callable[[str], None] | None = None, limits: Limits | None = None) -> None:
         self.seed, self.chance = seed, random.Random(seed)
         self.tell = tell
         chance = self.chance
         in_place = chance.random() < 0.6
         least = chance.choice([1, 2, 2])
-        self.limits = Limits(
+        random_limits = Limits(
             min_nodes=least,
             max_nodes=chance.choice([3, 3, 4, 4, 6]),
             recovery=RecoveryMode.IN_PLACE if in_place else RecoveryMode.RESTART,
@@ -63,11 +63,12 @@ class World:
             failure_limit=chance.choice([3, 1000, 1000, 1000]),
             stalled_rounds=chance.choice([10, 1000, 1000, 1000]),
         )
+        self.limits = limits if limits is not None else random_limits
         self.loop = Loop()
         self.etcd = Etcd(self.loop, chance)
         self.etcd.on_write = self._wrote
         self.etcd.back_up()
-        self.invariants = Invariants(self.limits)
+        self.invariants = Invariants(self.limits, self._created)
         self.agents: dict[str, Agent] = {}
         self.cuts: set[tuple[str, str]] = set()
         self.round: RoundDocument | None = None
@@ -75,59 +76,61 @@ class World:
         self._stepped_at: dict[str, int] = {}
         self._last_step: dict[str, float] = {}
         self._ticks = 0
+        self.loop.after(TICK_S, self._tick)
 
     # ---- the run
 
     def play(self) -> Counts:
         """Begin, suffer, recover, and sometimes finish. Raises Violation."""
         for _ in range(self.chance.randint(self.limits.min_nodes, self.limits.max_nodes + 1)):
-            self._join()
-        self.loop.after(TICK_S, self._tick)
-        self._pass(self.chance.choice([0.3, 2.0, 3.0, 3.0]))
+            self.join()
+        self.run_for(self.chance.choice([0.3, 2.0, 3.0, 3.0]))
         for _ in range(self.chance.randint(4, 12)):
             if self.chance.random() < 0.2:
                 self.etcd.back_up()
             self._fault()
-            self._pass(self.chance.choice([0.0, 0.003, 0.02, 0.1, 0.3, 1.0, 2.5]))
+            self.run_for(self.chance.choice([0.0, 0.003, 0.02, 0.1, 0.3, 1.0, 2.5]))
         self._end_faults()
-        self._await(self._settled, "the run does not settle")
+        self.wait_until(self.settled, "the run does not settle")
         if not self._closed() and self.chance.random() < 0.3:
             self._finish()
         return self.counts
 
-    def _pass(self, seconds: float) -> None:
+    def run_for(self, seconds: float) -> None:
+        """Let virtual time pass."""
         self.loop.run(self.loop.now + seconds)
 
-    def _await(self, condition: Callable[[], bool], what: str) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Let time pass until ``condition`` holds; a Violation of liveness with ``what`` if that takes too long."""
         end = self.loop.now + SETTLE_S
         while not condition():
             if self.loop.now >= end:
                 raise Violation(LIVENESS, f"{what} within {SETTLE_S:g} s\n{self.describe()}")
-            self._pass(TICK_S)
+            self.run_for(TICK_S)
 
     def _finish(self) -> None:
         """The training ends: the run is closed with success, and a late node changes nothing."""
         for agent in self.agents.values():
             if agent.awake:
                 agent.finish()
-        self._await(self._closed, "a run that has finished is not closed")
+        self.wait_until(self._closed, "a run that has finished is not closed")
         if self.round is None or self.round.result is not RunResult.SUCCEEDED:
             raise Violation(LIVENESS, f"a run that has finished has failed\n{self.describe()}")
-        self._join()
-        self._pass(4.0)
+        self.join()
+        self.run_for(4.0)
         if self.round.state is not RoundState.CLOSED:
             raise Violation(STAYS_CLOSED, f"a late node has reopened it\n{self.describe()}")
 
     def _closed(self) -> bool:
         return self.round is not None and self.round.state is RoundState.CLOSED
 
-    def _settled(self) -> bool:
+    def settled(self) -> bool:
         """Whether all that can train do, up to max, and have made some steps; or the run is closed with a reason."""
         current = self.round
         if current is not None and current.state is RoundState.CLOSED:
             self.counts.closed += 1
             return bool(current.reason)
-        able = [agent.name for agent in self.agents.values() if agent.awake and not self._leaves(agent)]
+        able = self._able()
         if len(able) < self.limits.min_nodes:
             return True
         if (
@@ -150,6 +153,10 @@ class World:
         return isinstance(agent, InPlace) and agent.evicted
 
     # ---- what is checked
+
+    def _created(self, name: str) -> int:
+        found = self.etcd.read(KEYS.node(name), None)
+        return found[0].create_revision if found else 0
 
     def _wrote(self, events: Sequence[WatchEvent]) -> None:
         for event in events:
@@ -261,7 +268,7 @@ class World:
             (self._kill, 2),
             (self._freeze, 3),
             (self._thaw, 3),
-            (self._join, 3),
+            (self.join, 3),
             (self._evict, 2),
             (self._go, 1),
             (self._cut_from_etcd, 3),
@@ -285,7 +292,8 @@ class World:
         found = [agent for agent in self.agents.values() if wanted(agent)]
         return self.chance.choice(found) if found else None
 
-    def _join(self) -> bool:
+    def join(self) -> bool:
+        """One more node, if there is room."""
         if sum(agent.alive for agent in self.agents.values()) >= self.limits.max_nodes + SPARES or len(
             self.agents
         ) >= len(NAMES):
@@ -407,7 +415,7 @@ class World:
                 agent.host.thaw()
         self._stepped_at.clear()
         while len(self._able()) < self.limits.min_nodes:
-            self._join()
+            self.join()
 
     # ---- for people
 

@@ -15,7 +15,6 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import LeaseLostError, PermanentError
@@ -73,24 +72,12 @@ class _LeaseRecord:
     keys: set[str] = field(default_factory=set)
 
 
-class BackendStream(Protocol):
-    """What the backend knows of an open watch."""
-
-    broken: bool
-
-    def settled(self) -> bool:
-        """Whether all there is has been taken and dealt with (called with the backend's lock held)."""
-        ...
-
-
 class MemoryBackend:
     """The server: keys, history, leases, and the faults that are on at present."""
 
     def __init__(self, clock: Clock = SYSTEM) -> None:
         self.clock = clock
-        lock = threading.RLock()
-        self.changed = threading.Condition(lock)
-        self.idle = threading.Condition(lock)  # a watch has dealt with all there was
+        self.changed = threading.Condition(threading.RLock())
         self.down = False
         self.cluster = 1
         self.revision = 1
@@ -100,7 +87,6 @@ class MemoryBackend:
         self._leases: dict[int, _LeaseRecord] = {}
         self._history: list[WatchEvent] = []
         self._lease_ids = itertools.count(7001)
-        self._streams: set[BackendStream] = set()
 
     # ---- faults and time, for tests
 
@@ -126,18 +112,6 @@ class MemoryBackend:
             self.compacted = self.revision
             self._history.clear()
 
-    def wipe(self) -> None:
-        """Come back empty, as another cluster."""
-        with self.changed:
-            self.cluster += 1
-            self.revision, self.compacted = 1, 0
-            self._keys.clear()
-            self._leases.clear()
-            self._history.clear()
-            for stream in self._streams:
-                stream.broken = True
-            self.changed.notify_all()
-
     def advance(self, seconds: float) -> None:
         """Move the backend's ManualClock and let leases expire that are due."""
         if not isinstance(self.clock, ManualClock):
@@ -146,11 +120,6 @@ class MemoryBackend:
             self.clock.advance(seconds)
             self._expire()
             self.changed.notify_all()
-
-    def settle(self, timeout_s: float = 10.0) -> bool:
-        """Wait until every open watch has delivered all there is; False when that took too long."""
-        with self.idle:
-            return self.idle.wait_for(lambda: all(stream.settled() for stream in self._streams), timeout_s)
 
     # ---- what clients call, with ``changed`` held
 
@@ -231,12 +200,6 @@ class MemoryBackend:
     def now(self) -> KeyHistory:
         """Where the history is."""
         return KeyHistory(self.cluster, 1, self.revision)
-
-    def attach(self, stream: BackendStream, attached: bool) -> None:
-        """Count ``stream`` among the open ones, or no longer."""
-        (self._streams.add if attached else self._streams.discard)(stream)
-        self.changed.notify_all()
-        self.idle.notify_all()
 
     def _expire(self) -> None:
         if self.down:

@@ -1,7 +1,7 @@
 """The store port in memory: etcd's semantics without etcd, for tests and simulations.
 
 Several :class:`MemoryStore` are several clients of one :class:`MemoryBackend`, on which faults are switched: an
-outage for all, lost replies, compaction, a wipe; :meth:`MemoryStore.cut_off` isolates one client.
+outage for all, lost replies, compaction, :meth:`MemoryStore.cut_off` isolates one client.
 
 *Runs in* the callers' threads and one thread for each watch, which also lets leases expire.
 *Owns* its watches.
@@ -136,13 +136,10 @@ class _MemoryStream:
         self._backend = store.backend
         self._key = key
         self._range_end = range_end
-        self._waiting = False
         self._cancelled = False
-        self.broken = False
         with self._backend.changed:
             self._require_reachable()
             self._next = revision or self._backend.revision + 1
-            self._backend.attach(self, True)
 
     def batches(self) -> Iterator[EventBatch]:
         with self._backend.changed:
@@ -161,11 +158,7 @@ class _MemoryStream:
     def cancel(self) -> None:
         with self._backend.changed:
             self._cancelled = True
-            self._backend.attach(self, False)
-
-    def settled(self) -> bool:
-        """Whether all there is has been taken from this stream and dealt with (``changed`` is held)."""
-        return self._waiting and not self._backend.since(self._next, self._key, self._range_end)
+            self._backend.changed.notify_all()
 
     def _await_batch(self) -> EventBatch:
         backend = self._backend
@@ -180,14 +173,8 @@ class _MemoryStream:
                     self._next = backend.revision + 1
                     return EventBatch(backend.now(), events)
                 self._next = max(self._next, backend.revision + 1)
-                self._wait(next_expiry_s)
-
-    def _wait(self, timeout_s: float | None) -> None:
-        self._waiting = True
-        self._backend.idle.notify_all()
-        self._backend.changed.wait(timeout_s)
-        self._waiting = False
+                backend.changed.wait(next_expiry_s)
 
     def _require_reachable(self) -> None:
-        if self._cancelled or self.broken or not self._store.reachable:
+        if self._cancelled or not self._store.reachable:
             raise StoreUnavailableError("the watch was lost")

@@ -1,6 +1,6 @@
-"""What nodes tell about their workers, in the store: written by each node, read by whoever wants to know.
+"""What nodes publish about their workers: each node writes its own document to the store.
 
-*Runs in* whatever thread asks. *Fails by* nothing: what cannot be written is replaced by what comes next; an incident
+*Runs in* any thread. *Fails by* nothing: what cannot be written is replaced by what comes next; an incident
 that could not be written is kept by whoever holds it (ElasticTrainerError passes through there).
 """
 
@@ -23,12 +23,12 @@ WRITE_S: Final = 3.0
 READ_S: Final = 5.0
 INCIDENTS_KEPT: Final = 1000
 GONE_KEPT: Final = 256
-"""So many documents of nodes that are gone stay; when there are more they are added up."""
+"""Documents of nodes that are gone that stay; when there are more they are added up."""
 _AT_ONCE: Final = 50
 
 
 def told_by_all(store: Store, keys: RunKeys) -> dict[str, NodeHealth]:
-    """What all nodes of the run have told last, those that are gone too, by name. Empty if the store is away."""
+    """The newest document of each node, by name, of those that are gone too. Empty if the store is away."""
     try:
         items = store.range(keys.health, Deadline.after(READ_S)).items
     except ElasticTrainerError as error:
@@ -51,14 +51,12 @@ class HealthStore:
         self._mine = Slot(store, keys.node_health(node))
 
     def write(self, health: NodeHealth) -> None:
-        """Show ``health`` as this node's."""
         try:
             self._mine.replace(health.encode(), Deadline.after(WRITE_S))
         except ElasticTrainerError as error:
             logger().debug("health.unwritten", error=str(error))
 
     def told(self) -> dict[str, NodeHealth]:
-        """As :func:`told_by_all`."""
         return told_by_all(self._store, self._keys)
 
     def write_incident(self, incident: Incident) -> None:
@@ -88,10 +86,10 @@ class HealthStore:
             if mine is not None:
                 self._fold([mine])
             # By name first: each node of many does this when it comes, and all documents are megabytes.
-            told = self._store.range(self._keys.health, Deadline.after(READ_S), keys_only=True).items
+            documents = self._store.range(self._keys.health, Deadline.after(READ_S), keys_only=True).items
             there = self._store.range(self._keys.nodes, Deadline.after(READ_S), keys_only=True).items
             here = {*present, self._node, GONE, *(item.key.removeprefix(self._keys.nodes) for item in there)}
-            names = {item.key for item in told if self._name(item.key) not in here}
+            names = {item.key for item in documents if item.key.removeprefix(self._keys.health) not in here}
             if len(names) <= GONE_KEPT:
                 return
             items = self._store.range(self._keys.health, Deadline.after(READ_S)).items
@@ -115,6 +113,3 @@ class HealthStore:
         guards.append(unchanged(key, before.mod_revision if before else 0))
         writes: list[Operation] = [Delete(item.key) for item in gone]
         self._store.transact(guards, [Put(key, total.encode()), *writes], deadline=Deadline.after(WRITE_S))
-
-    def _name(self, key: str) -> str:
-        return key.removeprefix(self._keys.health)

@@ -1,8 +1,8 @@
-"""Puts together what ended a round and how it went on: one record of each incident, for people.
+"""Records each incident for people: what ended a round, and how training went on.
 
-The node of rank 0 tells it when the next round has made its first step. Times are this node's own.
+The node of rank 0 reports it when the next round has made its first step. Times are this node's own.
 
-*Runs in* the agent: the deciding thread tells of round documents, another of the workers' pages; under a lock.
+*Runs in* the agent: the deciding thread brings round documents, another the workers' pages; under a lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastic_trainer.membership.health import Incident
 from elastic_trainer.model import Cause, Phase
 
 SILENT_S = 60.0
-"""Workers that have told of no step by then tell nothing (a script without a Session)."""
+"""Workers without a step by then have no pages (a script without a Session)."""
 _PAUSES = (Phase.RENDEZVOUS, Phase.HEALING, Phase.WAITING)
 
 
@@ -46,8 +46,8 @@ class Incidents:
         self._open: _Open | None = None
         self._done: list[tuple[Incident, str]] = []
         self._last: list[Reading] = []
-        self._got_on_at = 0.0
-        """When a worker of this node was last seen to get on with its work, or its round was formed."""
+        self._moved_at = 0.0
+        """When a worker of this node was last seen to move, or its round was formed."""
 
     def see(self, document: RoundDocument, now: float, wall: float, present: Container[str] = ()) -> None:
         """The round document has changed. ``present``: the nodes that are there, as far as known."""
@@ -56,7 +56,7 @@ class Incidents:
                 last = self._active
                 self._formed(document, now, wall)
                 if last is None or last.number != document.number:
-                    self._got_on_at = now  # a round that ends before its first step has not stood since the one before
+                    self._moved_at = now  # a round that ends before its first step has not stood since the one before
             elif document.state is RoundState.CLOSED:
                 self._closed(document, now, wall, present)
             elif self._active is not None and document.member(self._node) is not None:
@@ -66,11 +66,11 @@ class Incidents:
         """The incidents that are complete, each with its kind of recovery (``failure``, ``planned``; "": none)."""
         with self._lock:
             self._last = list(readings)
-            self._got_on_at = max([self._got_on_at, *(r.pulse.moved_at for r in readings if self._works(r))])
+            self._moved_at = max([self._moved_at, *(r.pulse.moved_at for r in readings if self._works(r))])
             current = self._open
             if current is not None and current.following is None:
                 steps = [r.pulse.step for r in readings if r.pulse.round <= current.ended.number]
-                current.step = max([current.step, *steps])  # what was told last may be some steps old
+                current.step = max([current.step, *steps])  # the last report may be some steps old
             elif current is not None and current.following is not None:
                 first = [r for r in readings if r.pulse.round >= current.following.number and r.pulse.fresh]
                 if first:
@@ -86,7 +86,7 @@ class Incidents:
     def _works(self, reading: Reading) -> bool:
         """Whether it is at work in the round that is known here.
 
-        Whoever is freed by the end of a round moves as well, and may be in the next before this node is told of either.
+        A worker that the end of a round frees moves as well, and may be in the next before this node has read of it.
         """
         known = self._active is None or reading.pulse.round <= self._active.number
         return known and reading.pulse.phase not in _PAUSES
@@ -100,7 +100,7 @@ class Incidents:
 
     def _begin(self, document: RoundDocument, now: float, wall: float) -> None:
         step = max((reading.pulse.step for reading in self._last), default=0)
-        self._open = _Open(document, now, wall, step, max(0.0, now - self._got_on_at), self._paused(now))
+        self._open = _Open(document, now, wall, step, max(0.0, now - self._moved_at), self._paused(now))
 
     def _give_up(self, now: float) -> None:
         """The round that followed has ended as well, before anybody saw a step of it."""

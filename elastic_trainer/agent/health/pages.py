@@ -72,7 +72,7 @@ class Pages:
     def committed(self, pid: int) -> tuple[int, int] | None:
         """The round that the worker ``pid`` is in, and the step of the state that it holds; it may be dead.
 
-        None where it has no page, or no step that could be told.
+        None where it has no page, or has committed no step.
         """
         with self._lock:
             for reading in (*self.look(), *self._ended.values()):
@@ -90,10 +90,10 @@ class Pages:
         return reading.path if reading is not None else None
 
     def came_to(self, number: int) -> Identity | None:
-        """How far the workers that were in round ``number`` came; None where none of them has told of a step."""
+        """How far the workers that were in round ``number`` came; None where none has a step."""
         with self._lock:
-            told = [each for each in (*self.look(), *self._ended.values()) if each.pulse.round == number]
-            last = max(told, key=lambda each: each.pulse.step, default=None)
+            found = [each for each in (*self.look(), *self._ended.values()) if each.pulse.round == number]
+            last = max(found, key=lambda each: each.pulse.step, default=None)
         if last is None or not last.pulse.step:
             return None
         pulse, left = last.pulse, int(last.notes.get("length", 0)) - last.pulse.used
@@ -101,10 +101,10 @@ class Pages:
         return Identity(round=number, step=pulse.step, epoch=pulse.epoch, samples=pulse.used, batch=batch)
 
     def lost_peers(self, pids: Collection[int]) -> bool:
-        """Whether each of the processes ``pids``, which are gone, has told that it ended for the loss of a peer."""
+        """Whether each of the dead processes ``pids`` has noted that it ended for the loss of a peer."""
         with self._lock:
-            told = {each.pid for each in (*self.look(), *self._ended.values()) if each.notes.get("lost_peer")}
-        return told.issuperset(pids)
+            noted = {each.pid for each in (*self.look(), *self._ended.values()) if each.notes.get("lost_peer")}
+        return noted.issuperset(pids)
 
     def nonfinite(self, reading: Reading) -> int:
         """Non-finite losses that the local rank of ``reading`` has found in all its lives."""
@@ -112,7 +112,6 @@ class Pages:
             return self._nonfinite.get(reading.local_rank, 0) + reading.pulse.nonfinite
 
     def employ(self, slots: int) -> None:
-        """This node has so many workers."""
         with self._lock:
             self.accounts.employ(slots)
 
@@ -122,7 +121,6 @@ class Pages:
             self.accounts.mode(phase, self._clock.monotonic())
 
     def count(self, name: str, amount: float = 1.0) -> None:
-        """Count something of the node's own."""
         with self._lock:
             self.accounts.add(name, amount)
 

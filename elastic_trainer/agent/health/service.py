@@ -1,4 +1,4 @@
-"""All that this node knows and tells of its workers' health, in one place: pages, watchdog, incidents, endpoint.
+"""This node's health in one place: heartbeat pages, watchdog, incidents, metrics endpoint.
 
 *Runs in* the agent: built in torchrun's main thread; the parts have threads of their own.
 *Owns* those parts.
@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from elastic_trainer.agent.health.duties import Health
+from elastic_trainer.agent.health.duties import Health, HealthPorts, HealthSubject
 from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.pages import Pages
@@ -27,6 +27,7 @@ from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.health import added_up, goodput
 from elastic_trainer.membership.member import Member
+from elastic_trainer.membership.round_write import RoundFailure
 from elastic_trainer.model import Cause, Phase
 from elastic_trainer.settings import ENV_GROUP_TIMEOUT, ENV_PAGES, ENV_REACHED, RendezvousOptions
 from elastic_trainer.store.keys import RunKeys
@@ -44,49 +45,43 @@ class HealthService:
 
     def __init__(
         self,
-        run: str,
-        node: str,
         member: Member,
         store: MeteredStore,
         keys: RunKeys,
         options: RendezvousOptions,
         address: str,
         clock: Clock = SYSTEM,
-        *,
-        max_nodes: int = 0,
     ) -> None:
-        self._node, self._member, self._clock = node, member, clock
+        self._node, self._member, self._clock = member.node_id, member, clock
         self.pages = Pages(clock)
         self.verdicts = Verdicts(partial(self.pages.count, "workers_killed"), self.pages.path_of)
         self._endpoint: NodeEndpoint | None = None
         if options.metrics_address:
             pages = self.pages
-            collector = NodeCollector(run, node, pages.look, pages.nonfinite, pages.counters, store)
+            collector = NodeCollector(keys.run_id, self._node, pages.look, pages.nonfinite, pages.counters, store)
             self._endpoint = _endpoint(options, collector, self._not_ready)
-        self._incidents = Incidents(node)
-        self._told = HealthStore(store, keys, node)
+        self._incidents = Incidents(self._node)
+        self._told = HealthStore(store, keys, self._node)
         self._reached, self._group_timeout_s = _reached_before(store, keys), options.group_timeout_s
         self._told.fold(member.look().nodes)
         records = partial(records_of, store, keys)
-        straggling = StragglerWatch(node, store, keys, records, evicts=options.evict_stragglers, clock=clock)
-        limits = hang_rules.HangLimits(options.step_timeout, options.first_step_timeout, options.phase_timeout)
-        self.health = Health(
-            node,
-            self.pages,
-            limits,
-            self.verdicts,
-            self._incidents,
-            lambda: member.look().round,
-            self._told.write,
-            self._told.write_incident,
-            self._told.told,
-            self._stalled,
-            straggling,
-            clock,
+        subject = HealthSubject(
+            self._node,
+            hang_rules.HangLimits(options.step_timeout, options.first_step_timeout, options.phase_timeout),
             host=socket.gethostname(),
-            max_nodes=max_nodes,
             metrics=self._endpoint.url(address) if self._endpoint is not None else "",
+            max_nodes=member.limits.max_nodes,
         )
+        ports = HealthPorts(
+            self.pages,
+            self._told,
+            self._incidents,
+            StragglerWatch(self._node, store, keys, records, evicts=options.evict_stragglers, clock=clock),
+            self.verdicts,
+            lambda: member.look().round,
+            self._give_up,
+        )
+        self.health = Health(subject, ports, clock)
         member.on_round(self._see)
         self.health.start()
 
@@ -100,14 +95,6 @@ class HealthService:
         reading = self.pages.reading(pid)
         stopped = process_state(pid) == "stopped"  # whatever it was busy with
         return hang_rules.busy(reading) if reading is not None and not stopped else ""
-
-    def employ(self, workers: int) -> None:
-        """This node has so many workers; they are started when a round is there, in restart mode."""
-        self.pages.employ(workers)
-
-    def gathering(self, phase: Phase) -> None:
-        """The agent waits: for nodes, or for the others to agree."""
-        self.pages.mode(phase)
 
     def starting(self) -> None:
         """torchrun starts the workers now: where their pages belong, and how long to wait for those watched here."""
@@ -131,7 +118,6 @@ class HealthService:
         logger().info("run.accounted", goodput=round(share, 4), rank_seconds=spent, samples=counters.get("samples", 0))
 
     def close(self) -> None:
-        """Tell for the last time, and end."""
         self.health.close()
         if self._endpoint is not None:
             self._endpoint.close()
@@ -149,12 +135,12 @@ class HealthService:
         present = self._member.look().nodes
         self._incidents.see(document, self._clock.monotonic(), self._clock.wall(), present)
 
-    def _stalled(self, number: int, reason: str) -> None:
+    def _give_up(self, number: int, reason: str) -> None:
+        """All ranks of round ``number`` wait for each other."""
         logger().warning("round.stalled", round=number, reason=reason)
+        failure = RoundFailure(number, reason, worker_failed=True, cause=Cause.STALLED)
         try:
-            self._member.break_round(
-                number, reason, Deadline.after(_BREAK_S, self._clock), worker_failed=True, cause=Cause.STALLED
-            )
+            self._member.break_round(failure, Deadline.after(_BREAK_S, self._clock))
         except ElasticTrainerError as error:
             logger().warning("round.not_broken", round=number, error=str(error))
 

@@ -1,7 +1,7 @@
-"""Looks for ranks that compute much longer than the others; lets their node go where another stands ready.
+"""Finds ranks that compute much longer than the others; asks their node to leave where another is ready.
 
-Only the node of rank 0 judges, from what all nodes publish. A node that is to go is asked through a key of its own, and
-leaves as one that gets a SIGTERM: by a planned change, with exit code 143.
+Only the node of rank 0 judges, from what all nodes publish. It asks a node to leave through a key of that node, which
+then leaves as after a SIGTERM: by a planned change, with exit code 143.
 
 *Runs in* the agent: the thread ``health-writer``. *Fails by* ElasticTrainerError when the store is away.
 """
@@ -24,9 +24,9 @@ from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
 
 LOOKS_IN_A_ROW: Final = 3
-"""So often in a row a rank must be slow: the smoothed times need some steps, and a busy minute is no broken machine."""
+"""A rank must be slow in this many looks: smoothed times need some steps, and a busy minute is no broken machine."""
 LOOK_EVERY_S: Final = 5.0
-TOLD_AGAIN_S: Final = 600.0
+REPORTED_AGAIN_S: Final = 600.0
 _LIMIT_S: Final = 3.0
 
 
@@ -53,7 +53,7 @@ class StragglerWatch:
         self._looked_at = clock.monotonic()
         self._slow: Counter[int] = Counter()
         self._round = 0
-        self._told_at: dict[str, float] = {}
+        self._reported_at: dict[str, float] = {}
         self._obeyed = False
 
     def obey(self) -> None:
@@ -70,7 +70,7 @@ class StragglerWatch:
             logger().warning("node.evicted", node=self._node, reason=plain(asked.value.decode(errors="replace")))
             self._leave()
 
-    def look(self, current: RoundDocument | None, told: Callable[[], Mapping[str, NodeHealth]]) -> Incident | None:
+    def look(self, current: RoundDocument | None, published: Callable[[], Mapping[str, NodeHealth]]) -> Incident | None:
         """Judge, if it is time and this node's turn; what people should know."""
         now = self._clock.monotonic()
         if current is None or current.state is not RoundState.ACTIVE or not current.is_first(self._node):
@@ -83,10 +83,12 @@ class StragglerWatch:
             self._round = current.number
             self._slow.clear()
             return None  # the figures may still be those of the round before
-        return self._judge(current, told(), now)
+        return self._judge(current, published(), now)
 
-    def _judge(self, current: RoundDocument, told: Mapping[str, NodeHealth], now: float) -> Incident | None:
-        here = {name: health for name, health in told.items() if current.member(name) and health.round == self._round}
+    def _judge(self, current: RoundDocument, published: Mapping[str, NodeHealth], now: float) -> Incident | None:
+        here = {
+            name: health for name, health in published.items() if current.member(name) and health.round == self._round
+        }
         found = find_stragglers({rank.rank: rank.compute_s for health in here.values() for rank in health.ranks})
         self._slow = Counter({rank: self._slow[rank] + 1 for rank in found.ranks})
         lasting = {rank for rank, looks in self._slow.items() if looks >= LOOKS_IN_A_ROW}
@@ -94,10 +96,10 @@ class StragglerWatch:
         if not lasting:
             return None
         asked = self._evict(current, nodes, found.reason) if self._evicts else False
-        fresh = [name for name in nodes if now - self._told_at.get(name, -TOLD_AGAIN_S) >= TOLD_AGAIN_S]
+        fresh = [name for name in nodes if now - self._reported_at.get(name, -REPORTED_AGAIN_S) >= REPORTED_AGAIN_S]
         if not fresh and not asked:
             return None
-        self._told_at |= dict.fromkeys(nodes, now)
+        self._reported_at |= dict.fromkeys(nodes, now)
         logger().warning("ranks.slow", ranks=sorted(lasting), nodes=nodes, reason=found.reason)
         return Incident(
             wall=self._clock.wall(),
@@ -112,7 +114,7 @@ class StragglerWatch:
         )
 
     def _evict(self, current: RoundDocument, nodes: list[str], reason: str) -> bool:
-        """Ask one slow node to go, if another stands ready; never this one, which holds what all meet at."""
+        """Ask one slow node to leave, if another is ready; never this one, which hosts the rendezvous store."""
         records = self._records()
         ready = [name for name, each in records.items() if each.state is NodeState.READY and not current.member(name)]
         victims = [member for name in nodes if name != self._node and (member := current.member(name)) is not None]

@@ -1,8 +1,8 @@
 """What became of this node's time, and what its workers have counted, over all their lives.
 
-Each local rank is a slot. The time of a slot is that of the workers in it, as their pages tell, and between them that
-of the agent: gathering nodes, or starting a worker. A gap is booked when the next worker is there, whose life began
-before it could tell; so every second is booked once, and no sum ever becomes smaller.
+Each local rank is a slot. The time of a slot is that of the workers in it, by their pages, and between them that
+of the agent: gathering nodes, or starting a worker. A gap is booked when the next worker has a page, since its life
+began before that; so every second is booked once, and no sum ever becomes smaller.
 
 *Runs in* the agent, under the lock of its pages. Does no I/O.
 """
@@ -16,7 +16,7 @@ from elastic_trainer.ipc.page import Reading
 from elastic_trainer.model import Phase
 
 HELD_BACK_S: Final = 60.0
-"""A slot that has been empty for longer holds no worker that will ever tell: a script without a Session."""
+"""A slot that has been empty for longer holds a worker that never has a page: a script without a Session."""
 
 
 class TimeAccounting:
@@ -33,12 +33,11 @@ class TimeAccounting:
         self._ahead: dict[int, float] = {}
         """Seconds of each worker's start that were booked before it was there (by process id)."""
         self._shown: dict[str, float] = {}
-        """What :meth:`total` has told of last."""
+        """What :meth:`total` has returned last."""
         self._modes: list[tuple[float, Phase]] = [(now, Phase.WAITING)]
         """What the agent has done since when, as far as gaps may still ask."""
 
     def employ(self, slots: int) -> None:
-        """This node has so many workers."""
         for slot in range(slots):
             if slot not in self._occupied:
                 self._booked_to.setdefault(slot, self._began)
@@ -62,10 +61,10 @@ class TimeAccounting:
     def bury(self, reading: Reading, now: float) -> None:
         """A worker is gone: what it counted is kept."""
         for phase, seconds in self._unbooked(reading.pid, reading.last_seconds(now)).items():
-            self._add(f"seconds.{phase}", seconds)
+            self.add(f"seconds.{phase}", seconds)
         self._ahead.pop(reading.pid, None)
         for name, value in counted(reading).items():
-            self._add(name, value)
+            self.add(name, value)
         self._occupied.pop(reading.local_rank, None)
         self._booked_to[reading.local_rank] = now
 
@@ -73,10 +72,6 @@ class TimeAccounting:
         """The node leaves: empty slots are booked to the end."""
         for slot in self._booked_to:
             self._book_gap(slot, now)
-
-    def add(self, name: str, amount: float = 1.0) -> None:
-        """Count something of the node's own."""
-        self._add(name, amount)
 
     def total(self, living: Iterable[Reading], now: float) -> dict[str, float]:
         """All counters of the node, with those of the workers that live. None is ever less than it was.
@@ -93,7 +88,7 @@ class TimeAccounting:
         return dict(self._shown)
 
     def _unbooked(self, pid: int, seconds: dict[Phase, float]) -> dict[Phase, float]:
-        """``seconds`` of worker ``pid`` without those that its slot was given before the worker could tell."""
+        """``seconds`` of worker ``pid`` without those that were booked before it had a page."""
         seconds[Phase.STARTING] = max(0.0, seconds[Phase.STARTING] - self._ahead.get(pid, 0.0))
         return seconds
 
@@ -106,15 +101,16 @@ class TimeAccounting:
             end = self._modes[index + 1][0] if index + 1 < len(self._modes) else until
             seconds = min(end, until) - max(since, begin)
             if seconds > 0.0:
-                # A worker that runs and tells nothing is one of a script without a Session: it trains, most likely.
-                self._add(f"seconds.{Phase.TRAINING if unseen and phase is Phase.STARTING else phase}", seconds)
+                # A worker that runs without a page is one of a script without a Session: it trains, most likely.
+                self.add(f"seconds.{Phase.TRAINING if unseen and phase is Phase.STARTING else phase}", seconds)
 
     def _forget_modes(self, before: float) -> None:
         """All that is booked; but for what the agent did then."""
         while len(self._modes) > 1 and self._modes[1][0] <= before:
             del self._modes[0]
 
-    def _add(self, name: str, amount: float) -> None:
+    def add(self, name: str, amount: float = 1.0) -> None:
+        """Count ``amount`` more of ``name``."""
         self.counters[name] = self.counters.get(name, 0.0) + amount
 
 

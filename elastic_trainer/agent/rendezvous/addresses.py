@@ -75,5 +75,4 @@ class ReservedPort:
         self.port: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Give the port up."""
         self._socket.close()

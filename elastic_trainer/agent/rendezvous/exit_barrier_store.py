@@ -34,11 +34,9 @@ class RoundStore:
 
     @property
     def timeout(self) -> timedelta:
-        """How long the barrier may wait."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change :attr:`timeout`."""
         self._timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -46,7 +44,6 @@ class RoundStore:
         self._values[key] = value.encode() if isinstance(value, str) else value
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Keep several values."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
@@ -61,7 +58,6 @@ class RoundStore:
         raise KeyError(f"torchrun asked for {key!r}, which this backend does not know")
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Several values."""
         return [self.get(key) for key in keys]
 
     def add(self, key: str, amount: int) -> int:

@@ -4,7 +4,7 @@
 through their Session.
 
 *Runs in* torchrun's main thread; its duties run in threads of the same process.
-*Owns* what the restart handler owns, and the conductor, the announcer, this node's TCP store, the trap.
+*Owns* what the restart handler owns, and the conductor, its channel and duties, this node's TCP store, the trap.
 *Fails by* SystemExit with one sentence; a fatal verdict in a thread ends the process (``os._exit``) after its workers.
 """
 
@@ -29,6 +29,7 @@ from elastic_trainer.agent.rendezvous.progress import ProgressWriter
 from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, Etcd3RendezvousHandler, with_false_start
 from elastic_trainer.agent.suspicion.neighbours import Peers
 from elastic_trainer.agent.suspicion.watch import Suspicion
+from elastic_trainer.agent.workers.channel_server import ChannelServer
 from elastic_trainer.agent.workers.conduct import Conduct, ConductorPorts
 from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.local_sockets import descendants
@@ -59,6 +60,7 @@ class LedNode:
 
     arrived: ArrivedNode
     conductor: Conductor
+    channel: ChannelServer
     announcer: RecordWriter
     progress: ProgressWriter
     guard: PlainScriptGuard
@@ -68,9 +70,14 @@ class LedNode:
     """Held, so that it goes on serving."""
 
     def close(self) -> None:
-        """Lead nobody any more. The node's key is still there."""
+        """Decide nothing any more. The node's key is still there, and so are its workers."""
         for each in (self.suspicion, self.patience, self.progress, self.announcer, self.guard):
             each.close()
+
+    def start(self) -> LedNode:
+        for each in (self.announcer, self.progress, self.patience, self.suspicion):
+            each.start()
+        return self
 
 
 class InPlaceHandler(Etcd3RendezvousHandler):
@@ -99,12 +106,12 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         return super()._cannot_help() and self._led is not None and not self._led.conductor.met.is_set()
 
     def shutdown(self) -> bool:
-        """End this node's part."""
         led, self._led = self._led, None
         if led is not None:
             led.close()
         done = super().shutdown()
         if led is not None:
+            led.channel.close()
             led.conductor.close()
         return done
 
@@ -135,7 +142,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             raise closed_error(closed)
         self._starts.begin(None)
         self._watch_for_session(conductor)
-        health.employ(workers.count)
+        health.pages.employ(workers.count)
         health.starting()
         return self._provisional(workers, led)
 
@@ -175,9 +182,9 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         peers = Peers(self._run_id, self.node_id, member.nodes, self._clock)
         suspicion = Suspicion(conductor, health.pages, self._notice, peers, self._clock)
         patience = JoinTimeout(member, options.join_timeout, self._fatal, self._clock)
-        self._led = LedNode(node, conductor, announcer, progress, guard, patience, suspicion, tcp_store)
-        suspicion.start()
-        return self._led
+        channel = ChannelServer(conductor)
+        self._led = LedNode(node, conductor, channel, announcer, progress, guard, patience, suspicion, tcp_store)
+        return self._led.start()
 
     def _provisional(self, workers: LocalWorkers, led: LedNode) -> RendezvousInfo:
         """A world of this node alone: enough for torchrun to start the workers and to watch them."""
@@ -185,7 +192,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         os.environ[ENV_ROUND] = "0"
         os.environ[ENV_RECOVERY] = str(self._options.recovery)
         os.environ[ENV_FORM_TIMEOUT] = str(self._options.form_timeout)
-        os.environ[ENV_CHANNEL] = str(led.conductor.path)
+        os.environ[ENV_CHANNEL] = str(led.channel.path)
         # torchrun exports 1, and NCCL's watchdog would then kill survivors of a failed collective.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
@@ -204,7 +211,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
     # ---- while they run
 
     def _watch_round(self, document: RoundDocument) -> None:
-        """Workers are told by the conductor; none is killed for a round that is over."""
+        """Nothing: the conductor leads the workers out of a round that is over."""
 
     def _watch_for_session(self, conductor: Conductor) -> None:
         life = conductor.life
@@ -215,7 +222,8 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             return not self._finished and led is not None and led.conductor is conductor and conductor.life == life
 
         workers = partial(worker_pids, self._run_id)
-        Arrival(conductor.met, awaited, workers, self._options.session_timeout, self._fatal, self._clock)
+        limit_s = self._options.session_timeout
+        Arrival(conductor.met, awaited, workers, limit_s, self._fatal, self._clock).start()
 
     def _without_session(self) -> Iterator[int]:
         """The workers that have opened no Session, and their children; nothing else is below this process."""
@@ -235,7 +243,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             self._await_end(led.arrived, current.number, outage_limit_s)
 
     def _fatal(self, error: ElasticTrainerError) -> None:
-        """From any thread: the job cannot go on here; say why, end the workers, go. Who comes second says nothing."""
+        """From any thread: the job cannot go on here; say why, kill the workers, exit. Only the first call speaks."""
         if not self._dying.acquire(blocking=False):
             _await_the_end()
         try:

@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
+from elastic_trainer.agent.workers.duty import IDLE_S, Duty
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import JoinTimeoutError
 from elastic_trainer.membership.cluster_view import NodeView
@@ -31,27 +31,27 @@ class JoinTimeout:
         clock: Clock = SYSTEM,
     ) -> None:
         self._member, self._join_timeout_s, self._give_up, self._clock = member, join_timeout_s, give_up, clock
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="patience", daemon=True)
-        self._thread.start()
+        self._pause_s = min(LOOK_EVERY_S, join_timeout_s / 4)
+        self._since = clock.monotonic()
+        self._duty = Duty("patience", self.turn, clock)
+
+    def start(self) -> None:
+        self._duty.start()
 
     def close(self) -> None:
-        """End the thread."""
-        self._stop.set()
+        self._duty.close()
 
-    def _run(self) -> None:
-        since = self._clock.monotonic()
-        while not self._clock.wait(self._stop, min(LOOK_EVERY_S, self._join_timeout_s / 4)):
-            seen = self._member.look()
-            mine = self._member.shown()
-            waiting = (
-                mine is not None and mine.state is not NodeState.WARMING
-            )  # else it is others who wait for this one
-            if not (waiting and seen.connected) or _under_way(seen):
-                since = self._clock.monotonic()
-            elif self._clock.monotonic() - since >= self._join_timeout_s:
-                self._give_up(self._member.join_timeout(self._join_timeout_s))
-                return
+    def turn(self) -> float:
+        """Look whether this node still waits; seconds until the next look."""
+        seen, mine = self._member.look(), self._member.shown()
+        waits = mine is not None and mine.state is not NodeState.WARMING  # else others wait for this node
+        now = self._clock.monotonic()
+        if not (waits and seen.connected) or _under_way(seen):
+            self._since = now
+        elif now - self._since >= self._join_timeout_s:
+            self._give_up(self._member.join_timeout(self._join_timeout_s))
+            return IDLE_S
+        return self._pause_s
 
 
 def _under_way(seen: Observation) -> bool:

@@ -1,4 +1,4 @@
-"""What torchrun starts on this node, and why: it does not tell its rendezvous handler, so its agent is asked.
+"""What torchrun starts on this node, and why: read from torchrun's agent, which does not pass it to the handler.
 
 The handler needs the number of workers before ranks can be agreed. torchrun's own backends learn it through a second
 exchange after the rendezvous, in which every node can block on a dying one.

@@ -64,7 +64,6 @@ class PlainScriptGuard:
         return False
 
     def close(self) -> None:
-        """Stop listening."""
         self._closing.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

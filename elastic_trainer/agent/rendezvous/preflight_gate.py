@@ -41,7 +41,7 @@ class NodeCandidate:
 
 
 def ensure_fit(store: Store, keys: RunKeys, options: RendezvousOptions, candidate: NodeCandidate, clock: Clock) -> None:
-    """Check this node. What is bad is told to people, and refused if the options say so."""
+    """Check this node. What is bad becomes an incident, and is refused if the options say so."""
     begun = clock.monotonic()
     logger().info("preflight.begun", limit_s=options.preflight_timeout)
     findings = examined(store, keys, options, candidate, clock)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 
+from elastic_trainer.agent.workers.duty import IDLE_S, Duty
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.ipc.messages import Progress
@@ -21,44 +22,45 @@ EVERY_S = 1.0
 
 
 class ProgressWriter:
-    """See the module; ``seen()`` gives the number and mod-revision of the round document as this node knows it."""
+    """See the module."""
 
     def __init__(self, store: Store, keys: RunKeys, clock: Clock = SYSTEM) -> None:
         self._keys, self._clock = keys, clock
         self._slot = Slot(store, keys.progress)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._latest: tuple[Progress, int] | None = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
-        self._thread.start()
+        self._not_before = 0.0
+        self._duty = Duty("progress", self.turn, clock)
+
+    def start(self) -> None:
+        self._duty.start()
 
     def offer(self, progress: Progress, round_revision: int) -> None:
         """The newest progress, and the revision of the round document that it belongs to."""
-        with self._changed:
+        with self._lock:
             self._latest = (progress, round_revision)
-            self._changed.notify_all()
+        self._duty.wake()
 
     def close(self) -> None:
         """End the thread; the last progress is written if it can be."""
-        self._closed.set()
-        with self._changed:
-            self._changed.notify_all()
-        self._thread.join(timeout=2.0)
+        self._duty.close()
+        self._not_before = 0.0
+        self.turn()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._latest is not None or self._closed.is_set())
-                latest, self._latest = self._latest, None
-            if latest is not None:
-                self._write(*latest)
-            if self._closed.is_set():
-                return
-            self._clock.wait(self._closed, EVERY_S)
-
-    def _write(self, progress: Progress, round_revision: int) -> None:
+    def turn(self) -> float:
+        """Write the newest progress, if it is time; seconds until then."""
+        now = self._clock.monotonic()
+        if now < self._not_before:
+            return self._not_before - now
+        with self._lock:
+            latest, self._latest = self._latest, None
+        if latest is None:
+            return IDLE_S
+        self._not_before = now + EVERY_S
+        progress, round_revision = latest
         guard = unchanged(self._keys.round, round_revision)
         try:
             self._slot.replace(progress.encode().strip(), Deadline.after(2.0), [guard])
         except ElasticTrainerError as error:
             logger().debug("progress.unwritten", error=str(error))
+        return EVERY_S

@@ -46,6 +46,7 @@ from elastic_trainer.membership.documents import (
 )
 from elastic_trainer.membership.member import Member, closed_error
 from elastic_trainer.membership.presence import Presence
+from elastic_trainer.membership.round_write import RoundFailure
 from elastic_trainer.model import Cause, Phase, PreflightMode, RecoveryMode, checked_name
 from elastic_trainer.settings import (
     ENV_NODE,
@@ -176,7 +177,6 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         return self._worked or (self._node is not None and self._node.health.made_steps)
 
     def is_closed(self) -> bool:
-        """Whether the run has ended."""
         current = self._node.member.look().round if self._node is not None else None
         return current is not None and current.state is RoundState.CLOSED
 
@@ -190,11 +190,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         return 1 if round_is_over(self._current, self._node.member.look().round) else 0
 
     def get_run_id(self) -> str:
-        """The run's id."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """End this node's part: its key goes away, everybody else's stays."""
         node, self._node = self._node, None
         if node is not None:
             self._worked = node.leave() or self._worked
@@ -208,7 +206,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def _at_exit(self) -> None:
         """The process ends, in whatever way: take this node's key away, and name the right exit code.
 
-        torchrun would exit with 1 after a SIGTERM, which a job controller cannot tell from a failure, and after a
+        torchrun would exit with 1 after a SIGTERM, which a job controller takes for a failure, and after a
         worker's wrong configuration, which the controller would try again.
         """
         self.shutdown()
@@ -222,8 +220,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def _join(self) -> RendezvousInfo:
         waiting = Deadline.after(self._options.join_timeout, self._clock)
         node = self._node if self._node is not None else self._arrive()
-        node.health.employ(local_workers().count)
-        node.health.gathering(Phase.WAITING if self._current is None else Phase.RENDEZVOUS)
+        node.health.pages.employ(local_workers().count)
+        node.health.pages.mode(Phase.WAITING if self._current is None else Phase.RENDEZVOUS)
         planned, cause = self._leave_round(node, waiting)
         last = self._last_life(node, planned)
         self._life += 1
@@ -244,7 +242,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         deadline = Deadline.after(self._options.connect_timeout, self._clock)
         admit(self._store, self._keys, self._spec, reopen=self._options.reopen, deadline=deadline)
         if self._options.preflight is not PreflightMode.OFF:
-            ensure_fit(self._store, self._keys, self._options, self._candidate(), self._clock)
+            candidate = NodeCandidate(self.node_id, self._address, local_workers().count, self._spec.min_nodes)
+            ensure_fit(self._store, self._keys, self._options, candidate, self._clock)
             deadline = Deadline.after(self._options.connect_timeout, self._clock)
         session = LeaseSession(self._store, self._options.ttl, deadline=deadline, clock=self._clock)
         presence = Presence(self._store, self._keys, self.node_id, session, self._clock)
@@ -255,26 +254,14 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             undo.callback(liveness.close)
             supervisor = Supervisor(self._run_id, self._options.stop_grace, self._clock)
             undo.callback(supervisor.close)
+            supervisor.start()
             member.on_round(self._watch_round)
             member.start(deadline)
             undo.callback(member.leave)
-            health = HealthService(
-                self._run_id,
-                self.node_id,
-                member,
-                self._store,
-                self._keys,
-                self._options,
-                self._address,
-                self._clock,
-                max_nodes=self._spec.max_nodes,
-            )
+            health = HealthService(member, self._store, self._keys, self._options, self._address, self._clock)
             self._node = ArrivedNode(member, liveness, supervisor, health)
             undo.pop_all()
         return self._node
-
-    def _candidate(self) -> NodeCandidate:
-        return NodeCandidate(self.node_id, self._address, local_workers().count, self._spec.min_nodes)
 
     def _leave_round(self, node: ArrivedNode, deadline: Deadline) -> tuple[bool, str]:
         """Say that this node has left its round, if it was still on; whether by agreement, and why."""
@@ -290,7 +277,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         cause = "its workers failed" if hung is None else f"a worker was ended: {hung}"
         reason = f"node {self.node_id} left the round: {cause}"
         kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
-        member.break_round(self._current.number, reason, deadline, worker_failed=True, cause=kind)
+        member.break_round(RoundFailure(self._current.number, reason, worker_failed=True, cause=kind), deadline)
         seen = member.look().round
         if seen is not None and seen.number == self._current.number and seen.state is RoundState.DRAINING:
             return True, ""  # it ended by agreement, of which this node had not heard when its workers went
@@ -394,7 +381,7 @@ def round_is_over(mine: RoundDocument, seen: RoundDocument | None) -> bool:
 
 
 def exit_code_after(error: BaseException | None, *, made_steps: bool) -> int | None:
-    """What this process must exit with, where torchrun's own exit code would not tell it.
+    """What this process must exit with, where torchrun's own exit code does not say it.
 
     ``made_steps``: whether its workers have, so that their configuration was right.
     """

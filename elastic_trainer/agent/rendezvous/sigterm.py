@@ -1,4 +1,4 @@
-"""SIGTERM where torchrun has no ear for it: before its first workers, and when all is done.
+"""SIGTERM while torchrun does not handle it: before its first workers, and when the run has succeeded.
 
 Before them it would have its default action, and none at all on process 1 of a container: a pod that is evicted
 while it waits for etcd or for other nodes would join later, and be killed in the middle of its work.
@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from elastic_trainer.errors import EXIT_LEFT
 
-_SENTENCE = b"elastic-trainer: told to go (SIGTERM) before the workers were started: this node leaves\n"
+_SENTENCE = b"elastic-trainer: SIGTERM came before the workers were started: this node leaves\n"
 
 
 def listen() -> None:
@@ -31,7 +31,7 @@ def listen() -> None:
 
 
 def too_late() -> None:
-    """The run has succeeded: from now on nobody needs to tell this process to end."""
+    """The run has succeeded: this process is about to exit with 0, so ignore SIGTERM."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

@@ -84,7 +84,6 @@ class Asker:
             each.connection.close()
 
     def close(self) -> None:
-        """Forget all questions."""
         for node in list(self._open):
             self.forget(node)
         self._selector.close()

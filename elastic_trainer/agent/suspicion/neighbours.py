@@ -1,8 +1,8 @@
-"""The agents around this one: asks them what their workers do, and says which of them do not answer.
+"""The agents around this one: asks what their workers do, and finds those that do not answer.
 
 *Runs in* one thread, which waits for none of them. *Owns* the questions under way.
-*Fails by* nothing: whom the store or the network does not let ask, nothing is known of.
-*Invariant*: nobody is silent who had less time than answers have needed lately, this node's own in the same moment too.
+*Fails by* nothing: of nodes that the store or the network does not let it ask, nothing is known.
+*Invariant*: a node is silent only after more time than recent answers took, this node's answer to itself included.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Peers:
         """What this node's last answer to itself took."""
 
     def ask(self, document: RoundDocument) -> None:
-        """Ask whoever is around in the round of ``document``, unless an answer is awaited."""
+        """Ask the neighbours in the round of ``document`` whose answer is not awaited already."""
         if document.number != self._number:
             self._meet(document)
         for name, address in self._around.items():
@@ -69,7 +69,7 @@ class Peers:
         self._dead &= set(but)
 
     def _meet(self, document: RoundDocument) -> None:
-        """Find out where to ask."""
+        """Look up the addresses to ask."""
         self.forget()
         names = doubt.neighbours(document, self._node)
         keys = self._read((*names, self._node))
@@ -79,7 +79,7 @@ class Peers:
             self._number = document.number
 
     def hear(self, timeout_s: float) -> None:
-        """Take in what comes within ``timeout_s`` seconds, or something did."""
+        """Take in the answers that come within ``timeout_s`` seconds."""
         before = self._clock.monotonic()
         heard = self._asker.hear(timeout_s)
         now = self._clock.monotonic()
@@ -100,16 +100,16 @@ class Peers:
                 self._asker.forget(name)
 
     def suspects(self, now: float, awake_at: float) -> Suspects | None:
-        """Who is dead or silent for too long; what was before ``awake_at`` does not count."""
+        """The nodes that are dead, or silent for too long; time before ``awake_at`` does not count."""
         open_ = {name: now - max(since, awake_at) for name, since in self._asker.open.items()}
-        told = {name: f"node {name} does not answer its peer {self._node} ({s:.2f} s)" for name, s in open_.items()}
+        reasons = {name: f"node {name} does not answer its peer {self._node} ({s:.2f} s)" for name, s in open_.items()}
         silent = [name for name, silent_s in open_.items() if silent_s > self._limit_s(name, now)]
-        told |= {name: f"the agent of node {name} is gone" for name in self._dead}
+        reasons |= {name: f"the agent of node {name} is gone" for name in self._dead}
         accused = [name for name in self._around if name in (*silent, *self._dead) and name != self._node]
         keys = self._read(accused) if accused else {}
         if not keys:
             return None
-        return Suspects(tuple(each.ghost for each in keys.values()), "; ".join(told[name] for name in keys))
+        return Suspects(tuple(each.ghost for each in keys.values()), "; ".join(reasons[name] for name in keys))
 
     def _limit_s(self, name: str, now: float) -> float:
         own_s = self._asker.open.get(self._node)
@@ -118,7 +118,6 @@ class Peers:
         return max(doubt.TIMES_OWN * own_s, *(each.limit_s(doubt.ANSWER_S, now) for each in lately))
 
     def close(self) -> None:
-        """Ask nobody any more."""
         self._asker.close()
 
     def _read(self, names: Sequence[str]) -> Mapping[str, NodeView]:

@@ -27,7 +27,6 @@ class _Line(BaseModel):
     """Who sends it."""
 
     def encode(self) -> bytes:
-        """The line to send, with its newline."""
         return self.model_dump_json().encode() + b"\n"
 
 

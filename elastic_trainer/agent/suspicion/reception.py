@@ -1,7 +1,7 @@
-"""Answers whoever connects to the port that tells that this agent lives: one line in, one line out.
+"""Answers on the port that shows that this agent lives: one line in, one line out.
 
-A frozen agent's kernel still accepts connections, but nobody answers; that is what a question is for. Who only connects
-and hangs up again has learned that the agent lives.
+A frozen agent's kernel still accepts connections, but nobody answers; that is what a question is for. A peer that only
+connects and hangs up has learned that the agent lives.
 
 *Runs in* a thread of the agent that does nothing else and never waits for anybody: no lock, no store, no slow peer.
 *Owns* the listening socket, and the connections that it has accepted, a bounded number: the oldest one goes first.
@@ -42,7 +42,6 @@ class Reception:
         """What each visitor has sent, the oldest visitor first."""
 
     def run(self) -> None:
-        """Until it is closing."""
         with self._listening, selectors.DefaultSelector() as self._selector:
             self._listening.setblocking(False)
             self._selector.register(self._listening, selectors.EVENT_READ)

@@ -1,8 +1,8 @@
 """Finds nodes and workers that stand still long before a lease or a time limit ends, by asking when others wait.
 
 While steps come in time nothing is sent. When a worker of this node waits in a collective for longer than usual, the
-agents of the nodes around it are asked what theirs do. Who does not answer in time is suspected: the round is broken
-without it. Each agent that is asked looks at its own workers, and lets the others go on without one that stands still.
+agents of the nodes around it are asked what theirs do. An agent that does not answer in time is suspected: the
+round is broken without it. Each agent that is asked looks at its own workers, and drops one that stands still.
 
 *Runs in* the agent: a thread named ``suspicion``. *Owns* that thread and the questions under way.
 *Fails by* nothing: where nothing can be found out, leases and time limits do what they do without it.
@@ -12,7 +12,6 @@ without it. Each agent that is asked looks at its own workers, and lets the othe
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping
 from typing import Final
 
@@ -21,6 +20,8 @@ from elastic_trainer.agent.suspicion.neighbours import LATE_S, Peers
 from elastic_trainer.agent.suspicion.questions import Notice, WorkerStanding
 from elastic_trainer.agent.workers import doubt
 from elastic_trainer.agent.workers.conductor import SUSPECTED_S, Conductor
+from elastic_trainer.agent.workers.duty import Duty
+from elastic_trainer.agent.workers.hang_rules import Waiting
 from elastic_trainer.agent.workers.roster import Worker
 from elastic_trainer.agent.workers.watchdog import ping, process_state
 from elastic_trainer.clock import SYSTEM, Clock
@@ -35,7 +36,6 @@ ASKED_EVERY_S: Final = 0.5
 LOOKED_AT_S: Final = 2 * ASKED_EVERY_S
 """Seconds after a question during which this node looks at its own workers."""
 PINGED_EVERY_S: Final = 0.1
-_JOIN_LIMIT_S: Final = 5.0
 
 
 class Suspicion:
@@ -45,8 +45,8 @@ class Suspicion:
         self._conductor, self._pages, self._notice, self._peers = conductor, pages, notice, peers
         self._clock = clock
         self._document: RoundDocument | None = None
-        self._since: dict[int, tuple[float, float]] = {}
-        """When each worker that waits for others got on last, and when it was first seen to wait since."""
+        self._since: dict[int, Waiting] = {}
+        """When each worker that waits for others last moved, and when it was first seen to wait since."""
         self._looks: dict[int, tuple[str, float]] = {}
         """The state of each worker's process, and how long it had been silent, when that was last looked at."""
         self._counts_from = self._looked_at = clock.monotonic()
@@ -55,31 +55,22 @@ class Suspicion:
         self._told_of = -1
         """The round in which a suspicion was logged."""
         self._pause_s = IDLE_S
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="suspicion", daemon=True)
+        self._duty = Duty("suspicion", self._listen, clock)
 
     def start(self) -> None:
-        """Begin."""
-        self._thread.start()
+        self._duty.start()
 
     def close(self) -> None:
-        """Suspect nobody any more."""
-        self._stop.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_LIMIT_S)
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._peers.hear(self._pause_s)
-                self.turn()
-            except Exception:  # noqa: BLE001 - the edge of a thread: a dead one would be silence
-                logger().exception("suspicion.failed")
-                self._clock.wait(self._stop, IDLE_S)
+        self._duty.close()
         self._peers.close()
 
+    def _listen(self) -> float:
+        """Hear what the peers answer meanwhile, then look."""
+        self._peers.hear(self._pause_s)
+        self.turn()
+        return 0.0
+
     def turn(self) -> None:
-        """One look."""
         now = self._clock.monotonic()
         document, workers = self._conductor.at_work()
         if now - self._looked_at > self._pause_s + LATE_S or document is not self._document:
@@ -104,12 +95,9 @@ class Suspicion:
 
     def _waits(self, readings: Mapping[int, Reading], now: float) -> dict[int, float]:
         """How long each worker that waits for others has done so."""
-        before, self._since = self._since, {}
-        for pid, each in readings.items():
-            if doubt.seeks_others(each):
-                moved_at, since = before.get(pid, (-1.0, now))
-                self._since[pid] = (each.pulse.moved_at, since if moved_at == each.pulse.moved_at else now)
-        return {pid: now - max(since, self._counts_from) for pid, (_, since) in self._since.items()}
+        seeking = [each for each in readings.values() if doubt.seeks_others(each)]
+        self._since = Waiting.seen(self._since, seeking, now)
+        return {pid: now - max(each.since, self._counts_from) for pid, each in self._since.items()}
 
     def _show(
         self, document: RoundDocument | None, readings: Mapping[int, Reading], waits: Mapping[int, float]

@@ -44,11 +44,9 @@ class ChannelServer:
 
     @property
     def path(self) -> Path:
-        """Where workers connect."""
         return self._listener.path
 
     def close(self) -> None:
-        """Nobody connects any more."""
         self._listener.close()
 
     def _serve(self, connection: Connection) -> None:

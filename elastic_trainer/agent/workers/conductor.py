@@ -1,8 +1,8 @@
-"""Leads this node's workers through rounds in place: takes their reports to the run, and its decisions to them.
+"""Leads this node's workers through rounds in place: carries their reports to the run, and its decisions to them.
 
 *Runs in* the agent: reader threads of the channel, the deciding thread (``see``), torchrun's main thread (``begin``).
 Writes to the store are left to the announcer's thread, so that none of these waits for it.
-*Owns* the channel's listener and the table of workers.
+*Owns* the table of workers and the watchdog.
 *Fails by* nothing: a worker that breaks the protocol is treated as lost.
 *Invariant*: a life of this node's workers ends once; after that nothing its workers say counts.
 """
@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import math
 import threading
-from pathlib import Path
 from typing import Any
 
 from elastic_trainer.agent.workers.backoff import Backoff
-from elastic_trainer.agent.workers.channel_server import ChannelServer
 from elastic_trainer.agent.workers.conduct import Conduct, ConductorPorts
-from elastic_trainer.agent.workers.places import formation_of, last_number
+from elastic_trainer.agent.workers.duty import Later, later
 from elastic_trainer.agent.workers.quarantine import Quarantine
 from elastic_trainer.agent.workers.release import Release
 from elastic_trainer.agent.workers.roster import Life, Worker
@@ -30,6 +28,7 @@ from elastic_trainer.ipc.messages import (
     Evicted,
     Exit,
     Failed,
+    Formation,
     Leaving,
     Message,
     Over,
@@ -46,7 +45,9 @@ from elastic_trainer.membership.documents import (
     RoundDocument,
     RoundMember,
     RoundState,
+    RunResult,
 )
+from elastic_trainer.membership.round_write import RoundFailure
 from elastic_trainer.model import Cause
 from elastic_trainer.telemetry.logs import logger
 
@@ -57,11 +58,13 @@ SUSPECTED_S = 1.0
 class Conductor:
     """See the module."""
 
-    def __init__(self, conduct: Conduct, ports: ConductorPorts, clock: Clock = SYSTEM) -> None:
+    def __init__(
+        self, conduct: Conduct, ports: ConductorPorts, clock: Clock = SYSTEM, call_later: Later = later
+    ) -> None:
         self._conduct, self._ports, self._node, self._clock = conduct, ports, conduct.node, clock
         self._announcer, self._create_revision = ports.announcer, ports.create_revision
-        self._lock = threading.RLock()
-        self._release = Release(conduct.sever_timeout_s, self._lock, ports.busy, self._late, clock)
+        self._lock, self._later = threading.RLock(), call_later
+        self._release = Release(conduct.sever_timeout_s, self._lock, ports.busy, self._late, clock, call_later)
         self._life = Life(0, 0, ended=True)
         self._document: RoundDocument | None = None
         self._acknowledged = 0
@@ -69,31 +72,25 @@ class Conductor:
         self._reached: Identity | None = None
         """How far the last life came."""
         self._ended_by: Cause | None = None
-        """What ended it, unless that was agreed on."""
+        """What ended it."""
         self._strikes = Backoff()
-        self._quarantine = Quarantine(self._node, ports.reachability, lambda: self._document, self._released)
+        self._quarantine = Quarantine(
+            self._node, ports.reachability, lambda: self._document, self._released, call_later
+        )
         self.met = threading.Event()
         """Set when the first worker of the present life has opened a session."""
         self._watchdog = Watchdog(conduct.hang_timeout_s, self._at_work, ports.verdicts, clock)
         self._watchdog.start()
-        self._channel = ChannelServer(self)
-
-    @property
-    def path(self) -> Path:
-        """Where workers connect."""
-        return self._channel.path
 
     @property
     def life(self) -> int:
-        """The number of the present life of the workers."""
         return self._life.number
 
     def close(self) -> None:
-        """Tell the workers that nobody leads them any more."""
+        """Close the workers' connections: nobody leads them any more."""
         self._watchdog.close()
         self._quarantine.close()
         self._release.close()
-        self._channel.close()
         with self._lock:
             for worker in self._life.workers.values():
                 worker.connection.close()
@@ -114,17 +111,16 @@ class Conductor:
         """torchrun starts ``size`` workers: the record of a node that warms up."""
         with self._lock:
             if not self._life.ended:
-                self._end_life("its workers failed", worker_failed=True)
+                self._end_life("its workers failed")
             back_off_s = self._strikes.back_off_s()
             joins_at = math.inf if self._quarantine.active else self._clock.monotonic() + back_off_s
             self._life = Life(self._life.number, size, joins_at=joins_at)
             if back_off_s:
                 logger().warning("node.backs_off", node=self._node, seconds=back_off_s, failures=self._strikes.count)
-                back = threading.Timer(back_off_s, self._offer, args=(self._life.number,))
-                back.daemon = True  # a node that fails for good meanwhile does not wait for it
-                back.start()
+                life = self._life.number
+                self._later(back_off_s, lambda: self._offer(life))
             self._quarantine.clear()
-            self._evicted = ""  # only a worker was told to go: torchrun itself would not start it again
+            self._evicted = ""  # SIGTERM went to a worker alone: torchrun itself would not start it again
             self.met.clear()
             return self._record(NodeState.WARMING)
 
@@ -140,34 +136,28 @@ class Conductor:
             self._life.joins_at = 0.0
             self._offer(self._life.number)
 
-    def _end_life(
-        self, cause: str, *, worker_failed: bool, planned: bool = False, kind: Cause = Cause.WORKER_LOST
-    ) -> None:
+    def _end_life(self, cause: str, kind: Cause = Cause.WORKER_LOST) -> None:
         """The workers of this life are gone, or are to go; called with the lock held."""
         life, current = self._life, self._document
         self._look_how_far(life)
         life.ended = True
-        self._reached = life.reached
-        self._ended_by = None if planned else kind
-        if worker_failed and life.size:
+        self._reached, self._ended_by = life.reached, kind
+        if life.size:
             self._strikes = self._strikes.after(life.steps)
         for worker in life.workers.values():
             self._tell(worker, Exit(code=EXIT_FAILURE, reason=cause))
-        mine = current.member(self._node) if current is not None else None
-        taking_part = mine is not None and mine.life == life.number and mine.create_revision == self._create_revision()
+        taking_part = self._my_entry(current) is not None
         self._life = Life(life.number + 1, life.size, ended=True)
-        if current is not None and taking_part:  # else it would seem to have left a round that takes it in
-            self._acknowledged = max(self._acknowledged, last_number(current) + 1)
-        record = self._record(NodeState.WARMING, planned=planned, cause=cause)
-        if current is not None and taking_part and not planned:
-            reason = f"node {self._node} left the round: {cause}"
-            number = last_number(current)
-            self._announcer.break_round(number, reason, record, worker_failed=worker_failed, cause=kind)
-        else:
-            self._announcer.announce(record)
+        if current is None or not taking_part:  # else it would seem to have left a round that takes it in
+            self._announcer.announce(self._record(NodeState.WARMING, planned=False, cause=cause))
+            return
+        self._acknowledged = max(self._acknowledged, current.last_number + 1)
+        reason = f"node {self._node} left the round: {cause}"
+        failure = RoundFailure(current.last_number, reason, worker_failed=True, cause=kind)
+        self._announcer.break_round(failure, self._record(NodeState.WARMING, planned=False, cause=cause))
 
     def _look_how_far(self, life: Life) -> None:
-        """What its workers last told may be a moment old: their pages are not."""
+        """The last reports of its workers may be a moment old: their pages are not."""
         for worker in life.workers.values():
             try:
                 place = self._ports.committed(worker.pid)
@@ -187,7 +177,9 @@ class Conductor:
                 return
             mine = self._my_entry(document)
             if document.state is RoundState.CLOSED:
-                self._tell_all(Exit(code=0 if document.result == "succeeded" else EXIT_FAILURE, reason=document.reason))
+                code = 0 if document.result is RunResult.SUCCEEDED else EXIT_FAILURE
+                for worker in self._life.workers.values():
+                    self._tell(worker, Exit(code=code, reason=document.reason))
             elif document.state is RoundState.BROKEN:
                 self._over(document, document.number, document.reason)
             elif document.state is RoundState.ACTIVE and mine is not None:
@@ -207,7 +199,7 @@ class Conductor:
         return mine
 
     def _over(self, document: RoundDocument, number: int, reason: str) -> None:
-        """Rounds up to ``number`` are over: the workers are told, and the run that this node knows."""
+        """Rounds up to ``number`` are over: send that to the workers, and acknowledge it to the run."""
         self._tell_over(number, reason)
         waited_for = document.member(self._node) is not None or self._node in (ghost.node for ghost in document.ghosts)
         waited_for |= any(worker.told_formation for worker in self._life.workers.values())
@@ -239,7 +231,7 @@ class Conductor:
         for worker in self._life.workers.values():
             if worker.ready is not None and worker.told_formation < document.number:
                 worker.told_formation = worker.inside = document.number
-                self._tell(worker, formation_of(document, mine, worker.local_rank))
+                self._tell(worker, _formation_of(document, mine, worker.local_rank))
 
     def _drain(self, document: RoundDocument, mine: RoundMember | None) -> None:
         if mine is not None:
@@ -247,7 +239,7 @@ class Conductor:
         following = document.next
         place = self._my_entry(following)
         for worker in self._life.workers.values():
-            then = formation_of(following, place, worker.local_rank) if following and place else None
+            then = _formation_of(following, place, worker.local_rank) if following and place else None
             if mine is not None and worker.told_drain < document.number:
                 worker.told_drain = document.number
                 if following is not None:
@@ -277,7 +269,6 @@ class Conductor:
             return worker
 
     def hear(self, worker: Worker, message: Message) -> None:
-        """A worker says something."""
         worker.heard_at = self._clock.monotonic()
         if isinstance(message, Pong):
             worker.ponged(worker.heard_at)
@@ -325,20 +316,19 @@ class Conductor:
         worker.left = message
         if message.status == "stopped" and self._document is not None:
             # It left by agreement, so nobody need wait until its process and its key are gone.
-            worker.ready = Ready(number=last_number(self._document) + 1, planned=True)
+            worker.ready = Ready(number=self._document.last_number + 1, planned=True)
         self._publish()
 
     def _failed(self, message: Failed) -> None:
-        """A collective failed: that is news for all, if nobody has told yet."""
+        """A collective failed: break the round, unless somebody has done so."""
         current = self._document
-        if current is None or message.number not in (current.number, last_number(current)):
+        if current is None or message.number not in (current.number, current.last_number):
             return
         if current.state in (RoundState.ACTIVE, RoundState.DRAINING):
             reason = f"node {self._node} lost contact with a peer ({message.error})"
-            self._acknowledged = max(self._acknowledged, last_number(current) + 1)
-            record = self._record(planned=False)
-            number, cause = last_number(current), Cause.CONTACT_LOST
-            self._announcer.break_round(number, reason, record, worker_failed=False, cause=cause)
+            self._acknowledged = max(self._acknowledged, current.last_number + 1)
+            failure = RoundFailure(current.last_number, reason, cause=Cause.CONTACT_LOST)
+            self._announcer.break_round(failure, self._record(planned=False))
 
     def _evict(self, reason: str) -> None:
         """This node is asked to go: a planned change."""
@@ -359,7 +349,7 @@ class Conductor:
             hung = self._ports.verdicts.take(worker.pid)
             cause = "was lost" if hung is None else f"was ended: {hung}"
             kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
-            self._end_life(f"its worker {worker.local_rank} {cause}", worker_failed=True, kind=kind)
+            self._end_life(f"its worker {worker.local_rank} {cause}", kind)
 
     # ---- suspicions (the thread of that name)
 
@@ -377,15 +367,8 @@ class Conductor:
             if self._life.ended or document is not self._document:
                 return
             self._quarantine.found(tuple(each.node for each in suspects))
-            self._announcer.break_round(
-                last_number(document),
-                reason,
-                self._record(),
-                worker_failed=False,
-                cause=Cause.CONTACT_LOST,
-                suspects=suspects,
-                within_s=SUSPECTED_S,
-            )
+            failure = RoundFailure(document.last_number, reason, cause=Cause.CONTACT_LOST, suspects=suspects)
+            self._announcer.break_round(failure, self._record(), SUSPECTED_S)
 
     def pass_over(self, worker: Worker, why: str) -> None:
         """``worker``, one of this node's, will not come: let the others go on without it."""
@@ -393,13 +376,12 @@ class Conductor:
             current = self._document
             if current is None or self._life.ended or worker.life != self._life.number or worker.stuck:
                 return
-            number, worker.stuck = last_number(current), True
+            number, worker.stuck = current.last_number, True
             self._acknowledged = max(self._acknowledged, number + 1)
-            reason = f"worker {worker.local_rank} of node {self._node} does not get on: {why}"
+            reason = f"worker {worker.local_rank} of node {self._node} stands still: {why}"
             logger().warning("worker.passed_over", pid=worker.pid, local_rank=worker.local_rank, reason=why)
-            self._announcer.break_round(
-                number, reason, self._record(cause=why), worker_failed=False, cause=Cause.WORKER_HUNG
-            )
+            failure = RoundFailure(number, reason, cause=Cause.WORKER_HUNG)
+            self._announcer.break_round(failure, self._record(cause=why))
 
     # ---- the node's record
 
@@ -407,7 +389,6 @@ class Conductor:
         self._announcer.announce(self._record())
 
     def _record(self, state: NodeState | None = None, *, planned: bool | None = None, cause: str = "") -> NodeRecord:
-        """What this node shows now."""
         now = self._clock.monotonic()
         fields: dict[str, Any] = self._life.shown(now)
         fields["state"] = state or self._life.state(now, evicted=bool(self._evicted))
@@ -418,12 +399,21 @@ class Conductor:
         last: dict[str, Any] = {"reached": self._reached, "ended_by": self._ended_by, "cause": cause}
         return self._conduct.base.model_copy(update=fields | last)
 
-    def _tell_all(self, message: Message) -> None:
-        for worker in self._life.workers.values():
-            self._tell(worker, message)
-
     def _tell(self, worker: Worker, message: Message) -> None:
         try:
             worker.connection.send(message)
         except ChannelClosedError:
             logger().debug("worker.unreachable", pid=worker.pid)
+
+
+def _formation_of(document: RoundDocument, mine: RoundMember, local_rank: int) -> Formation:
+    """The place of one worker in ``document``."""
+    return Formation(
+        number=document.number,
+        nonce=document.nonce,
+        store=document.store,
+        rank=mine.first_rank + local_rank,
+        world_size=document.world_size,
+        nodes=tuple(member.node for member in document.members),
+        reason=document.reason,
+    )

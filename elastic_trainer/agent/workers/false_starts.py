@@ -5,19 +5,20 @@ node alone suffers from is no such thing, so all members of the round have to sh
 ``membership.rules``); and what fails once the ranks have met may be the doing of any of them.
 
 *Runs in* torchrun's main thread, and for a minute of each life in a thread named ``starts``. *Owns* that thread.
-*Fails by* nothing: where the kernel does not tell who listens, a life counts as one that has met the others.
+*Fails by* nothing: where the kernel does not show who listens, a life counts as one that has met the others.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from elastic_trainer.agent.workers.duty import IDLE_S, Duty
 from elastic_trainer.clock import SYSTEM, Clock
 
 AT_START_S: Final = 60.0
@@ -44,17 +45,15 @@ class Starts:
         self._got_past = False
         """Whether a life of this node did; then the script can start, whatever keeps it from that now."""
         self._last: FalseStart | None = None
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._duty: Duty | None = None
 
     def begin(self, port: int | None) -> None:
         """The workers are started; ``port``: where all ranks meet, if that is on this node."""
         self.close()
         self._began = self._clock.monotonic()
-        self._over = threading.Event()
         if port is not None and not self._got_past:
-            self._thread = threading.Thread(target=self._watch, args=(port, self._over), name="starts", daemon=True)
-            self._thread.start()
+            self._duty = Duty("starts", partial(self.look, port), self._clock)
+            self._duty.start()
 
     def end(self, failures: Mapping[int, ProcessFailure], *, stepped: bool) -> FalseStart | None:
         """The workers are gone, ``failures`` of them by themselves; ``stepped``: some have made a step."""
@@ -69,22 +68,19 @@ class Starts:
 
     @property
     def lasted_s(self) -> float:
-        """How long ago the present life began."""
         return self._clock.monotonic() - self._began
 
     def close(self) -> None:
-        """End the thread."""
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2.0)
-            self._thread = None
+        duty, self._duty = self._duty, None
+        if duty is not None:
+            duty.close()
 
-    def _watch(self, port: int, over: threading.Event) -> None:
-        while not over.is_set() and self.lasted_s < AT_START_S:
-            if self._listened_at(port):
-                self._got_past = True
-                return
-            self._clock.wait(over, _LOOK_EVERY_S)
+    def look(self, port: int) -> float:
+        """Note whether somebody listens at ``port`` now; seconds until the next look."""
+        if self._got_past or self.lasted_s >= AT_START_S:
+            return IDLE_S
+        self._got_past = self._listened_at(port)
+        return _LOOK_EVERY_S
 
     def _listened_at(self, port: int) -> bool:
         wanted = f":{port:04X}"

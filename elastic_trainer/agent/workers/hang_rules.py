@@ -1,4 +1,4 @@
-"""Which workers do not get on, and which of them keep the others waiting. Pure.
+"""Which workers hang, and which of them keep the others waiting. Pure.
 
 A worker that waits for other ranks is a victim: whoever it waits for does something else, or nothing. So each node
 finds its own culprits without asking the others. Where all ranks of the round wait, nobody is one: the round is over.
@@ -31,7 +31,7 @@ _NEVER: Final[Mapping[int, float]] = {}
 
 @dataclass(frozen=True, slots=True)
 class HangLimits:
-    """How long a worker may not get on, in seconds; 0: for ever. See the options of the same names."""
+    """Seconds without progress after which a worker hangs; 0: never. See the options of the same names."""
 
     step_s: float
     first_step_s: float
@@ -45,7 +45,7 @@ class HangLimits:
 
 @dataclass(frozen=True, slots=True)
 class Hung:
-    """A worker that has not got on for longer than it may."""
+    """A worker without progress for longer than its limit."""
 
     reading: Reading
     still_s: float
@@ -58,9 +58,8 @@ class Hung:
 
     @property
     def reason(self) -> str:
-        """In words."""
         return (
-            f"it has not got on for {self.still_s:.1f} s ({_doing(self.reading.phase)}, behind step"
+            f"it has made no progress for {self.still_s:.1f} s ({_doing(self.reading.phase)}, behind step"
             f" {self.reading.pulse.step}; it may take {self.limit_s:.1f} s)"
         )
 
@@ -70,12 +69,12 @@ def _doing(phase: Phase) -> str:
 
 
 def _phase(reading: Reading) -> Phase:
-    """What it does, told finely where it makes steps."""
+    """What it does, in detail where it makes steps."""
     return reading.phase if reading.pulse.phase in WORK else reading.pulse.phase
 
 
 def limit_of(reading: Reading, limits: HangLimits) -> float:
-    """How long this worker may take to get on in what it is doing; 0: as long as it wants."""
+    """Seconds that this worker may go without progress in what it is doing; 0: no limit."""
     phase = _phase(reading)
     if phase in _LONG:
         return limits.phase_s
@@ -112,11 +111,11 @@ def hung(
     stood: Sequence[tuple[float, float]] = (),
     waited: Mapping[int, float] = _NEVER,
 ) -> list[Hung]:
-    """Those that have not got on for longer than they may at monotonic time ``now``.
+    """Those without progress for longer than their limit at monotonic time ``now``.
 
     ``stood``: when the agent went on after it had stood still, and for how long it had: that counts for nobody.
     ``waited``: when each process was last seen to wait for others. What it waited is not its own: a victim that has
-    just been freed, and has not got on yet, would be taken for a culprit.
+    just been freed, and has not moved yet, would be taken for a culprit.
     """
     found = []
     for reading in readings:
@@ -129,21 +128,22 @@ def hung(
     return found
 
 
-def all_wait(round_: RoundDocument, told: Mapping[str, NodeHealth], limit_s: float) -> bool:
-    """Whether each rank of ``round_`` is told to wait for others, for so long that nobody will end it (``limit_s``).
+def all_wait(round_: RoundDocument, published: Mapping[str, NodeHealth], limit_s: float) -> bool:
+    """Whether each rank of ``round_`` is published to wait for others, beyond the limit at which one would be killed.
 
-    ``told`` is what nodes have published, by name. A node that does not tell of all its ranks may have the culprit.
+    ``published`` is by node. A node that does not show all its ranks may have the culprit.
     """
     return all(
-        _waits(told.get(member.node), round_.number, member.local_world_size, limit_s) for member in round_.members
+        _waits(published.get(member.node), round_.number, member.local_world_size, limit_s) for member in round_.members
     )
 
 
-def _waits(told: NodeHealth | None, number: int, ranks: int, limit_s: float) -> bool:
-    if told is None or told.round != number or len(told.ranks) < ranks:
+def _waits(health: NodeHealth | None, number: int, ranks: int, limit_s: float) -> bool:
+    if health is None or health.round != number or len(health.ranks) < ranks:
         return False
     return all(
-        rank.waits and rank.still_s >= NEAR * limit_s and rank.waits_s >= VICTIMS_WAIT * limit_s for rank in told.ranks
+        rank.waits and rank.still_s >= NEAR * limit_s and rank.waits_s >= VICTIMS_WAIT * limit_s
+        for rank in health.ranks
     )
 
 
@@ -155,12 +155,10 @@ class Waiting:
     since: float
 
     @classmethod
-    def seen(cls, before: Mapping[int, Waiting], readings: Iterable[Reading], now: float) -> dict[int, Waiting]:
-        """By process, after a look at ``now``; ``before`` is what the look before that gave."""
-        waiting = {}
-        for reading in readings:
-            if reading.waits:
-                known, moved_at = before.get(reading.pid), reading.pulse.moved_at
-                lasts = known is not None and known.moved_at == moved_at
-                waiting[reading.pid] = known if known is not None and lasts else cls(moved_at, now)
-        return waiting
+    def seen(cls, before: Mapping[int, Waiting], waiting: Iterable[Reading], now: float) -> dict[int, Waiting]:
+        """By process, those that are ``waiting`` in a look at ``now``; ``before`` is what the last look gave."""
+        found = {}
+        for reading in waiting:
+            known, moved_at = before.get(reading.pid), reading.pulse.moved_at
+            found[reading.pid] = known if known is not None and known.moved_at == moved_at else cls(moved_at, now)
+        return found

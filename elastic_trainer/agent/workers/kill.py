@@ -1,4 +1,4 @@
-"""Ends a worker process by force: says why, and before that what it was doing.
+"""Kills a worker process, and logs why and what it was doing.
 
 *Runs in* any thread of the agent. *Fails by* nothing: a process that is gone already is what was wanted.
 """
@@ -26,7 +26,7 @@ def kill_now(pid: int, reason: str, **more: int) -> bool:
 
 
 class Verdicts:
-    """The workers that were found hung and ended, and why: their node then tells the others that, not "lost".
+    """The workers that were found hung and killed, and why: their node reports that to the others, not "lost".
 
     ``count()`` is called with each; ``page_of(pid)`` is the heartbeat page of a worker.
     """

@@ -1,4 +1,4 @@
-"""Keeps a node away whose round could not be formed, until it reaches all who train; else each of its joins is a stop.
+"""Keeps a node out of rounds while it cannot reach all members; else each of its joins would stop everybody.
 
 *Runs in* the agent: ``ask`` in a reader thread of the channel, which waits; the attempts to come back in timers.
 *Owns* one timer at a time. *Fails by* nothing.
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from elastic_trainer.agent.workers.backoff import Backoff
+from elastic_trainer.agent.workers.duty import Cancellable, Later, later
 from elastic_trainer.agent.workers.reachability import Reachability
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.reachability import FAILED_ROUNDS
@@ -27,8 +28,10 @@ class Quarantine:
         contact: Reachability,
         present: Callable[[], RoundDocument | None],
         released: Callable[[], None],
+        call_later: Later = later,
     ) -> None:
         self._node, self._contact, self._present, self._released = node, contact, present, released
+        self._later = call_later
         self.unreachable: tuple[str, ...] = ()
         """Nodes that could not be reached when a round with them could not be formed."""
         self.active = False
@@ -38,7 +41,7 @@ class Quarantine:
         self._lock = threading.Lock()
         self._since_round = 0
         self._strikes = Backoff()
-        self._timer: threading.Timer | None = None
+        self._timer: Cancellable | None = None
 
     def ask(self, document: RoundDocument | None) -> None:
         """Find out whom this node cannot reach: others could not reach it in the round of ``document``, or that was not
@@ -72,7 +75,6 @@ class Quarantine:
         self._wait()
 
     def close(self) -> None:
-        """The node ends."""
         with self._lock:
             self.active, self._closed = False, True
             if self._timer is not None:
@@ -91,15 +93,13 @@ class Quarantine:
                 return
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = threading.Timer(seconds, act)
-            self._timer.daemon = True
-            self._timer.start()
+            self._timer = self._later(seconds, act)
 
     def _look_again(self) -> None:
         document = self._present()
         if self.active or self._closed or not self.unreachable or document is None:
             return
-        over = document.state is RoundState.BROKEN  # else steps will tell
+        over = document.state is RoundState.BROKEN  # else steps will show it
         missing = self._missing(document) if over else None
         if missing == () and not self.active:
             self.unreachable = ()

@@ -1,11 +1,11 @@
-"""Sees to it that workers leave a round that is over: waits for those that are busy, ends those that stay blocked.
+"""Makes workers leave a round that is over: waits for those that are busy, kills those that stay blocked.
 
-The worker is told, its sockets are shut down, its waits are interrupted; what is blocked even so (a raw collective of
-the script's, a driver) only the end of the process frees. torchrun then starts it again. A worker that saves, evaluates
-or compiles is not blocked: the time for that is the watchdog's business (:mod:`elastic_trainer.agent.health.duties`),
-and the others are told what they wait for.
+The worker gets a message, its sockets are shut down, its waits are interrupted. What is blocked even so (a raw
+collective of the script's, a driver) only the end of the process frees; torchrun then starts it again. A worker that
+saves, evaluates or compiles is not blocked: :mod:`elastic_trainer.agent.health.duties` bounds that, and the others see
+in this node's record what they wait for.
 
-*Runs in* the agent: one timer thread for each worker that is to be free. *Owns* the timers.
+*Runs in* the agent: one timer for each worker that is to be free. *Owns* the timers.
 *Fails by* nothing: a process that is gone already is what was wanted.
 """
 
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
+from elastic_trainer.agent.workers.duty import Cancellable, Later, later
 from elastic_trainer.agent.workers.kill import kill_now
 from elastic_trainer.agent.workers.roster import Life, Worker
 from elastic_trainer.clock import SYSTEM, Clock
@@ -22,6 +24,17 @@ from elastic_trainer.telemetry.logs import logger
 
 LONGEST_PAUSE_S: Final = 0.25
 LOOKS_PER_LIMIT: Final = 8
+
+
+@dataclass(slots=True)
+class _Expected:
+    """A worker of ``life`` that is to leave round ``number``, not seen busy since ``blocked_at``."""
+
+    life: Life
+    worker: Worker
+    number: int
+    blocked_at: float
+    timer: Cancellable | None = None
 
 
 class Release:
@@ -38,11 +51,12 @@ class Release:
         busy: Callable[[int], str],
         late: Callable[[Worker], None] = lambda worker: None,
         clock: Clock = SYSTEM,
+        call_later: Later = later,
     ) -> None:
-        self._sever_timeout_s, self._lock, self._clock = sever_timeout_s, lock, clock
+        self._sever_timeout_s, self._lock, self._clock, self._later = sever_timeout_s, lock, clock, call_later
         self._busy, self._late = busy, late
         self._pause_s = min(LONGEST_PAUSE_S, sever_timeout_s / LOOKS_PER_LIMIT)
-        self._timers: dict[int, threading.Timer] = {}
+        self._expected: dict[int, _Expected] = {}
 
     def limit_s(self, worker: Worker) -> float:
         """How long ``worker`` may take where it is not busy: two of its steps at least."""
@@ -52,42 +66,41 @@ class Release:
     def expect(self, life: Life, worker: Worker, number: int) -> None:
         """Round ``number`` is over: ``worker`` is to say soon that it is free. Called with the lock held."""
         self.freed(worker)
-        self._look_later(life, worker, number, self._clock.monotonic())
+        self._expected[worker.pid] = each = _Expected(life, worker, number, self._clock.monotonic())
+        self._look_later(each)
 
     def freed(self, worker: Worker) -> None:
         """``worker`` is free, or gone. Called with the lock held."""
         worker.busy = ""
-        timer = self._timers.pop(worker.pid, None)
-        if timer is not None:
-            timer.cancel()
+        each = self._expected.pop(worker.pid, None)
+        if each is not None and each.timer is not None:
+            each.timer.cancel()
 
     def close(self) -> None:
-        """Nobody is to be ended any more."""
         with self._lock:
-            for timer in self._timers.values():
-                timer.cancel()
-            self._timers.clear()
+            for each in list(self._expected.values()):
+                self.freed(each.worker)
 
-    def _look_later(self, life: Life, worker: Worker, number: int, blocked_at: float) -> None:
-        """``blocked_at``: since when it has not been seen busy."""
-        timer = threading.Timer(self._pause_s, self._look, args=(life, worker, number, blocked_at))
-        timer.daemon = True
-        self._timers[worker.pid] = timer
-        timer.start()
+    def _look_later(self, each: _Expected) -> None:
+        each.timer = self._later(self._pause_s, lambda: self._look(each))
 
-    def _look(self, life: Life, worker: Worker, number: int, blocked_at: float) -> None:
+    def _look(self, each: _Expected) -> None:
+        worker = each.worker
         with self._lock:
-            if self._timers.get(worker.pid) is not threading.current_thread():
+            if self._expected.get(worker.pid) is not each:
                 return
-            del self._timers[worker.pid]
-            if life.ended or worker.left is not None or not worker.stays_in(number):
+            if each.life.ended or worker.left is not None or not worker.stays_in(each.number):
+                del self._expected[worker.pid]
                 return
             now, busy = self._clock.monotonic(), self._known(worker)
-            if not busy and now - blocked_at > self.limit_s(worker):
-                kill_now(worker.pid, f"it did not leave round {number}, which is over")
+            if busy:
+                each.blocked_at = now
+            elif now - each.blocked_at > self.limit_s(worker):
+                del self._expected[worker.pid]
+                kill_now(worker.pid, f"it did not leave round {each.number}, which is over")
                 return
-            self._note(worker, number, busy)
-            self._look_later(life, worker, number, now if busy else blocked_at)
+            self._note(worker, each.number, busy)
+            self._look_later(each)
 
     def _known(self, worker: Worker) -> str:
         try:

@@ -1,6 +1,6 @@
 """This node's workers in one life of theirs: what each has said, and what they make together.
 
-*Runs in* whatever thread asks, under the conductor's lock. Nothing here waits or sends.
+*Runs in* any thread, under the conductor's lock. Nothing here waits or sends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Worker:
     """The newest round that it may have entered: one whose place it was given and had no reason to refuse."""
 
     def ponged(self, now: float) -> None:
-        """It has answered."""
         if self.pinged_at:
             self.delays.note(now - self.pinged_at, now)
         self.pinged_at = 0.0
@@ -50,7 +49,7 @@ class Worker:
     def free_for(self) -> int:
         """The least round number that this worker is free for; 0 before it is ready.
 
-        A round that was over before it was told of its place in it is behind it too: it will say nothing of that one.
+        A round that was over before it got its place in it is behind it too: it will report nothing of that one.
         """
         if self.ready is None:
             return 0
@@ -82,13 +81,13 @@ class Life:
         return 0 if self.first_step is None or self.reached is None else self.reached.step - self.first_step
 
     def note(self, place: Identity) -> None:
-        """A worker has told how far it is."""
+        """A worker has reported how far it is."""
         self.first_step = place.step if self.first_step is None else self.first_step
         if self.reached is None or place.step >= self.reached.step:
             self.reached = place
 
     def came_to(self, number: int, step: int) -> None:
-        """A worker of round ``number`` holds the state after ``step``, whatever it has told last."""
+        """A worker of round ``number`` holds the state after ``step``, whatever it has reported last."""
         if self.reached is None or step > self.reached.step:
             self.reached = Identity(round=number, step=step)
 
@@ -105,7 +104,6 @@ class Life:
         return whole and not self.ended and now >= self.joins_at
 
     def state(self, now: float, *, evicted: bool) -> NodeState:
-        """The state that the node shows."""
         workers = self.workers.values()
         if workers and all(worker.left is not None and worker.left.status == "done" for worker in workers):
             return NodeState.FINISHING

@@ -1,7 +1,7 @@
-"""Waits until a worker of this node opens a Session; says now and then that none has, and what the workers do.
+"""Waits until a worker of this node opens a Session; logs now and then that none has, and what the workers do.
 
-A script may download or compile for long before. One that has no Session would train alone on each node: some time it
-has to be ended.
+A script may download or compile for long before. One without a Session would train alone on each node, so it is ended
+after a limit.
 
 *Runs in* the agent: a thread named ``session-watch`` for each life of the workers. *Owns* that thread.
 *Fails by* calling ``give_up`` once with the SessionTimeoutError.
@@ -40,9 +40,12 @@ class Arrival:
     ) -> None:
         self._met, self._awaited, self._workers = met, awaited, workers
         self._limit_s, self._give_up, self._clock = limit_s, give_up, clock
-        threading.Thread(target=self._run, name="session-watch", daemon=True).start()
 
-    def _run(self) -> None:
+    def start(self) -> None:
+        threading.Thread(target=self.watch, name="session-watch", daemon=True).start()
+
+    def watch(self) -> None:
+        """Until a Session is opened, or the limit is over."""
         limit, note_s = Deadline.after(self._limit_s, self._clock), FIRST_NOTE_S
         while not self._clock.wait(self._met, min(note_s, limit.remaining_s())) and self._awaited():
             found = doing(list(self._workers()))

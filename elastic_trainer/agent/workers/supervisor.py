@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
+from elastic_trainer.agent.workers.duty import IDLE_S, Duty
 from elastic_trainer.agent.workers.kill import kill_now
 from elastic_trainer.clock import SYSTEM, Clock
 
+AGAIN_S = 0.5
+
 
 def worker_pids(run_id: str, proc: Path = Path("/proc")) -> list[int]:
-    """Process ids of this process's workers of ``run_id`` (empty where /proc does not tell)."""
+    """Process ids of this process's workers of ``run_id`` (empty without /proc)."""
     wanted = f"TORCHELASTIC_RUN_ID={run_id}".encode()
     found = []
     for task in (proc / "self" / "task").glob("*/children"):
@@ -48,42 +50,34 @@ class Supervisor:
 
     def __init__(self, run_id: str, grace_s: float, clock: Clock = SYSTEM) -> None:
         self._run_id, self._grace_s, self._clock = run_id, grace_s, clock
-        self._changed = threading.Condition()
-        self._working_in = 0
-        self._over = 0
+        self._working_in = self._over = 0
         self._over_since = 0.0
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
-        self._thread.start()
+        self._duty = Duty("supervisor", self.turn, clock)
+
+    def start(self) -> None:
+        self._duty.start()
 
     def round_begun(self, number: int) -> None:
         """Workers are about to start in round ``number``; those of earlier rounds are gone."""
-        with self._changed:
-            self._working_in = number
-            self._changed.notify()
+        self._working_in = number
+        self._duty.wake()
 
     def round_over(self, number: int) -> None:
         """Rounds up to ``number`` are over: workers in one of them have ``grace_s`` seconds from now."""
-        with self._changed:
-            if number > self._over:
-                self._over, self._over_since = number, self._clock.monotonic()
-                self._changed.notify()
+        if number > self._over:
+            self._over_since = self._clock.monotonic()  # first: a turn may come between the two
+            self._over = number
+            self._duty.wake()
 
     def close(self) -> None:
-        """End the thread."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join(timeout=1.0)
+        self._duty.close()
 
-    def _run(self) -> None:
-        with self._changed:
-            while not self._closed:
-                left_s = self._over_since + self._grace_s - self._clock.monotonic()
-                if not 0 < self._working_in <= self._over:
-                    self._changed.wait()
-                elif left_s > 0.0:
-                    self._changed.wait(left_s)
-                else:
-                    kill_workers(self._run_id, f"its round ended {self._grace_s:g} s ago")
-                    self._changed.wait(0.5)
+    def turn(self) -> float:
+        """Kill the workers whose grace is over; seconds until the next look, since some may be starting just now."""
+        if not 0 < self._working_in <= self._over:
+            return IDLE_S
+        left_s = self._over_since + self._grace_s - self._clock.monotonic()
+        if left_s > 0.0:
+            return left_s
+        kill_workers(self._run_id, f"its round ended {self._grace_s:g} s ago")
+        return AGAIN_S

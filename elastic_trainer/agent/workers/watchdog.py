@@ -1,8 +1,8 @@
-"""Finds workers of this node that answer nothing, and ends them: frozen ones, and those whose interpreter is locked.
+"""Kills workers of this node that answer no ping: frozen ones, and those whose interpreter is locked.
 
-Each worker is asked once in a while whether it is there; the thread that answers has nothing else to do. Who does not
-answer cannot hear either that a round is over, and all others wait for it. Its end is news at once, torchrun starts it
-again, and the others go on. A worker that answers and yet does not get on is not found here.
+A thread of each worker does nothing but answer. A worker that does not answer cannot hear either that a round is over,
+and all others wait for it. Its death is news at once, torchrun starts it again, and the others go on. A worker that
+answers but makes no progress is found by its heartbeat page (:mod:`elastic_trainer.agent.health.duties`).
 
 *Runs in* the agent: a thread named ``watchdog``. *Owns* that thread.
 *Fails by* nothing: a worker that is gone meanwhile is what was wanted.
@@ -12,10 +12,10 @@ again, and the others go on. A worker that answers and yet does not get on is no
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from elastic_trainer.agent.workers.duty import Duty
 from elastic_trainer.agent.workers.kill import Verdicts
 from elastic_trainer.agent.workers.roster import Worker
 from elastic_trainer.clock import SYSTEM, Clock
@@ -26,8 +26,7 @@ from elastic_trainer.telemetry.logs import logger
 ASKED_EVERY_S = 1.0
 QUESTIONS_PER_LIMIT = 8
 LATE = 3.0
-"""The agent stood still if a turn comes so many times later than planned."""
-_JOIN_LIMIT_S = 5.0
+"""The agent stood still if a turn comes this many times later than planned."""
 
 
 class Watchdog:
@@ -39,31 +38,18 @@ class Watchdog:
         self._limit_s, self._workers, self._verdicts, self._clock = limit_s, workers, verdicts, clock
         self.every_s = min(ASKED_EVERY_S, limit_s / QUESTIONS_PER_LIMIT)
         self._looked_at = clock.monotonic()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._duty = Duty("watchdog", self.look, clock)
 
     def start(self) -> None:
         """Begin to watch, if there is a limit."""
         if self._limit_s > 0.0:
-            self._looked_at = self._clock.monotonic()
-            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-            self._thread.start()
+            self._duty.start()
 
     def close(self) -> None:
-        """Nobody is watched any more."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(_JOIN_LIMIT_S)
+        self._duty.close()
 
-    def _run(self) -> None:
-        while not self._clock.wait(self._stop, self.every_s):
-            try:
-                self.look()
-            except Exception:  # noqa: BLE001 - the edge of a thread: a dead watchdog would be silence
-                logger().exception("watchdog.failed")
-
-    def look(self) -> None:
-        """One turn: end those who have been silent for too long, ask the others."""
+    def look(self) -> float:
+        """One turn: end the workers that have been silent for too long, ask the others; seconds until the next."""
         now = self._clock.monotonic()
         stood_still = now - self._looked_at > LATE * self.every_s
         self._looked_at = now
@@ -74,6 +60,7 @@ class Watchdog:
                 self._end(worker, now - worker.heard_at)
                 continue
             ping(worker, now)
+        return self.every_s
 
     def _end(self, worker: Worker, silent_s: float) -> None:
         state = process_state(worker.pid)

@@ -95,7 +95,7 @@ def test_survivors_that_are_busy_are_neither_killed_nor_left_behind(
         job.tell("free")
         job.await_world(*ALL, after=before)
         assert pids(job, [head]) == there
-        assert "it has not got on for" in job.log(stuck)
+        assert "it has made no progress for" in job.log(stuck)
         assert "(in evaluation, behind step" in job.log(stuck)
         assert job.finish() == dict.fromkeys(ALL, 0)
         job.check_lossless()

@@ -12,7 +12,7 @@ from elastic_trainer.errors import EXIT_LEFT
 from tests.support.forked import Forked
 from tests.support.plainjob import LIMIT_S, PlainJob
 
-SENTENCE = "elastic-trainer: told to go (SIGTERM) before the workers were started: this node leaves"
+SENTENCE = "elastic-trainer: SIGTERM came before the workers were started: this node leaves"
 
 
 @pytest.mark.timeout(200)

@@ -17,7 +17,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.settings import ENV_LEDGER_DIR
-from tests.support.crew import eventually
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -27,12 +27,12 @@ from elastic_trainer.store import connect_checked
 from tests.integration.store.support import put
 from tests.support.agreement import Training
 from tests.support.commands import quiet
-from tests.support.crew import eventually
 from tests.support.deployment import DEPLOY
 from tests.support.manifests import Container, container, jobs, named, rendered, settings_of
 from tests.support.platform import RenderedEtcd, status, variables
 from tests.support.prometheusrule import text as prometheus_rule
 from tests.support.requirements import needs
+from tests.support.waiting import eventually
 
 LIMIT_S = 60.0
 

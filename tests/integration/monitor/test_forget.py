@@ -14,8 +14,8 @@ from elastic_trainer.settings import StoreSettings
 from elastic_trainer.store import connect
 from elastic_trainer.store.api import Put
 from elastic_trainer.store.keys import RunKeys
-from tests.support.crew import soon
 from tests.support.plainjob import PlainJob
+from tests.support.waiting import soon
 
 
 @pytest.mark.timeout(200)

@@ -21,7 +21,7 @@ from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress
 from elastic_trainer.worker.comm.waits import InterruptibleWaits
 from tests.integration.worker.launch import free_port, run, standalone
-from tests.support.crew import eventually
+from tests.support.waiting import eventually
 
 
 def test_gradients_summed_by_the_hook_are_those_of_ddp(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What ended a round is told in the next one, whoever noticed first."""
+"""What ended a round is reported in the next one, whoever noticed first."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_node_whose_lease_ended_breaks_the_round_as_lost() -> None:
 
 
 @pytest.mark.parametrize("cause", [Cause.WORKER_LOST, Cause.WORKER_HUNG, Cause.CONTACT_LOST, Cause.STALLED])
-def test_a_node_that_is_gone_was_the_cause_whatever_was_told_first(cause: Cause) -> None:
+def test_a_node_that_is_gone_was_the_cause_whatever_was_reported_first(cause: Cause) -> None:
     """Its peers lose contact before its lease ends."""
     document = next_round(ended(cause).lose("b"))
     assert (document.cause, document.reason) == (Cause.NODE_LOST, "node b was lost")
@@ -62,7 +62,7 @@ def test_a_worker_that_failed_was_the_cause_if_others_noticed_first(first: Cause
 
 
 @pytest.mark.parametrize("cause", [Cause.WORKER_LOST, Cause.WORKER_HUNG, Cause.STALLED])
-def test_what_the_agent_of_the_worker_told_stays(cause: Cause) -> None:
+def test_what_the_agent_of_the_worker_reported_stays(cause: Cause) -> None:
     """It knows why it ended it."""
     document = next_round(ended(cause).show(back("b", 2, planned=False)))
     assert (document.cause, document.reason) == (cause, "told")
@@ -88,7 +88,7 @@ def test_a_planned_change_and_a_first_round_have_no_cause() -> None:
 
 
 def test_a_cause_belongs_to_one_end() -> None:
-    """A round that is broken again, or behind a planned change, does not keep what was told before."""
+    """A round that is broken again, or behind a planned change, does not keep what was reported before."""
     planned = round_of(8, TRIO)
     draining = round_of(7, TRIO, RoundState.DRAINING, cause=Cause.WORKER_LOST, next=planned)
     document = broken(draining, "x", cause=Cause.STALLED)

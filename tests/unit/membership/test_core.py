@@ -31,7 +31,7 @@ def core() -> Core:
     return Core("a", LIMITS, 3.0, random.Random(1))
 
 
-def test_the_end_of_a_round_is_told_though_its_revision_is_that_of_another() -> None:
+def test_the_end_of_a_round_is_reported_though_its_revision_is_that_of_another() -> None:
     """A store that was restored uses its revisions again: the end that is put back may get the one of the round."""
     mine = core()
     active, broken = round_of(4, PAIR), round_of(4, PAIR, RoundState.BROKEN)

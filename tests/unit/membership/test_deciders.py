@@ -1,100 +1,134 @@
-"""Whoever decides may die: a round is formed all the same, and few watch the nodes."""
+"""Few watch the nodes, whoever decides may die, and keys that no node has written stop nobody: on virtual time."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from dataclasses import replace
-
 import pytest
 
-from elastic_trainer.errors import ElasticTrainerError, JoinTimeoutError, RunClosedError
-from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.membership.cluster_view import Limits
+from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.leader_priority import SENIORS
-from tests.support.crew import QUICK, Agent, Crew, eventually
+from elastic_trainer.membership.roll_call import roll_call
+from elastic_trainer.membership.round_write import Author, RoundFailure, breaking, free_again, round_write
+from elastic_trainer.store.api import Put, absent, created_at, unchanged
+from elastic_trainer.store.keys import RunKeys
+from tests.simulation.node import KEYS
+from tests.simulation.world import World
+from tests.support.memory_store import MemoryStore
+from tests.support.monitored import record
+from tests.support.waiting import soon
+from tests.unit.membership.scenes import LIMITS, node, round_of
 
-NAMES = "abcdefgh"
-LIMITS = replace(QUICK, min_nodes=1, max_nodes=len(NAMES), last_call_s=60.0)
-
-
-def crowd() -> Crew:
-    """All of NAMES, joined in this order and in one round."""
-    crew = Crew(LIMITS)
-    crew.join(*NAMES)
-    crew.await_round(NAMES)
-    return crew
-
-
-def followers(agents: Sequence[Agent]) -> set[str]:
-    return {agent.name for agent in agents if agent.member.look().follows_nodes}
-
-
-def test_only_the_three_most_senior_watch_the_nodes() -> None:
-    """The others see the round alone, and work in it like everybody."""
-    with crowd() as crew:
-        eventually(lambda: followers(crew.alive) == set(NAMES[:SENIORS]), lambda: str(followers(crew.alive)))
-        assert all(crew.agents[name].member.look().nodes == {} for name in NAMES[SENIORS:])
+EIGHT = Limits(min_nodes=1, max_nodes=8, last_call_s=60.0)
+JUNK = {
+    "junk": b"no JSON",
+    "older-version": b'{"version": 1}',
+    "huge": record().encode().replace(b'"local_world_size":2', b'"local_world_size":99999999'),
+    "a b": record().encode(),
+    "../n9": record().encode(),
+    "\x1b[31m": record().encode(),
+}
+PAIR = [node("a", 11), node("b", 12)]
 
 
-def test_the_next_in_line_takes_the_place_of_a_lost_decider() -> None:
-    """The round that follows names the members, so the fourth learns from it that it is the third now."""
-    with crowd() as crew:
-        crew.agents["a"].kill()
-        crew.expire()
-        crew.await_round(NAMES[1:], after=1)
-        eventually(lambda: followers(crew.alive) >= set("bcd"), lambda: str(followers(crew.alive)))
-        assert not followers(crew.alive) & set("gh")
+def world_of(count: int, limits: Limits) -> World:
+    """A world in which ``count`` nodes train."""
+    world = World(1, limits=limits)
+    for _ in range(count):
+        world.join()
+    world.wait_until(world.settled, "the run does not begin")
+    return world
 
 
-def test_a_junior_breaks_its_round_without_knowing_the_nodes() -> None:
-    """Its worker fails: the round document is all that it needs."""
-    with crowd() as crew:
-        crew.agents["h"].fail_worker()
-        after = crew.await_round(NAMES, after=1)
-        assert "workers of h failed" in after.reason
+def followers(world: World) -> set[str]:
+    """The live nodes that watch the nodes."""
+    return {name for name, each in world.agents.items() if each.alive and each.node.view.look().follows_nodes}
 
 
-def test_a_junior_that_loses_its_lease_comes_back() -> None:
-    """It is told by its own keep-alive, not by a watch on the nodes."""
-    with crowd() as crew:
-        crew.agents["g"].freeze()
-        crew.expire()
-        crew.await_round("abcdefh", after=1)
-        crew.agents["g"].thaw()
-        crew.await_round("abcdefhg", after=2)
+def test_the_three_most_senior_watch_the_nodes_and_the_next_in_line_replaces_a_lost_one() -> None:
+    """The others see the round alone. The round that follows names its members, so the fourth learns its place."""
+    world = world_of(8, EIGHT)
+    oldest = sorted(world.agents, key=lambda name: world.agents[name].node.key.create_revision)
+    assert followers(world) == set(oldest[:SENIORS])
+    assert all(world.agents[name].node.view.look().nodes == {} for name in oldest[SENIORS:])
+    world.agents[oldest[0]].node.die()
+    world.run_for(10.0)
+    world.wait_until(world.settled, "no round follows")
+    assert followers(world) >= set(oldest[1 : SENIORS + 1])
+    assert not followers(world) & set(oldest[6:])
 
 
-def test_a_junior_that_gives_up_says_who_is_there() -> None:
-    """It asks the store, since it does not follow the nodes."""
-    with Crew(replace(LIMITS, min_nodes=8)) as crew:
-        crew.join(*NAMES[:5])
-        junior = crew.agents["e"]
-        assert not junior.member.look().follows_nodes
-        with pytest.raises(JoinTimeoutError, match=r"present: a, b, c, d, e\)"):
-            junior.member.await_round(0.2)
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_nodes_form_rounds_among_keys_that_are_none(when: str) -> None:
+    """Older than all nodes, in the places of those who decide, or written while they train: nobody waits for them, and
+    none of them becomes a member."""
+    world = World(1, limits=Limits(min_nodes=2, max_nodes=4, last_call_s=0.5))
+    puts = [Put(f"{KEYS.nodes}{name}", value) for name, value in JUNK.items()]
+    if when == "before":
+        world.etcd.transact([], puts, [])
+    for _ in "abc":
+        world.join()
+    world.wait_until(world.settled, "the run does not begin")
+    if when == "meanwhile":
+        world.etcd.transact([], puts, [])
+    world.join()
+    world.wait_until(world.settled, "the fourth node is not taken in")
+    world.agents["a"].crash_worker()
+    world.run_for(5.0)
+    world.wait_until(world.settled, "no round follows")
+    assert world.round is not None
+    assert {member.node for member in world.round.members} == set("abcd")
 
 
-def test_a_spare_waits_as_long_as_the_others_train() -> None:
-    """Without a view of the nodes it asks, when its time is over, whether the round still lives."""
-    with Crew(replace(LIMITS, max_nodes=4)) as crew:
-        crew.join(*"abcd")
-        crew.await_round("abcd")
-        (spare,) = crew.join("e")
-        assert not spare.member.look().follows_nodes
-        asked = spare.store.calls.count("transact")
-        outcome: list[BaseException] = []
+# ---- what a node writes, and asks
 
-        def wait() -> None:
-            try:
-                spare.member.await_round(0.05)
-            except ElasticTrainerError as error:
-                outcome.append(error)
 
-        waiting = threading.Thread(target=wait, daemon=True)
-        waiting.start()
-        eventually(lambda: spare.store.calls.count("transact") >= asked + 3, "the spare does not ask")
-        assert waiting.is_alive(), outcome
-        assert crew.document is not None
-        assert crew.document.state is RoundState.ACTIVE
-    waiting.join(60.0)
-    assert [type(error) for error in outcome] == [RunClosedError]
+def test_a_round_is_written_over_the_one_seen_and_by_a_node_whose_key_stands() -> None:
+    """Whoever lost its lease between its decision and its write must not name a node that is gone. A node that has
+    shown no key decides nothing."""
+    document = round_of(2, PAIR)
+    write = round_write(Author(KEYS, "a", 11), document, 7, 0.0, Put("more", b""))
+    assert write is not None
+    assert write.guards == (unchanged(KEYS.round, 7), created_at(KEYS.node("a"), 11))
+    assert [each.key for each in write.success if isinstance(each, Put)] == [KEYS.round, KEYS.event(8), "more"]
+    assert round_write(Author(KEYS, "a", 0), document, 7, 0.0) is None
+    assert absent(KEYS.node("a")) == created_at(KEYS.node("a"), 0), "as a guard 0 would mean that"
+
+
+@pytest.mark.parametrize(
+    ("current", "broken"),
+    [
+        (round_of(4, PAIR), 4),
+        (round_of(5, PAIR), None),
+        (round_of(4, PAIR, RoundState.BROKEN), None),
+        (round_of(4, PAIR, RoundState.DRAINING), None),
+        (None, None),
+    ],
+)
+def test_only_the_round_that_is_on_is_broken(current: RoundDocument | None, broken: int | None) -> None:
+    """Somebody else was faster; a restart by plan ends the round already."""
+    document = breaking(current, RoundFailure(4, "late"), LIMITS)
+    assert (document.number if document is not None else None) == broken
+
+
+def test_a_node_is_free_again_of_a_round_that_was_over_before_it_saw_it() -> None:
+    """Else all would wait for it. It says so once."""
+    free = free_again(PAIR[0].record, 3)
+    assert free is not None
+    assert (free.acknowledged, free.reported, free.planned) == (4, 4, True)
+    assert free_again(free, 3) is None
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_node_that_gives_up_asks_the_store_who_is_there(lives: bool) -> None:
+    """It does not follow the nodes; a spare goes on waiting while the round has a live member."""
+    store, keys = MemoryStore(), RunKeys("/p", "run")
+    lease = store.grant(60.0, soon()).id
+    for name in "ab":
+        store.transact([], [Put(keys.node(name), node(name, 1).record.encode(), lease)], deadline=soon())
+    created = [item.create_revision for item in store.range(keys.nodes, soon()).items]
+    members = [node(name, revision if lives else 99) for name, revision in zip("ab", created, strict=True)]
+    found = roll_call(store, keys, round_of(4, members), soon())
+    assert (found.present, found.round_lives) == ("a, b", lives)
+    store.backend.outage(True)
+    away = roll_call(store, keys, None, soon())
+    assert (away.present, away.round_lives) == ("not known: the memory store does not answer", False)

@@ -149,7 +149,7 @@ def test_addresses_survive_the_way_through_one_string(host: str) -> None:
     assert split_address(join_address(host, 29500)) == (host, 29500)
 
 
-def test_a_disagreement_is_told_in_words() -> None:
+def test_a_disagreement_is_reported_in_words() -> None:
     """The first point in which two specs differ, with both values."""
     mine = Spec(min_nodes=2, max_nodes=4)
     assert mine.disagreement(mine) is None

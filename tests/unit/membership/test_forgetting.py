@@ -11,8 +11,8 @@ from elastic_trainer.membership.documents import JournalEntry, NodeRecord, Round
 from elastic_trainer.membership.forgetting import Remains, forget, is_old, look, refusal
 from elastic_trainer.store.api import Put
 from elastic_trainer.store.keys import RunKeys
-from tests.support.crew import soon
 from tests.support.memory_store import MemoryStore
+from tests.support.waiting import soon
 
 KEYS, NEIGHBOR = RunKeys("/p", "mnist"), RunKeys("/p", "mnist-2")
 DAY_S = 86400.0

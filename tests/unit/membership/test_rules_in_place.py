@@ -224,7 +224,7 @@ def test_a_node_that_does_not_acknowledge_is_left_out_after_the_grace() -> None:
 
 def test_what_a_restored_backup_says_of_a_node_is_not_believed() -> None:
     """The round means its third life, its key shows the first: it is waited for until it has said what it is now, and
-    neither taken in as it was then nor told of as one that has left."""
+    neither taken in as it was then nor reported as one that has left."""
     members = [node("a", 1), node("b", 2, life=3)]
     standing = round_of(5, members)
     scene = Scene(limits=IN_PLACE).show(node("a", 1, acknowledged=5, reported=5), node("b", 2, mod=3)).adopt(standing)
@@ -276,7 +276,7 @@ def test_nobody_goes_on_without_the_only_ones_that_hold_the_state() -> None:
 
 
 def test_a_silent_node_that_alone_holds_the_state_is_waited_for_while_its_key_stands() -> None:
-    """Its agent may be slow to hear of the end; if it is dead its port or its lease tells."""
+    """Its agent may be slow to hear of the end; if it is dead its port or its lease shows it."""
     scene = trio(RoundState.BROKEN).show(free("a", 1, 1, life=2, identity=None), free("c", 3, 1, life=2, identity=None))
     assert scene.decide(after_s=60.0).reason == "waiting for b to be free"
     scene.lose("b")
@@ -426,7 +426,7 @@ def test_a_planned_change_does_not_start_the_count_anew() -> None:
     assert (following.last_step, following.failures, following.stalled) == (40, 2, 3)
 
 
-def test_a_worker_that_died_counts_also_if_another_told_first() -> None:
+def test_a_worker_that_died_counts_also_if_another_reported_first() -> None:
     """A peer's failed collective may win the race for the round document: the lost life shows who failed."""
     scene = trio(RoundState.BROKEN, worker_failed=False).show(free("a", 1, 1), free("c", 3, 1), ended("b", 2, 1))
     assert made(scene.decide(), Action.FORM).failures == 1
@@ -439,7 +439,7 @@ def test_lost_nodes_are_no_failures_of_workers() -> None:
 
 
 def test_rounds_without_a_committed_step_end_the_run() -> None:
-    """Nobody dies and yet nothing gets on: collectives that never work, say."""
+    """Nobody dies and yet nothing moves: collectives that never work, say."""
     scene = trio()
     for number in range(1, 5):
         made(fail(scene, number, 0, "", worker=False), Action.FORM)
@@ -578,7 +578,7 @@ def test_a_decider_that_does_not_answer_is_passed_by() -> None:
 
 def test_a_worker_that_stands_still_is_not_waited_for() -> None:
     """Its agent has said so. The next round names what was found, and the node may come back with the next report."""
-    why = "worker 0 of node c does not get on: its process is stopped"
+    why = "worker 0 of node c stands still: its process is stopped"
     scene = trio(RoundState.BROKEN, 3, reason=why, cause=Cause.WORKER_HUNG)
     scene.show(free("a", 1, 3), free("b", 2, 3), acknowledged("c", 3, 3, stuck=True))
     formed = made(scene.decide(), Action.FORM)

@@ -78,7 +78,7 @@ def test_failures_at_random_steps_never_end_the_run() -> None:
 def test_what_is_no_failure_of_a_worker_at_a_step_neither_counts_nor_resets(
     step: int | None, culprits: str, gone: str
 ) -> None:
-    """The loss of a node, of contact alone, and scripts that tell of no steps."""
+    """The loss of a node, of contact alone, and scripts that report no steps."""
     scene = running()
     again(scene, 3, "a")
     again(scene, 3, "b")

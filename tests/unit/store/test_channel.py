@@ -41,7 +41,7 @@ def test_a_list_of_names_is_resolved_and_unknown_ones_are_passed_over() -> None:
 
 
 def test_one_name_for_the_certificate_of_a_list() -> None:
-    """Only a list needs to be told which name its certificates carry."""
+    """Only a list needs to know which name its certificates carry."""
     assert "grpc.ssl_target_name_override" not in dict(options(parse_endpoints("a:1")))
     assert dict(options(parse_endpoints("a:1,b:2")))["grpc.ssl_target_name_override"] == "a"
 

@@ -92,7 +92,7 @@ def test_messages_name_the_endpoint_and_a_short_cause() -> None:
     assert str(error) == "etcd at 10.0.0.1:2379 does not answer: connection refused"
 
 
-def test_stale_tokens_are_told_from_wrong_passwords() -> None:
+def test_stale_tokens_are_distinguished_from_wrong_passwords() -> None:
     """Only the former is worth another authentication."""
     assert is_stale_token("UNAUTHENTICATED", "etcdserver: invalid auth token")
     assert is_stale_token("INVALID_ARGUMENT", "etcdserver: revision of auth store is old")

@@ -21,8 +21,8 @@ def test_keys_of_a_run() -> None:
     assert keys.events == "/elastic_trainer/job-1/events/"
 
 
-def test_a_node_key_tells_its_node() -> None:
-    """And other keys, or those of another run, tell none."""
+def test_a_node_key_names_its_node() -> None:
+    """And other keys, or those of another run, name none."""
     keys = RunKeys("/p", "a")
     assert keys.node_id(keys.node("n1")) == "n1"
     for other in (keys.spec, keys.nodes, RunKeys("/p", "b").node("n1"), RunKeys("/p", "a.b").node("n1")):

@@ -103,7 +103,7 @@ def test_arguments_go_through(store: MeteredStore) -> None:
 
 def test_a_store_that_takes_no_writes_counts_as_away() -> None:
     """An etcd without space answers reads and keep-alives: for the alert it has been away since it took its last write,
-    until it takes one again. It is told once."""
+    until it takes one again. It is logged once."""
     clock = ManualClock()
     inner = MemoryStore()
     metered = MeteredStore(inner, clock)
@@ -131,7 +131,7 @@ def test_a_store_that_takes_no_writes_counts_as_away() -> None:
     assert metered.errors == 3
 
 
-def test_each_reason_why_writes_fail_is_told_once() -> None:
+def test_each_reason_why_writes_fail_is_reported_once() -> None:
     """The first refusal of a full etcd may come out as a write whose time was over, which says nothing of space."""
     inner = MemoryStore()
     metered = MeteredStore(inner, ManualClock())

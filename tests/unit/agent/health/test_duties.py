@@ -1,8 +1,7 @@
-"""A node's health duties: who hangs is ended, who only waits is not, and what happened is told once."""
+"""A node's health duties: who hangs is ended, who only waits is not, and what happened is logged once."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.health import duties as module
-from elastic_trainer.agent.health.duties import LEAST_INTERVAL_S, REPEATED_INCIDENT_S, Health, row
+from elastic_trainer.agent.health.duties import (
+    LEAST_INTERVAL_S,
+    REPEATED_INCIDENT_S,
+    Health,
+    HealthPorts,
+    HealthSubject,
+    row,
+)
+from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.agent.health.stragglers import StragglerWatch
@@ -23,7 +29,6 @@ from elastic_trainer.membership.documents import RoundDocument, RoundState, RunR
 from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth
 from elastic_trainer.model import Cause, Phase
 from elastic_trainer.store.keys import RunKeys
-from tests.support.crew import LIMIT_S
 from tests.support.memory_store import ManualClock, MemoryStore
 from tests.unit.agent.readings import rank, reading, round_of, told_by
 
@@ -55,51 +60,69 @@ class Readings(Pages):
         return [] if self._closed else list(self.living)
 
 
+class Kept(HealthStore):
+    """Keeps what is published; ``away``: incidents cannot be written."""
+
+    def __init__(self) -> None:
+        self.documents: dict[str, NodeHealth] = {}
+        self.written: list[NodeHealth] = []
+        self.incidents: list[Incident] = []
+        self.away = False
+
+    def write(self, health: NodeHealth) -> None:
+        self.written.append(health)
+
+    def told(self) -> dict[str, NodeHealth]:
+        return self.documents
+
+    def write_incident(self, incident: Incident) -> None:
+        if self.away:
+            raise StoreUnavailableError("away")
+        self.incidents.append(incident)
+
+
 @dataclass
 class Desk:
     """The duties of node ``a``, a turn at a time."""
 
     clock: ManualClock
     pages: Readings
-    judge: Judge = field(init=False)
+    store: Kept = field(default_factory=Kept)
     incidents: Incidents = field(default_factory=lambda: Incidents("a"))
     round: RoundDocument | None = None
-    told: dict[str, NodeHealth] = field(default_factory=dict)
     stalled: list[tuple[int, str]] = field(default_factory=list)
-    written: list[NodeHealth] = field(default_factory=list)
-    kept: list[Incident] = field(default_factory=list)
-    away: bool = False
 
     def __post_init__(self) -> None:
         self.judge = Judge(partial(self.pages.count, "workers_killed"))
         self.health = self.health_with(LIMITS)
 
-    def health_with(self, limits: HangLimits) -> Health:
-        return Health(
-            "a",
+    def health_with(self, limits: HangLimits, **more: int) -> Health:
+        nobody_is_slow = StragglerWatch(
+            "a", MemoryStore(), RunKeys("/p", "run"), dict, evicts=False, clock=self.clock
+        )  # has tests of its own
+        ports = HealthPorts(
             self.pages,
-            limits,
-            self.judge,
+            self.store,
             self.incidents,
+            nobody_is_slow,
+            self.judge,
             lambda: self.round,
-            self.written.append,
-            self._keep,
-            lambda: self.told,
             lambda number, reason: self.stalled.append((number, reason)),
-            self.nobody_is_slow(),
-            self.clock,
-            host="h",
-            metrics="http://h:1",
         )
+        return Health(HealthSubject("a", limits, "h", "http://h:1", **more), ports, self.clock)
 
-    def nobody_is_slow(self) -> StragglerWatch:
-        """That part of the duties has tests of its own."""
-        return StragglerWatch("a", MemoryStore(), RunKeys("/p", "run"), dict, evicts=False, clock=self.clock)
+    @property
+    def written(self) -> list[NodeHealth]:
+        return self.store.written
 
-    def _keep(self, incident: Incident) -> None:
-        if self.away:
-            raise StoreUnavailableError("away")
-        self.kept.append(incident)
+    @property
+    def kept(self) -> list[Incident]:
+        return self.store.incidents
+
+    @property
+    def hurries(self) -> bool:
+        """Whether the next turn of the writer comes at once."""
+        return self.health._writing._awake.is_set()
 
     def turns(self, seconds: float) -> None:
         """So much time passes, with a look each second quarter of one."""
@@ -108,7 +131,7 @@ class Desk:
             self.health.look()
 
     def worker(self, pid: int = 1, **more: object) -> Reading:
-        """One that has just got on."""
+        """One that has just moved."""
         values: dict[str, object] = {"pid": pid, "moved_at": self.clock.monotonic(), **more}
         return reading(**values)  # type: ignore[arg-type]
 
@@ -132,7 +155,7 @@ def test_culprits_are_ended_once_and_victims_never(desk: Desk) -> None:
     desk.turns(30.0)
     assert desk.judge.ended == [1]
     assert desk.pages.counters()["workers_killed"] == 1.0
-    assert "it has not got on for 10.5 s" in str(desk.judge.reason(1))
+    assert "it has made no progress for 10.5 s" in str(desk.judge.reason(1))
 
 
 def test_a_victim_is_not_ended_when_it_is_freed(desk: Desk) -> None:
@@ -150,7 +173,7 @@ def test_a_victim_is_not_ended_when_it_is_freed(desk: Desk) -> None:
 def test_victims_alone_are_left_alone(desk: Desk) -> None:
     """Their culprit is elsewhere, and its node finds it."""
     desk.round = round_of(1, "a", "b")
-    desk.told = {"a": told_by("a", rank(0)), "b": told_by("b", rank(1, waits=False))}
+    desk.store.documents = {"a": told_by("a", rank(0)), "b": told_by("b", rank(1, waits=False))}
     desk.pages.living = [desk.worker(1, waits=True)]
     desk.turns(60.0)
     assert (desk.judge.ended, desk.stalled) == ([], [])
@@ -183,7 +206,7 @@ def test_limits_of_zero_end_nobody(desk: Desk) -> None:
     """However long it takes."""
     desk.health = desk.health_with(HangLimits(0.0, 0.0, 0.0))
     desk.pages.living = [desk.worker(1), desk.worker(2, waits=True)]
-    desk.round, desk.told = round_of(1, "a"), {"a": told_by("a", rank(0))}
+    desk.round, desk.store.documents = round_of(1, "a"), {"a": told_by("a", rank(0))}
     desk.turns(200.0)
     assert (desk.judge.ended, desk.stalled) == ([], [])
 
@@ -194,12 +217,12 @@ def test_limits_of_zero_end_nobody(desk: Desk) -> None:
 def test_a_round_in_which_all_wait_for_each_other_is_given_up(
     desk: Desk, head: str, others: str, state: RoundState
 ) -> None:
-    """By rank 0's node, if all nodes tell that their ranks wait, and only while the round is on."""
+    """By rank 0's node, if all nodes report that their ranks wait, and only while the round is on."""
     desk.round = round_of(7, *sorted(("a", "b"), key=lambda name: name != head), state=state)
     told = {"wait": told_by("b", rank(1), number=7), "busy": told_by("b", rank(1, waits=False), number=7)}
-    desk.told = {"a": told_by("a", rank(0), number=7)}
+    desk.store.documents = {"a": told_by("a", rank(0), number=7)}
     if others in told:
-        desk.told["b"] = told[others]
+        desk.store.documents["b"] = told[others]
     desk.pages.living = [desk.worker(1, waits=True)]
     desk.turns(LIMITS.step_s)
     assert desk.stalled == []
@@ -211,24 +234,24 @@ def test_a_round_in_which_all_wait_for_each_other_is_given_up(
         assert desk.stalled == []
 
 
-def test_who_stands_still_with_all_its_workers_tells_so_at_once(desk: Desk) -> None:
+def test_who_stands_still_with_all_its_workers_reports_so_at_once(desk: Desk) -> None:
     """Rank 0's node can only give the round up when it knows; the next regular word may be seconds away. Once: in a
-    job of a thousand nodes all tell."""
+    job of a thousand nodes all report."""
     desk.round = round_of(1, "b", "a")
     desk.pages.living = [desk.worker(1, waits=True)]
     desk.turns(LIMITS.step_s)
-    assert not desk.health._hurry.is_set()
+    assert not desk.hurries
     desk.turns(0.5)
-    assert desk.health._hurry.is_set()
-    desk.health._await_turn()
+    assert desk.hurries
+    desk.health._writing._awake.clear()
     assert desk.health.report(desk.pages.living, {}).ranks[0].waits_s == pytest.approx(LIMITS.step_s, abs=0.5)
     desk.turns(20.0)
-    assert not desk.health._hurry.is_set()
+    assert not desk.hurries
 
 
 def test_a_round_with_a_culprit_here_is_not_given_up(desk: Desk) -> None:
     """Ending the culprit ends it."""
-    desk.round, desk.told = round_of(1, "a"), {"a": told_by("a", rank(0))}
+    desk.round, desk.store.documents = round_of(1, "a"), {"a": told_by("a", rank(0))}
     desk.pages.living = [desk.worker(1, waits=True), desk.worker(2)]
     desk.turns(60.0)
     assert (desk.judge.ended, desk.stalled) == ([2], [])
@@ -266,8 +289,8 @@ def test_nothing_is_invented_where_rank_0_is_elsewhere(desk: Desk) -> None:
     assert [(health.loss, health.saved, health.round) for health in desk.written] == [(None, None, 0)] * 2
 
 
-def test_a_row_tells_how_long(desk: Desk) -> None:
-    """It has been in its phase, and has not got on."""
+def test_a_row_reports_how_long(desk: Desk) -> None:
+    """It has been in its phase, and has not moved."""
     now = desk.clock.monotonic()
     one = desk.worker(9, slot=2, rank=6, waits=True, moved_at=now - 3.0, phase_at=now - 4.0, step_s=0.5, compute_s=0.25)
     assert row(one, now) == RankHealth(
@@ -290,7 +313,7 @@ def recovered(desk: Desk) -> None:
     desk.health.look()
 
 
-def test_an_incident_is_counted_and_told(desk: Desk) -> None:
+def test_an_incident_is_counted_and_reported(desk: Desk) -> None:
     """By its cause, and by how long it took."""
     recovered(desk)
     desk.health.publish()
@@ -302,13 +325,13 @@ def test_an_incident_is_counted_and_told(desk: Desk) -> None:
 
 
 def test_incidents_outlast_an_outage_of_the_store(desk: Desk) -> None:
-    """They are told in order when it is back, each once; what the workers do is tried to be told anyway."""
-    desk.away = True
+    """They are reported in order when it is back, each once; what the workers do is published anyway."""
+    desk.store.away = True
     recovered(desk)
     for _ in range(3):
         desk.health.publish()
     assert (desk.kept, len(desk.written)) == ([], 3)
-    desk.away = False
+    desk.store.away = False
     desk.health.publish()
     desk.health.publish()
     assert [incident.round for incident in desk.kept] == [1]
@@ -316,14 +339,14 @@ def test_incidents_outlast_an_outage_of_the_store(desk: Desk) -> None:
 
 def test_closing_in_an_outage_ends_and_raises_nothing(desk: Desk) -> None:
     """A node leaves whatever the store does."""
-    desk.away = True
+    desk.store.away = True
     recovered(desk)
     desk.health.close()
     desk.health.close()
     assert len(desk.written) == 1
 
 
-def test_the_failure_of_the_run_is_told_though_the_agent_ends_at_once(desk: Desk) -> None:
+def test_the_failure_of_the_run_is_reported_though_the_agent_ends_at_once(desk: Desk) -> None:
     """No turn comes between the two: closing looks once more."""
     desk.round = round_of(1, "a", "b")
     desk.incidents.see(desk.round, 1.0, 1.0)
@@ -334,28 +357,6 @@ def test_the_failure_of_the_run_is_told_though_the_agent_ends_at_once(desk: Desk
     counters = desk.written[-1].counters
     assert counters["ended.worker_lost"] == 1.0
     assert "recovery_s.failure.count" not in counters
-
-
-def test_threads_that_publish_at_once_tell_an_incident_once(desk: Desk) -> None:
-    """The writer's turn, and the end of the run."""
-    recovered(desk)
-    inside, go_on, keep = threading.Event(), threading.Event(), desk.kept.append
-
-    def slow(incident: Incident) -> None:
-        inside.set()
-        assert go_on.wait(LIMIT_S)
-        keep(incident)
-
-    desk.health._write_incident = slow
-    threads = [threading.Thread(target=desk.health.publish) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    assert inside.wait(LIMIT_S)
-    go_on.set()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert len(desk.kept) == 1
-    assert len(desk.written) == 2
 
 
 @pytest.mark.parametrize(
@@ -372,8 +373,8 @@ def test_nodes_write_less_often_the_more_there_are(desk: Desk, nodes: int, every
 @pytest.mark.parametrize(
     ("count", "kind"), [("save.failed", "checkpoint_failed"), ("nonfinite_steps", "nonfinite_loss")]
 )
-def test_what_goes_wrong_again_and_again_is_told_now_and_then(desk: Desk, count: str, kind: str) -> None:
-    """At once, and then at most every ten minutes; nothing is told without anything new."""
+def test_what_goes_wrong_again_and_again_is_reported_now_and_then(desk: Desk, count: str, kind: str) -> None:
+    """At once, and then at most every ten minutes; nothing is reported without anything new."""
     desk.round = round_of(3, "a", "b")
     desk.health.publish()
     assert desk.kept == []
@@ -390,8 +391,8 @@ def test_what_goes_wrong_again_and_again_is_told_now_and_then(desk: Desk, count:
     assert len(desk.kept) == 2
 
 
-def test_a_loss_that_all_ranks_find_is_told_by_one_node(desk: Desk) -> None:
-    """That of rank 0; a node that becomes it later does not tell of what was before."""
+def test_a_loss_that_all_ranks_find_is_reported_by_one_node(desk: Desk) -> None:
+    """That of rank 0; a node that becomes it later does not report what was before."""
     desk.round = round_of(3, "b", "a")
     desk.pages.count("nonfinite_steps")
     desk.health.publish()
@@ -400,50 +401,6 @@ def test_a_loss_that_all_ranks_find_is_told_by_one_node(desk: Desk) -> None:
     assert desk.kept == []
 
 
-def test_the_duties_run_and_end(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads; a turn that fails is followed by another."""
-    desk.pages.living = [desk.worker(1)]
-    seen, failed = threading.Event(), threading.Event()
-
-    def look() -> list[Reading]:
-        if not failed.is_set():
-            failed.set()
-            raise RuntimeError("once")
-        seen.set()
-        return []
-
-    monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.001)
-    slow, write = desk.nobody_is_slow(), desk.written.append
-    health = Health(
-        "a", desk.pages, LIMITS, desk.judge, desk.incidents, lambda: None, write, desk._keep, dict, _no, slow
-    )
-    monkeypatch.setattr(desk.pages, "look", look)
-    health.start()
-    assert seen.wait(LIMIT_S)
-    health.close()
-    assert not any(thread.name.startswith("health") for thread in threading.enumerate())
-    assert len(desk.written) >= 1
-
-
-def _no(number: int, reason: str) -> None:
-    raise AssertionError("no round is on")
-
-
 def test_nodes_in_no_round_write_as_seldom_as_all_of_them_may(desk: Desk) -> None:
     """A thousand spares, or nodes that wait for a first round, are as many writers as a thousand members."""
-    slow, write = desk.nobody_is_slow(), desk.written.append
-    duties = Health(
-        "a",
-        desk.pages,
-        LIMITS,
-        desk.judge,
-        desk.incidents,
-        lambda: None,
-        write,
-        desk._keep,
-        dict,
-        _no,
-        slow,
-        max_nodes=1000,
-    )
-    assert duties.every_s() == 8.0
+    assert desk.health_with(LIMITS, max_nodes=1000).every_s() == 8.0

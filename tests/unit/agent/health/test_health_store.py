@@ -1,8 +1,7 @@
-"""What nodes tell in the store: sums that stay whatever nodes go, and incidents, each once."""
+"""What nodes report in the store: sums that stay whatever nodes go, and incidents, each once."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from elastic_trainer.errors import OutcomeUnknownError, StoreUnavailableError
 from elastic_trainer.membership.health import GONE, Incident, added_up
 from elastic_trainer.store.api import Delete, Put, Snapshot
 from elastic_trainer.store.keys import RunKeys
-from tests.support.crew import LIMIT_S
 from tests.support.memory_store import MemoryBackend, MemoryStore
 from tests.unit.agent.readings import told_by
 
@@ -56,7 +54,7 @@ def test_who_only_reads_needs_no_name(store: MemoryStore, told: HealthStore) -> 
     assert told_by_all(store, KEYS) == {"me": told_by("me")}
 
 
-def test_what_is_written_last_is_told(store: MemoryStore, told: HealthStore) -> None:
+def test_what_is_written_last_is_reported(store: MemoryStore, told: HealthStore) -> None:
     """By all nodes; what nobody can read is passed over, and so are other runs."""
     told.write(told_by("me", loss=2.0))
     told.write(told_by("me", loss=1.0))
@@ -67,7 +65,7 @@ def test_what_is_written_last_is_told(store: MemoryStore, told: HealthStore) -> 
 
 
 def test_an_outage_is_no_error_for_what_comes_again(store: MemoryStore, told: HealthStore) -> None:
-    """Documents are written every few seconds. An incident is not: whoever holds it is told."""
+    """Documents are written every few seconds. An incident is not: whoever holds it is reported."""
     store.backend.outage(True)
     told.write(told_by("me"))
     assert told.told() == {}
@@ -80,7 +78,7 @@ def test_an_outage_is_no_error_for_what_comes_again(store: MemoryStore, told: He
 
 
 def test_two_incidents_in_one_millisecond_are_two(store: MemoryStore, told: HealthStore) -> None:
-    """In the order in which they were told."""
+    """In the order in which they were reported."""
     for round_ in (1, 2, 3):
         told.write_incident(Incident(wall=WALL, by="me", round=round_))
     told.write_incident(Incident(wall=WALL - 1.0, by="me", round=0))
@@ -157,40 +155,31 @@ def test_what_a_node_of_this_name_counted_before_stays(store: MemoryStore, told:
     assert sums(told) == {"samples": 8.0}
 
 
-def test_nodes_that_add_up_at_once_add_once(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many nodes come at once: what one has added is not added by another, and nothing is lost."""
-    monkeypatch.setattr(module, "GONE_KEPT", 0)
-    fill(store, 120)
-    total = sums(HealthStore(store, KEYS, "x"))
-    threads = [
-        threading.Thread(target=HealthStore(MemoryStore(store.backend), KEYS, f"new{number}").fold, args=({},))
-        for number in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert sums(HealthStore(store, KEYS, "x")) == total
-
-
 class Late(MemoryStore):
-    """Something happens between the reading of what is to be added and the writing of the sum."""
+    """Something is written between the reading of what is to be added and the writing of the sum."""
+
+    written = ""
 
     def transact(self, guards, success, failure=(), *, deadline):  # type: ignore[no-untyped-def]
         if any(isinstance(each, Delete) for each in success):
-            other = told_by("n1", counters={"samples": 100.0})
-            put(MemoryStore(self.backend), KEYS.node_health("n1"), other.encode())
+            other = told_by(self.written, counters={"samples": 100.0})
+            put(MemoryStore(self.backend), KEYS.node_health(self.written), other.encode())
         return super().transact(guards, success, failure, deadline=deadline)
 
 
-def test_a_node_that_comes_back_meanwhile_is_not_added_up(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its document is another by then: nothing is written at all."""
+@pytest.mark.parametrize(("written", "samples"), [("n1", 102.0), (GONE, 103.0)])
+def test_what_another_node_has_written_meanwhile_is_not_added_twice(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, written: str, samples: float
+) -> None:
+    """A node has come back, or another one has added up: the documents are others by then, and nothing is written."""
     monkeypatch.setattr(module, "GONE_KEPT", 0)
     fill(store, 3)
-    HealthStore(Late(store.backend), KEYS, "me").fold({})
+    late = Late(store.backend)
+    late.written = written
+    HealthStore(late, KEYS, "me").fold({})
     told = HealthStore(store, KEYS, "me")
-    assert set(told.told()) == {"n0", "n1", "n2"}
-    assert sums(told)["samples"] == 102.0
+    assert set(told.told()) == {"n0", "n1", "n2", written}
+    assert sums(told)["samples"] == samples
 
 
 def test_a_document_that_nobody_can_read_stops_no_agent(
@@ -205,10 +194,10 @@ def test_a_document_that_nobody_can_read_stops_no_agent(
     assert store.get(KEYS.node_health("odd"), soon()).first is not None
 
 
-def test_a_node_that_comes_reads_names_and_not_what_all_have_told(
+def test_a_node_that_comes_reads_names_and_not_what_all_have_reported(
     store: MemoryStore, told: HealthStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thousand nodes come at once, and what they have all told are megabytes."""
+    """A thousand nodes come at once, and what they have all reported are megabytes."""
     for name in ("me", "other", "gone"):
         told_there = HealthStore(store, KEYS, name)
         told_there.write(told_by(name))

@@ -1,4 +1,4 @@
-"""One record of each round's end, told by one node, with what ended it and how it went on."""
+"""One record of each round's end, reported by one node, with what ended it and how it went on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WALL = 1_700_000_000.0
 
 @dataclass
 class Run:
-    """The agents of several nodes, that see the same documents; and what they tell."""
+    """The agents of several nodes, that see the same documents; and what they report."""
 
     nodes: dict[str, Incidents]
     now: float = 1000.0
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def only(self) -> tuple[str, Incident, str]:
-        """What was told, by whom: one record."""
+        """What was reported, by whom: one record."""
         (one,) = self.told
         return one
 
@@ -79,7 +79,7 @@ def test_who_is_freed_by_the_end_of_a_round_does_not_shorten_what_it_took_to_fin
 
 
 def test_a_worker_that_is_killed_is_one_incident() -> None:
-    """The node of rank 0 tells it when the next round has made a step, with the node and the ranks it was about."""
+    """The node of rank 0 reports it when the next round has made a step, with the node and the ranks it was about."""
     run = trained("a", "b")
     run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_LOST, reason="its worker 0 was lost"), 2.0)
     run.look(stepping(1, 10, run.now), after_s=0.5)
@@ -121,7 +121,7 @@ def test_a_node_that_is_killed_is_named_with_its_ranks() -> None:
     assert (incident.world_before, incident.world_after) == (3, 2)
 
 
-def test_the_end_of_rank_0s_node_is_told_by_the_next_rank_0s() -> None:
+def test_the_end_of_rank_0s_node_is_reported_by_the_next_rank_0s() -> None:
     """Whoever comes first in the next round was in the one before."""
     run = trained("a", "b", "c")
     del run.nodes["a"]
@@ -188,7 +188,7 @@ def test_a_round_whose_end_was_not_seen_has_ended() -> None:
 
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_round_that_ends_before_its_first_step_leaves_an_incident_behind(seen: bool) -> None:
-    """Both ends are told: the first is no recovery, since nothing went on."""
+    """Both ends are reported: the first is no recovery, since nothing went on."""
     run = trained("a", "b", "c")
     run.see(round_of(1, "a", "b", "c", state=BROKEN, cause=Cause.WORKER_LOST), 1.0)
     run.see(round_of(2, "a", "b!2", "c", cause=Cause.WORKER_LOST), 1.0).look(after_s=1.0)
@@ -202,7 +202,7 @@ def test_a_round_that_ends_before_its_first_step_leaves_an_incident_behind(seen:
 
 @pytest.mark.parametrize("broken", [True, False])
 def test_a_run_that_failed_ends_with_an_incident(broken: bool) -> None:
-    """There is no next round; one node tells it, and it is no recovery."""
+    """There is no next round; one node reports it, and it is no recovery."""
     run = trained("a", "b")
     if broken:
         run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_LOST), 1.0)
@@ -214,7 +214,7 @@ def test_a_run_that_failed_ends_with_an_incident(broken: bool) -> None:
     assert incident.regroup_s == (2.0 if broken else 0.0)
 
 
-def test_a_run_that_failed_with_rank_0s_node_is_told_by_another() -> None:
+def test_a_run_that_failed_with_rank_0s_node_is_reported_by_another() -> None:
     """The first of the round that is still there."""
     run = trained("a", "b", "c")
     del run.nodes["a"]
@@ -247,8 +247,8 @@ def test_a_run_that_goes_on_after_it_was_closed_begins_anew() -> None:
     assert run.told == []
 
 
-def test_scripts_without_a_session_are_told_of_as_well() -> None:
-    """Nothing tells of a step: a minute after the agreement the incident is closed with what is known."""
+def test_scripts_without_a_session_are_reported_as_well() -> None:
+    """Nothing reports a step: a minute after the agreement the incident is closed with what is known."""
     run = run_of("a", "b").see(round_of(1, "a", "b"))
     run.see(round_of(1, "a", "b", state=BROKEN, cause=Cause.WORKER_LOST), 5.0)
     run.see(round_of(2, "a!2", "b!2", cause=Cause.WORKER_LOST), 2.0)
@@ -272,7 +272,7 @@ def test_steps_behind_the_checkpoint_are_lost() -> None:
 
 
 def test_the_first_round_is_no_incident() -> None:
-    """Nothing ended; and a node that waits outside tells of nobody else's."""
+    """Nothing ended; and a node that waits outside reports nobody else's."""
     run = run_of("a", "z").see(round_of(1, "a")).look(stepping(1, 1, 1000.0))
     assert run.told == []
     run.see(round_of(1, "a", state=DRAINING), 1.0).see(round_of(2, "a", "z"), 1.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from elastic_trainer.agent.health import pages as module
 from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.ipc.page import PAGE_BYTES, Heartbeat, PageWriter, start_of
 from elastic_trainer.model import Phase
-from tests.support.crew import LIMIT_S
 from tests.support.memory_store import ManualClock
+from tests.support.waiting import LIMIT_S
 
 Process = subprocess.Popen[bytes]
 
@@ -75,7 +74,7 @@ def notes_of(process: Process, slot: int, born_at: float) -> dict[str, object]:
 def test_the_step_of_a_worker_is_known_of_the_last_one_that_died_too(
     pages: Pages, start: Callable[[], Process]
 ) -> None:
-    """One that has none to tell of, since it has not come to a state, tells nothing."""
+    """One that has none, since it has not come to a state, reports nothing."""
     living, dead, new = start(), start(), start()
     page_of(pages, living, 0, round=2, step=7)
     page_of(pages, dead, 1, round=2, step=6)
@@ -184,35 +183,8 @@ def test_what_a_killed_agent_left_behind_is_removed_by_the_next(tmp_path: Path) 
         pages.close()
 
 
-def test_threads_may_look_while_workers_come_and_die(pages: Pages, start: Callable[[], Process]) -> None:
-    """Scrapes, the watchdog and the writer ask at once: each worker is buried once."""
-    processes = [start() for _ in range(6)]
-    for slot, process in enumerate(processes):
-        page_of(pages, process, slot, samples=1)
-    failures: list[BaseException] = []
-    stop = threading.Event()
-
-    def look() -> None:
-        try:
-            while not stop.is_set():
-                assert pages.counters()["samples"] == 6.0
-        except BaseException as error:  # noqa: BLE001 - told by the test
-            failures.append(error)
-
-    threads = [threading.Thread(target=look) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for process in processes:
-        kill(process)
-    stop.set()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    assert failures == []
-    assert (pages.look(), pages.counters()["samples"]) == ([], 6.0)
-
-
 def test_a_node_without_a_place_for_pages_goes_on_without_them(clock: ManualClock, tmp_path: Path) -> None:
-    """Metrics never end a training: it is told once, and nothing is known of the workers."""
+    """Metrics never end a training: it is logged once, and nothing is known of the workers."""
     pages = Pages(clock, tmp_path / "missing")
     assert (pages.directory, pages.look()) == (None, [])
     pages.count("workers_killed")

@@ -1,4 +1,4 @@
-"""Slow ranks: named when they stay slow, and let go only where another node stands ready."""
+"""Slow ranks: named when they stay slow, and let go only where another node is ready."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Job:
         return self.store.get(KEYS.eviction(node), soon()).first is not None
 
 
-def test_a_rank_that_stays_slow_is_told_once() -> None:
+def test_a_rank_that_stays_slow_is_reported_once() -> None:
     """Not at the first look of a round, whose figures may be older, and not before it was slow several times."""
     job = Job()
     found = job.looks(job.node("a", evicts=False), 1 + LOOKS_IN_A_ROW + 3)
@@ -104,7 +104,7 @@ def test_a_rank_that_stays_slow_is_told_once() -> None:
 
 @pytest.mark.parametrize("judge", ["b", "c"])
 def test_only_the_node_of_rank_0_judges(judge: str) -> None:
-    """One tells, not each."""
+    """One reports, not each."""
     job = Job()
     assert job.looks(job.node(judge), 10) == [None] * 10
 

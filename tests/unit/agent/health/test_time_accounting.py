@@ -70,7 +70,7 @@ def test_a_worker_that_dies_leaves_its_counts_and_a_gap() -> None:
     assert [total[name] for name in ("samples", "steps", "nonfinite_steps", "save.ok")] == [44, 11, 2, 1]
 
 
-def test_a_slot_that_stays_empty_is_that_of_a_script_that_tells_nothing() -> None:
+def test_a_slot_that_stays_empty_is_that_of_a_script_that_reports_nothing() -> None:
     """A minute later its time counts as training, once its agent has started it; before that, as what the agent did."""
     accounts = TimeAccounting(BEGAN)
     accounts.employ(1)
@@ -81,7 +81,7 @@ def test_a_slot_that_stays_empty_is_that_of_a_script_that_tells_nothing() -> Non
     assert sum(told(accounts, [], BEGAN + 500.0).values()) >= HELD_BACK_S + 50.0
 
 
-def test_a_worker_that_tells_late_is_not_booked_twice() -> None:
+def test_a_worker_that_reports_late_is_not_booked_twice() -> None:
     """Its imports took minutes: what was given to its slot meanwhile is not given to it again, neither at its death."""
     accounts = TimeAccounting(BEGAN)
     accounts.employ(1)
@@ -162,7 +162,7 @@ EVENTS = st.tuples(
 def test_sums_never_become_smaller_and_hold_each_second_once(
     events: list[tuple[str, int, Phase, float, float]],
 ) -> None:
-    """Whatever comes, dies and is told late: at the end the sum is the time of all slots, to the second."""
+    """Whatever comes, dies and is reported late: at the end the sum is the time of all slots, to the second."""
     accounts, now, workers, pids = TimeAccounting(BEGAN), BEGAN, dict[int, Worker](), 0
     ended = dict.fromkeys(range(3), BEGAN)
     shown: dict[str, float] = {}

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, Worker, WorkerSpec
 from torch.distributed.elastic.utils.store import barrier
 
 from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
-from tests.support.crew import LIMIT_S
 
 Node = tuple[str, int]
 """Role and number of workers."""
@@ -46,41 +43,17 @@ def ranks(store: Any, index: int, nodes: list[Node]) -> list[tuple[int, ...]]:
     return [(w.local_rank, w.global_rank, w.world_size, w.role_rank, w.role_world_size) for w in workers]
 
 
-def through_a_shared_store(nodes: list[Node]) -> list[list[tuple[int, ...]]]:
-    """The exchange as torchrun does it, all nodes at once."""
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=LIMIT_S))
-    found: dict[int, list[tuple[int, ...]]] = {}
-    threads = [
-        threading.Thread(target=lambda i=index: found.__setitem__(i, ranks(store, i, nodes)))
-        for index in range(len(nodes))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    return [found[index] for index in range(len(nodes))]
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["default", "reader"]), st.integers(1, 8)), min_size=1, max_size=6))
-def test_torchrun_assigns_the_ranks_that_it_would_agree_on_by_itself(nodes: list[Node]) -> None:
-    """Mixed roles, unequal nodes: ranks and role ranks are those of torchrun's own exchange, with nobody asked."""
+def test_torchrun_reads_the_ranks_of_the_round_document(nodes: list[Node]) -> None:
+    """Mixed roles, unequal nodes, nobody asked: each worker has its place in the world, and among those of its role."""
     document = document_of(nodes)
-    alone = [ranks(RoundStore(document, never), index, nodes) for index in range(len(nodes))]
-    assert alone == through_a_shared_store(nodes)
-
-
-def test_the_ranks_are_those_of_the_round_document() -> None:
-    """What the members agreed on is what the workers get."""
-    nodes = [("default", 2), ("default", 1), ("default", 3)]
-    document = document_of(nodes)
+    roles = [role for role, size in nodes for _ in range(size)]
     for index, member in enumerate(document.members):
-        found = ranks(RoundStore(document, never), index, nodes)
-        assert [rank for _, rank, *_ in found] == list(
-            range(member.first_rank, member.first_rank + member.local_world_size)
-        )
-        assert {world for _, _, world, *_ in found} == {document.world_size}
+        first, role = member.first_rank, member.role
+        before, alike = roles[:first].count(role), roles.count(role)
+        expected = [(i, first + i, len(roles), before + i, alike) for i in range(member.local_world_size)]
+        assert ranks(RoundStore(document, never), index, nodes) == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])

@@ -67,7 +67,7 @@ def log() -> Iterator[list[Any]]:
 SICK = Finding("disk", Status.BAD, "/checkpoints cannot be written: no such device", hint="check its mount")
 
 
-def test_a_good_node_joins_and_nobody_is_told(cluster: Cluster, log: list[Any]) -> None:
+def test_a_good_node_joins_and_nobody_is_reported(cluster: Cluster, log: list[Any]) -> None:
     """Its report is in the run for others; no incident."""
     cluster.check("a")
     assert cluster.fit() == {"a": True}

@@ -83,7 +83,7 @@ class Room:
     # what happens
 
     def turns(self, seconds: float) -> None:
-        """Turns in time, for so long."""
+        """Turns in time, for this long."""
         for _ in range(round(seconds / TURN_S)):
             self.clock.advance(TURN_S)
             self.suspicion.turn()
@@ -201,7 +201,7 @@ def test_in_a_round_that_is_over_those_are_looked_at_who_are_not_free(room: Room
 
 
 def test_what_is_answered_is_what_the_worker_does(room: Room) -> None:
-    """Put up in each turn: nobody who asks waits for this thread."""
+    """Put up in each turn: no peer that asks waits for this thread."""
     room.waits()
     room.turns(0.3)
     answer = room.notice.answer(b'{"version": 1, "run": "run", "node": "b"}\n')
@@ -355,7 +355,7 @@ def test_in_another_round_all_are_asked_anew() -> None:
 
 
 def test_without_the_store_nobody_is_suspected() -> None:
-    """Nobody could be told, and this node may be the one that is cut off."""
+    """Nobody would know, and this node may be the one that is cut off."""
     around = Around()
     around.after(0.01, "a", "b")
     around.store = False

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,30 +26,12 @@ def listening(directory: Path, port: int | None) -> Path:
     return directory
 
 
-class Looking(ManualClock):
-    """Says when the thread has looked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.looked = threading.Event()
-
-    def wait(self, event: threading.Event, timeout_s: float) -> bool:
-        self.looked.set()
-        return event.wait(5.0)
-
-
-@pytest.fixture
-def starts(tmp_path: Path) -> Iterator[Starts]:
-    made = Starts(Looking(), listening(tmp_path, None))
-    yield made
-    made.close()
-
-
-def test_lives_that_end_alike_at_their_start_are_counted(starts: Starts) -> None:
+def test_lives_that_end_alike_at_their_start_are_counted(tmp_path: Path) -> None:
     """One that was ended from outside changes nothing, another way to fail begins the count anew."""
-    outcomes = []
+    starts, outcomes = Starts(ManualClock(), listening(tmp_path, None)), []
     for codes in ((1,), (), (1,), (2,)):
-        starts.begin(PORT)
+        starts.begin(None)
+        starts.look(PORT)
         outcomes.append(starts.end(failed(*codes), stepped=False))
     assert outcomes == [FalseStart("exit code 1", 1), None, FalseStart("exit code 1", 2), FalseStart("exit code 2", 1)]
 
@@ -59,17 +39,13 @@ def test_lives_that_end_alike_at_their_start_are_counted(starts: Starts) -> None
 @pytest.mark.parametrize("how", ["a step", "a minute", "a meeting"])
 def test_a_node_that_got_past_the_start_once_never_says_so_again(tmp_path: Path, how: str) -> None:
     """Then the script can start; what keeps it from that later may pass."""
-    clock = Looking()
+    clock = ManualClock()
     starts = Starts(clock, listening(tmp_path, PORT if how == "a meeting" else None))
-    starts.begin(PORT)
-    if how == "a meeting":
-        assert starts._thread is not None
-        starts._thread.join(5.0)
-    else:
-        assert clock.looked.wait(5.0)
+    starts.begin(None)
+    starts.look(PORT)
     clock.advance(AT_START_S if how == "a minute" else 1.0)
     assert starts.end(failed(1), stepped=how == "a step") is None
-    starts.begin(PORT)
+    starts.begin(None)
     assert starts.end(failed(1), stepped=False) is None
 
 
@@ -79,7 +55,7 @@ def test_a_signal_is_no_failure_of_the_script() -> None:
     assert described(failed(2, 1)) == "exit code 2"
 
 
-def test_what_a_recorded_script_says_is_told(tmp_path: Path) -> None:
+def test_what_a_recorded_script_says_is_reported(tmp_path: Path) -> None:
     """torch's @record leaves the error in a file."""
     path = tmp_path / "error.json"
     path.write_text(json.dumps({"message": {"message": "ImportError: no x\nmore", "extraInfo": {"timestamp": "1"}}}))

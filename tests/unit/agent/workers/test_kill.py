@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.agent.workers.kill import Verdicts, kill_now
-from tests.support.crew import LIMIT_S
+from tests.support.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_hung_worker_is_ended_and_counted_once(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """Both watchdogs may find it; whoever tells the others learns why, for each worker."""
+    """Both watchdogs may find it; whoever reports the others learns why, for each worker."""
     counted, asked = list[int](), list[int]()
 
     def page_of(pid: int) -> Path:

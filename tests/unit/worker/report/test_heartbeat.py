@@ -21,8 +21,8 @@ from elastic_trainer.ipc.stacks import stacks_of
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment, worker_environment
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter, process_age_s
-from tests.support.crew import eventually
 from tests.support.memory_store import ManualClock
+from tests.support.waiting import eventually
 
 CPU = torch.device("cpu")
 AGE_S = 3.0

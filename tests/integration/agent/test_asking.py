@@ -14,7 +14,7 @@ from elastic_trainer.agent.suspicion.asking import Asker, HeardAnswers
 from elastic_trainer.agent.suspicion.questions import Notice, NoticeAnswer, Question, WorkerStanding, read
 from elastic_trainer.agent.suspicion.reception import MOST_AT_ONCE
 from elastic_trainer.clock import Deadline
-from tests.support.crew import LIMIT_S
+from tests.support.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"
 STANDING = WorkerStanding(local_rank=0, phase="training", waits=True, waits_s=1.5)

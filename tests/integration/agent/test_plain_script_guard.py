@@ -14,7 +14,7 @@ import pytest
 
 from elastic_trainer.agent.rendezvous.plain_script_guard import PlainScriptGuard
 from elastic_trainer.agent.workers.local_sockets import descendants
-from tests.support.crew import LIMIT_S
+from tests.support.waiting import LIMIT_S
 
 CONNECT = """
 import socket, sys

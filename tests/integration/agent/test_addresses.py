@@ -17,7 +17,7 @@ from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPor
 from elastic_trainer.ipc.listening import listen, store_at
 from elastic_trainer.membership.presence import refuses
 from elastic_trainer.settings import Endpoint
-from tests.support.crew import LIMIT_S
+from tests.support.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"
 RESERVED = 60

@@ -1,0 +1,110 @@
+"""The agent's end of the channel on real sockets: who is admitted, what is passed on, and how a death is noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from elastic_trainer.agent.workers.channel_server import ChannelServer
+from elastic_trainer.agent.workers.roster import Worker
+from elastic_trainer.errors import EXIT_CONFIG
+from elastic_trainer.ipc.channel import Connection, connect
+from elastic_trainer.ipc.messages import CHANNEL_VERSION, Exit, Hello, Leaving, Message, read_from_agent
+from tests.support.waiting import LIMIT_S, eventually
+
+HOLDER = """
+import os, sys
+from pathlib import Path
+from elastic_trainer.ipc.channel import connect
+from elastic_trainer.ipc.messages import Hello
+from elastic_trainer.ipc.mutex import LifeMutex
+
+connection = connect(Path(sys.argv[1]))
+mutex = LifeMutex(Path(sys.argv[1]).parent / f"life-{os.getpid()}")
+if os.fork() == 0:
+    sys.stdin.read()  # keeps the socket open after its parent's death, so that only the mutex can tell
+    os._exit(0)
+mutex.hold()
+connection.send(Hello(pid=os.getpid(), local_rank=1, mutex=str(mutex.path)))
+sys.stdin.read()
+"""
+
+
+class Hearer:
+    """Admits everybody and keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.workers: list[Worker] = []
+        self.messages: list[Message] = []
+        self.left = threading.Event()
+
+    def admit(self, connection: Connection, local_rank: int) -> Worker | None:
+        self.workers.append(Worker(connection, connection.peer()[0], local_rank, life=1))
+        return self.workers[-1]
+
+    def hear(self, worker: Worker, message: Message) -> None:
+        self.messages.append(message)
+
+    def gone(self, worker: Worker) -> None:
+        self.left.set()
+
+
+@pytest.fixture
+def hearer() -> Hearer:
+    return Hearer()
+
+
+@pytest.fixture
+def server(hearer: Hearer) -> Iterator[ChannelServer]:
+    server = ChannelServer(hearer)
+    yield server
+    server.close()
+    assert not server.path.parent.exists()
+
+
+def test_a_worker_of_another_version_is_sent_away(server: ChannelServer, hearer: Hearer) -> None:
+    """With the status for wrong configuration, and both versions in the reason."""
+    connection = connect(server.path)
+    connection.send(Hello(pid=1, local_rank=0, version=CHANNEL_VERSION + 1))
+    answer = read_from_agent(next(connection.lines()))
+    reason = f"the worker speaks channel version {CHANNEL_VERSION + 1}, its agent {CHANNEL_VERSION}"
+    assert answer == Exit(code=EXIT_CONFIG, reason=reason)
+    assert hearer.workers == []
+    connection.close()
+
+
+def test_a_worker_is_known_by_its_process_and_its_last_word_is_taken(server: ChannelServer, hearer: Hearer) -> None:
+    """Hanging up confirms that the last word has been taken, so the worker may end."""
+    connection = connect(server.path)
+    connection.send(Hello(pid=1, local_rank=3))
+    connection.send(Leaving(status="done", step=5))
+    assert list(connection.lines()) == []
+    assert hearer.left.wait(LIMIT_S)
+    assert [(each.pid, each.local_rank) for each in hearer.workers] == [(os.getpid(), 3)]
+    assert hearer.messages == [Leaving(status="done", step=5)]
+    connection.close()
+
+
+def test_a_worker_that_talks_nonsense_counts_as_lost(server: ChannelServer, hearer: Hearer) -> None:
+    """It cannot be led; its round goes on without it."""
+    connection = connect(server.path)
+    connection.send(Hello(pid=1, local_rank=0))
+    connection._socket.sendall(b'{"kind": "song"}\n')
+    assert hearer.left.wait(LIMIT_S)
+    connection.close()
+
+
+def test_the_death_of_a_worker_shows_in_its_mutex(server: ChannelServer, hearer: Hearer) -> None:
+    """The kernel passes on the mutex at once; the socket may still be open in a child."""
+    command = [sys.executable, "-c", HOLDER, str(server.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as holder:
+        eventually(lambda: bool(hearer.workers), "the worker does not come")
+        os.kill(holder.pid, signal.SIGKILL)
+        assert hearer.left.wait(LIMIT_S / 2)
+        holder.kill()

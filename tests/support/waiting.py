@@ -1,0 +1,23 @@
+"""How tests wait for what other threads and processes do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic_trainer.clock import Deadline, pause
+
+LIMIT_S = 60.0
+"""How long anything may take on a slow machine before a test fails."""
+
+
+def soon() -> Deadline:
+    """A deadline that no working machine reaches."""
+    return Deadline.after(LIMIT_S)
+
+
+def eventually(condition: Callable[[], bool], what: str | Callable[[], str]) -> None:
+    """Wait until ``condition()`` holds; fail with ``what`` otherwise."""
+    deadline = soon()
+    while not condition():
+        assert not deadline.expired, what if isinstance(what, str) else what()
+        pause(0.005)

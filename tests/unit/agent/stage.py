@@ -1,0 +1,217 @@
+"""A conductor without threads: workers are lists of messages, records are kept, and the test moves time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar, cast
+
+from elastic_trainer.agent.workers.conduct import Conduct, ConductorPorts
+from elastic_trainer.agent.workers.conductor import Conductor
+from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.agent.workers.reachability import Reachability
+from elastic_trainer.agent.workers.record_writer import RecordWriter
+from elastic_trainer.ipc.channel import ChannelClosedError, Connection
+from elastic_trainer.ipc.messages import Message, Progress, Ready, StateReport
+from elastic_trainer.membership.documents import NodeRecord, RoundDocument, RoundMember, RoundState
+from elastic_trainer.membership.round_write import RoundFailure
+from tests.support.memory_backend import ManualClock
+
+BASE = NodeRecord(host="h", address="127.0.0.1", local_world_size=1, store_port=29500, probe_port=1)
+KEY = 77
+"""The create-revision of this node's key."""
+PID = 2**30
+"""No process has this id: workers get it and those behind it."""
+OTHER = RoundMember(node="other", create_revision=5, life=1, first_rank=1, local_world_size=1)
+Kind = TypeVar("Kind", bound=Message)
+
+
+class Jumping(ManualClock):
+    """A clock on which every wait is over at once, when its time has passed."""
+
+    def wait(self, event: threading.Event, timeout_s: float) -> bool:
+        if not event.is_set():
+            self.advance(timeout_s)
+        return event.is_set()
+
+
+@dataclass
+class Alarm:
+    """A call that is due at a time."""
+
+    due: float
+    call: Callable[[], None]
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@dataclass
+class Alarms:
+    """Calls at a later time, on a clock that the test moves."""
+
+    clock: ManualClock = field(default_factory=ManualClock)
+    waiting: list[Alarm] = field(default_factory=list)
+
+    def later(self, seconds: float, call: Callable[[], None]) -> Alarm:
+        self.waiting.append(Alarm(self.clock.monotonic() + seconds, call))
+        return self.waiting[-1]
+
+    def run_for(self, seconds: float) -> None:
+        """Let time pass, and what is due happen."""
+        end = self.clock.monotonic() + seconds
+        while due := [each for each in self.waiting if each.due <= end]:
+            first = min(due, key=lambda each: each.due)
+            self.waiting.remove(first)
+            self.clock.advance(max(0.0, first.due - self.clock.monotonic()))
+            if not first.cancelled:
+                first.call()
+        self.clock.advance(end - self.clock.monotonic())
+
+
+class Break(NamedTuple):
+    """A round that was to be broken, and what the node shows with it."""
+
+    failure: RoundFailure
+    record: NodeRecord
+
+
+class Notebook(RecordWriter):
+    """Keeps everything instead of writing it to a store."""
+
+    def __init__(self) -> None:
+        self.records: list[NodeRecord] = []
+        self.breaks: list[Break] = []
+
+    def announce(self, record: NodeRecord) -> None:
+        self.records.append(record)
+
+    def break_round(self, failure: RoundFailure, record: NodeRecord, within_s: float | None = None) -> None:
+        self.records.append(record)
+        self.breaks.append(Break(failure, record))
+
+
+class Line:
+    """The agent's end of a connection to process ``pid``: keeps what is sent."""
+
+    def __init__(self, pid: int = PID, *, closed: bool = False) -> None:
+        self.pid, self.closed = pid, closed
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        if self.closed:
+            raise ChannelClosedError("closed")
+        self.sent.append(message)
+
+    def peer(self) -> tuple[int, int]:
+        return self.pid, 0
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Worker:
+    """A worker that has connected to the conductor."""
+
+    def __init__(self, stage: Stage, local_rank: int = 0) -> None:
+        self._conductor, self._line = stage.conductor, Line(PID + local_rank)
+        self.seat = stage.conductor.admit(cast("Connection", self._line), local_rank)
+        """None if it was refused."""
+
+    @property
+    def pid(self) -> int:
+        return self._line.pid
+
+    @property
+    def heard(self) -> list[Message]:
+        return self._line.sent
+
+    @property
+    def connected(self) -> bool:
+        return not self._line.closed
+
+    def say(self, message: Message) -> None:
+        assert self.seat is not None
+        self._conductor.hear(self.seat, message)
+
+    def ready(self, number: int, step: int | None = None, *, planned: bool = False, **place: int) -> None:
+        state = None if step is None else StateReport(round=number - 1, step=step, **place)
+        self.say(Ready(number=number, planned=planned, state=state))
+
+    def progress(self, round: int, step: int) -> None:
+        self.say(Progress(round=round, step=step, epoch=0, samples=0))
+
+    def die(self) -> None:
+        """Its agent learns that it is gone."""
+        assert self.seat is not None
+        self._conductor.gone(self.seat)
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """All messages of this kind so far."""
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def one(self, kind: type[Kind]) -> Kind:
+        """The only message of this kind."""
+        (found,) = self.of(kind)
+        return found
+
+
+class Stage:
+    """The conductor of node ``me``, whose key has been shown, and whose workers are never busy."""
+
+    def __init__(self, reachability: Reachability | None = None) -> None:
+        self.alarms, self.notebook = Alarms(), Notebook()
+        self.progress: list[Progress] = []
+        self.committed: dict[int, tuple[int, int]] = {}
+        """What the pages of workers say: round and step, by process."""
+        self.verdicts = Verdicts()
+        ports = ConductorPorts(
+            self.notebook,
+            self.progress.append,
+            lambda: KEY,
+            reachability if reachability is not None else Reachability(dict),
+            self.verdicts,
+            self.committed.get,
+            lambda pid: "",
+        )
+        self.conductor = Conductor(Conduct("run", "me", BASE), ports, self.alarms.clock, self.alarms.later)
+
+    @property
+    def record(self) -> NodeRecord:
+        """The newest."""
+        return self.notebook.records[-1]
+
+    @property
+    def only_break(self) -> Break:
+        (found,) = self.notebook.breaks
+        return found
+
+    def begin(self, size: int = 1) -> None:
+        """torchrun starts workers."""
+        self.notebook.announce(self.conductor.begin(size))
+
+    def working(self, number: int = 1, **more: Any) -> Worker:
+        """One worker, new, in round ``number``."""
+        self.begin()
+        worker = Worker(self)
+        worker.ready(number)
+        self.see(number, **more)
+        return worker
+
+    def member(self, first_rank: int = 0, size: int = 1) -> RoundMember:
+        """This node, in its present life."""
+        return RoundMember(
+            node="me", create_revision=KEY, life=self.conductor.life, first_rank=first_rank, local_world_size=size
+        )
+
+    def see(self, number: int, state: RoundState = RoundState.ACTIVE, **more: Any) -> RoundDocument:
+        """The round document is, or becomes, this: by default with this node first and one other."""
+        document = self.document(number, state, **more)
+        self.conductor.see(document)
+        return document
+
+    def document(self, number: int, state: RoundState = RoundState.ACTIVE, **more: Any) -> RoundDocument:
+        values: dict[str, Any] = {"members": (self.member(), OTHER), "store": "127.0.0.1:29500"} | more
+        return RoundDocument(number=number, nonce=f"r{number}", state=state, **values)

@@ -1,0 +1,137 @@
+"""What a node's key holds when the store was restored to an older state, does a write late, or loses an answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import ConfigError, ElasticTrainerError, OutcomeUnknownError
+from elastic_trainer.membership.documents import NodeRecord, NodeState
+from elastic_trainer.membership.effects import Knock, Pause, Renew, Steps, Transaction
+from elastic_trainer.membership.own_key import OwnKey
+from elastic_trainer.store.api import Put, TransactionResult
+from elastic_trainer.store.keys import RunKeys
+from tests.simulation.node import Flag
+from tests.support.late import LateStore
+from tests.support.memory_store import ManualClock, MemoryBackend
+
+KEYS = RunKeys("/p", "run")
+TTL_S = 2.0
+OLD = NodeRecord(host="h", address="127.0.0.1", local_world_size=1, store_port=1, probe_port=1)
+NEW = OLD.model_copy(update={"state": NodeState.READY, "life": 3})
+
+
+@dataclass
+class Owner:
+    """The owner of node a's key, on a store that can be slow."""
+
+    clock: ManualClock = field(default_factory=ManualClock)
+    lease_id: int = 0
+    ttl_s: float = TTL_S
+    lost: Flag = field(default_factory=Flag)
+    others_live: bool = True
+
+    def __post_init__(self) -> None:
+        self.store = LateStore(MemoryBackend(self.clock))
+        self.key = OwnKey(KEYS, "a", self, self.clock)
+        self.renew()
+
+    def renew(self) -> None:
+        self.lease_id, self.lost = self.store.grant(TTL_S, self.limit()).id, Flag()
+
+    def limit(self, seconds: float = 5.0) -> Deadline:
+        return Deadline.after(seconds, self.clock)
+
+    def show(self, record: NodeRecord, limit_s: float = 5.0) -> None:
+        self.perform(self.key.showing(record, self.limit(limit_s)))
+
+    def perform(self, steps: Steps) -> None:
+        """Answer all requests, as Presence does."""
+        answer: TransactionResult | bool | None = None
+        error: ElasticTrainerError | None = None
+        while True:
+            try:
+                request = steps.throw(error) if error is not None else steps.send(answer)
+            except StopIteration:
+                return
+            answer, error = None, None
+            try:
+                if isinstance(request, Transaction):
+                    answer = self.store.transact(
+                        request.guards, request.success, request.failure, deadline=self.limit()
+                    )
+                elif isinstance(request, Renew):
+                    self.renew()
+                elif isinstance(request, Knock):
+                    answer = not self.others_live
+                elif isinstance(request, Pause):
+                    self.clock.advance(request.seconds)
+            except ElasticTrainerError as raised:
+                error = raised
+
+    @property
+    def held(self) -> tuple[NodeRecord, int]:
+        """The record in the node's key, and that key's create-revision."""
+        found = self.store.get(KEYS.node("a"), self.limit()).first
+        assert found is not None
+        return NodeRecord.decode(found.value, found.key), found.create_revision
+
+
+def test_a_record_that_went_back_is_shown_again() -> None:
+    """A backup holds what the node said then: its owner writes what is so now, under the same incarnation. Where the
+    backup does not know its lease, that counts as lost, and the node returns under another."""
+    owner = Owner()
+    owner.perform(owner.key.showing_again(owner.limit()))
+    assert not owner.store.get(KEYS.node("a"), owner.limit()).items, "nothing was shown yet"
+    owner.show(NEW)
+    created = owner.key.create_revision
+    owner.store.transact([], [Put(KEYS.node("a"), OLD.encode(), owner.lease_id)], deadline=owner.limit())
+    owner.perform(owner.key.showing_again(owner.limit()))
+    assert owner.held == (NEW, created)
+    assert owner.key.create_revision == created
+
+    owner.store.revoke(owner.lease_id, owner.limit())
+    owner.perform(owner.key.showing_again(owner.limit()))
+    assert owner.key.lost
+    assert owner.key.away
+    owner.perform(owner.key.returning(owner.limit()))
+    assert owner.held == (NEW, owner.key.create_revision)
+    assert owner.key.create_revision > created
+
+
+@pytest.mark.parametrize("arrives", ["before the next write", "after it"])
+def test_a_write_whose_answer_was_lost_never_undoes_a_newer_one(arrives: str) -> None:
+    """It may come late, from a frozen store; or it went through unnoticed: its owner reads what is there, and writes
+    on."""
+    owner = Owner()
+    owner.show(OLD)
+    created, newest = owner.key.create_revision, NEW.model_copy(update={"life": 4})
+    owner.store.holds_back = True
+    with pytest.raises(OutcomeUnknownError):
+        owner.show(NEW, 0.0)
+    assert owner.key.shown is None, "the outcome is not known"
+    if arrives == "after it":
+        owner.store.holds_back = False
+        owner.show(newest)
+        assert owner.store.thaw() == [False]
+    else:
+        assert owner.store.thaw() == [True]
+        owner.show(newest)
+    assert owner.held == (newest, created)
+    assert owner.key.shown == newest
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_the_key_of_an_earlier_node_of_this_name_goes_only_where_that_is_dead(lives: bool) -> None:
+    """Its port refuses connections: the key is taken over at once. A live node keeps its name."""
+    owner = Owner(others_live=lives)
+    other = owner.store.grant(60.0, owner.limit()).id
+    owner.store.transact([], [Put(KEYS.node("a"), OLD.encode(), other)], deadline=owner.limit())
+    if lives:
+        with pytest.raises(ConfigError, match="another live node is called 'a' in this run"):
+            owner.show(NEW, 60.0)
+    else:
+        owner.show(NEW)
+    assert owner.held[0] == (OLD if lives else NEW)
