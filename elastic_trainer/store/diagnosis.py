@@ -103,8 +103,8 @@ def judge(answer: bytes, endpoint: Endpoint, *, tls: bool) -> StoreFault:
         return StoreFault(f"etcd at {endpoint} is up but does not serve requests", False, "check that it has a quorum")
     if answer.startswith(b"HTTP/"):
         status = re.match(rb"HTTP/\S+ \d+", answer)
-        answer = status.group().decode() if status else "HTTP"
-        return StoreFault(f"{endpoint} is a web server ({answer}), not etcd", True, "correct the endpoint")
+        said = status.group().decode() if status else "HTTP"
+        return StoreFault(f"{endpoint} is a web server ({said}), not etcd", True, "correct the endpoint")
     if not answer:
         return StoreFault(
             f"{endpoint} closes connections without an answer", False, "check that it is etcd's client port"

@@ -73,13 +73,14 @@ def _threads(before: set[str]) -> list[str]:
 
 def leave_a_group_behind() -> None:
     """What a rank does whose peer never comes: stop waiting, while torch goes on to wait for two seconds."""
-    store = PrefixStore("round/r1", TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False))
+    served = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = PrefixStore("round/r1", served)
     formation = RoundPlace(round=1, rank=0, world_size=2, local_rank=0, local_world_size=1)
     works = InterruptibleWaits(interruptible=True)
     works.end("the round is over")  # a moment later it is no longer waited for
-    forming, working = timedelta(seconds=2), timedelta(seconds=60)
+    patience = groups.FormTimeouts(forming_s=2.0, working_s=60.0)
     with pytest.raises(RoundBrokenError):
-        groups._init(formation, placement.take("cpu", 0, 2), store, forming, working, works)
+        groups._formed(formation, placement.take("cpu", 0, 2), served, store, patience, works)
 
 
 def test_a_process_that_left_a_group_behind_ends_well() -> None:

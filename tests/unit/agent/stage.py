@@ -178,7 +178,6 @@ class Stage:
         )
         self.conductor = Conductor(Conduct("run", "me", BASE), ports, self.alarms.clock, self.alarms.later)
 
-    @property
     def record(self) -> NodeRecord:
         """The newest."""
         return self.notebook.records[-1]

@@ -119,7 +119,6 @@ class Desk:
     def kept(self) -> list[Incident]:
         return self.store.incidents
 
-    @property
     def hurries(self) -> bool:
         """Whether the next turn of the writer comes at once."""
         return self.health._writing._awake.is_set()
@@ -240,13 +239,13 @@ def test_who_stands_still_with_all_its_workers_reports_so_at_once(desk: Desk) ->
     desk.round = round_of(1, "b", "a")
     desk.pages.living = [desk.worker(1, waits=True)]
     desk.turns(LIMITS.step_s)
-    assert not desk.hurries
+    assert not desk.hurries()
     desk.turns(0.5)
-    assert desk.hurries
+    assert desk.hurries()
     desk.health._writing._awake.clear()
     assert desk.health.report(desk.pages.living, {}).ranks[0].waits_s == pytest.approx(LIMITS.step_s, abs=0.5)
     desk.turns(20.0)
-    assert not desk.hurries
+    assert not desk.hurries()
 
 
 def test_a_round_with_a_culprit_here_is_not_given_up(desk: Desk) -> None:

@@ -37,6 +37,7 @@ def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
     }
     found = handler._provisional(LocalWorkers(2, "default", 100), cast("LedNode", SimpleNamespace(**parts)))
     assert (found.rank, found.world_size) == (0, 1)
+    assert found.bootstrap_store_info is not None
     assert (found.bootstrap_store_info.master_addr, found.bootstrap_store_info.master_port) == ("127.0.0.1", 4711)
     assert [os.environ[name] for name in (ENV_NODE, ENV_ROUND, ENV_RECOVERY)] == ["a", "0", "in_place"]
     assert os.environ[ENV_CHANNEL] == "/tmp/agent.sock"

@@ -33,7 +33,7 @@ def spare(stage: Stage) -> Worker:
     stage.begin()
     worker = Worker(stage)
     worker.ready(1)
-    assert stage.record.state is NodeState.READY
+    assert stage.record().state is NodeState.READY
     return worker
 
 
@@ -43,16 +43,16 @@ def spare(stage: Stage) -> Worker:
 def test_a_worker_is_welcomed_and_the_node_is_ready_when_all_are(stage: Stage) -> None:
     """A node of two workers shows itself ready, with the newest state, when both are free."""
     stage.begin(2)
-    assert stage.record.state is NodeState.WARMING
+    assert stage.record().state is NodeState.WARMING
     assert not stage.conductor.met.is_set()
     first, second = Worker(stage, 0), Worker(stage, 1)
     assert first.one(Welcome) == Welcome(run="run", node="me")
     assert stage.conductor.met.is_set()
     first.ready(1)
-    assert stage.record.state is NodeState.WARMING
+    assert stage.record().state is NodeState.WARMING
     second.ready(1, step=9, epoch=1, samples=64, batch=32)
-    assert (stage.record.state, stage.record.reported, stage.record.acknowledged) == (NodeState.READY, 1, 1)
-    assert stage.record.identity == Identity(round=0, step=9, epoch=1, samples=64, batch=32)
+    assert (stage.record().state, stage.record().reported, stage.record().acknowledged) == (NodeState.READY, 1, 1)
+    assert stage.record().identity == Identity(round=0, step=9, epoch=1, samples=64, batch=32)
 
 
 def test_a_second_worker_of_one_rank_is_sent_away(stage: Stage) -> None:
@@ -71,12 +71,12 @@ def test_what_ended_a_life_stays_in_the_record_of_the_next(stage: Stage) -> None
     worker.die()
     assert stage.only_break.record.ended_by is Cause.WORKER_HUNG
     stage.begin()
-    assert stage.record.ended_by is Cause.WORKER_HUNG
+    assert stage.record().ended_by is Cause.WORKER_HUNG
     again = Worker(stage)
     again.ready(2)
-    assert stage.record.ended_by is Cause.WORKER_HUNG
+    assert stage.record().ended_by is Cause.WORKER_HUNG
     again.die()
-    assert stage.record.ended_by is Cause.WORKER_LOST
+    assert stage.record().ended_by is Cause.WORKER_LOST
 
 
 # ---- rounds come and go
@@ -101,11 +101,11 @@ def test_the_end_of_a_round_is_sent_once_and_acknowledged_at_once(stage: Stage) 
     """The run learns that the agent knows before the workers are free."""
     worker = stage.working()
     broken = stage.see(1, RoundState.BROKEN, reason="node other is gone")
-    assert (stage.record.acknowledged, stage.record.reported) == (2, 1)
+    assert (stage.record().acknowledged, stage.record().reported) == (2, 1)
     stage.conductor.see(broken)
     assert worker.one(Over) == Over(number=1, reason="node other is gone")
     worker.ready(2, step=5)
-    assert (stage.record.reported, stage.record.state) == (2, NodeState.READY)
+    assert (stage.record().reported, stage.record().state) == (2, NodeState.READY)
     stage.see(2)
     assert [each.number for each in worker.of(Formation)] == [1, 2]
 
@@ -119,7 +119,7 @@ def test_a_planned_change_is_sent_with_the_place_behind_it(stage: Stage) -> None
     assert drain.next is not None
     assert (drain.number, drain.waits, drain.next.number, drain.next.rank) == (1, False, 2, 1)
     worker.ready(2, step=8, planned=True)
-    assert (stage.record.reported, stage.record.planned) == (2, True)
+    assert (stage.record().reported, stage.record().planned) == (2, True)
     stage.conductor.see(following)
     stage.see(2, RoundState.BROKEN)
     assert worker.of(Over)[-1].number == 2
@@ -160,9 +160,9 @@ def test_a_node_that_was_left_out_frees_its_workers_and_comes_back(stage: Stage)
     worker = stage.working()
     stage.see(2, members=(OTHER,), ghosts=(node("me", KEY).ghost,))
     assert worker.one(Over) == Over(number=1, reason="round 2 was formed without this node")
-    assert stage.record.acknowledged == 2
+    assert stage.record().acknowledged == 2
     worker.ready(2, step=4)
-    assert (stage.record.reported, stage.record.state) == (2, NodeState.READY)
+    assert (stage.record().reported, stage.record().state) == (2, NodeState.READY)
 
 
 def test_a_member_that_never_heard_of_its_round_does_not_hold_up_the_next(stage: Stage) -> None:
@@ -170,7 +170,7 @@ def test_a_member_that_never_heard_of_its_round_does_not_hold_up_the_next(stage:
     worker = spare(stage)
     stage.see(5, RoundState.BROKEN)
     assert worker.one(Over).number == 5
-    assert (stage.record.reported, stage.record.acknowledged, stage.record.state) == (6, 6, NodeState.READY)
+    assert (stage.record().reported, stage.record().acknowledged, stage.record().state) == (6, 6, NodeState.READY)
 
 
 @pytest.mark.parametrize("switched", [False, True])
@@ -184,11 +184,11 @@ def test_a_planned_change_that_fails_half_way_frees_those_that_had_not_switched(
     stage.see(2, RoundState.BROKEN)
     if not switched:
         worker.ready(2, step=6)
-        assert (stage.record.reported, stage.record.state) == (3, NodeState.READY)
+        assert (stage.record().reported, stage.record().state) == (3, NodeState.READY)
         return
-    assert (stage.record.acknowledged, stage.record.reported) == (3, 2)
+    assert (stage.record().acknowledged, stage.record().reported) == (3, 2)
     worker.ready(3, step=6)
-    assert stage.record.reported == 3
+    assert stage.record().reported == 3
 
 
 def test_a_round_that_follows_on_one_nobody_ended_frees_the_workers_of_that(stage: Stage) -> None:
@@ -252,7 +252,7 @@ def test_siblings_of_a_lost_worker_have_to_exit_and_the_round_is_broken(stage: S
     sibling.say(Failed(number=1, error="closed"))
     stage.begin(1)
     Worker(stage).ready(1)
-    assert (stage.record.state, stage.record.life) == (NodeState.READY, life + 1)
+    assert (stage.record().state, stage.record().life) == (NodeState.READY, life + 1)
     assert len(stage.notebook.breaks) == 1
 
 
@@ -261,13 +261,13 @@ def test_a_spare_whose_worker_died_breaks_nothing_and_can_be_taken_in(stage: Sta
     lost = spare(stage)
     document = stage.see(4, members=(OTHER,))
     lost.die()
-    assert (stage.record.state, stage.record.life) == (NodeState.WARMING, 1)
+    assert (stage.record().state, stage.record().life) == (NodeState.WARMING, 1)
     assert stage.notebook.breaks == []
     stage.begin()
     Worker(stage).ready(1)
-    assert (stage.record.state, stage.record.life) == (NodeState.READY, 1)
+    assert (stage.record().state, stage.record().life) == (NodeState.READY, 1)
     following = stage.document(5, members=(OTHER, stage.member(first_rank=1)))
-    scene = Scene(me="other").show(node("other", OTHER.create_revision), NodeView("me", KEY, KEY + 1, stage.record))
+    scene = Scene(me="other").show(node("other", OTHER.create_revision), NodeView("me", KEY, KEY + 1, stage.record()))
     scene.adopt(document.model_copy(update={"state": RoundState.DRAINING, "next": following}))
     assert losses(scene.view()) == []
 
@@ -296,7 +296,7 @@ def test_a_life_under_another_key_takes_no_part(stage: Stage) -> None:
     assert worker.one(Over).number == 2
     assert not worker.of(Formation)
     worker.die()
-    assert stage.record.state is NodeState.WARMING
+    assert stage.record().state is NodeState.WARMING
     assert stage.notebook.breaks == []
 
 
@@ -307,9 +307,9 @@ def test_a_node_whose_workers_get_nowhere_joins_later_each_time(stage: Stage) ->
     stage.begin()
     Worker(stage).ready(3)
     stage.alarms.run_for(0.9)
-    assert stage.record.state is NodeState.WARMING
+    assert stage.record().state is NodeState.WARMING
     stage.alarms.run_for(0.2)
-    assert stage.record.state is NodeState.READY
+    assert stage.record().state is NodeState.READY
 
 
 # ---- leaving, progress, the end
@@ -319,11 +319,11 @@ def test_an_evicted_worker_makes_its_node_leave(stage: Stage) -> None:
     """By a planned change; when it has left by agreement nobody waits for its process."""
     worker = stage.working()
     worker.say(Evicted(reason="SIGTERM"))
-    assert stage.record.state is NodeState.DRAINING
+    assert stage.record().state is NodeState.DRAINING
     stage.see(1, RoundState.DRAINING, next=stage.document(2, members=(OTHER,)))
     assert worker.one(Drain).next is None
     worker.say(Leaving(status="stopped", step=5))
-    assert (stage.record.reported, stage.record.state, stage.record.planned) == (3, NodeState.DRAINING, True)
+    assert (stage.record().reported, stage.record().state, stage.record().planned) == (3, NodeState.DRAINING, True)
     worker.die()
     assert stage.notebook.breaks == []
 
@@ -336,7 +336,7 @@ def test_a_node_that_lives_on_after_the_eviction_of_a_worker_joins_again(stage: 
     worker.die()
     stage.begin()
     Worker(stage).ready(1)
-    assert stage.record.state is NodeState.READY
+    assert stage.record().state is NodeState.READY
 
 
 def test_only_rank_0_reports_how_far_the_job_is(stage: Stage) -> None:
@@ -357,10 +357,10 @@ def test_a_node_whose_workers_are_done_is_finishing_and_no_failure(stage: Stage)
     """They have left the training; their processes may take a while, and their sockets close."""
     worker = stage.working()
     worker.say(Leaving(status="done", step=9))
-    assert stage.record.state is NodeState.FINISHING
+    assert stage.record().state is NodeState.FINISHING
     worker.die()
     stage.see(1, RoundState.BROKEN)
-    assert (stage.record.acknowledged, stage.record.state) == (2, NodeState.FINISHING)
+    assert (stage.record().acknowledged, stage.record().state) == (2, NodeState.FINISHING)
     assert stage.notebook.breaks == []
 
 
@@ -408,7 +408,7 @@ def test_a_worker_that_stands_still_is_passed_over_until_it_is_free(stage: Stage
     assert (failure.cause, failure.worker_failed) == (Cause.WORKER_HUNG, False)
     stage.see(1, RoundState.BROKEN)
     worker.ready(2, step=7)
-    assert (stage.record.reported, stage.record.stuck) == (2, False)
+    assert (stage.record().reported, stage.record().stuck) == (2, False)
 
 
 def test_a_node_without_a_part_in_the_round_has_nobody_at_work(stage: Stage) -> None:

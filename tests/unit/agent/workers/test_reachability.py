@@ -115,7 +115,7 @@ def accused(stage: Stage) -> Worker:
     """A worker that is free after round 4, which the others have broken since this node did not answer."""
     worker = stage.working(4)
     stage.see(4, RoundState.BROKEN, ghosts=(node("me", 3).ghost,))
-    assert (stage.record.acknowledged, stage.record.reported, stage.record.unreachable) == (5, 4, ())
+    assert (stage.record().acknowledged, stage.record().reported, stage.record().unreachable) == (5, 4, ())
     worker.ready(5)
     return worker
 
@@ -127,19 +127,19 @@ def test_the_second_form_that_fails_makes_a_node_name_whom_it_does_not_reach(
     """The names are in the record that says that its workers are free: the next round is decided by them. After the
     first one a peer may have died."""
     failed_forming(stage, 4, stalled)
-    assert (stage.record.reported, stage.record.unreachable) == (5, named)
+    assert (stage.record().reported, stage.record().unreachable) == (5, named)
 
 
 def test_a_node_that_others_did_not_reach_looks_whom_it_reaches_itself(stage: Stage, network: Network) -> None:
     """Before it says that it is free: two nodes that name each other are not put into one round again. It looks again
     while the round is over, since no other is formed while two that are needed name each other."""
     accused(stage)
-    assert (stage.record.reported, stage.record.unreachable) == (5, ("other",))
+    assert (stage.record().reported, stage.record().unreachable) == (5, ("other",))
     stage.alarms.run_for(3.0)
-    assert stage.record.unreachable == ("other",)
+    assert stage.record().unreachable == ("other",)
     network.cut.clear()
     stage.alarms.run_for(1.0)
-    assert (stage.record.reported, stage.record.unreachable) == (5, ())
+    assert (stage.record().reported, stage.record().unreachable) == (5, ())
 
 
 def test_a_node_that_is_left_out_while_it_looks_still_comes_back(stage: Stage, network: Network) -> None:
@@ -147,17 +147,17 @@ def test_a_node_that_is_left_out_while_it_looks_still_comes_back(stage: Stage, n
     accused(stage)
     network.meanwhile = lambda: stage.see(5, members=(OTHER,), left_out="me")
     stage.alarms.run_for(1.0)
-    assert stage.record.state is NodeState.WARMING
+    assert stage.record().state is NodeState.WARMING
     network.cut.clear()
     stage.alarms.run_for(1.0)
-    assert stage.record.state is NodeState.READY
+    assert stage.record().state is NodeState.READY
 
 
 def test_a_node_that_was_only_slow_accuses_nobody(stage: Stage, network: Network) -> None:
     """It reaches all who could not reach it."""
     network.cut.clear()
     accused(stage)
-    assert (stage.record.reported, stage.record.unreachable) == (5, ())
+    assert (stage.record().reported, stage.record().unreachable) == (5, ())
     assert network.asked
 
 
@@ -171,17 +171,17 @@ def test_a_node_that_is_left_out_keeps_away_until_it_reaches_the_others(
     network.store = missing != "the store"
     stage.see(5, members=(OTHER,), left_out="me", stalled=2)
     stage.alarms.run_for(60.0)
-    assert stage.record.state is NodeState.WARMING
+    assert stage.record().state is NodeState.WARMING
     network.store = True
     network.cut.clear()
     stage.alarms.run_for(60.0)
-    assert (stage.record.state, stage.record.unreachable) == (NodeState.READY, ())
+    assert (stage.record().state, stage.record().unreachable) == (NodeState.READY, ())
     stage.see(5, members=(OTHER,), left_out="me", stalled=2)
-    assert stage.record.state is NodeState.READY, "the round without it still stands"
+    assert stage.record().state is NodeState.READY, "the round without it still stands"
 
 
 def test_a_node_that_is_left_out_for_another_reason_offers_itself_at_once(stage: Stage) -> None:
     """It may have been slow to answer, say."""
     failed_forming(stage, 4, stalled=0)
     stage.see(5, members=(OTHER,), stalled=1)
-    assert (stage.record.state, stage.record.reported) == (NodeState.READY, 5)
+    assert (stage.record().state, stage.record().reported) == (NodeState.READY, 5)
