@@ -50,10 +50,14 @@ INTERLUDE_PART = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One that happened. ``amid``: how many workers were in an interlude then and lived on."""
+    """One that happened. ``amid``: how many workers were in an interlude then and lived on.
+
+    ``t`` (monotonic): before it the process lived. A later one may have the same number.
+    """
 
     node: str
     pid: int
+    t: float
     moment: Moment
     amid: int
 
@@ -154,7 +158,7 @@ class Kills:
         amid = self._interruptions.under_way(pid for node, pid in holders.items() if node != name)
         self._last_s = now()
         kill([worker])
-        self.done.append(Kill(name, worker.pid, moment, len(amid)))
+        self.done.append(Kill(name, worker.pid, self._last_s, moment, len(amid)))
 
     def _victim(self, holders: dict[str, int]) -> str:
         """Mostly one that has trained for a while."""

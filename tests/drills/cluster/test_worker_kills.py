@@ -115,8 +115,9 @@ def test_workers_killed_in_a_row_cost_the_others_nothing(tmp_path: Path, monkeyp
     done = len(kills.done)
     assert PACE.least <= done <= PACE.kills
     assert restarts == {name: kills.by_node()[name] for name in final.nodes}, "a worker ended that was not killed"
-    opened = {line.pid for line in lines if line.event is LineKind.OPENED}
-    assert opened - {kill.pid for kill in kills.done} == set(final.pids.values())
+    opened = {line.pid: line.t for line in lines if line.event is LineKind.OPENED}  # the last time of each
+    killed = {kill.pid: kill.t for kill in kills.done}
+    assert {pid for pid, t in opened.items() if t > killed.get(pid, 0.0)} == set(final.pids.values())
     assert '"worker.killed"' not in logs
     assert sum(kill.amid > 0 for kill in kills.done) >= done // PACE.interlude_every // 2
     assert stage.book.committed_again(opened) == 0
