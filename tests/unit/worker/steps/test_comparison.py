@@ -72,12 +72,18 @@ def test_the_name_of_a_state_depends_on_types_and_structure_too() -> None:
     """And not on where a tensor lies in memory, which is another after a state has travelled."""
     tensor = assorted()[5]
     values = (1, 1.0, True, "1", [1], (1,), b"1", None, 1 << 80)
-    flipped = tensor.clone()
-    flipped.view(torch.int32)[0, 0] ^= 1
-    tensors = (tensor, tensor.t(), flipped, tensor.bfloat16(), tensor.to(torch.float64))
+    plain = tensor.contiguous()  # hashed where it lies, unlike a view
+    first, last = plain.clone(), plain.clone()
+    for flipped, place in ((first, 0), (last, -1)):
+        flipped.view(torch.int32)[place, place] ^= 1
+    tensors = (plain, first, last, tensor.t(), tensor.bfloat16(), tensor.to(torch.float64))
     states: list[dict[Any, Any]] = [{"x": each} for each in (*values, *tensors)]
     states += [{1: 1}, {"1": 1}]
     assert len({fingerprint(each) for each in states}) == len(states)
-    assert fingerprint({"x": tensor}) == fingerprint({"x": torch.nn.Parameter(tensor.clone().contiguous())})
+    assert (
+        fingerprint({"x": tensor})
+        == fingerprint({"x": plain})
+        == fingerprint({"x": torch.nn.Parameter(tensor.clone().contiguous())})
+    )
     with pytest.raises(CheckpointError, match=r"state\['x'\]"):
         fingerprint({"x": object()})
