@@ -163,7 +163,7 @@ class Late(MemoryStore):
     def transact(self, guards, success, failure=(), *, deadline):  # type: ignore[no-untyped-def]
         if any(isinstance(each, Delete) for each in success):
             other = told_by(self.written, counters={"samples": 100.0})
-            put(MemoryStore(self.backend), KEYS.node_health(self.written), other.encode())
+            put(MemoryStore(self.backend), KEYS.health + self.written, other.encode())
         return super().transact(guards, success, failure, deadline=deadline)
 
 
@@ -178,7 +178,7 @@ def test_what_another_node_has_written_meanwhile_is_not_added_twice(
     late.written = written
     HealthStore(late, KEYS, "me").fold({})
     told = HealthStore(store, KEYS, "me")
-    assert set(told.told()) == {"n0", "n1", "n2"}
+    assert set(told.told()) == {"n0", "n1", "n2", written}
     assert sums(told)["samples"] == samples
 
 
