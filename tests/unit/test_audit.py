@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 
 import pytest
 
+from elastic_trainer.web.answers import JSON, Answer, Body, Request, text
+from elastic_trainer.web.server import Server
 from tests.support.audit import __main__ as command
 from tests.support.audit import asking
-from tests.support.audit.asking import AWAY, AuditError, ask, understood
+from tests.support.audit.asking import AWAY, NO_PAGE, AuditError, ask, pins, understood
 from tests.support.audit.judging import Accepted, Answers, Vulnerability, judge
 
 TODAY = date(2026, 11, 22)
@@ -30,7 +33,7 @@ def test_a_known_vulnerability_fails_and_is_named_with_its_cure() -> None:
 
 
 def test_what_is_accepted_does_not_fail_to_its_last_day_and_fails_on_the_next() -> None:
-    """By any of its names; while it is accepted a note gives its reason."""
+    """By any of its names; while it is accepted it is said with its reason."""
     last = judge(Answers(KNOWN, (HOLE,)), [accepted(TODAY)], TODAY)
     assert last.failures == ()
     assert REASON in last.notes[0]
@@ -57,8 +60,8 @@ def test_an_exception_without_its_vulnerability_is_said() -> None:
 
 def test_packages_that_nobody_knows_are_said_and_fail_where_that_is_asked_for() -> None:
     """One line for each reason."""
-    answers = Answers(frozenset(), (), {"b": AWAY, "a": AWAY, "c": "no page"})
-    lines = (f"2 not audited ({AWAY}): a, b", "1 not audited (no page): c")
+    answers = Answers(frozenset(), (), {"b": AWAY, "a": AWAY, "c": NO_PAGE})
+    lines = (f"2 not audited ({AWAY}): a, b", f"1 not audited ({NO_PAGE}): c")
     relaxed, strict = judge(answers, [], TODAY), judge(answers, [], TODAY, strict=True)
     assert (relaxed.failures, relaxed.notes) == ((), lines)
     assert (strict.failures, strict.notes) == (lines, ())
@@ -78,9 +81,39 @@ def test_a_network_that_fails_is_no_failure_of_the_audit(said: str) -> None:
 
 @pytest.mark.parametrize(("out", "err"), [("", "No module named pip_audit"), ("{}", ""), ("Warning!", "")])
 def test_a_broken_tool_is_a_failure(out: str, err: str) -> None:
-    """Unlike a network that is away."""
+    """It is told from a network that is away."""
     with pytest.raises(AuditError):
         understood(out, err)
+
+
+class Pages:
+    """PyPI with the pages of packages alone."""
+
+    def __init__(self, pages: Mapping[str, object]) -> None:
+        self._pages = pages
+
+    def answer(self, request: Request) -> Answer:
+        page = self._pages.get(request.path.split("/")[1])
+        if page is None:
+            return text(404, "there is nothing here")
+        return Answer(200, JSON, Body.of(json.dumps(page).encode()))
+
+
+Publish = Callable[[Mapping[str, object]], str]
+
+
+@pytest.fixture
+def publish() -> Iterator[Publish]:
+    servers: list[Server] = []
+
+    def start(pages: Mapping[str, object]) -> str:
+        servers.append(Server("127.0.0.1", 0, Pages(pages)))
+        servers[-1].start()
+        return f"http://127.0.0.1:{servers[-1].port}"
+
+    yield start
+    for server in servers:
+        server.stop()
 
 
 def constraints(directory: Path, *lines: str) -> Path:
@@ -89,18 +122,66 @@ def constraints(directory: Path, *lines: str) -> Path:
     return path
 
 
-def test_findings_count_and_what_was_skipped_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all names of a vulnerability, and under the package's canonical name; without network all is unknown."""
-    path = constraints(tmp_path, "Pillow==10.0.0", "forgotten==1", "private==1")
+def skipping(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """pip-audit's report where no version has a page."""
+    report = {"dependencies": [{"name": name, "skip_reason": "not found"} for name in pins(path)]}
+    monkeypatch.setattr(asking, "by_version", lambda _: understood(json.dumps(report), ""))
+
+
+def page(version: str, *vulnerabilities: object) -> object:
+    return {"info": {"version": version}, "vulnerabilities": list(vulnerabilities)}
+
+
+def test_a_packages_page_answers_for_its_newest_version_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publish: Publish
+) -> None:
+    """For an older pin, or without a page or the list in it, nothing is known; what was withdrawn is nothing."""
+    path = constraints(tmp_path, "Typing_Inspection==1.0", "old==1.0", "lost==1.0", "mute==1.0")
+    skipping(monkeypatch, path)
+    hole = {"id": "PYSEC-1", "aliases": ["CVE-1"], "fixed_in": ["1.1"]}
+    url = publish(
+        {
+            "typing-inspection": page("1.0", hole, {**hole, "id": "PYSEC-2", "withdrawn": "2026-01-01"}),
+            "old": page("2.0"),
+            "mute": {"info": {"version": "1.0"}},
+        }
+    )
+    answers = ask(path, url)
+    assert answers.known == {"typing-inspection"}
+    assert answers.vulnerabilities == (Vulnerability("typing-inspection", "1.0", ("PYSEC-1", "CVE-1"), ("1.1",)),)
+    assert answers.unknown == {
+        "old": "PyPI answers only for a newer version",
+        "lost": NO_PAGE,
+        "mute": "PyPI's page of it says nothing about vulnerabilities",
+    }
+
+
+def test_a_pypi_that_is_away_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publish: Publish) -> None:
+    """Not a hundred times ten seconds; and all packages are unknown."""
+    path = constraints(tmp_path, "a==1", "b==1")
+    skipping(monkeypatch, path)
+    asked: list[str] = []
+
+    def read_page(url: str, deadline: object) -> str:
+        asked.append(url)
+        return AWAY
+
+    monkeypatch.setattr(asking, "read_page", read_page)
+    assert ask(path, "http://nowhere").unknown == {"a": AWAY, "b": AWAY}
+    assert len(asked) == 1
+    monkeypatch.setattr(asking, "by_version", lambda _: None)
+    assert ask(path).unknown == {"a": AWAY, "b": AWAY}
+
+
+def test_pip_audits_own_findings_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all names of a vulnerability, and under the package's canonical name."""
+    path = constraints(tmp_path, "Pillow==10.0.0", "forgotten==1")
     found = {"id": "PYSEC-2023-1", "aliases": ["CVE-2023-44271"], "fix_versions": ["10.0.1"], "description": "..."}
-    skipped = {"name": "private", "skip_reason": "not found on PyPI"}
-    report = {"dependencies": [{"name": "pillow", "version": "10.0.0", "vulns": [found]}, skipped], "fixes": []}
+    report = {"dependencies": [{"name": "pillow", "version": "10.0.0", "vulns": [found]}], "fixes": []}
     monkeypatch.setattr(asking, "by_version", lambda _: understood(json.dumps(report), ""))
     answers = ask(path)
     assert (answers.known, answers.vulnerabilities) == (KNOWN, (HOLE,))
-    assert answers.unknown == {"forgotten": "pip-audit left it out", "private": "not found on PyPI"}
-    monkeypatch.setattr(asking, "by_version", lambda _: None)
-    assert ask(path).unknown == dict.fromkeys(("pillow", "forgotten", "private"), AWAY)
+    assert answers.unknown == {"forgotten": "pip-audit left it out"}
 
 
 @pytest.mark.parametrize(

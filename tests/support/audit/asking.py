@@ -1,6 +1,9 @@
-"""Asks PyPI about every pin, by pip-audit.
+"""Who knows about vulnerabilities: PyPI, asked by pip-audit for each version, or by the page of a package.
 
-*Runs in* ``make audit``. *Owns* a process of pip-audit's, for 90 seconds at most.
+pip-audit asks for the page of each version (``/pypi/NAME/VERSION/json``). Mirrors may have only the page of the
+package (``/pypi/NAME/json``), whose vulnerabilities are those of its newest version: it serves where that is pinned.
+
+*Runs in* ``make audit``. *Owns* a process of pip-audit's and connections to PyPI, for two minutes at most.
 *Fails by* nothing that the network does: what could not be asked is among the unknown. AuditError for a broken answer.
 """
 
@@ -8,16 +11,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
 from pydantic import BaseModel, ValidationError
 
+from elastic_trainer.clock import Deadline
 from tests.support.audit.judging import Answers, Vulnerability
 
+PYPI = "https://pypi.org/pypi"
 TOOL_LIMIT_S = 90.0
+PAGES_LIMIT_S = 60.0
 ANSWER_LIMIT_S = 10.0
 AWAY = "PyPI does not answer"
+NO_PAGE = "PyPI has no page of it"
 
 
 class AuditError(Exception):
@@ -41,6 +51,22 @@ class _Report(BaseModel):
     dependencies: list[_Dependency]
 
 
+class _Listed(BaseModel):
+    id: str
+    aliases: list[str] = []
+    fixed_in: list[str] = []
+    withdrawn: str | None = None
+
+
+class _Info(BaseModel):
+    version: str
+
+
+class _Page(BaseModel):
+    info: _Info
+    vulnerabilities: list[_Listed]
+
+
 def pins(constraints: Path) -> dict[str, str]:
     """The version of each package, by its canonical name."""
     lines = constraints.read_text(encoding="utf-8").splitlines()
@@ -48,21 +74,12 @@ def pins(constraints: Path) -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in pinned}
 
 
-def ask(constraints: Path) -> Answers:
+def ask(constraints: Path, pypi: str = PYPI) -> Answers:
     """Ask about every pin."""
-    versions, report = pins(constraints), by_version(constraints)
+    report = by_version(constraints)
     if report is None:
-        return Answers(frozenset(), (), dict.fromkeys(versions, AWAY))
-    found: list[Vulnerability] = []
-    unknown: dict[str, str] = dict.fromkeys(versions, "pip-audit left it out")
-    for each in report.dependencies:
-        name: str = canonicalize_name(each.name)
-        if each.skip_reason is not None:
-            unknown[name] = each.skip_reason
-            continue
-        unknown.pop(name, None)
-        found += [Vulnerability(name, versions[name], (v.id, *v.aliases), tuple(v.fix_versions)) for v in each.vulns]
-    return Answers(frozenset(versions.keys() - unknown.keys()), tuple(found), unknown)
+        return Answers(frozenset(), (), dict.fromkeys(pins(constraints), AWAY))
+    return with_pages(report, pins(constraints), pypi)
 
 
 def by_version(constraints: Path) -> _Report | None:
@@ -89,3 +106,49 @@ def understood(out: str, err: str) -> _Report | None:
     if "requests.exceptions." in err or "Could not connect" in err or "ServiceError" in err:
         return None
     raise AuditError(f"pip-audit failed: {err.strip()[-2000:]}")
+
+
+def with_pages(report: _Report, versions: Mapping[str, str], pypi: str) -> Answers:
+    """The report's answers, and for what it skipped those of the packages' own pages."""
+    found: list[Vulnerability] = []
+    known: set[str] = set()
+    unknown: dict[str, str] = {}
+    deadline = Deadline.after(PAGES_LIMIT_S)
+    for each in report.dependencies:
+        name: str = canonicalize_name(each.name)
+        if each.skip_reason is None:
+            known.add(name)
+            found += [
+                Vulnerability(name, versions[name], (v.id, *v.aliases), tuple(v.fix_versions)) for v in each.vulns
+            ]
+            continue
+        page = AWAY if AWAY in unknown.values() else read_page(f"{pypi}/{name}/json", deadline)
+        if isinstance(page, str):
+            unknown[name] = page
+        elif page.info.version != versions[name]:
+            unknown[name] = "PyPI answers only for a newer version"
+        else:
+            known.add(name)
+            found += [
+                Vulnerability(name, versions[name], (v.id, *v.aliases), tuple(v.fixed_in))
+                for v in page.vulnerabilities
+                if v.withdrawn is None
+            ]
+    for name in versions.keys() - known - unknown.keys():
+        unknown[name] = "pip-audit left it out"
+    return Answers(frozenset(known), tuple(found), unknown)
+
+
+def read_page(url: str, deadline: Deadline) -> _Page | str:
+    """The page of a package, or why there is none."""
+    if deadline.expired:
+        return AWAY
+    try:
+        with urllib.request.urlopen(url, timeout=max(0.1, deadline.at_most(ANSWER_LIMIT_S).remaining_s())) as response:
+            return _Page.model_validate_json(response.read())
+    except urllib.error.HTTPError as error:
+        return NO_PAGE if error.code == 404 else AWAY
+    except OSError:
+        return AWAY
+    except ValidationError:
+        return "PyPI's page of it says nothing about vulnerabilities"
