@@ -115,8 +115,7 @@ class DataFeed:
         return max(0, min(size, left))
 
     def _cut(self) -> Plan:
-        until = max(self._same_until, self._position.cursor.epoch + 1)
-        return (asdict(self._sampler.plan) if self._sampler is not None else {}), until
+        return (asdict(self._sampler.plan) if self._sampler is not None else {}), self._same_until
 
     def lr_factor(self) -> float:
         """Factor for the learning rate at the present number of ranks."""

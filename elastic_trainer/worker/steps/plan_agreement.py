@@ -25,7 +25,7 @@ from elastic_trainer.worker.comm.control import Control, Purpose
 
 Fields = Mapping[str, Any]
 Plan = tuple[Fields, int]
-"""The fields, and the epoch before which they stay as they are."""
+"""The fields, and the epoch before which they stay as they are; 0: nothing is promised beyond the present epoch."""
 UNNAMED = "local"
 """The node of a process whose launcher names none."""
 _ADVICE = "start all nodes with the same script, arguments and data"
