@@ -1,10 +1,12 @@
 """Checkpoints that exist completely or not at all, and are verified whenever they are read. Imports no torch.
 
 Names and their order: layout. State to bytes and back: codec (structure), tensors and tensorfile (data). Bytes to disk:
-image, writer, commit, storage. Back: reading, inventory. What stays: retention, janitor. Who saves: claim. All
-together: manager.
+image, commit, storage; beside training: arena, background. Back: reading, inventory. What stays: retention, janitor.
+Who saves: claim. All together: manager.
 """
 
+from elastic_trainer.checkpoint.arena import NoRoomError
+from elastic_trainer.checkpoint.background import BackgroundSaves, Save
 from elastic_trainer.checkpoint.claim import Owner
 from elastic_trainer.checkpoint.events import Event, EventSink, Transition
 from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
@@ -14,6 +16,7 @@ from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.retention import BestMode, Retention
 
 __all__ = [
+    "BackgroundSaves",
     "BestMode",
     "CheckpointManager",
     "Committed",
@@ -25,8 +28,10 @@ __all__ = [
     "GoneError",
     "Loaded",
     "Manifest",
+    "NoRoomError",
     "Owner",
     "Retention",
+    "Save",
     "SaveInfo",
     "Soundness",
     "Transition",

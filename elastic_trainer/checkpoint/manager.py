@@ -1,6 +1,7 @@
 """Save, find and load the checkpoints of one directory.
 
-*Runs in* the worker of rank 0 (saving), in any process (finding, loading); one manager belongs to one thread.
+*Runs in* the worker of rank 0 (saving), in any process (finding, loading). One thread at a time commits, which need not
+be the one that finds and loads.
 *Fails by* StorageError (cannot save: training may continue), CheckpointError (cannot load: do not start from scratch).
 *Invariant*: a damaged checkpoint is renamed, never deleted; retention runs only after a commit and never removes what
 was just committed.
@@ -17,16 +18,16 @@ from typing import Any
 
 from elastic_trainer.checkpoint import codec, janitor
 from elastic_trainer.checkpoint.claim import Claim, Owner
-from elastic_trainer.checkpoint.commit import check_writable, require_space
+from elastic_trainer.checkpoint.commit import check_writable, commit, require_space
 from elastic_trainer.checkpoint.events import Event, EventSink, Transition, announce
 from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
+from elastic_trainer.checkpoint.image import Image
 from elastic_trainer.checkpoint.inventory import Entry, Problem, committed, entry, examine, listed, quarantined_in
 from elastic_trainer.checkpoint.layout import CheckpointName, quarantine_name, quarantined, trash_name
 from elastic_trainer.checkpoint.manifest import Manifest, checked_fields
 from elastic_trainer.checkpoint.reading import read_manifest, read_state
 from elastic_trainer.checkpoint.retention import Candidate, Retention, by_metric, decide
 from elastic_trainer.checkpoint.storage import PosixStorage, Storage
-from elastic_trainer.checkpoint.writer import DirectWriter, Writer
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, StorageError
 
@@ -89,11 +90,9 @@ class CheckpointManager:
         *,
         owner: Owner | None = None,
         storage: Storage | None = None,
-        writer: Writer | None = None,
         clock: Clock = SYSTEM,
     ) -> None:
         self._storage = storage if storage is not None else PosixStorage(Path(directory))
-        self._writer = writer if writer is not None else DirectWriter(self._storage)
         self._retention = retention if retention is not None else Retention()
         self._owner = owner if owner is not None else Owner()
         self._claim = Claim(self._storage, owner, clock) if owner is not None else None
@@ -119,36 +118,45 @@ class CheckpointManager:
         return sum(self._announce(event).kind is Transition.SWEPT for event in janitor.sweep(self._storage))
 
     def save(self, state: Mapping[str, Any], info: SaveInfo) -> Committed:
-        """Commit ``state`` durably, then apply retention.
+        """Commit ``state`` durably, then apply retention. Raises as :meth:`encode` and :meth:`commit` do."""
+        return self.commit(self.encode(state, info), self.draft(info))
 
-        Raises StorageError (nothing lost, earlier checkpoints intact) or CheckpointError naming the value of the
-        state that cannot be kept.
+    def encode(self, state: Mapping[str, Any], info: SaveInfo) -> Image:
+        """The files of ``state``, whose tensors stay where they are. CheckpointError names what cannot be kept."""
+        try:
+            return codec.encode(state)
+        except CheckpointError as error:
+            self._failed(self.draft(info), error)
+            raise
+
+    def commit(self, image: Image, draft: Manifest) -> Committed:
+        """Write ``image`` durably under the name of ``draft``, then apply retention.
+
+        StorageError if it cannot be written: nothing is lost, earlier checkpoints are intact.
         """
         began = self._clock.monotonic()
-        manifest = self._draft(info)
         try:
-            complete = self._write(state, manifest)
+            self._storage.prepare()
+            if self._claim is not None:
+                self._claim.take()
+            self._make_room(image.size)
+            complete = commit(self._storage, image, draft)
         except CheckpointError as error:
-            where = {"step": info.step, "round": info.round}
-            self._announce(Event(Transition.FAILED, manifest.name, str(error), where))
+            self._failed(draft, error)
             raise
         saved = Entry(complete.name, Path(self._storage.location) / complete.name, complete)
         result = Committed(saved, complete.size, self._clock.monotonic() - began)
         self._known[saved.name] = saved
-        values = {"step": info.step, "round": info.round, "bytes": result.size, "duration_s": result.duration_s}
+        values = {"step": draft.step, "round": draft.round, "bytes": result.size, "duration_s": result.duration_s}
         self._announce(Event(Transition.COMMITTED, saved.name, values=values))
         self._retain(saved.name)
         return result
 
-    def _write(self, state: Mapping[str, Any], manifest: Manifest) -> Manifest:
-        image = codec.encode(state)
-        self._storage.prepare()
-        if self._claim is not None:
-            self._claim.take()
-        self._make_room(image.size)
-        return self._writer.write(image, manifest).result()
+    def _failed(self, draft: Manifest, error: CheckpointError) -> None:
+        self._announce(Event(Transition.FAILED, draft.name, str(error), {"step": draft.step, "round": draft.round}))
 
-    def _draft(self, info: SaveInfo) -> Manifest:
+    def draft(self, info: SaveInfo) -> Manifest:
+        """The manifest of a checkpoint that is about to be saved; its files are filled in when they are written."""
         name = CheckpointName(round=info.round, step=info.step)
         return Manifest(
             name=str(name),

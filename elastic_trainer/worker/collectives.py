@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from elastic_trainer.checkpoint import Committed
 from elastic_trainer.data.sampler import Collate, Fetcher
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError, StorageError
 from elastic_trainer.model import Phase
@@ -45,17 +44,17 @@ class Collectives:
 
     # ---- saving
 
-    def save(self, metrics: Mapping[str, float] | None, *, best: bool) -> str | None:
+    def save(self, metrics: Mapping[str, float] | None, *, best: bool, wait: bool) -> str | None:
         """Save now; the checkpoint's name on all ranks. None where nothing is saved, or the storage refuses."""
         position = self._place.position
         best_before = position.best
         with self._place.tracker.during(Phase.CHECKPOINT):
-            refused, name = self.repeated(lambda: self._save(metrics, best=best))
+            refused, name = self.repeated(lambda: self._save(metrics, best=best, wait=wait))
         if refused:
             position.best = best_before
         return name or None
 
-    def _save(self, metrics: Mapping[str, float] | None, *, best: bool) -> tuple[bool, str]:
+    def _save(self, metrics: Mapping[str, float] | None, *, best: bool, wait: bool) -> tuple[bool, str]:
         """Whether the storage refused, and the checkpoint's name."""
         place, training, control = self._place, self._training, self._place.present.control
         if training is None:
@@ -67,21 +66,21 @@ class Collectives:
         control.sum(Purpose.SAVE)
         if best:
             place.position.best = values
-        committed, problem = self._saved(training.saver, values, best=best) if control.rank == 0 else (None, None)
+        mine = control.rank == 0
+        name, problem = self._saved(training.saver, values, best=best, wait=wait) if mine else (None, None)
         refused = isinstance(problem, StorageError)
         control.agree(None if refused else problem)
-        outcome = [refused, committed.name if committed is not None else ""]
-        refused, name = json.loads(control.broadcast_bytes(json.dumps(outcome).encode(), 0))
+        refused, name = json.loads(control.broadcast_bytes(json.dumps([refused, name or ""]).encode(), 0))
         return refused, name
 
     def _saved(
-        self, saver: Saver, values: Mapping[str, float], *, best: bool
-    ) -> tuple[Committed | None, ElasticTrainerError | None]:
+        self, saver: Saver, values: Mapping[str, float], *, best: bool, wait: bool
+    ) -> tuple[str | None, ElasticTrainerError | None]:
         position = self._place.position
         for name, value in values.items():
             self._place.ledger.write("metric", step=position.step, epoch=position.cursor.epoch, name=name, value=value)
         try:
-            return saver.save(values, best=best), None
+            return saver.save(values, best=best, wait=wait), None
         except (CheckpointError, NonFiniteError) as error:
             return None, error
 

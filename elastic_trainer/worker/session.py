@@ -55,6 +55,9 @@ from elastic_trainer.worker.steps.step import Step
 from elastic_trainer.worker.steps.training import Training, Wrapped
 from elastic_trainer.worker.steps.workplace import Workplace
 
+LEAVING_S = 10.0
+"""How long a session that fails or is stopped waits for what is still being written."""
+
 
 class Session:
     """See the module. ``checkpoint_dir`` None: nothing is saved; else it is saved by steps and by time.
@@ -151,9 +154,9 @@ class Session:
 
     def _close(self, process: Process, status: str) -> None:
         forks.leave(self._disown)
-        process.close(status)
         if self._training is not None:
-            self._training.close()
+            self._training.close(None if status == "done" else LEAVING_S)
+        process.close(status)
 
     def _abandon(self, process: Process) -> None:
         """Leave without waiting for peers: some of them may be gone, or in another place."""
@@ -387,11 +390,16 @@ class Session:
 
     # ---- between steps; all ranks must call these together
 
-    def save(self, metrics: Mapping[str, float] | None = None, best: bool = False) -> str | None:
-        """Save now; the checkpoint's name, on all ranks. None without a ``checkpoint_dir``, or where it refuses (full,
-        read-only, ...): that is logged and counted, and the training goes on.
+    def save(
+        self, metrics: Mapping[str, float] | None = None, best: bool = False, wait: bool | None = None
+    ) -> str | None:
+        """Copy the state, to be written beside training; the checkpoint's name, on all ranks.
+
+        With ``wait`` (the default for the ``best``) it is durable when this returns. None without a ``checkpoint_dir``,
+        or where it refuses meanwhile (full, read-only, ...). A save that fails is logged and counted, and the training
+        goes on.
         """
-        return self._all.save(metrics, best=best)
+        return self._all.save(metrics, best=best, wait=best if wait is None else wait)
 
     def evaluate(
         self, model: nn.Module, dataset: Any, batch_size: int, fn: evaluation.Measure, *, collate: Collate | None = None

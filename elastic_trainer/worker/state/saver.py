@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, Committed, SaveInfo
+from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Committed, NoRoomError, Save, SaveInfo
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, ConfigError, NonFiniteError
 from elastic_trainer.model import Phase
@@ -39,10 +40,20 @@ class Cadence:
             raise ConfigError(f"checkpoint_every_s is {self.every_s}", hint="it must be positive, or None")
 
 
+class WhenBehind(StrEnum):
+    """What becomes of a save every so many steps while storage is still busy with the two before it."""
+
+    WAIT = "wait"
+    SKIP = "skip"
+    REPLACE = "replace"
+    """The snapshot that waits is given up for the new one."""
+
+
 class Saver:
     """Saves ``state`` through ``manager`` (None: nowhere), on the rank that saves.
 
-    ``fields()`` is stored with it. ``on_saved`` gets every checkpoint.
+    A save copies the state, which is written beside training; :meth:`look` notes what became of it. ``fields()`` is
+    stored with it. ``on_saved`` gets every checkpoint.
     """
 
     def __init__(
@@ -53,16 +64,21 @@ class Saver:
         fields: Callable[[], Mapping[str, Any]],
         on_saved: Callable[[Committed], None],
         tracker: HeartbeatReporter,
+        when_behind: WhenBehind = WhenBehind.WAIT,
         clock: Clock = SYSTEM,
     ) -> None:
+        self._when_behind = when_behind
         self._held, self._cadence, self._state, self._fields = manager, cadence, state, fields
         self._on_saved, self._tracker, self._clock = on_saved, tracker, clock
         tracker.pulse.save_interval_s = cadence.every_s or 0.0
         self._last_s = clock.monotonic()
         self._last_step: int | None = None
+        """That of the newest snapshot, unless its commit has failed."""
         self._world_size = 1
         self._manager: CheckpointManager | None = None
         """None on ranks that do not save."""
+        self._saves = BackgroundSaves(manager) if manager is not None else None
+        self._memory_short = False
 
     def serve(self, *, saves: bool, world_size: int = 1) -> None:
         """Whether this rank ``saves`` from now on."""
@@ -72,38 +88,48 @@ class Saver:
         """The present state was just read from a checkpoint."""
         self._last_step = self._state.position.step
 
-    @property
-    def unsaved(self) -> bool:
-        return self._manager is not None and self._state.position.step != self._last_step
-
     def due_by_step(self, step: int) -> bool:
         return self._cadence.every_steps is not None and step % self._cadence.every_steps == 0
 
     def due_by_time(self) -> bool:
-        """Whether enough seconds have passed since the last save or attempt."""
+        """Whether enough seconds have passed since the last save or attempt, and storage is not behind."""
         every_s = self._cadence.every_s
-        return self._manager is not None and every_s is not None and self._clock.monotonic() - self._last_s >= every_s
+        if self._manager is None or self._saves is None or every_s is None or self._saves.full:
+            return False
+        return self._clock.monotonic() - self._last_s >= every_s
 
-    def save(self, metrics: Mapping[str, float], *, best: bool = False) -> Committed | None:
-        """Commit the state durably; None without a checkpoint directory."""
+    # ---- saving
+
+    def save(self, metrics: Mapping[str, float], *, best: bool = False, wait: bool = False) -> str | None:
+        """Copy the state and write it beside training; the checkpoint's name, None without a checkpoint directory.
+
+        Waits while storage is busy with the two before, and with ``wait`` until it is durable. StorageError if it
+        cannot be written then; CheckpointError and NonFiniteError for a state that cannot be saved at all.
+        """
+        self.look()
         self._last_s = self._clock.monotonic()
-        if self._manager is None:
+        if self._manager is None or self._saves is None:
             return None
         began = self._clock.monotonic()
         try:
             with self._tracker.during(Phase.CHECKPOINT):
-                committed = self._commit(self._manager, metrics, best=best)
+                save = self._begin(self._manager, self._saves, metrics, best=best)
+                if wait:
+                    save.done.wait()
         except (CheckpointError, NonFiniteError) as error:
             self._tracker.operated("save", self._clock.monotonic() - began, ok=False)
             if isinstance(error, NonFiniteError):  # the manager has logged all else
                 logger().error("checkpoint.failed", step=self._state.position.step, reason=str(error))
             raise
         self._last_s, self._last_step = self._clock.monotonic(), self._state.position.step
-        self._tracker.saved(self._last_step, committed.size, committed.duration_s)
-        self._on_saved(committed)
-        return committed
+        self.look()
+        if save.error is not None and wait:
+            raise save.error
+        return save.manifest.name
 
-    def _commit(self, manager: CheckpointManager, metrics: Mapping[str, float], *, best: bool) -> Committed:
+    def _begin(
+        self, manager: CheckpointManager, saves: BackgroundSaves, metrics: Mapping[str, float], *, best: bool
+    ) -> Save:
         state = self._state
         check_finite(state.module)
         position = state.position
@@ -117,15 +143,77 @@ class Saver:
             best=best,
             fields=self._fields(),
         )
-        return manager.save(state.collect(), info)
+        image = manager.encode(state.collect(), info)
+        try:
+            return saves.submit(image, manager.draft(info))
+        except NoRoomError as error:
+            if not self._memory_short:
+                self._memory_short = True
+                logger().warning("checkpoint.not_beside", reason=str(error), effect="training waits for each save")
+            return saves.at_once(image, manager.draft(info))
 
     def attempt(self) -> CheckpointError | NonFiniteError | None:
         """Save on schedule. An error has been logged and is returned: it must not end the training."""
+        if self._saves is not None and self._saves.full and self._when_behind is not WhenBehind.WAIT:
+            given_up = self._saves.give_up_waiting() if self._when_behind is WhenBehind.REPLACE else None
+            step = self._state.position.step if given_up is None else given_up.manifest.step
+            self._tracker.operated("save", 0.0, ok=False)
+            logger().warning("checkpoint.given_up", step=step, reason="storage is busy with the two before it")
+            if given_up is None:
+                self._last_s = self._clock.monotonic()
+                return None
         try:
             self.save({})
         except (CheckpointError, NonFiniteError) as error:
             return error
         return None
+
+    def look(self) -> None:
+        """Note what has become of saves since the last look."""
+        for save in self._saves.finished() if self._saves is not None else ():
+            if save.committed is None:
+                if not isinstance(save.error, CheckpointError):  # the manager has told of those
+                    logger().error("checkpoint.failed", step=save.manifest.step, exc_info=save.error)
+                self._tracker.operated("save", 0.0, ok=False)
+                if save.manifest.step == self._last_step:
+                    self._last_step = None
+            else:
+                self._tracker.saved(save.manifest.step, save.committed.size, save.committed.duration_s)
+                self._on_saved(save.committed)
+
+    # ---- the state at hand, made durable
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether a step was committed since the last snapshot."""
+        return self._manager is not None and self._state.position.step != self._last_step
+
+    def settle(self) -> CheckpointError | NonFiniteError | None:
+        """Make the state at hand durable, unless it is; wait for all that is being written. What went wrong, if so."""
+        if self._saves is None:
+            return None
+        self.wait()
+        if not self.unsaved:
+            return None
+        try:
+            self.save({}, wait=True)
+        except (CheckpointError, NonFiniteError) as error:
+            return error
+        return None
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._saves is not None and not self._saves.idle:
+            with self._tracker.during(Phase.CHECKPOINT):
+                self._saves.wait()
+        self.look()
+
+    def close(self, limit_s: float | None) -> None:
+        """Write what waits, and end; what takes longer than ``limit_s`` is given up."""
+        if self._saves is not None:
+            with self._tracker.during(Phase.CHECKPOINT):
+                self._saves.close(limit_s)
+            self.look()
 
 
 def check_storage(manager: CheckpointManager | None, control: Control, environment: WorkerEnvironment) -> None:

@@ -103,6 +103,7 @@ class StepBoundaries(Boundaries):
         self._refused = False
 
     def after_step(self, step: int) -> Turn:
+        self._duties.saver.look()
         self._duties.comparison.after_step(step)
         saved = self._duties.saver.due_by_step(step)
         if saved:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from elastic_trainer.checkpoint import EventSink, Retention
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.placement import AUTO
-from elastic_trainer.worker.state.saver import Cadence
+from elastic_trainer.worker.state.saver import Cadence, WhenBehind
 from elastic_trainer.worker.steps.comparison import EVERY_STEPS, OnDifference
 
 STOP_TIMEOUT_S = 10.0
@@ -25,13 +25,24 @@ class SavingOptions:
 
     ``keep_every`` (a step multiple) keeps more of them, or ``retention`` defines the whole policy.
     ``require_last_save``: exit with code 73 on all ranks if the final state cannot be saved. ``on_event`` gets each
-    transition of a checkpoint.
+    transition of a checkpoint, in the thread that writes it. ``when_behind``: what happens if a save by steps is due
+    while storage is busy with the two before it: "wait", "skip" it, or "replace" the one that waits. A save by seconds
+    is put off until storage is ready.
     """
 
     keep_every: int | None = None
     retention: Retention | None = None
     require_last_save: bool = False
     on_event: EventSink | None = None
+    when_behind: str = WhenBehind.WAIT
+
+    def __post_init__(self) -> None:
+        one_of(WhenBehind, self.when_behind, "when_behind")
+
+    @property
+    def behind(self) -> WhenBehind:
+        """:attr:`when_behind`, checked."""
+        return WhenBehind(self.when_behind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

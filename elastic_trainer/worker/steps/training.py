@@ -89,7 +89,9 @@ class Training:
         )
         self._claims: dict[str, Any] = {}
         """Further fields of checkpoints, beside the cut of the data."""
-        self.saver = Saver(place.manager, options.cadence, self.state, self._fields, place.saved, tracker)
+        self.saver = Saver(
+            place.manager, options.cadence, self.state, self._fields, place.saved, tracker, options.saving.behind
+        )
         self.round_end = round_end(self)
         self.steps = Steps(
             self.replica, self.state, place.feed, tracker, options.seed, self.round_end, self._after_step
@@ -99,7 +101,9 @@ class Training:
             SecondOptimizers(self.replica.module, wrapped.optimizer, wrapped.user, self.steps) if lasts else None
         )
 
-    def close(self) -> None:
+    def close(self, limit_s: float | None) -> None:
+        """The session ends. Pending saves may take ``limit_s``; None: as long as they take."""
+        self.saver.close(limit_s)
         if self._second is not None:
             self._second.close()
 
@@ -139,6 +143,7 @@ class Training:
         def check(origin: Origin) -> None:
             check_run(str(origin.name), origin.run, place.owner.run, place.options.allow_changed)
 
+        self.saver.wait()
         self.origin = restore(control, place.manager, self.collect, take_over, place.tracker, check, unfit)
         first = place.position.generation + 1 if self.origin.name is not None else 0
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))
@@ -216,7 +221,7 @@ class Training:
 
         SystemExit 73 on all if rank 0 cannot and the job requires it, or if the fault is not the storage's.
         """
-        problem = self.saver.attempt() if self.saver.unsaved else None
+        problem = self.saver.settle()
         refused = isinstance(problem, StorageError)
         flags = [float(problem is not None), float(problem is not None and not refused)]
         unsaved, unsound = map(bool, self.place.present.control.sum(Purpose.STOP, flags)[:2])
@@ -230,12 +235,10 @@ class Training:
     def save_before_waiting(self) -> None:
         """Too few nodes will remain: save what is only in memory while all ranks wait."""
         with self.place.tracker.during(Phase.CHECKPOINT):
-            if self.saver.unsaved:
-                self.saver.attempt()
+            self.saver.settle()
             self.place.present.control.sum(Purpose.STOP)
 
     def save_alone(self) -> None:
         """Save what is only in memory, without a round; one rank of each node can."""
         self.saver.serve(saves=True)
-        if self.saver.unsaved:
-            self.saver.attempt()
+        self.saver.settle()

@@ -138,7 +138,8 @@ class Workplace:
         )
 
     def saved(self, committed: Committed) -> None:
-        self.ledger.write("checkpoint", step=self.position.step, name=committed.name, duration_s=committed.duration_s)
+        step = committed.entry.step
+        self.ledger.write("checkpoint", step=step, name=committed.name, duration_s=committed.duration_s)
 
     def closed(self, status: str) -> None:
         self.ledger.write("closed", step=self.position.step, status=status, skipped_samples=self.feed.tally.total)

@@ -108,7 +108,7 @@ def main() -> None:
                 continue
             at = session.step_number
             if at % SAVE_EVERY == 0:
-                name = session.save({"step": at})
+                name = session.save({"step": at}, wait=True)
                 with (out / f"saves-{session.rank}.jsonl").open("a") as file:
                     file.write(json.dumps([at, name]) + "\n")
             faults.behind(at, session.rank)

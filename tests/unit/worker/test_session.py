@@ -95,13 +95,13 @@ def test_checkpoints_are_saved_by_steps_and_by_time(tmp_path: Path) -> None:
 
 def test_the_session_knows_that_a_checkpoint_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On schedule, at the end, and by the script; not while it trains."""
-    seen, save = list[bool](), CheckpointManager.save
+    seen, encode = list[bool](), CheckpointManager.encode
 
     def noted(manager: CheckpointManager, *arguments: Any, **options: Any) -> Any:
         seen.append(session._here.tracker.saving)
-        return save(manager, *arguments, **options)
+        return encode(manager, *arguments, **options)
 
-    monkeypatch.setattr(CheckpointManager, "save", noted)
+    monkeypatch.setattr(CheckpointManager, "encode", noted)
     with Session(tmp_path, device="cpu", checkpoint_every_steps=3, checkpoint_every_s=None) as session:
         job = Job(session)
         job.train(1)
@@ -187,12 +187,12 @@ def test_a_save_that_the_storage_refuses_does_not_end_the_training(
             job = Job(session)
             assert session.save({"accuracy": 0.5}, best=True) is not None
             with monkeypatch.context() as patch:
-                patch.setattr(CheckpointManager, "save", full_disk)
+                patch.setattr(CheckpointManager, "commit", full_disk)
                 job.train(1)
                 assert session.save({"accuracy": 0.75}, best=True) is None
                 assert session.best_metrics == {"accuracy": 0.5}
-            assert session.save() == CheckpointManager(tmp_path).entries()[0].name
-            monkeypatch.setattr(CheckpointManager, "save", full_disk)
+            assert session.save(wait=True) == CheckpointManager(tmp_path).entries()[0].name
+            monkeypatch.setattr(CheckpointManager, "commit", full_disk)
             job.train(2)
             steps.append(session.step_number)
 

@@ -1,0 +1,120 @@
+"""Saves beside training: real threads, real directories."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Committed, Retention, SaveInfo
+from elastic_trainer.checkpoint.image import Image
+from elastic_trainer.checkpoint.manifest import Manifest
+from elastic_trainer.errors import StorageError
+
+LIMIT_S = 30.0
+
+
+class Gated(CheckpointManager):
+    """Storage that takes as long as the test wants."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        super().__init__(directory, Retention(keep_last=100), **options)
+        self.gate, self.began = threading.Semaphore(0), threading.Semaphore(0)
+        self.full: set[int] = set()
+
+    def commit(self, image: Image, draft: Manifest) -> Committed:
+        self.began.release()
+        assert self.gate.acquire(timeout=LIMIT_S)
+        if draft.step in self.full:
+            raise StorageError(f"step {draft.step}: full")
+        return super().commit(image, draft)
+
+
+def submit(saves: BackgroundSaves, manager: CheckpointManager, weights: torch.Tensor, step: int) -> Any:
+    info = SaveInfo(step)
+    return saves.submit(manager.encode({"w": weights, "step": step}, info), manager.draft(info))
+
+
+def test_what_is_written_is_the_state_at_the_call(tmp_path: Path) -> None:
+    """Two snapshots of weights that go on changing; they are committed in order."""
+    manager = Gated(tmp_path)
+    saves, weights = BackgroundSaves(manager), torch.zeros(100_000)
+    for step in (1, 2):
+        weights.fill_(step)
+        submit(saves, manager, weights, step)
+    weights.fill_(-1)
+    assert (saves.full, saves.idle, list(saves.finished())) == (True, False, [])
+    manager.gate.release(2)
+    saves.wait()
+    assert [save.manifest.step for save in saves.finished()] == [1, 2]
+    assert saves.idle
+    saves.close()
+    for entry in manager.entries():
+        assert bool((manager.load(entry).state["w"] == entry.step).all())
+    assert [entry.step for entry in manager.entries()] == [2, 1]
+
+
+def test_a_third_snapshot_waits_for_a_slot_or_takes_that_of_the_second(tmp_path: Path) -> None:
+    manager = Gated(tmp_path)
+    saves, weights = BackgroundSaves(manager), torch.zeros(10)
+    for step in (1, 2):
+        submit(saves, manager, weights, step)
+    assert manager.began.acquire(timeout=LIMIT_S)
+    given_up = saves.give_up_waiting()
+    assert given_up is not None
+    assert given_up.manifest.step == 2
+    assert saves.give_up_waiting() is None
+    submit(saves, manager, weights, 3)
+    third = threading.Thread(target=submit, args=(saves, manager, weights, 4))
+    third.start()
+    third.join(0.1)
+    assert third.is_alive()
+    manager.gate.release(3)
+    third.join(LIMIT_S)
+    saves.close()
+    assert [entry.step for entry in manager.entries()] == [4, 3, 1]
+
+
+def test_a_save_that_fails_is_reported_and_the_next_one_is_made(tmp_path: Path) -> None:
+    manager = Gated(tmp_path)
+    manager.full, saves, weights = {1}, BackgroundSaves(manager), torch.zeros(10)
+    manager.gate.release(2)
+    first, second = (submit(saves, manager, weights, step) for step in (1, 2))
+    saves.wait()
+    assert isinstance(first.error, StorageError)
+    assert (first.committed, second.error) == (None, None)
+    assert second.done.is_set()
+    saves.close()
+    assert [entry.step for entry in manager.entries()] == [2]
+
+
+def test_closing_writes_what_waits_unless_that_takes_too_long(tmp_path: Path) -> None:
+    """What was cut short is no checkpoint."""
+    manager = Gated(tmp_path)
+    saves = BackgroundSaves(manager)
+    for step in (1, 2):
+        submit(saves, manager, torch.zeros(10), step)
+    saves.close(0.05)
+    assert manager.entries() == ()
+    manager.gate.release(2)
+    saves.close()
+    assert [entry.step for entry in manager.entries()] == [2, 1]
+
+
+def test_without_memory_a_save_is_made_at_once_behind_the_one_under_way(tmp_path: Path) -> None:
+    manager = Gated(tmp_path)
+    saves, weights, info = BackgroundSaves(manager), torch.zeros(10), SaveInfo(2)
+    submit(saves, manager, weights, 1)
+    manager.gate.release(2)
+    done = saves.at_once(manager.encode({"w": weights}, info), manager.draft(info))
+    assert done.done.is_set()
+    assert [save.manifest.step for save in saves.finished()] == [1, 2]
+    saves.close()
+
+
+def test_closing_twice_is_fine(tmp_path: Path) -> None:
+    saves = BackgroundSaves(Gated(tmp_path))
+    saves.close()
+    saves.close()

@@ -1,0 +1,82 @@
+"""Memory that is used again: what is held does not change, and too little memory is found beforehand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_trainer.checkpoint import arena as arenas
+from elastic_trainer.checkpoint import codec
+from elastic_trainer.checkpoint.arena import SLOTS, Arena, Held, NoRoomError
+from elastic_trainer.checkpoint.image import Image
+
+
+def content(image: Image) -> dict[str, bytes]:
+    return {file.name: file.head + b"".join(map(bytes, file.body())) for file in image.files}
+
+
+def image(value: float, size: int = 1000) -> Image:
+    return codec.encode({"w": torch.full((size,), value), "few": torch.tensor([value]), "step": int(value)})
+
+
+def test_a_copy_stays_as_it_was_when_the_state_changes() -> None:
+    """Byte by byte, head and all files; also when it is read twice."""
+    weights = torch.arange(5000.0)
+    state = {"w": weights, "text": "x" * 10_000}
+    expected = content(codec.encode(state))
+    arena = Arena()
+    held = arena.hold(codec.encode(state))
+    weights.add_(1)
+    assert content(held.image) == content(held.image) == expected
+    assert content(codec.encode(state)) != expected
+
+
+def test_slots_are_used_again_and_grow() -> None:
+    """The memory of a released slot takes the next image; a larger one gets more."""
+    arena = Arena()
+    held = [arena.hold(image(number)) for number in range(SLOTS)]
+    assert arena.full
+    with pytest.raises(RuntimeError, match="all slots"):
+        arena.hold(image(9))
+    size = arena.size
+    for number, each in enumerate(held):
+        assert content(each.image) == content(image(number))
+        arena.release(each)
+    again: Held | None = None
+    for number in range(5):
+        again = arena.hold(image(number))
+        assert content(again.image) == content(image(number))
+        arena.release(again)
+    assert arena.size == size
+    large = arena.hold(image(3, 3_000_000))
+    assert content(large.image) == content(image(3, 3_000_000))
+    assert arena.size > size
+    arena.close()
+    assert arena.size == 0
+
+
+def test_too_little_memory_is_found_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would kill the process; and the arena is as before."""
+    arena = Arena()
+    monkeypatch.setattr(arenas, "available", lambda: arenas.KEPT_FREE + 1000)
+    with pytest.raises(NoRoomError, match="MB of memory are needed"):
+        arena.hold(image(1))
+    assert not arena.full
+    monkeypatch.setattr(arenas, "available", lambda: None)
+    assert content(arena.hold(image(1)).image) == content(image(1))
+
+
+def test_the_control_group_limits_what_is_available(tmp_path: Path) -> None:
+    """Page cache that can be had back counts as free; without a limit the machine's memory counts."""
+    assert arenas._of_group(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 50000\n")
+    assert arenas._of_group(tmp_path) == 350_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert arenas._of_group(tmp_path) is None
+    machine = arenas._of_machine()
+    assert machine is not None
+    assert machine > 1 << 20
