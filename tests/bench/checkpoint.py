@@ -1,4 +1,4 @@
-"""Checkpoints: durable save, cold and warm load, SIGKILL and flipped bits, against raw input/output and torch.save.
+"""Checkpoints: stall, durable save, cold and warm load, SIGKILL and flipped bits, against raw I/O and torch.save.
 
 The state is that of a transformer with AdamW (parameters and two moments, tensors of many sizes). Raw is one file with
 as many bytes: written from memory in pieces and synced, or read into fresh memory. Cold means that the file's pages
@@ -22,7 +22,7 @@ import numpy as np
 import structlog
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, Entry, SaveInfo
+from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Entry, SaveInfo
 from elastic_trainer.checkpoint.retention import Retention
 from tests.bench.report import Options, Report, alternate, at_most, emit, median, note, parse, ratio
 from tests.drills.checkpoint.flipping import unnoticed, unnoticed_by_torch
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "bit_flips": {"flips": flips, "caught": flips - missed, "caught_by_torch_load": flips - missed_torch},
     }
     musts = [
+        at_most("training stands still for a save, over memcpy", ratios["stall_over_memcpy"], 1.1),
         at_most("durable save over raw write and fsync", ratios["durable_save_over_raw_write"], 1.5),
         at_most("cold load over cold raw read", ratios["cold_load_over_raw_read"], 1.1),
         at_most("warm load over warm raw read", ratios["warm_load_over_raw_read"], 1.1),
@@ -115,18 +116,49 @@ def measure_speed(place: Path, options: Options) -> dict[str, Any]:
     for act in loads.values():
         act()
     warm = alternate({name: partial(_clocked, act, size) for name, act in loads.items()}, repeats)
+    stalled = measure_stall(place / "beside", state, raw, repeats)
     shutil.rmtree(place)
-    return {"bytes": size, **_summary(saved, cold, warm)}
+    return {"bytes": size, **_summary(stalled, saved, cold, warm)}
+
+
+def measure_stall(place: Path, state: dict[str, Any], raw: Any, repeats: int) -> dict[str, list[float]]:
+    """Seconds for which training stands still when it saves, and of copying as many bytes to memory in use."""
+    checkpoints = CheckpointManager(place, Retention(keep_last=1))
+    saves, copy, info = BackgroundSaves(checkpoints), np.zeros_like(raw), SaveInfo(1)
+
+    def stall() -> float:
+        began = time.perf_counter()
+        saves.submit(checkpoints.encode(state, info), checkpoints.draft(info))
+        took = time.perf_counter() - began
+        saves.wait()
+        os.sync()
+        return took
+
+    def memcpy() -> float:
+        began = time.perf_counter()
+        np.copyto(copy, raw)
+        return time.perf_counter() - began
+
+    stall()  # makes the arena
+    try:
+        return alternate({"elastic_trainer": stall, "memcpy": memcpy}, repeats)
+    finally:
+        saves.close()
 
 
 def _summary(
-    saved: dict[str, list[float]], cold: dict[str, list[float]], warm: dict[str, list[float]]
+    stalled: dict[str, list[float]],
+    saved: dict[str, list[float]],
+    cold: dict[str, list[float]],
+    warm: dict[str, list[float]],
 ) -> dict[str, Any]:
-    seconds = {"durable_save": saved, "cold_load": cold, "warm_load": warm}
+    seconds = {"stall": stalled, "durable_save": saved, "cold_load": cold, "warm_load": warm}
     return {
         "seconds": seconds,
         "median_s": {what: {who: median(each) for who, each in times.items()} for what, times in seconds.items()},
         "ratios": {
+            "stall_over_memcpy": ratio(stalled["elastic_trainer"], stalled["memcpy"]),
+            "torch_save_over_memcpy": ratio(saved["torch_save_fsync"], stalled["memcpy"]),
             "durable_save_over_raw_write": ratio(saved["elastic_trainer"], saved["raw_write_fsync"]),
             "torch_save_over_raw_write": ratio(saved["torch_save_fsync"], saved["raw_write_fsync"]),
             "cold_load_over_raw_read": ratio(cold["elastic_trainer"], cold["raw_read"]),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, Retention, SaveInfo
+from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Retention, SaveInfo
 from elastic_trainer.checkpoint.layout import Kind, kind_of
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import CheckpointError
@@ -58,6 +58,29 @@ def save_for_ever(directory: Path, say: Connection) -> None:
         step += 1
         checkpoints.save(content(step), SaveInfo(step=step))
         say.send(step)
+
+
+def save_beside_for_ever(directory: Path, say: Connection) -> None:
+    """The same beside training: the state changes as soon as its copy is taken. Say each step that was committed."""
+    torch.set_num_threads(1)
+    checkpoints = CheckpointManager(directory, Retention(keep_last=2))
+    checkpoints.sweep()
+    found, saves = checkpoints.load_newest(), BackgroundSaves(checkpoints)
+    step = 0 if found is None else int(found.state["step"])
+    say.send(step)
+    state = content(step)
+    while True:
+        step += 1
+        following = content(step)
+        for name, tensor in state["model"].items():
+            tensor.copy_(following["model"][name])
+        state["optimizer"][0].copy_(following["optimizer"][0])
+        info = SaveInfo(step=step)
+        saves.submit(checkpoints.encode(state | {"step": step}, info), checkpoints.draft(info))
+        for tensor in (*state["model"].values(), state["optimizer"][0]):
+            tensor.fill_(-1)
+        for save in saves.finished():
+            say.send(save.manifest.step)
 
 
 def overwrite_for_ever(directory: Path, say: Connection) -> None:
@@ -129,24 +152,31 @@ def _next_step(hear: Connection) -> int:
     return int(hear.recv())
 
 
-def kill_savers(directory: Path, kills: int, seed: int, longest_s: float = 0.15) -> Casualties:
-    """Kill a saving process ``kills`` times; after each kill the newest checkpoint must hold what it should."""
+def kill_savers(directory: Path, kills: int, seed: int, longest_s: float = 0.15, *, beside: bool = False) -> Casualties:
+    """Kill a saving process ``kills`` times; after each kill the newest checkpoint must hold what it should.
+
+    ``beside``: it goes on while it saves, and one more copy may have been committed before it said so.
+    """
+    saver = save_beside_for_ever if beside else save_for_ever
     draw = random.Random(seed)
     result = Casualties()
     for _ in range(kills):
-        first, said = one_life(save_for_ever, directory, draw.randrange(SAVES), draw.random(), longest_s)
+        first, said = one_life(saver, directory, draw.randrange(SAVES), draw.random(), longest_s)
         result.kills += 1
         result.saves += said - first
         kinds = {kind_of(name) for name in os.listdir(directory)} if directory.exists() else set()
         result.interrupted += bool(kinds & {Kind.TEMPORARY, Kind.TRASH})
-        problem = problem_with(directory, said)
+        problem = problem_with(directory, said, 2 if beside else 1)
         if problem:
             result.broken.append(problem)
     return result
 
 
-def problem_with(directory: Path, said: int) -> str:
-    """What is wrong with the newest checkpoint after a writer died that had said ``said``; empty if nothing is."""
+def problem_with(directory: Path, said: int, ahead: int) -> str:
+    """What is wrong with the newest checkpoint after a writer died that had said ``said``; empty if nothing is.
+
+    It may be up to ``ahead`` steps newer.
+    """
     try:
         found = CheckpointManager(directory).load_newest()
     except CheckpointError as error:
@@ -154,7 +184,7 @@ def problem_with(directory: Path, said: int) -> str:
     if found is None:
         return f"step {said} was committed and nothing is there" if said else ""
     step = found.manifest.step
-    if step not in (said, said + 1):
+    if not said <= step <= said + ahead:
         return f"step {said} was committed, the newest is {step}"
     if any(kind_of(name) is Kind.QUARANTINED for name in os.listdir(directory)):
         return f"something was quarantined: {sorted(os.listdir(directory))}"

@@ -15,9 +15,10 @@ KILLS = 25
 
 
 @pytest.mark.timeout(600)
-def test_the_newest_checkpoint_survives_every_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [False, True], ids=["waiting", "beside training"])
+def test_the_newest_checkpoint_survives_every_kill(tmp_path: Path, beside: bool) -> None:
     """After each kill the newest one verifies, holds its step's content and is not older than what was committed."""
-    casualties = kill_savers(tmp_path, KILLS, seed=11)
+    casualties = kill_savers(tmp_path, KILLS, seed=11, beside=beside)
     assert casualties.broken == []
     assert casualties.kills == KILLS
     assert casualties.saves > 0
