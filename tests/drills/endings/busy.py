@@ -1,7 +1,7 @@
 """A small in-place training that is busy for as long as files want it to; the test decides its end as in ``train``.
 
 ``evaluate``: behind the next step all ranks do something of their own until ``marked`` is there, then evaluate until
-``free`` is. ``slow``: the next checkpoint takes until ``free`` is there. ``stick-NODE``: that node's worker never comes
+``free`` is. ``slow``: they save and wait for it, which takes until ``free`` is there. ``stick-NODE``: that node's worker never comes
 back from an evaluation. Whoever is busy has written ``busy-NODE``.
 """
 
@@ -29,14 +29,21 @@ class Work:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.session: Session | None = None
+        self._slow = False
 
     def asked(self, name: str) -> bool:
         """Whether the test asks for it."""
         return (self._directory / name).exists()
 
-    def save_slowly(self, event: Event) -> None:
+    def save_slowly(self, session: Session) -> None:
+        """On all ranks; rank 0 waits for storage."""
+        self._slow = True
+        session.save(wait=True)
+
+    def hold_save(self, event: Event) -> None:
         """On rank 0, in the middle of a save."""
-        if event.kind is Transition.COMMITTED and self.asked("slow"):
+        if event.kind is Transition.COMMITTED and self._slow:
+            self._slow = False
             self._begin()
             self._until("free")
 
@@ -70,7 +77,7 @@ def main() -> None:
         checkpoint_dir=directory / "checkpoints",
         checkpoint_every_s=None,
         checkpoint_every_steps=50,
-        saving=SavingOptions(on_event=work.save_slowly),
+        saving=SavingOptions(on_event=work.hold_save),
     ) as session:
         work.session = session
         model: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -79,8 +86,8 @@ def main() -> None:
         for batch in session.batches(data, global_batch_size=BATCH, epochs=10_000):
             with session.step() as step:
                 step.backward(nn.functional.cross_entropy(model(batch.x), batch.y))
-                wishes = torch.tensor([float(work.asked("stop")), float(work.asked("evaluate"))])
-                end, evaluate = session.all_reduce(wishes).tolist()
+                wishes = torch.tensor([float(work.asked(name)) for name in ("stop", "evaluate", "slow")])
+                end, evaluate, slow = session.all_reduce(wishes).tolist()
                 optimizer.step()
             if not step.committed:
                 continue
@@ -89,6 +96,8 @@ def main() -> None:
                 break
             if evaluate:
                 work.evaluate(session)
+            if slow:
+                work.save_slowly(session)
             pause(0.02)
 
 
