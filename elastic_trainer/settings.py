@@ -279,6 +279,8 @@ class WorkerEnvironment(Frozen):
     """How many seconds a collective may take."""
     pages: Path | None = None
     """Where this process's heartbeat page belongs, where this package's agent started it."""
+    memory: tuple[Path, ...] = ()
+    """The memory files that the node's agent holds for snapshots of the state, where it started the process."""
     reached: int = Field(default=0, ge=0)
     """The newest step that the job is known to have made before: up to there steps are repeated."""
     metrics_address: str = "127.0.0.1"
@@ -291,6 +293,11 @@ class WorkerEnvironment(Frozen):
     ledger_dir: Path | None = None
     """Where to write one line for each committed step (``ELASTIC_TRAINER_LEDGER_DIR``)."""
     log_level: str = "info"
+
+    @field_validator("memory", mode="before")
+    @classmethod
+    def _paths(cls, value: Any) -> Any:
+        return tuple(value.split(os.pathsep)) if isinstance(value, str) else value
 
     @property
     def midway(self) -> bool:
@@ -322,6 +329,7 @@ ENV_RECOVERY = "ELASTIC_TRAINER_RECOVERY"
 ENV_FORM_TIMEOUT = "ELASTIC_TRAINER_FORM_TIMEOUT"
 ENV_GROUP_TIMEOUT = "ELASTIC_TRAINER_GROUP_TIMEOUT"
 ENV_PAGES = "ELASTIC_TRAINER_PAGES"
+ENV_MEMORY = "ELASTIC_TRAINER_MEMORY"
 ENV_REACHED = "ELASTIC_TRAINER_REACHED"
 ENV_METRICS_ADDRESS = "ELASTIC_TRAINER_METRICS_ADDRESS"
 ENV_METRICS_PORT = "ELASTIC_TRAINER_METRICS_PORT"
@@ -359,6 +367,7 @@ _WORKER_VARIABLES = {
     "form_timeout": ENV_FORM_TIMEOUT,
     "group_timeout": ENV_GROUP_TIMEOUT,
     "pages": ENV_PAGES,
+    "memory": ENV_MEMORY,
     "reached": ENV_REACHED,
     "metrics_address": ENV_METRICS_ADDRESS,
     "metrics_base_port": ENV_METRICS_PORT,

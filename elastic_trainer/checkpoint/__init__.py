@@ -1,11 +1,11 @@
 """Checkpoints that exist completely or not at all, and are verified whenever they are read. Imports no torch.
 
 Names and their order: layout. State to bytes and back: codec (structure), tensors and tensorfile (data). Bytes to disk:
-image, commit, storage; beside training: arena, background. Back: reading, inventory. What stays: retention, janitor.
-Who saves: claim. All together: manager.
+image, commit, storage; beside training: arena, snapshot, background. Back: reading, inventory. What stays: retention,
+janitor. Who saves: claim. All together: manager.
 """
 
-from elastic_trainer.checkpoint.arena import NoRoomError
+from elastic_trainer.checkpoint.arena import Arena, NoRoomError
 from elastic_trainer.checkpoint.background import BackgroundSaves, Save
 from elastic_trainer.checkpoint.claim import Owner
 from elastic_trainer.checkpoint.events import Event, EventSink, Transition
@@ -14,8 +14,10 @@ from elastic_trainer.checkpoint.inventory import Description, Entry, Soundness, 
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed, Loaded, SaveInfo
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.retention import BestMode, Retention
+from elastic_trainer.checkpoint.snapshot import StateSnapshot
 
 __all__ = [
+    "Arena",
     "BackgroundSaves",
     "BestMode",
     "CheckpointManager",
@@ -34,6 +36,7 @@ __all__ = [
     "Save",
     "SaveInfo",
     "Soundness",
+    "StateSnapshot",
     "Transition",
     "UnreadableError",
     "describe",

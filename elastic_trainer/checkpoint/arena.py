@@ -1,25 +1,31 @@
 """Memory for the files of checkpoints that are about to be written: a save copies them here, and training goes on.
 
 Two slots: one is being written to storage while the next state is copied into the other. Fresh memory costs several
-times the copy itself (the kernel clears each page as it is touched), so slots are kept and used again. The memory is a
-file without a name, shared, so that another process can hold it too.
+times the copy itself (the kernel clears each page as it is touched), so slots are kept and used again. A slot is a
+memory file without a name. Where the node's agent holds them, what they hold outlives this process: see snapshot.
 
-*Runs in* the thread that saves (``hold``) and the one that writes (``release``). *Owns* the slots.
+*Runs in* the thread that saves (``hold``) and the one that writes (``seal``, ``release``). *Owns* the slots.
 *Fails by* NoRoomError where the machine has not enough memory left.
-*Invariant*: a held slot's bytes do not change until it is released.
+*Invariant*: a held slot's bytes do not change until it is released; the newest sealed one is filled last.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.checkpoint.image import FileImage, Image
+from elastic_trainer.checkpoint.manifest import Manifest
+from elastic_trainer.checkpoint.snapshot import DATA, StateSnapshot, break_seal, mark_stored, read, seal_as
+from elastic_trainer.errors import CheckpointError
+from elastic_trainer.telemetry.logs import logger
 
 SLOTS = 2
+_NAME = "elastic-trainer-checkpoint"
 KEPT_FREE = 256 << 20
 """Memory that a new slot leaves to others."""
 _PAGE = mmap.PAGESIZE
@@ -41,11 +47,18 @@ class Held:
 
 
 class Arena:
-    """See the module."""
+    """See the module. ``files`` are the agent's memory files; without them the slots end with this process."""
 
-    def __init__(self) -> None:
-        self._slots: list[_Slot | None] = [None] * SLOTS
+    def __init__(self, files: Sequence[Path] = ()) -> None:
+        self._slots = _opened(files)
+        self.lasting = bool(self._slots)
+        """Whether the slots outlive this process."""
+        if not self._slots:
+            self._slots = [_Slot(os.memfd_create(_NAME)) for _ in range(SLOTS)]
         self._free = list(range(SLOTS))
+        newest = self.newest() if self.lasting else None
+        if newest is not None and newest.descriptor == self._slots[0].descriptor:
+            self._free.reverse()
 
     @property
     def full(self) -> bool:
@@ -55,22 +68,30 @@ class Arena:
     @property
     def size(self) -> int:
         """Bytes of memory that the slots take."""
-        return sum(slot.size for slot in self._slots if slot is not None)
+        return sum(slot.size for slot in self._slots)
+
+    def newest(self) -> StateSnapshot | None:
+        """The newest state that a slot holds, of this process or one before it; None if there is none."""
+        return newest([slot.descriptor for slot in self._slots])
 
     def hold(self, image: Image) -> Held:
-        """Copy ``image`` into a free slot. RuntimeError if there is none."""
+        """Copy ``image`` into the slot that was released first. RuntimeError if there is none."""
         if not self._free:
             raise RuntimeError("all slots are held")
-        number = self._free[-1]
+        number = self._free[0]
         slot = self._slots[number]
-        if slot is None or slot.size < image.size:
-            if slot is not None:
-                slot.close()
-            self._slots[number] = None
-            slot = self._slots[number] = _Slot(image.size)
+        slot.fit(image.size)
         copied = slot.copy(image)
         self._free.remove(number)
         return Held(number, copied)
+
+    def seal(self, held: Held, manifest: Manifest, location: str, job: str | None) -> None:
+        """The copy is whole, as ``manifest`` says; if this process ends, others may use it."""
+        seal_as(self._slots[held.slot].descriptor, manifest, location, job)
+
+    def mark_stored(self, held: Held) -> None:
+        """The copy is committed."""
+        mark_stored(self._slots[held.slot].descriptor)
 
     def release(self, held: Held) -> None:
         """The copy is not needed any more."""
@@ -79,50 +100,94 @@ class Arena:
     def close(self) -> None:
         """Give the memory back; nothing is held any more."""
         for slot in self._slots:
-            if slot is not None:
-                slot.close()
-        self._slots = [None] * SLOTS
+            slot.close()
+
+
+def newest(descriptors: Sequence[int]) -> StateSnapshot | None:
+    """The newest snapshot in these memory files; damaged ones are logged and passed over."""
+    found: list[StateSnapshot] = []
+    for descriptor in descriptors:
+        try:
+            snapshot = read(descriptor)
+        except (CheckpointError, OSError, ValueError) as error:
+            logger().warning("snapshot.damaged", reason=str(error))
+            continue
+        if snapshot is not None:
+            found.append(snapshot)
+    return max(found, key=lambda each: each.order, default=None)
+
+
+def _opened(files: Sequence[Path]) -> list[_Slot]:
+    """The agent's slots; none if they cannot be opened."""
+    slots: list[_Slot] = []
+    try:
+        slots.extend(_Slot(os.open(path, os.O_RDWR | os.O_CLOEXEC)) for path in files)
+    except OSError as error:
+        logger().warning("snapshot.memory_refused", reason=str(error), effect="snapshots end with this process")
+        for slot in slots:
+            slot.close()
+        return []
+    return slots
 
 
 class _Slot:
-    """Memory for one image; its pages are touched once, here."""
+    """Memory for one image; its pages are touched once, when they are first needed."""
 
-    def __init__(self, size: int) -> None:
-        self.size = max(_ROUNDED, -(-size // _ROUNDED) * _ROUNDED)
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.size = 0
+        """Bytes that are mapped here."""
+        self._memory: mmap.mmap | None = None
+        self._array: Any = None
+
+    def fit(self, image_size: int) -> None:
+        """Have room for an image of this size. Whatever it held is gone."""
+        if self.size < DATA + image_size:
+            self._grow(DATA + image_size)
+        break_seal(self.descriptor)
+
+    def _grow(self, needed: int) -> None:
+        self._unmap()
+        size = max(_ROUNDED, -(-needed // _ROUNDED) * _ROUNDED)
+        there = os.fstat(self.descriptor).st_size
         free = available()
-        if free is not None and free < self.size + KEPT_FREE:
-            raise NoRoomError(f"{self.size / 1e6:,.0f} MB of memory are needed, and {free / 1e6:,.0f} MB are left")
-        descriptor = os.memfd_create("elastic-trainer-checkpoint")
+        if free is not None and there < size and free < size - there + KEPT_FREE:
+            raise NoRoomError(f"{size / 1e6:,.0f} MB of memory are needed, and {free / 1e6:,.0f} MB are left")
         try:
-            os.ftruncate(descriptor, self.size)
-            self._memory = mmap.mmap(descriptor, self.size)
+            os.ftruncate(self.descriptor, max(size, there))
+            self._memory = mmap.mmap(self.descriptor, size)
         except OSError as error:
-            raise NoRoomError(f"{self.size / 1e6:,.0f} MB of memory cannot be had: {error.strerror}") from error
-        finally:
-            os.close(descriptor)
-        self._array = _array(self._memory)
+            raise NoRoomError(f"{size / 1e6:,.0f} MB of memory cannot be had: {error.strerror}") from error
+        self.size, self._array = size, _array(self._memory)
         try:
             self._memory.madvise(_POPULATE_WRITE)
         except OSError:  # an older kernel
-            self._array[::_PAGE] = 0
+            self._array[::_PAGE] = self._array[::_PAGE]
 
     def copy(self, image: Image) -> Image:
         """The bytes of ``image``, one file behind the other."""
-        files, position = [], 0
+        files, position = [], DATA
         for file in image.files:
-            begin = position
+            self._array[position : position + len(file.head)] = _array(file.head) if file.head else 0
+            begin = position = position + len(file.head)
             for view in file.body():
                 self._array[position : position + len(view)] = _array(view)
                 position += len(view)
             if position - begin != file.body_size:
                 raise RuntimeError(f"{file.name}: {position - begin} bytes came, {file.body_size} were announced")
-            body = memoryview(self._memory)[begin:position]
+            body = memoryview(self._memory)[begin:position]  # type: ignore[arg-type]
             files.append(FileImage(file.name, file.head, file.body_size, lambda body=body: (body,)))  # type: ignore[misc]
         return Image(tuple(files))
 
     def close(self) -> None:
-        """The kernel takes the memory back when the last view of it is gone."""
-        del self._array, self._memory
+        """The kernel takes the memory back when the last view and the last descriptor of it are gone."""
+        self._unmap()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _unmap(self) -> None:
+        self.size, self._array, self._memory = 0, None, None
 
 
 def _array(data: Any) -> Any:

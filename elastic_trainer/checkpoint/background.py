@@ -1,7 +1,8 @@
 """Saves that go on beside training: a thread writes one snapshot to storage, while a second may wait behind it.
 
-*Runs in* a thread of its own with low priority; ``submit`` and ``finished`` belong to the thread that trains.
-*Owns* the arena and the thread, until :meth:`BackgroundSaves.close`.
+*Runs in* two threads of its own, one that seals copies and one with low priority that commits them; ``submit`` and
+``finished`` belong to the thread that trains.
+*Owns* the arena and the threads, until :meth:`BackgroundSaves.close`.
 *Fails by* what the commit raises, as the save's ``error``; the next one is tried all the same.
 *Invariant*: snapshots are committed in the order in which they were taken.
 """
@@ -16,9 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elastic_trainer.checkpoint.arena import Arena, Held
+from elastic_trainer.checkpoint.commit import records
 from elastic_trainer.checkpoint.image import Image
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed
 from elastic_trainer.checkpoint.manifest import Manifest
+from elastic_trainer.clock import Deadline
+from elastic_trainer.telemetry.logs import logger
 
 _NICENESS = 10
 
@@ -28,6 +32,8 @@ class Save:
     """A snapshot on its way to storage. When ``done`` is set, it is ``committed``, or there is an ``error``."""
 
     manifest: Manifest
+    commits: bool = True
+    """Whether it goes to storage at all."""
     committed: Committed | None = None
     error: Exception | None = None
     done: threading.Event = field(default_factory=threading.Event)
@@ -39,11 +45,12 @@ class BackgroundSaves:
     def __init__(self, manager: CheckpointManager, arena: Arena | None = None) -> None:
         self._manager, self._arena = manager, arena if arena is not None else Arena()
         self._changed = threading.Condition()
+        self._unsealed: list[tuple[Save, Held]] = []
         self._waiting: list[tuple[Save, Held]] = []
         self._unread: list[Save] = []
         self._busy = False
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     @property
     def full(self) -> bool:
@@ -54,19 +61,20 @@ class BackgroundSaves:
     def idle(self) -> bool:
         """Whether nothing is being written, or waits for it."""
         with self._changed:
-            return not self._busy and not self._waiting
+            return self._nothing_left()
 
-    def submit(self, image: Image, manifest: Manifest) -> Save:
+    def submit(self, image: Image, manifest: Manifest, *, commit: bool = True) -> Save:
         """Copy ``image`` now, and write it later. Waits while there is no free slot.
 
-        NoRoomError if there is no memory for the copy.
+        Without ``commit`` it stays in memory, for whoever comes after this process. NoRoomError if there is no memory
+        for the copy.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._arena.full)
         held = self._arena.hold(image)
-        save = Save(manifest)
+        save = Save(manifest, commits=commit)
         with self._changed:
-            self._waiting.append((save, held))
+            self._unsealed.append((save, held))
             self._start()
             self._changed.notify_all()
         return save
@@ -76,11 +84,13 @@ class BackgroundSaves:
         self.wait()
         save = Save(manifest)
         self._write(save, image)
+        save.done.set()
         return save
 
     def give_up_waiting(self) -> Save | None:
         """Take back the snapshot that waits behind the one being written, if there is one; nobody gets it any more."""
         with self._changed:
+            self._changed.wait_for(lambda: not self._unsealed)
             if not self._waiting:
                 return None
             save, held = self._waiting.pop()
@@ -98,7 +108,10 @@ class BackgroundSaves:
     def wait(self) -> None:
         """Until nothing is left to be written."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._busy and not self._waiting)
+            self._changed.wait_for(self._nothing_left)
+
+    def _nothing_left(self) -> bool:
+        return not (self._busy or self._waiting or self._unsealed)
 
     def close(self, limit_s: float | None = None) -> None:
         """Write what waits, then end the thread and give the memory back; after ``limit_s`` the process may just end.
@@ -108,32 +121,70 @@ class BackgroundSaves:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(limit_s)
-        if self._thread is None or not self._thread.is_alive():
+        limit = Deadline.after(limit_s) if limit_s is not None else None
+        for thread in self._threads:
+            thread.join(limit.remaining_s() if limit is not None else None)
+        if not any(thread.is_alive() for thread in self._threads):
             self._arena.close()
 
     def _start(self) -> None:
-        if self._thread is None:
-            context = contextvars.copy_context()  # what each log line says of this process
-            self._thread = threading.Thread(target=context.run, args=(self._run,), name="checkpoint-save", daemon=True)
-            self._thread.start()
+        if not self._threads:
+            for name, work in (("checkpoint-seal", self._seal_all), ("checkpoint-save", self._commit_all)):
+                context = contextvars.copy_context()  # what each log line says of this process
+                thread = threading.Thread(target=context.run, args=(work,), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
-    def _run(self) -> None:
+    def _seal_all(self) -> None:
+        """Copies are sealed at once, also while an earlier one is being committed."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsealed or self._closed)
+                if not self._unsealed:
+                    return
+                save, held = self._unsealed[0]
+            sealed = self._sealed(save, held)
+            with self._changed:
+                self._unsealed.pop(0)
+                if sealed and save.commits:
+                    self._waiting.append((save, held))
+                else:
+                    self._end(save, held)
+                self._changed.notify_all()
+
+    def _sealed(self, save: Save, held: Held) -> bool:
+        """Whether the copy may be committed."""
+        if not self._arena.lasting:
+            return True
+        try:
+            save.manifest = save.manifest.model_copy(update={"files": records(held.image)})
+            self._arena.seal(held, save.manifest, self._manager.location, self._manager.owner.job)
+        except OSError as error:  # no memory for the notes: the commit may succeed all the same
+            logger().warning("snapshot.unsealed", step=save.manifest.step, reason=str(error))
+            return save.commits
+        return True
+
+    def _commit_all(self) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
+                self._changed.wait_for(lambda: self._waiting or (self._closed and not self._unsealed))
                 if not self._waiting:
                     return
                 save, held = self._waiting.pop(0)
                 self._busy = True
             self._write(save, held.image)
             with self._changed:
-                self._arena.release(held)
+                if save.committed is not None and self._arena.lasting:
+                    self._arena.mark_stored(held)
                 self._busy = False
+                self._end(save, held)
                 self._changed.notify_all()
+
+    def _end(self, save: Save, held: Held) -> None:
+        self._arena.release(held)
+        save.done.set()
 
     def _write(self, save: Save, image: Image) -> None:
         try:
@@ -142,4 +193,3 @@ class BackgroundSaves:
             save.error = error
         with self._changed:
             self._unread.append(save)
-        save.done.set()

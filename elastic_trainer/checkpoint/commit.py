@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import xxhash
 
+from elastic_trainer.checkpoint.faults import DamagedError
 from elastic_trainer.checkpoint.image import FileImage, Image, from_bytes, pieces
 from elastic_trainer.checkpoint.janitor import this_process
 from elastic_trainer.checkpoint.layout import MANIFEST_FILE, temporary_name
@@ -27,14 +28,37 @@ _HEADROOM = 4 << 20
 
 
 def commit(storage: Storage, image: Image, manifest: Manifest) -> Manifest:
-    """Write ``image`` as the checkpoint ``manifest.name``; returns the manifest with the file records filled in."""
+    """Write ``image`` as the checkpoint ``manifest.name``; returns the manifest with the file records filled in.
+
+    DamagedError, and nothing is there, if the manifest has records already and the bytes are not those any more.
+    """
     require_space(storage, image.size)
     with _temporary(storage) as temporary:
-        records = tuple(_write(storage, temporary, file) for file in image.files)
-        complete = manifest.model_copy(update={"files": records})
+        written = tuple(_write(storage, temporary, file) for file in image.files)
+        if manifest.files not in ((), written):
+            raise DamagedError(f"checkpoint {manifest.name}: its bytes have changed in memory since they were copied")
+        complete = manifest.model_copy(update={"files": written})
         _write(storage, temporary, from_bytes(MANIFEST_FILE, seal(complete)))
         storage.publish(temporary, manifest.name)
     return complete
+
+
+def records(image: Image) -> tuple[FileRecord, ...]:
+    """The records of the files of ``image``, as a commit would make them."""
+    return tuple(_record(file, _write_body(_Nowhere(), file)) for file in image.files)
+
+
+class _Nowhere:
+    """A sink for bytes that are only looked at."""
+
+    def write(self, data: memoryview) -> None:
+        """Nothing."""
+
+    def finish(self) -> None:
+        """Nothing."""
+
+    def abandon(self) -> None:
+        """Nothing."""
 
 
 def require_space(storage: Storage, size: int) -> None:
@@ -78,15 +102,21 @@ def _discard(storage: Storage, name: str) -> None:
 
 def _write(storage: Storage, entry: str, file: FileImage) -> FileRecord:
     """Write ``file``, taking checksums of the very bytes that are handed to the kernel."""
-    sink, chunks = storage.sink(entry, file.name), [checksum(file.head)] if file.head else []
+    sink = storage.sink(entry, file.name)
     try:
         if file.head:
             sink.write(memoryview(file.head))
-        chunks += _write_body(sink, file)
+        chunks = _write_body(sink, file)
         sink.finish()
     finally:
         sink.abandon()
-    return FileRecord(name=file.name, size=file.size, head_size=len(file.head), chunk_size=CHUNK, chunks=tuple(chunks))
+    return _record(file, chunks)
+
+
+def _record(file: FileImage, chunks: list[str]) -> FileRecord:
+    head = [checksum(file.head)] if file.head else []
+    sums = (*head, *chunks)
+    return FileRecord(name=file.name, size=file.size, head_size=len(file.head), chunk_size=CHUNK, chunks=sums)
 
 
 def _write_body(sink: Sink, file: FileImage) -> list[str]:

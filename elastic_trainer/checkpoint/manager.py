@@ -9,6 +9,7 @@ was just committed.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from elastic_trainer.checkpoint.layout import CheckpointName, quarantine_name, q
 from elastic_trainer.checkpoint.manifest import Manifest, checked_fields
 from elastic_trainer.checkpoint.reading import read_manifest, read_state
 from elastic_trainer.checkpoint.retention import Candidate, Retention, by_metric, decide
+from elastic_trainer.checkpoint.snapshot import StateSnapshot
 from elastic_trainer.checkpoint.storage import PosixStorage, Storage
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, StorageError
@@ -66,10 +68,11 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A state, every byte of it verified; tensors are on the CPU."""
+    """A state, every byte of it verified; tensors are on the CPU. ``stored``: it is known to be in storage."""
 
     state: dict[str, Any]
     manifest: Manifest
+    stored: bool = True
 
     @property
     def name(self) -> str:
@@ -94,12 +97,17 @@ class CheckpointManager:
     ) -> None:
         self._storage = storage if storage is not None else PosixStorage(Path(directory))
         self._retention = retention if retention is not None else Retention()
-        self._owner = owner if owner is not None else Owner()
+        self.owner = owner if owner is not None else Owner()
         self._claim = Claim(self._storage, owner, clock) if owner is not None else None
         self._on_event = on_event
         self._clock = clock
         self._known: dict[str, Entry] = {}
         self._reported: set[str] = set()
+
+    @property
+    def location(self) -> str:
+        """Where the checkpoints are, for other processes too."""
+        return os.path.abspath(self._storage.location)
 
     # -- saving
 
@@ -134,6 +142,12 @@ class CheckpointManager:
 
         StorageError if it cannot be written: nothing is lost, earlier checkpoints are intact.
         """
+        result = self.write(image, draft)
+        self._retain(result.name)
+        return result
+
+    def write(self, image: Image, draft: Manifest) -> Committed:
+        """:meth:`commit` without retention: for a process that does not know the policy."""
         began = self._clock.monotonic()
         try:
             self._storage.prepare()
@@ -149,7 +163,6 @@ class CheckpointManager:
         self._known[saved.name] = saved
         values = {"step": draft.step, "round": draft.round, "bytes": result.size, "duration_s": result.duration_s}
         self._announce(Event(Transition.COMMITTED, saved.name, values=values))
-        self._retain(saved.name)
         return result
 
     def _failed(self, draft: Manifest, error: CheckpointError) -> None:
@@ -160,7 +173,7 @@ class CheckpointManager:
         name = CheckpointName(round=info.round, step=info.step)
         return Manifest(
             name=str(name),
-            run=self._owner.run,
+            run=self.owner.run,
             step=info.step,
             round=info.round,
             epoch=info.epoch,
@@ -261,6 +274,10 @@ class CheckpointManager:
         values = {"step": manifest.step, "round": manifest.round, "bytes": manifest.size, "duration_s": duration_s}
         self._announce(Event(Transition.LOADED, manifest.name, values=values))
         return Loaded(state, manifest)
+
+    def load_snapshot(self, snapshot: StateSnapshot) -> Loaded:
+        """The state that a process of this job has left in memory; DamagedError if that is not as it was."""
+        return Loaded(read_state(snapshot, snapshot.manifest), snapshot.manifest, snapshot.stored)
 
     def load_newest(self) -> Loaded | None:
         """The newest state that is whole; None if there never was a checkpoint.

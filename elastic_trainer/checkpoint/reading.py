@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -21,7 +21,7 @@ from elastic_trainer.checkpoint.faults import DamagedError, GoneError, Unreadabl
 from elastic_trainer.checkpoint.image import PIECE
 from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, TENSORS_FILE
 from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, unseal
-from elastic_trainer.checkpoint.storage import ByteSource, Storage
+from elastic_trainer.checkpoint.storage import ByteSource
 
 _THREADS = 4
 """Beyond a few readers the memory bus or the disk is the limit."""
@@ -31,7 +31,15 @@ Buffers = Callable[[int, int], Iterator[memoryview]]
 """Where the bytes from a begin to an end of a file go, in order."""
 
 
-def read_manifest(storage: Storage, name: str) -> Manifest:
+class CheckpointFiles(Protocol):
+    """Where the files of checkpoints are: a storage, or a snapshot in memory."""
+
+    def exists(self, name: str) -> bool: ...
+
+    def source(self, name: str, file: str) -> ByteSource: ...
+
+
+def read_manifest(storage: CheckpointFiles, name: str) -> Manifest:
     """The verified manifest of the checkpoint ``name``."""
     with _found(storage, name, MANIFEST_FILE) as source:
         if source.size > _LONGEST_MANIFEST:
@@ -42,14 +50,14 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
     return unseal(bytes(content), name)
 
 
-def read_state(storage: Storage, manifest: Manifest) -> dict[str, Any]:
+def read_state(storage: CheckpointFiles, manifest: Manifest) -> dict[str, Any]:
     """The state that the checkpoint of ``manifest`` holds; tensors are on the CPU."""
     skeleton = _read_whole(storage, manifest.name, manifest.file(STATE_FILE))
     loaded = _read_tensors(storage, manifest.name, manifest.file(TENSORS_FILE))
     return codec.decode(skeleton, loaded, f"checkpoint {manifest.name}")
 
 
-def verify(storage: Storage, manifest: Manifest) -> None:
+def verify(storage: CheckpointFiles, manifest: Manifest) -> None:
     """Read every byte of the checkpoint of ``manifest`` and compare it; keeps nothing, needs no torch."""
     buffers = _reused_piece()
     for record in manifest.files:
@@ -63,14 +71,14 @@ def _reused_piece() -> Buffers:
     return lambda begin, end: (piece[: min(PIECE, end - start)] for start in range(begin, end, PIECE))
 
 
-def _read_whole(storage: Storage, name: str, record: FileRecord) -> bytearray:
+def _read_whole(storage: CheckpointFiles, name: str, record: FileRecord) -> bytearray:
     with _opened(storage, name, record) as source:
         content = bytearray(record.size)
         _read_chunks(source, name, record, range(len(record.chunks)), lambda b, e: _cut(memoryview(content)[b:e]))
     return content
 
 
-def _read_tensors(storage: Storage, name: str, record: FileRecord) -> dict[str, Any]:
+def _read_tensors(storage: CheckpointFiles, name: str, record: FileRecord) -> dict[str, Any]:
     """First the header, which is a chunk of its own, then all data straight into the tensors' memory."""
     if record.head_size == 0:
         raise DamagedError(f"checkpoint {name}: {record.name} has no header of its own")
@@ -139,7 +147,7 @@ def _read_chunk(source: ByteSource, name: str, record: FileRecord, index: int, b
 
 
 @contextmanager
-def _opened(storage: Storage, name: str, record: FileRecord) -> Iterator[ByteSource]:
+def _opened(storage: CheckpointFiles, name: str, record: FileRecord) -> Iterator[ByteSource]:
     """The open file of ``record``, whose size is right."""
     with _found(storage, name, record.name) as source:
         if source.size != record.size:
@@ -148,7 +156,7 @@ def _opened(storage: Storage, name: str, record: FileRecord) -> Iterator[ByteSou
 
 
 @contextmanager
-def _found(storage: Storage, name: str, file: str) -> Iterator[ByteSource]:
+def _found(storage: CheckpointFiles, name: str, file: str) -> Iterator[ByteSource]:
     """The open file; what is missing is told apart from what went away as a whole."""
     try:
         source = storage.source(name, file)

@@ -44,7 +44,7 @@ from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.member import Member, closed_error
 from elastic_trainer.membership.rules import FALSE_STARTS
-from elastic_trainer.settings import ENV_CHANNEL, ENV_FORM_TIMEOUT, ENV_NODE, ENV_RECOVERY, ENV_ROUND
+from elastic_trainer.settings import ENV_CHANNEL, ENV_FORM_TIMEOUT, ENV_MEMORY, ENV_NODE, ENV_RECOVERY, ENV_ROUND
 from elastic_trainer.telemetry import logs
 
 if TYPE_CHECKING:
@@ -132,6 +132,9 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         deadline = Deadline.after(self._options.join_timeout, self._clock)
         led = self._led if self._led is not None else self._arrive_in_place(workers)
         conductor, member, health = led.conductor, led.arrived.member, led.arrived.health
+        last = member.look().round if conductor.life else None
+        if last is not None:
+            led.arrived.rescue.begin(last, in_place=True)
         start = self._starts.end(failures(), stepped=conductor.met.is_set())
         record = conductor.begin(workers.count)
         member.announce(with_false_start(record, start) if start is not None else record, deadline)
@@ -193,6 +196,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         os.environ[ENV_RECOVERY] = str(self._options.recovery)
         os.environ[ENV_FORM_TIMEOUT] = str(self._options.form_timeout)
         os.environ[ENV_CHANNEL] = str(led.channel.path)
+        os.environ[ENV_MEMORY] = led.arrived.rescue.paths
         # torchrun exports 1, and NCCL's watchdog would then kill survivors of a failed collective.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from elastic_trainer.agent.health.service import HealthService
 from elastic_trainer.agent.rendezvous.addresses import LivenessPort
+from elastic_trainer.agent.workers.rescue import Rescue
 from elastic_trainer.agent.workers.supervisor import Supervisor
 from elastic_trainer.membership.member import Member
 from elastic_trainer.telemetry.logs import logger
@@ -19,6 +20,7 @@ class ArrivedNode:
     liveness: LivenessPort
     supervisor: Supervisor
     health: HealthService
+    rescue: Rescue
 
     def leave(self) -> bool:
         """End this node's part: its key goes away, everybody else's stays. Whether its workers made steps."""
@@ -29,6 +31,7 @@ class ArrivedNode:
         except Exception:  # noqa: BLE001 - what reports health must not keep this node's key where others wait for it
             logger().exception("health.failed")
         self.member.leave()
+        self.rescue.close()
         self.supervisor.close()
         self.liveness.close()
         return made_steps

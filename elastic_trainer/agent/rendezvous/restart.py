@@ -30,6 +30,7 @@ from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.preflight_gate import NodeCandidate, ensure_fit
 from elastic_trainer.agent.suspicion.questions import Notice
 from elastic_trainer.agent.workers.false_starts import FalseStart, Starts
+from elastic_trainer.agent.workers.rescue import Rescue
 from elastic_trainer.agent.workers.supervisor import Supervisor
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, ConfigError, ElasticTrainerError, RunClosedError
@@ -49,6 +50,7 @@ from elastic_trainer.membership.presence import Presence
 from elastic_trainer.membership.round_write import RoundFailure
 from elastic_trainer.model import Cause, Phase, PreflightMode, RecoveryMode, checked_name
 from elastic_trainer.settings import (
+    ENV_MEMORY,
     ENV_NODE,
     ENV_RECOVERY,
     ENV_ROUND,
@@ -222,6 +224,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         node = self._node if self._node is not None else self._arrive()
         node.health.pages.employ(local_workers().count)
         node.health.pages.mode(Phase.WAITING if self._current is None else Phase.RENDEZVOUS)
+        if self._current is not None:
+            node.rescue.begin(self._current, in_place=False)
         planned, cause = self._leave_round(node, waiting)
         last = self._last_life(node, planned)
         self._life += 1
@@ -235,6 +239,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         node.supervisor.round_begun(document.number)
         node.health.starting()
         self._starts.begin(port.port if document.is_first(self.node_id) else None)
+        os.environ[ENV_MEMORY] = node.rescue.paths
         return self._describe(document)
 
     def _arrive(self) -> ArrivedNode:
@@ -259,7 +264,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             member.start(deadline)
             undo.callback(member.leave)
             health = HealthService(member, self._store, self._keys, self._options, self._address, self._clock)
-            self._node = ArrivedNode(member, liveness, supervisor, health)
+            rescue = Rescue(self.node_id, member.nodes, self._clock)
+            self._node = ArrivedNode(member, liveness, supervisor, health, rescue)
             undo.pop_all()
         return self._node
 

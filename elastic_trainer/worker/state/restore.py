@@ -1,7 +1,8 @@
-"""All ranks start from one state: the newest good checkpoint that any node can read, else rank 0's fresh state.
+"""All ranks start from one state: the newest good one in any node's memory or storage, else rank 0's fresh state.
 
-Each node names its newest checkpoint; the highest (round, step) wins and the lowest rank breaks a tie. The winner loads
-and verifies it and sends it to all. If it is damaged, that node names its next one and all choose again.
+Each node names its newest: the snapshot that workers before these left in memory, or a checkpoint. The highest
+(round, step) wins and the lowest rank breaks a tie. The winner loads and verifies it and sends it to all. If it is
+damaged, that node names its next one and all choose again.
 
 *Runs in* the worker's main thread of all ranks at once.
 *Fails by* CheckpointError on all ranks: when there are checkpoints but none is good, when the state does not fit this
@@ -15,10 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_trainer.checkpoint import CheckpointManager, Loaded
+from elastic_trainer.checkpoint import CheckpointManager, Loaded, StateSnapshot
 from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import CheckpointError
+from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.transfer import share_state
@@ -36,11 +38,15 @@ class StateCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the state came from: a checkpoint, with the ``fields`` and the ``run`` it was saved with, or nowhere."""
+    """Where the state came from: a checkpoint, with the ``fields`` and the ``run`` it was saved with, or nowhere.
+
+    ``stored``: it is in storage, not only in a node's memory.
+    """
 
     name: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     run: str | None = None
+    stored: bool = True
 
 
 def choose(candidates: Sequence[StateCandidate | None]) -> int | None:
@@ -50,18 +56,26 @@ def choose(candidates: Sequence[StateCandidate | None]) -> int | None:
 
 
 class Inventory:
-    """What this rank can offer; only one rank per node looks at its storage."""
+    """What this rank can offer; only one rank per node looks at its storage, and at the ``snapshot`` in its memory."""
 
-    def __init__(self, manager: CheckpointManager | None, tracker: HeartbeatReporter) -> None:
-        self._manager, self._tracker = manager, tracker
+    def __init__(
+        self, manager: CheckpointManager | None, tracker: HeartbeatReporter, snapshot: StateSnapshot | None = None
+    ) -> None:
+        self._manager, self._tracker, self._snapshot = manager, tracker, snapshot
+        self._stored = manager is not None
+        """Whether storage may hold a good checkpoint."""
         self._loaded: Loaded | None = None
         self.error: CheckpointError | None = None
 
     def candidate(self) -> StateCandidate | None:
-        if self._manager is None:
+        in_memory = None if self._snapshot is None else StateCandidate(*self._snapshot.order)
+        loaded = None if self._loaded is None else self._loaded.manifest
+        other = self._in_storage() if loaded is None else StateCandidate(loaded.round, loaded.step)
+        return max(filter(None, (in_memory, other)), default=None)
+
+    def _in_storage(self) -> StateCandidate | None:
+        if self._manager is None or not self._stored:
             return None
-        if self._loaded is not None:
-            return StateCandidate(self._loaded.manifest.round, self._loaded.manifest.step)
         try:
             entry = self._manager.newest()
         except CheckpointError as error:
@@ -73,18 +87,32 @@ class Inventory:
         """None if an older one, or none, turned out to be the newest good one: choose again."""
         if self._manager is None:
             raise RuntimeError("this rank has no checkpoints to load")
-        if self._loaded is None:
-            began = SYSTEM.monotonic()
-            try:
-                self._loaded = self._manager.load_newest()
-            except CheckpointError as error:
-                self.error, self._manager = error, None
-                self._tracker.operated("load", SYSTEM.monotonic() - began, ok=False)
-                return None
-            self._tracker.operated("load", SYSTEM.monotonic() - began, ok=True)
-            if self._loaded is None:
-                self._manager = None
+        if self._snapshot is not None and wanted == StateCandidate(*self._snapshot.order):
+            self._loaded = self._from_memory(self._manager, self._snapshot) or self._loaded
+        elif self._loaded is None:
+            self._loaded = self._from_storage(self._manager)
+            self._stored = self._loaded is not None
         return self._loaded if self._loaded is not None and self.candidate() == wanted else None
+
+    def _from_storage(self, manager: CheckpointManager) -> Loaded | None:
+        began = SYSTEM.monotonic()
+        try:
+            loaded = manager.load_newest()
+        except CheckpointError as error:
+            self.error, loaded = error, None
+        self._tracker.operated("load", SYSTEM.monotonic() - began, ok=self.error is None)
+        return loaded
+
+    def _from_memory(self, manager: CheckpointManager, snapshot: StateSnapshot) -> Loaded | None:
+        """A damaged snapshot counts for nothing: there are others, and checkpoints."""
+        try:
+            loaded = manager.load_snapshot(snapshot)
+        except CheckpointError as error:
+            logger().warning("snapshot.damaged", checkpoint=snapshot.manifest.name, reason=str(error))
+            self._snapshot = None
+            return None
+        logger().info("snapshot.loaded", checkpoint=loaded.name, step=loaded.manifest.step, round=loaded.manifest.round)
+        return loaded
 
 
 def restore(
@@ -95,13 +123,14 @@ def restore(
     tracker: HeartbeatReporter,
     check: Callable[[Origin], None],
     unfit: CheckpointError | None = None,
+    snapshot: StateSnapshot | None = None,
 ) -> Origin:
     """Bring all ranks to one state. ``collect`` gives this rank's present state, ``apply`` adopts a new one.
 
     ``unfit`` says why nobody may start from this rank's present state, if so; ``check`` raises, on all ranks, for a
-    checkpoint that this job must not start from.
+    checkpoint that this job must not start from. ``snapshot`` is what earlier workers left in the node's memory.
     """
-    inventory = Inventory(manager, tracker)
+    inventory = Inventory(manager, tracker, snapshot)
     source, loaded = _elect(control, inventory)
     if source is None:
         control.agree(inventory.error or unfit)
@@ -137,7 +166,8 @@ def _origin_of(control: Control, source: int | None, loaded: Loaded | None) -> O
         return Origin()
     text = b""
     if loaded is not None:
-        text = json.dumps([loaded.name, dict(loaded.manifest.fields), loaded.manifest.run]).encode()
+        manifest = loaded.manifest
+        text = json.dumps([loaded.name, dict(manifest.fields), manifest.run, loaded.stored]).encode()
     return Origin(*json.loads(control.broadcast_bytes(text, source)))
 
 

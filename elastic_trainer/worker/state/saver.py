@@ -8,20 +8,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Committed, NoRoomError, Save, SaveInfo
+from elastic_trainer.checkpoint import (
+    Arena,
+    BackgroundSaves,
+    CheckpointManager,
+    Committed,
+    NoRoomError,
+    Save,
+    SaveInfo,
+    StateSnapshot,
+)
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, ConfigError, NonFiniteError
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.placement import AUTO
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.training_state import TrainingState
 
@@ -38,6 +50,25 @@ class Cadence:
             raise ConfigError(f"checkpoint_every_steps is {self.every_steps}", hint="it must be at least 1, or None")
         if self.every_s is not None and self.every_s <= 0:
             raise ConfigError(f"checkpoint_every_s is {self.every_s}", hint="it must be positive, or None")
+
+
+LEAST_APART_S = 5.0
+_SHARE = 0.01
+"""Part of the training time that snapshots may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory that outlives this process: the agent's ``files``, and how often to copy the state there."""
+
+    files: Sequence[Path] = ()
+    every_s: float | str | None = AUTO
+
+    def apart_s(self, took_s: float) -> float:
+        """Seconds between snapshots that take ``took_s``; infinite for none."""
+        if self.every_s is None or not self.files:
+            return math.inf
+        return max(LEAST_APART_S, took_s / _SHARE) if isinstance(self.every_s, str) else self.every_s
 
 
 class WhenBehind(StrEnum):
@@ -65,6 +96,7 @@ class Saver:
         on_saved: Callable[[Committed], None],
         tracker: HeartbeatReporter,
         when_behind: WhenBehind = WhenBehind.WAIT,
+        memory: Memory = Memory(),
         clock: Clock = SYSTEM,
     ) -> None:
         self._when_behind = when_behind
@@ -77,7 +109,10 @@ class Saver:
         self._world_size = 1
         self._manager: CheckpointManager | None = None
         """None on ranks that do not save."""
-        self._saves = BackgroundSaves(manager) if manager is not None else None
+        self._memory = memory
+        self._arena = Arena(memory.files) if manager is not None else None
+        self._saves = BackgroundSaves(manager, self._arena) if manager is not None else None
+        self._copied_s, self._copy_took_s = self._last_s, 0.0
         self._memory_short = False
 
     def serve(self, *, saves: bool, world_size: int = 1) -> None:
@@ -97,6 +132,30 @@ class Saver:
         if self._manager is None or self._saves is None or every_s is None or self._saves.full:
             return False
         return self._clock.monotonic() - self._last_s >= every_s
+
+    # ---- snapshots, on every node
+
+    def left_in_memory(self) -> StateSnapshot | None:
+        """The newest state of this job that a process left in the agent's memory."""
+        if self._held is None or self._arena is None or not self._arena.lasting:
+            return None
+        left = self._arena.newest()
+        mine = left is not None and (left.location, left.job) == (self._held.location, self._held.owner.job)
+        return left if mine else None
+
+    def copy_if_due(self) -> None:
+        """Copy the state into the agent's memory, if that was not done for long enough; it is not committed."""
+        if self._held is None or self._saves is None or self._saves.full:
+            return
+        began = self._clock.monotonic()
+        if began - self._copied_s < self._memory.apart_s(self._copy_took_s) or self._memory_short:
+            return
+        with self._tracker.during(Phase.CHECKPOINT):
+            try:
+                self._begin(self._held, self._saves, {}, best=False, commit=False)
+            except (CheckpointError, NonFiniteError) as error:
+                logger().warning("snapshot.failed", step=self._state.position.step, reason=str(error))
+                self._copied_s = self._clock.monotonic()
 
     # ---- saving
 
@@ -128,9 +187,15 @@ class Saver:
         return save.manifest.name
 
     def _begin(
-        self, manager: CheckpointManager, saves: BackgroundSaves, metrics: Mapping[str, float], *, best: bool
+        self,
+        manager: CheckpointManager,
+        saves: BackgroundSaves,
+        metrics: Mapping[str, float],
+        *,
+        best: bool,
+        commit: bool = True,
     ) -> Save:
-        state = self._state
+        state, began = self._state, self._clock.monotonic()
         check_finite(state.module)
         position = state.position
         info = SaveInfo(
@@ -145,12 +210,16 @@ class Saver:
         )
         image = manager.encode(state.collect(), info)
         try:
-            return saves.submit(image, manager.draft(info))
+            save = saves.submit(image, manager.draft(info), commit=commit)
         except NoRoomError as error:
             if not self._memory_short:
                 self._memory_short = True
                 logger().warning("checkpoint.not_beside", reason=str(error), effect="training waits for each save")
-            return saves.at_once(image, manager.draft(info))
+            return saves.at_once(image, manager.draft(info)) if commit else Save(manager.draft(info))
+        self._copied_s = self._clock.monotonic()
+        if not commit:
+            self._copy_took_s = self._copied_s - began
+        return save
 
     def attempt(self) -> CheckpointError | NonFiniteError | None:
         """Save on schedule. An error has been logged and is returned: it must not end the training."""

@@ -108,6 +108,7 @@ class StepBoundaries(Boundaries):
         saved = self._duties.saver.due_by_step(step)
         if saved:
             self._save()
+        self._duties.saver.copy_if_due()
         return self.cross(saved=saved)
 
     def save_due(self, step: int) -> None:

@@ -27,7 +27,9 @@ class SavingOptions:
     ``require_last_save``: exit with code 73 on all ranks if the final state cannot be saved. ``on_event`` gets each
     transition of a checkpoint, in the thread that writes it. ``when_behind``: what happens if a save by steps is due
     while storage is busy with the two before it: "wait", "skip" it, or "replace" the one that waits. A save by seconds
-    is put off until storage is ready.
+    is put off until storage is ready. ``snapshot_every_s``: how often the state is copied into memory of the node's
+    agent, from which training resumes if all workers die: seconds, "auto" (at least 5 s apart, and at most 1 % of the
+    time), or None for saves alone.
     """
 
     keep_every: int | None = None
@@ -35,9 +37,13 @@ class SavingOptions:
     require_last_save: bool = False
     on_event: EventSink | None = None
     when_behind: str = WhenBehind.WAIT
+    snapshot_every_s: float | str | None = AUTO
 
     def __post_init__(self) -> None:
         one_of(WhenBehind, self.when_behind, "when_behind")
+        every_s = self.snapshot_every_s
+        if every_s not in (None, AUTO) and (isinstance(every_s, str) or every_s <= 0):
+            raise ConfigError(f"snapshot_every_s is {every_s!r}", hint="give seconds, 'auto', or None")
 
     @property
     def behind(self) -> WhenBehind:

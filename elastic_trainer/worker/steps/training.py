@@ -28,7 +28,7 @@ from elastic_trainer.worker.model.replica import Reduction, Replica, check_optim
 from elastic_trainer.worker.state.fields import check_run
 from elastic_trainer.worker.state.heal import give
 from elastic_trainer.worker.state.restore import Origin, restore
-from elastic_trainer.worker.state.saver import Saver
+from elastic_trainer.worker.state.saver import Memory, Saver
 from elastic_trainer.worker.state.training_state import Stateful, TrainingState, reseed
 from elastic_trainer.worker.steps.boundary import Duties, StepBoundaries, Turn
 from elastic_trainer.worker.steps.commit import Steps
@@ -90,7 +90,14 @@ class Training:
         self._claims: dict[str, Any] = {}
         """Further fields of checkpoints, beside the cut of the data."""
         self.saver = Saver(
-            place.manager, options.cadence, self.state, self._fields, place.saved, tracker, options.saving.behind
+            place.manager,
+            options.cadence,
+            self.state,
+            self._fields,
+            place.saved,
+            tracker,
+            options.saving.behind,
+            Memory(place.environment.memory, options.saving.snapshot_every_s),
         )
         self.round_end = round_end(self)
         self.steps = Steps(
@@ -144,11 +151,12 @@ class Training:
             check_run(str(origin.name), origin.run, place.owner.run, place.options.allow_changed)
 
         self.saver.wait()
-        self.origin = restore(control, place.manager, self.collect, take_over, place.tracker, check, unfit)
+        left = self.saver.left_in_memory()
+        self.origin = restore(control, place.manager, self.collect, take_over, place.tracker, check, unfit, left)
         first = place.position.generation + 1 if self.origin.name is not None else 0
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))
         self.take_part(group, newest, self.origin.fields)
-        if self.origin.name is not None:
+        if self.origin.name is not None and self.origin.stored:
             self.saver.resumed()
 
     def take_part(

@@ -64,7 +64,7 @@ class Workplace:
         self.stopped = False
         """Whether this process leaves on request."""
         # Only this package's agents ensure that one name is one job.
-        job = environment.run_id if environment.channel is not None else None
+        job = environment.run_id if environment.memory else None
         self.owner = Owner(environment.run_name, job)
         self.manager = self._manager()
         self.ledger = Ledger(environment)

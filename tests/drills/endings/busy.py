@@ -1,8 +1,8 @@
 """A small in-place training that is busy for as long as files want it to; the test decides its end as in ``train``.
 
 ``evaluate``: behind the next step all ranks do something of their own until ``marked`` is there, then evaluate until
-``free`` is. ``slow``: they save and wait for it, which takes until ``free`` is there. ``stick-NODE``: that node's worker never comes
-back from an evaluation. Whoever is busy has written ``busy-NODE``.
+``free`` is. ``slow``: they save and wait for it, which takes until ``free`` is there. ``stick-NODE``: that node's
+worker never comes back from an evaluation. Whoever is busy has written ``busy-NODE``.
 """
 
 from __future__ import annotations

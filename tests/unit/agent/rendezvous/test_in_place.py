@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,16 @@ from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler, LedNode
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
 from elastic_trainer.model import RecoveryMode
-from elastic_trainer.settings import ENV_CHANNEL, ENV_FORM_TIMEOUT, ENV_NODE, ENV_RECOVERY, ENV_ROUND, RendezvousOptions
+from elastic_trainer.settings import (
+    ENV_CHANNEL,
+    ENV_FORM_TIMEOUT,
+    ENV_MEMORY,
+    ENV_NODE,
+    ENV_RECOVERY,
+    ENV_ROUND,
+    RendezvousOptions,
+    worker_environment,
+)
 from tests.support.memory_store import MemoryStore
 
 EXPORTED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
@@ -21,7 +31,7 @@ EXPORTED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
 
 @pytest.fixture
 def handler(monkeypatch: pytest.MonkeyPatch) -> InPlaceHandler:
-    for name in (ENV_NODE, ENV_ROUND, ENV_RECOVERY, ENV_CHANNEL, ENV_FORM_TIMEOUT, *EXPORTED):
+    for name in (ENV_NODE, ENV_ROUND, ENV_RECOVERY, ENV_CHANNEL, ENV_FORM_TIMEOUT, ENV_MEMORY, *EXPORTED):
         monkeypatch.setenv(name, "")
     options = RendezvousOptions(node_id="a", recovery=RecoveryMode.IN_PLACE)
     return InPlaceHandler(MemoryStore(), "run", options, min_nodes=2, max_nodes=2, address="127.0.0.1")
@@ -34,6 +44,7 @@ def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
         "conductor": SimpleNamespace(life=3),
         "channel": SimpleNamespace(path="/tmp/agent.sock"),
         "guard": SimpleNamespace(port=4711),
+        "arrived": SimpleNamespace(rescue=SimpleNamespace(paths="/proc/1/fd/3:/proc/1/fd/4")),
     }
     found = handler._provisional(LocalWorkers(2, "default", 100), cast("LedNode", SimpleNamespace(**parts)))
     assert (found.rank, found.world_size) == (0, 1)
@@ -41,6 +52,7 @@ def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
     assert (found.bootstrap_store_info.master_addr, found.bootstrap_store_info.master_port) == ("127.0.0.1", 4711)
     assert [os.environ[name] for name in (ENV_NODE, ENV_ROUND, ENV_RECOVERY)] == ["a", "0", "in_place"]
     assert os.environ[ENV_CHANNEL] == "/tmp/agent.sock"
+    assert worker_environment().memory == (Path("/proc/1/fd/3"), Path("/proc/1/fd/4"))
     assert [os.environ[name] for name in EXPORTED] == ["0", "0"]
     assert handler.use_agent_store
     assert handler.num_nodes_waiting() == 0

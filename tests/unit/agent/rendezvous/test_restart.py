@@ -111,8 +111,9 @@ def test_metrics_that_cannot_be_closed_keep_no_key() -> None:
     def part(name: str) -> Any:
         return SimpleNamespace(close=lambda: closed.append(name), leave=lambda: closed.append(name))
 
-    assert ArrivedNode(part("member"), part("liveness"), part("supervisor"), part("health")).leave() is False
-    assert closed == ["member", "supervisor", "liveness"]
+    node = ArrivedNode(part("member"), part("liveness"), part("supervisor"), part("health"), part("rescue"))
+    assert node.leave() is False
+    assert closed == ["member", "rescue", "supervisor", "liveness"]
 
 
 def test_an_endpoint_that_nobody_asked_for_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
+from elastic_trainer.checkpoint import Arena, CheckpointManager, SaveInfo, StateSnapshot
+from elastic_trainer.checkpoint.commit import records
 from elastic_trainer.checkpoint.fingerprint import fingerprint
+from elastic_trainer.checkpoint.snapshot import DATA
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state import transfer
 from elastic_trainer.worker.state.restore import Origin, StateCandidate, choose, restore
+from tests.drills.checkpoint.flipping import flipped
 from tests.unit.worker.ranks import outcome, run_ranks
 
 
@@ -39,15 +42,40 @@ class Rank:
     def apply(self, tree: Mapping[str, Any]) -> None:
         self.state = {**tree, "random": self.control.rank}
 
-    def restored(self) -> tuple[Origin, float]:
+    def restored(self, left: StateSnapshot | None = None) -> tuple[Origin, float]:
         origin = restore(
-            self.control, self.manager, lambda: self.state, self.apply, HeartbeatReporter(), lambda origin: None
+            self.control,
+            self.manager,
+            lambda: self.state,
+            self.apply,
+            HeartbeatReporter(),
+            lambda origin: None,
+            snapshot=left,
         )
         return origin, float(self.state["value"][0])
 
 
-def everywhere(directories: list[Path | None]) -> list[tuple[Origin, float]]:
-    return run_ranks(len(directories), lambda control: Rank(control, directories[control.rank]).restored())
+def everywhere(
+    directories: list[Path | None], left: Mapping[int, StateSnapshot] | None = None
+) -> list[tuple[Origin, float]]:
+    """``left``: the snapshots in the memory of some ranks' nodes."""
+    snapshots = left or {}
+
+    def body(control: Control) -> tuple[Origin, float]:
+        return Rank(control, directories[control.rank]).restored(snapshots.get(control.rank))
+
+    return run_ranks(len(directories), body)
+
+
+def in_memory(directory: Path, step: int, round: int) -> StateSnapshot:
+    """What a worker that is gone has left."""
+    manager, arena, info = CheckpointManager(directory), Arena(), SaveInfo(step, round, fields={"length": step})
+    held = arena.hold(manager.encode({"value": torch.full((1000,), float(step)), "round": round}, info))
+    manifest = manager.draft(info).model_copy(update={"files": records(held.image)})
+    arena.seal(held, manifest, manager.location, None)
+    found = arena.newest()
+    assert found is not None
+    return found
 
 
 def damage(directory: Path, step: int) -> None:
@@ -70,6 +98,38 @@ def test_the_newest_wins_and_the_lowest_rank_breaks_a_tie(rows: list[StateCandid
         return
     assert rows[winner] == max(known)
     assert all(row != max(known) for row in rows[:winner])
+
+
+@pytest.mark.parametrize(
+    ("left", "wanted"),
+    [((5, 1), 5.0), ((4, 2), 4.0), ((3, 1), 3.0), ((9, 0), 3.0)],
+    ids=["newer", "round", "tie", "old"],
+)
+def test_a_state_in_memory_counts_by_its_age(tmp_path: Path, left: tuple[int, int], wanted: float) -> None:
+    """On any node, with or without a checkpoint in its storage; of two that are equally old memory is quicker."""
+    saved(tmp_path / "a", 3, 1)
+    (tmp_path / "b").mkdir()
+    results = everywhere([tmp_path / "a", tmp_path / "b", None], {1: in_memory(tmp_path / "b", *left)})
+    assert [value for _, value in results] == [wanted] * 3
+    assert {origin.stored for origin, _ in results} == {left[1] == 0 or left == (3, 1)}
+    results = everywhere([tmp_path / "a", None], {0: in_memory(tmp_path / "a", *left)})
+    assert [(value, origin.stored) for origin, value in results] == [(wanted, left[1] == 0)] * 2
+
+
+def test_a_damaged_state_in_memory_counts_for_nothing(tmp_path: Path) -> None:
+    """Neither where there is a checkpoint, nor where there is none."""
+    saved(tmp_path / "a", 3, 1)
+    for directory, wanted in ((tmp_path / "a", 3.0), (tmp_path / "none", -1.0)):
+        left = in_memory(directory, 5, 1)
+        with flipped(Path(f"/proc/self/fd/{left.descriptor}"), 8 * (DATA + 2000)):
+            assert [value for _, value in everywhere([directory, None], {0: left})] == [wanted] * 2
+
+
+def test_a_state_in_memory_is_better_than_an_older_checkpoint_behind_a_damaged_one(tmp_path: Path) -> None:
+    saved(tmp_path, 3, 1)
+    saved(tmp_path, 9, 1)
+    damage(tmp_path, 9)
+    assert [value for _, value in everywhere([tmp_path, None], {0: in_memory(tmp_path, 5, 1)})] == [5.0] * 2
 
 
 def test_a_fresh_job_begins_with_rank_0s_state_everywhere(tmp_path: Path) -> None:

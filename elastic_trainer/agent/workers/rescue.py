@@ -1,0 +1,119 @@
+"""What is left of a job whose workers have all died: their newest snapshots, in memory that this agent holds.
+
+New workers resume from them (checkpoint.arena). Here they are committed to storage too, without torch, since the next
+failure may take the node. The node of rank 0 does it at once; the others look after a while whether it was done.
+
+*Runs in* the agent: a thread for each end of this node's workers; torchrun's main thread when the node leaves.
+*Owns* the memory files. *Fails by* nothing: what cannot be committed is logged, and new workers resume all the same.
+*Invariant*: bytes that have changed since they were sealed are never committed (checkpoint.commit).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from elastic_trainer.checkpoint import CheckpointManager, Owner, StateSnapshot
+from elastic_trainer.checkpoint.arena import SLOTS, newest
+from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+from elastic_trainer.errors import CheckpointError, ElasticTrainerError
+from elastic_trainer.membership.cluster_view import NodeView
+from elastic_trainer.membership.documents import NodeState, RoundDocument
+from elastic_trainer.telemetry.logs import logger
+
+APART_S = 2.0
+"""How much later than the node before it a node looks whether the state was committed."""
+LOOK_S = 0.2
+"""In place others may have survived, which shows in their keys by then."""
+LOOKING_S = 1.0
+LEAVING_S = 60.0
+"""How long a node that leaves waits for a rescue under way."""
+
+
+Nodes = Callable[[Sequence[str], Deadline], Mapping[str, NodeView]]
+"""The present keys of the nodes with these names; asks the store."""
+
+
+class Rescue:
+    """See the module."""
+
+    def __init__(self, node: str, nodes: Nodes, clock: Clock = SYSTEM) -> None:
+        self._node, self._nodes, self._clock = node, nodes, clock
+        self._files = [os.memfd_create(f"elastic-trainer-snapshot-{number}") for number in range(SLOTS)]
+        self._under_way = threading.Lock()
+        self._closing = threading.Event()
+
+    @property
+    def paths(self) -> str:
+        """Where workers open the memory files."""
+        return os.pathsep.join(f"/proc/{os.getpid()}/fd/{each}" for each in self._files)
+
+    def begin(self, document: RoundDocument, *, in_place: bool) -> None:
+        """The workers of this node, which were in the round of ``document``, are dead: see to their state."""
+        if newest(self._files) is not None:
+            threading.Thread(
+                target=self._rescue, args=(document, in_place), name="snapshot-rescue", daemon=True
+            ).start()
+
+    def close(self) -> None:
+        """The node leaves: commit what is in no storage, and give the memory back."""
+        self._closing.set()
+        if self._under_way.acquire(timeout=LEAVING_S):
+            self.commit()
+        files, self._files = self._files, []
+        for each in files:
+            os.close(each)
+
+    def _rescue(self, document: RoundDocument, in_place: bool) -> None:
+        order = [member.node for member in document.members]
+        turn = order.index(self._node) if self._node in order else len(order)
+        if in_place:
+            pause(LOOK_S, self._closing, self._clock)
+        with self._under_way:
+            living = self._look(order) if in_place or turn else {}
+            if in_place and survivors(document, living):
+                return
+            earlier = sum(1 for name in order[:turn] if name in living)
+            if not pause(APART_S * earlier, self._closing, self._clock):
+                self.commit()
+
+    def _look(self, names: Sequence[str]) -> Mapping[str, NodeView]:
+        """None that are known live where the store is away: better a checkpoint too many."""
+        try:
+            return self._nodes(names, Deadline.after(LOOKING_S, self._clock))
+        except ElasticTrainerError as error:
+            logger().debug("snapshot.nodes_unknown", error=str(error))
+            return {}
+
+    def commit(self) -> None:
+        """Commit the newest snapshot, unless storage has it or a newer state."""
+        try:
+            snapshot = newest(self._files)
+            if snapshot is not None and not snapshot.stored:
+                self._commit(snapshot)
+        except (CheckpointError, OSError) as error:
+            logger().error("snapshot.not_rescued", reason=str(error))
+
+    def _commit(self, snapshot: StateSnapshot) -> None:
+        manager = CheckpointManager(snapshot.location, owner=Owner(snapshot.manifest.run, snapshot.job))
+        try:
+            stored = manager.newest()
+            if stored is not None and (stored.round, stored.step) >= snapshot.order:
+                return
+            committed = manager.write(snapshot.image(), snapshot.manifest)
+        finally:
+            manager.close()
+        took_s = round(committed.duration_s, 3)
+        logger().warning("snapshot.rescued", checkpoint=committed.name, step=snapshot.manifest.step, took_s=took_s)
+
+
+def survivors(document: RoundDocument, nodes: Mapping[str, NodeView]) -> list[str]:
+    """The members of the round whose workers live, and hold its state."""
+    return [
+        member.node
+        for member in document.members
+        if (view := nodes.get(member.node)) is not None
+        and (view.create_revision, view.record.life) == (member.create_revision, member.life)
+        and view.record.state is not NodeState.WARMING
+    ]

@@ -1,0 +1,147 @@
+"""A file in memory that holds the files of one checkpoint, and says so: what is left of a process that was killed.
+
+==========  ===========================================================================
+bytes       content
+==========  ===========================================================================
+0 to 4095   the seal: ``_SEAL`` (magic, position, size and XXH3-128 of the notes)
+4096 on     the checkpoint's files, one behind the other, in the order of the manifest
+behind it   the notes: JSON with the checkpoint's location, its job, and its manifest
+==========  ===========================================================================
+
+*Runs in* the process that fills it (``break_seal``, ``seal``), in its successor and in the node's agent (``read``).
+*Owns* nothing; the descriptor is the caller's.
+*Fails by* DamagedError: the seal or the notes are not as they were written.
+*Invariant*: a file with a good seal holds what its manifest says, unless a checksum of the manifest shows otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from elastic_trainer.checkpoint.faults import DamagedError
+from elastic_trainer.checkpoint.image import PIECE, FileImage, Image
+from elastic_trainer.checkpoint.layout import parse_checkpoint
+from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, seal, unseal
+
+DATA = 4096
+"""Where the files begin."""
+_MAGIC, _STORED = b"ELTSNAP1", b"COMMITED"
+_SEAL = struct.Struct("<8sQQ16s8s")
+_LONGEST_NOTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StateSnapshot:
+    """A state in the memory file ``descriptor``. ``location`` is where it was to be saved, by the job ``job``."""
+
+    descriptor: int
+    manifest: Manifest
+    location: str
+    job: str | None
+    stored: bool
+    """Whether its process has seen it committed there."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Snapshots and checkpoints are ordered by this: the round and the step."""
+        return self.manifest.round, self.manifest.step
+
+    def image(self) -> Image:
+        """Its files, read when they are written."""
+        return Image(tuple(self._file(record) for record in self.manifest.files))
+
+    def _file(self, record: FileRecord) -> FileImage:
+        begin = self._begin(record.name)
+        head = os.pread(self.descriptor, record.head_size, begin)
+        if len(head) != record.head_size:
+            raise DamagedError(f"snapshot {self.manifest.name}: {record.name} is cut off")
+        start, end = begin + record.head_size, begin + record.size
+        return FileImage(record.name, head, end - start, lambda: _pieces(self.descriptor, start, end))
+
+    # ---- as the files that a reader opens
+
+    def exists(self, name: str) -> bool:
+        return name == self.manifest.name
+
+    def source(self, name: str, file: str) -> SnapshotSource:
+        record = self.manifest.file(file)
+        return SnapshotSource(self.descriptor, self._begin(file), record.size)
+
+    def _begin(self, file: str) -> int:
+        begin = DATA
+        for record in self.manifest.files:
+            if record.name == file:
+                break
+            begin += record.size
+        return begin
+
+
+class SnapshotSource:
+    """One file of a snapshot, read by position."""
+
+    def __init__(self, descriptor: int, begin: int, size: int) -> None:
+        self._descriptor, self._begin, self.size = descriptor, begin, size
+
+    def read_into(self, buffer: memoryview, offset: int) -> bool:
+        """See :class:`~elastic_trainer.checkpoint.storage.ByteSource`."""
+        position = self._begin + offset
+        while buffer:
+            count = os.preadv(self._descriptor, [buffer], position)
+            if count == 0:
+                return False
+            position += count
+            buffer = buffer[count:]
+        return True
+
+    def close(self) -> None:
+        """The descriptor stays open."""
+
+
+def break_seal(descriptor: int) -> None:
+    """The file is about to be filled: it holds nothing until it is sealed again."""
+    os.pwrite(descriptor, bytes(_SEAL.size), 0)
+
+
+def seal_as(descriptor: int, manifest: Manifest, location: str, job: str | None) -> None:
+    """The file holds the files of ``manifest``, whose records are filled in."""
+    text = {"location": location, "job": job, "name": manifest.name, "manifest": seal(manifest).decode()}
+    notes, begin = json.dumps(text).encode(), DATA + manifest.size
+    os.pwrite(descriptor, notes, begin)
+    digest = xxhash.xxh3_128_digest(notes)
+    os.pwrite(descriptor, _SEAL.pack(_MAGIC, begin, len(notes), digest, bytes(8)), 0)
+
+
+def mark_stored(descriptor: int) -> None:
+    """What the file holds is committed."""
+    os.pwrite(descriptor, _STORED, _SEAL.size - len(_STORED))
+
+
+def read(descriptor: int) -> StateSnapshot | None:
+    """What the file holds; None while it holds nothing whole. Its data are verified when they are read."""
+    header = os.pread(descriptor, _SEAL.size, 0)
+    if len(header) < _SEAL.size or not any(header):
+        return None
+    magic, begin, size, digest, mark = _SEAL.unpack(header)
+    notes = os.pread(descriptor, size, begin) if magic == _MAGIC and size <= _LONGEST_NOTES else b""
+    if not notes or xxhash.xxh3_128_digest(notes) != digest or mark not in (bytes(8), _STORED):
+        raise DamagedError("a snapshot in memory is damaged: its seal does not match its notes")
+    known = json.loads(notes)
+    if parse_checkpoint(known["name"]) is None:
+        raise DamagedError(f"a snapshot in memory has the name {known['name']!r}, which no checkpoint has")
+    manifest = unseal(known["manifest"].encode(), known["name"])
+    return StateSnapshot(descriptor, manifest, known["location"], known["job"], mark == _STORED)
+
+
+def _pieces(descriptor: int, start: int, end: int) -> Iterator[memoryview]:
+    while start < end:
+        piece = os.pread(descriptor, min(PIECE, end - start), start)
+        if not piece:
+            raise DamagedError("a snapshot in memory is cut off")
+        yield memoryview(piece)
+        start += len(piece)
