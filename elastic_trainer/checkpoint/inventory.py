@@ -15,7 +15,7 @@ from elastic_trainer.checkpoint.faults import DamagedError, GoneError, Unreadabl
 from elastic_trainer.checkpoint.layout import CheckpointName, Kind, kind_of, parse_checkpoint, quarantined
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.reading import read_manifest, verify
-from elastic_trainer.checkpoint.storage import PosixStorage, Storage
+from elastic_trainer.checkpoint.storage import Storage, open_storage
 from elastic_trainer.errors import CheckpointError
 
 
@@ -24,8 +24,14 @@ class Entry:
     """A committed checkpoint whose manifest is good; its other files have not been looked at."""
 
     name: str
-    path: Path
+    place: str
+    """Its path or URL."""
     manifest: Manifest
+
+    @property
+    def path(self) -> Path:
+        """Where it is in the file system, if it is in one."""
+        return Path(self.place)
 
     @property
     def step(self) -> int:
@@ -87,7 +93,7 @@ def examine(storage: Storage, names: tuple[str, ...], known: Mapping[str, Entry]
 
 def entry(storage: Storage, name: str) -> Entry:
     """The committed checkpoint ``name``, its manifest read and verified now."""
-    return Entry(name, Path(storage.location) / name, read_manifest(storage, name))
+    return Entry(name, f"{storage.location}/{name}", read_manifest(storage, name))
 
 
 class Soundness(StrEnum):
@@ -107,27 +113,29 @@ class Description:
     """One entry. ``manifest`` is None where it cannot be read; ``problem`` is empty where there is none."""
 
     name: str
-    path: Path
+    path: str
     status: Soundness
     manifest: Manifest | None = None
     problem: str = ""
 
 
 def describe(directory: str | Path, *, read_all: bool = True) -> list[Description]:
-    """The entries of ``directory``: committed ones newest first, then quarantined ones.
+    """The entries of ``directory``, a path or URL: committed ones newest first, then quarantined ones.
 
     With ``read_all`` every byte is verified, else manifests only.
     """
-    storage = PosixStorage(Path(directory))
+    storage = open_storage(directory)
     names = listed(storage)
     described = (_described(storage, each, read_all) for each in examine(storage, names, {}))
     found = [each for each in described if each is not None]
-    return found + [Description(name, Path(directory) / name, Soundness.QUARANTINED) for name in quarantined_in(names)]
+    return found + [
+        Description(name, f"{storage.location}/{name}", Soundness.QUARANTINED) for name in quarantined_in(names)
+    ]
 
 
 def _described(storage: Storage, each: Entry | Problem, read_all: bool) -> Description | None:
     """None for an entry that vanished meanwhile."""
-    path = Path(storage.location) / each.name
+    path = f"{storage.location}/{each.name}"
     if isinstance(each, Problem):
         return Description(each.name, path, _status(each.error), problem=str(each.error))
     if not read_all:

@@ -29,7 +29,8 @@ from elastic_trainer.checkpoint.manifest import Manifest, checked_fields
 from elastic_trainer.checkpoint.reading import read_manifest, read_state
 from elastic_trainer.checkpoint.retention import Candidate, Retention, by_metric, decide
 from elastic_trainer.checkpoint.snapshot import StateSnapshot
-from elastic_trainer.checkpoint.storage import PosixStorage, Storage
+from elastic_trainer.checkpoint.storage import Storage, open_storage
+from elastic_trainer.checkpoint.storage.locations import is_url
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, StorageError
 
@@ -80,7 +81,7 @@ class Loaded:
 
 
 class CheckpointManager:
-    """The checkpoints in ``directory``; ``on_event`` hears of each transition, which is also logged.
+    """The checkpoints in ``directory``, a path or URL; ``on_event`` hears of each transition, which is also logged.
 
     With an ``owner`` no other job can save there meanwhile, from :meth:`check_writable` or the first save on.
     """
@@ -95,7 +96,7 @@ class CheckpointManager:
         storage: Storage | None = None,
         clock: Clock = SYSTEM,
     ) -> None:
-        self._storage = storage if storage is not None else PosixStorage(Path(directory))
+        self._storage = storage if storage is not None else open_storage(directory)
         self._retention = retention if retention is not None else Retention()
         self.owner = owner if owner is not None else Owner()
         self._claim = Claim(self._storage, owner, clock) if owner is not None else None
@@ -107,7 +108,8 @@ class CheckpointManager:
     @property
     def location(self) -> str:
         """Where the checkpoints are, for other processes too."""
-        return os.path.abspath(self._storage.location)
+        location = self._storage.location
+        return location if is_url(location) else os.path.abspath(location)
 
     # -- saving
 
@@ -158,7 +160,7 @@ class CheckpointManager:
         except CheckpointError as error:
             self._failed(draft, error)
             raise
-        saved = Entry(complete.name, Path(self._storage.location) / complete.name, complete)
+        saved = Entry(complete.name, f"{self._storage.location}/{complete.name}", complete)
         result = Committed(saved, complete.size, self._clock.monotonic() - began)
         self._known[saved.name] = saved
         values = {"step": draft.step, "round": draft.round, "bytes": result.size, "duration_s": result.duration_s}
