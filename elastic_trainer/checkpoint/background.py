@@ -157,7 +157,7 @@ class BackgroundSaves:
         if not self._arena.lasting:
             return True
         try:
-            save.manifest = save.manifest.model_copy(update={"files": records(held.image)})
+            save.manifest = save.manifest.with_files(records(held.image))
             self._arena.seal(held, save.manifest, self._manager.location, self._manager.owner.job)
         except OSError as error:  # no memory for the notes: the commit may succeed all the same
             logger().warning("snapshot.unsealed", step=save.manifest.step, reason=str(error))

@@ -17,12 +17,12 @@ import struct
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from elastic_trainer.checkpoint import tensorfile, tensors
+from elastic_trainer.checkpoint import slices, tensorfile, tensors
 from elastic_trainer.checkpoint.faults import DamagedError
 from elastic_trainer.checkpoint.image import FileImage, Image, from_bytes
-from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE
+from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, tensors_file
 from elastic_trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -41,16 +41,19 @@ _LARGE_INT_BITS = 1024
 _NO_SURPRISE = "supported are dict, list, tuple, str, int, float, bool, None, bytes and torch.Tensor"
 
 
-def encode(state: Mapping[str, Any]) -> Image:
+def encode(state: Mapping[str, Any], part: int = 0, parts: int = 1) -> Image:
     """The files that hold ``state``; tensor data are read from their own memory when the image is written.
 
+    Where several write, each holds the same state and gets the image of its ``part`` (from 0) of ``parts``: a file of
+    tensors of about equal size, and for the first one the skeleton too.
     Raises CheckpointError naming the path of the first value that cannot be kept.
     """
     encoder = _Encoder()
     root = encoder.value(dict(state), ())
     skeleton = {"version": SKELETON_VERSION, "state": root}
     text = json.dumps(skeleton, separators=(",", ":"), allow_nan=False).encode("ascii")
-    return Image((encoder.tensors_file(), from_bytes(STATE_FILE, text)))
+    skeleton_file = (from_bytes(STATE_FILE, text),) if part == 0 else ()
+    return Image((encoder.tensors_file() if parts == 1 else encoder.part_file(part, parts), *skeleton_file))
 
 
 def decode(skeleton: bytes | bytearray, loaded: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
@@ -176,6 +179,18 @@ class _Encoder:
             return (source() for source in sources)
 
         return FileImage(TENSORS_FILE, tensorfile.header(placed), sum(each.size for each in placed), body)
+
+    def part_file(self, part: int, parts: int) -> FileImage:
+        """A tensor that is cut is fetched from its device as a whole; at most two of a part are."""
+        found = slices.named(slices.split(self._described, parts)[part])
+        placed = tensorfile.place([tensorfile.Placed(name, each.dtype, each.shape) for name, each in found.items()])
+        wanted = [found[each.name] for each in placed if each.size]
+
+        def body() -> Iterator[memoryview]:
+            return (self._sources[each.tensor]()[slice(*cast("tuple[int, int]", each.span))] for each in wanted)
+
+        head = tensorfile.header(placed, slices.metadata(found))
+        return FileImage(tensors_file(part, parts), head, sum(each.size for each in placed), body)
 
 
 def _as_it_is(value: Any, path: Trail) -> Json:

@@ -37,7 +37,7 @@ def commit(storage: Storage, image: Image, manifest: Manifest) -> Manifest:
         written = tuple(_write(storage, temporary, file) for file in image.files)
         if manifest.files not in ((), written):
             raise DamagedError(f"checkpoint {manifest.name}: its bytes have changed in memory since they were copied")
-        complete = manifest.model_copy(update={"files": written})
+        complete = manifest.with_files(written)
         _write(storage, temporary, from_bytes(MANIFEST_FILE, seal(complete)))
         storage.publish(temporary, manifest.name)
     return complete

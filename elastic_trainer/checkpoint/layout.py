@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -24,6 +25,7 @@ from elastic_trainer.errors import CheckpointError
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 TENSORS_FILE = "tensors.safetensors"
+"""Where one writer has written all tensors; see :func:`tensors_file` for several."""
 OWNER_FILE = "owner.json"
 
 STEP_DIGITS = 9
@@ -37,6 +39,8 @@ _TEMPORARY_NAME = re.compile(
 )
 _TRASH_NAME = re.compile(rf"trash-({_CHECKPOINT})-{_NONCE}")
 _CORRUPT_NAME = re.compile(rf"corrupt-({_CHECKPOINT})-([0-9]{{1,6}})")
+_TENSORS_PART = re.compile(r"tensors-([0-9]{5})-of-([0-9]{5})\.safetensors")
+MOST_PARTS = 99_999
 _SAVES = itertools.count(1)
 _UNSAFE_IN_HOST = re.compile(r"[^A-Za-z0-9.-]")
 
@@ -123,6 +127,21 @@ def parse_temporary(text: str) -> WriterIdentity | None:
     if match is None:
         return None
     return WriterIdentity(pid=int(match[2]), start=int(match[3]), boot=match[4], namespace=int(match[5]), host=match[6])
+
+
+def tensors_file(part: int, parts: int) -> str:
+    """The file of the tensors of the writer ``part``, from 0, of ``parts``."""
+    if not 0 <= part < parts <= MOST_PARTS:
+        raise ValueError(f"there is no part {part} of {parts}")
+    return TENSORS_FILE if parts == 1 else f"tensors-{part + 1:05d}-of-{parts:05d}.safetensors"
+
+
+def tensor_files(names: Collection[str]) -> tuple[str, ...]:
+    """The files of tensors among ``names``, in order; none where they are not exactly those of one checkpoint."""
+    counts = {int(match[2]) for name in names if (match := _TENSORS_PART.fullmatch(name))}
+    parts = counts.pop() if len(counts) == 1 and TENSORS_FILE not in names else 1
+    expected = tuple(tensors_file(part, parts) for part in range(parts))
+    return () if counts or not set(expected) <= set(names) else expected
 
 
 def trash_name(checkpoint: str) -> str:

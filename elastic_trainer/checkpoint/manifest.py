@@ -14,11 +14,14 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_serializer, model_validator
 
+from elastic_trainer.checkpoint import layout
 from elastic_trainer.checkpoint.faults import DamagedError, UnreadableError
 from elastic_trainer.errors import CheckpointError
 
-FORMAT = 1
-"""Version of the layout of a checkpoint. A reader refuses (and never quarantines) what is newer."""
+FORMAT = 2
+"""The newest version of the layout of a checkpoint. A reader refuses (and never quarantines) what is newer."""
+ONE_FILE = 1
+"""The version of a checkpoint whose tensors are whole and in one file: earlier versions read it too."""
 
 DIGEST_HEX = 32
 _OPENING = b'{"xxh3_128": "'
@@ -56,6 +59,13 @@ class FileRecord(_Frozen):
         begin = self.head_size + (index - bool(self.head_size)) * self.chunk_size
         return begin, min(begin + self.chunk_size, self.size)
 
+    def chunks_of(self, begin: int, end: int) -> range:
+        """The chunks behind the head that hold the bytes from ``begin`` to ``end``."""
+        first, last = begin - self.head_size, end - self.head_size - 1
+        return range(
+            bool(self.head_size) + first // self.chunk_size, bool(self.head_size) + last // self.chunk_size + 1
+        )
+
 
 class Manifest(_Frozen):
     """What a checkpoint holds, and of which state. ``created`` (Unix seconds) is for people, never for ordering.
@@ -63,7 +73,7 @@ class Manifest(_Frozen):
     ``run`` names the run that saved it; None for one without a name, and in checkpoints of earlier versions.
     """
 
-    format: int = FORMAT
+    format: int = ONE_FILE
     name: str
     run: str | None = None
     step: int = Field(ge=0)
@@ -86,6 +96,16 @@ class Manifest(_Frozen):
     @property
     def size(self) -> int:
         return sum(record.size for record in self.files)
+
+    def with_files(self, files: tuple[FileRecord, ...]) -> Manifest:
+        """The same for ``files``, of the lowest format that has them."""
+        several = layout.tensor_files([each.name for each in files]) not in ((), (layout.TENSORS_FILE,))
+        return self.model_copy(update={"files": files, "format": FORMAT if several else ONE_FILE})
+
+    def tensor_files(self) -> tuple[FileRecord, ...]:
+        """The records of the files with tensors, in order; DamagedError if they are not listed as they should be."""
+        names = layout.tensor_files([each.name for each in self.files]) or (layout.TENSORS_FILE,)
+        return tuple(map(self.file, names))
 
     def file(self, name: str) -> FileRecord:
         """The record of the file ``name``; DamagedError if this checkpoint should have it and has not."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import xxhash
@@ -21,7 +22,10 @@ from elastic_trainer.checkpoint.faults import DamagedError, GoneError, Unreadabl
 from elastic_trainer.checkpoint.image import PIECE
 from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, TENSORS_FILE
 from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, unseal
+from elastic_trainer.checkpoint.slices import Slice, assemble, in_file
 from elastic_trainer.checkpoint.storage import ByteSource
+from elastic_trainer.checkpoint.tensorfile import Placed
+from elastic_trainer.checkpoint.tensors import Slab
 
 _THREADS = 4
 """Beyond a few readers the memory bus or the disk is the limit."""
@@ -52,9 +56,50 @@ def read_manifest(storage: CheckpointFiles, name: str) -> Manifest:
 
 def read_state(storage: CheckpointFiles, manifest: Manifest) -> dict[str, Any]:
     """The state that the checkpoint of ``manifest`` holds; tensors are on the CPU."""
-    skeleton = _read_whole(storage, manifest.name, manifest.file(STATE_FILE))
-    loaded = _read_tensors(storage, manifest.name, manifest.file(TENSORS_FILE))
+    skeleton = read_skeleton(storage, manifest)
+    loaded = tensors.build(*read_tensors(storage, manifest))
     return codec.decode(skeleton, loaded, f"checkpoint {manifest.name}")
+
+
+def read_skeleton(storage: CheckpointFiles, manifest: Manifest) -> bytearray:
+    """The verified structure of the state, without its tensors."""
+    return _read_whole(storage, manifest.name, manifest.file(STATE_FILE))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """The verified header of one file of tensors: what lies where in its data, and which slices that are."""
+
+    record: FileRecord
+    placed: tuple[Placed, ...]
+    slices: tuple[Slice, ...]
+
+
+def read_headers(storage: CheckpointFiles, manifest: Manifest) -> tuple[TensorFile, ...]:
+    """The headers of all files of tensors; the data are not read."""
+    return tuple(_read_header(storage, manifest.name, record) for record in manifest.tensor_files())
+
+
+def whole_tensors(files: Sequence[TensorFile], manifest: Manifest) -> tuple[Placed, ...]:
+    """The tensors that ``files`` make together; DamagedError where one is not complete."""
+    return assemble((each for file in files for each in file.slices), f"checkpoint {manifest.name}")
+
+
+def read_tensors(
+    storage: CheckpointFiles, manifest: Manifest, wanted: Callable[[str], bool] | None = None
+) -> tuple[tuple[Placed, ...], tuple[Slab, ...]]:
+    """The tensors, or those that are ``wanted`` by name, and the memory that holds them. Needs no torch.
+
+    Data go straight to their place in it, but for slices that have gaps there: they take a way round, file by file.
+    """
+    files = read_headers(storage, manifest)
+    found = whole_tensors(files, manifest)
+    if wanted is not None:
+        found = tensorfile.place([each for each in found if wanted(each.name)])
+    slabs = tensors.allocate(found)
+    for file in files:
+        _read_data(storage, manifest.name, file, {each.name: each for each in found}, slabs)
+    return found, slabs
 
 
 def verify(storage: CheckpointFiles, manifest: Manifest) -> None:
@@ -78,36 +123,83 @@ def _read_whole(storage: CheckpointFiles, name: str, record: FileRecord) -> byte
     return content
 
 
-def _read_tensors(storage: CheckpointFiles, name: str, record: FileRecord) -> dict[str, Any]:
-    """First the header, which is a chunk of its own, then all data straight into the tensors' memory."""
+def _read_header(storage: CheckpointFiles, name: str, record: FileRecord) -> TensorFile:
+    """A header is a chunk of its own."""
+    where = f"checkpoint {name}: {record.name}"
     if record.head_size == 0:
-        raise DamagedError(f"checkpoint {name}: {record.name} has no header of its own")
+        raise DamagedError(f"{where} has no header of its own")
     with _opened(storage, name, record) as source:
         head = bytearray(record.head_size)
         _read_chunk(source, name, record, 0, lambda b, e: _cut(memoryview(head)[b:e]))
-        data_size = record.size - record.head_size
-        placed = tensorfile.parse(head, data_size, f"checkpoint {name}: {record.name}")
-        if not placed:
-            return {}
-        slabs = tensors.allocate(placed)
-        buffers = _slices(slabs, record.head_size)
-        _read_chunks(source, name, record, range(1, len(record.chunks)), buffers)
-    return tensors.build(placed, slabs)
+    placed = tensorfile.parse(head, record.size - record.head_size, where)
+    notes = {} if record.name == TENSORS_FILE else tensorfile.metadata(head, where)
+    return TensorFile(record, placed, in_file(placed, notes, where))
 
 
-def _slices(slabs: Sequence[tensors.Slab], data_start: int) -> Buffers:
-    """The parts of ``slabs`` (which lie without gaps from ``data_start`` on in the file) between two positions."""
-
-    starts = [data_start + slab.begin for slab in slabs]
+def _read_data(
+    storage: CheckpointFiles, name: str, file: TensorFile, found: Mapping[str, Placed], slabs: Sequence[Slab]
+) -> None:
+    """Read the slices of ``file`` that belong to ``found`` tensors; chunks that hold none of them are left out."""
+    segments, scattered = _segments(file, found, slabs)
+    record, starts = file.record, [each.begin for each in segments]
+    chunks = {index for each in segments if each.view is not None for index in record.chunks_of(each.begin, each.end)}
+    if not chunks:
+        return
 
     def buffers(begin: int, end: int) -> Iterator[memoryview]:
         index = bisect_right(starts, begin) - 1
-        while index < len(slabs) and starts[index] < end:
-            start = starts[index]
-            yield from _cut(slabs[index].view[max(0, begin - start) : end - start])
+        while index < len(segments) and starts[index] < end:
+            each = segments[index]
+            first, last = max(begin, each.begin), min(end, each.end)
+            view = memoryview(bytearray(last - first)) if each.view is None else each.view[first - each.begin :]
+            yield from _cut(view[: last - first])
             index += 1
 
-    return buffers
+    with _opened(storage, name, record) as source:
+        _read_chunks(source, name, record, sorted(chunks), buffers)
+    for each, data in scattered:
+        tensors.scatter(each, data, found[each.tensor], slabs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Bytes of a file from ``begin`` to ``end``, and where they go; nobody wants them where that is None."""
+
+    begin: int
+    end: int
+    view: memoryview | None
+
+
+def _segments(
+    file: TensorFile, found: Mapping[str, Placed], slabs: Sequence[Slab]
+) -> tuple[list[_Segment], list[tuple[Slice, Any]]]:
+    """Where the data of ``file`` go, without gaps, and which slices are to be scattered from where they went first.
+
+    What follows itself both in the file and in memory is one segment: thousands of scalars are one read.
+    """
+    starts = [slab.begin for slab in slabs]
+    segments: list[_Segment] = []
+    scattered: list[tuple[Slice, Any]] = []
+    run: tuple[int, int, int] | None = None  # slab, and from where to where in it, of the last segment
+    for placed, each in zip(file.placed, file.slices, strict=True):
+        begin, end = file.record.head_size + placed.begin, file.record.head_size + placed.end
+        if begin == end:
+            continue
+        goal, span = found.get(each.tensor), each.span
+        if goal is None or span is None:
+            data = None if goal is None else tensors.fresh(end - begin)
+            if data is not None:
+                scattered.append((each, data))
+            segments.append(_Segment(begin, end, None if data is None else memoryview(data)))
+            run = None
+            continue
+        slab = bisect_right(starts, goal.begin) - 1
+        first, last = (goal.begin + position - starts[slab] for position in span)
+        if run is not None and run[0] == slab and run[2] == first:
+            begin, first = segments.pop().begin, run[1]
+        segments.append(_Segment(begin, end, slabs[slab].view[first:last]))
+        run = (slab, first, last)
+    return segments, scattered
 
 
 def _cut(view: memoryview) -> Iterator[memoryview]:

@@ -59,9 +59,9 @@ def place(tensors: Sequence[Placed]) -> tuple[Placed, ...]:
     return tuple(placed)
 
 
-def header(placed: Sequence[Placed]) -> bytes:
-    """The bytes of a file that precede its data; their length is a multiple of 8."""
-    entries: dict[str, Any] = {_RESERVED: {"format": "pt"}}
+def header(placed: Sequence[Placed], notes: Mapping[str, str] | None = None) -> bytes:
+    """The bytes of a file that precede its data, ``notes`` among its metadata; their length is a multiple of 8."""
+    entries: dict[str, Any] = {_RESERVED: {"format": "pt", **(notes or {})}}
     for each in placed:
         entries[each.name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": [each.begin, each.end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -88,6 +88,14 @@ def parse(head: bytes | bytearray, data_size: int, where: str) -> tuple[Placed, 
     if expected != data_size:
         raise DamagedError(f"{where}: the header describes {expected} bytes of data; there are {data_size}")
     return tuple(tensors)
+
+
+def metadata(head: bytes | bytearray, where: str) -> Mapping[str, Any]:
+    """The notes in ``head``; DamagedError where it makes no sense."""
+    notes = _entries(head, where).get(_RESERVED, {})
+    if not isinstance(notes, dict):
+        raise DamagedError(f"{where}: the metadata of the header are no JSON object")
+    return notes
 
 
 def _entries(head: bytes | bytearray, where: str) -> dict[str, Any]:

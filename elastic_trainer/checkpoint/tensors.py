@@ -5,12 +5,14 @@ torch and numpy are imported by the functions, not here. *Fails by* a problem in
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from elastic_trainer.checkpoint.tensorfile import Placed
+from elastic_trainer.checkpoint.slices import Slice
+from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed
 
 if TYPE_CHECKING:
     import torch
@@ -120,9 +122,7 @@ class Slab:
 
 def allocate(placed: Sequence[Placed]) -> tuple[Slab, ...]:
     """Memory for all of ``placed`` that has data, in file order without gaps."""
-    return tuple(
-        Slab(group[0].begin, tuple(group), _fresh(group[-1].end - group[0].begin)) for group in _groups(placed)
-    )
+    return tuple(Slab(group[0].begin, tuple(group), fresh(group[-1].end - group[0].begin)) for group in _groups(placed))
 
 
 def _groups(placed: Iterable[Placed]) -> Iterator[list[Placed]]:
@@ -138,7 +138,7 @@ def _groups(placed: Iterable[Placed]) -> Iterator[list[Placed]]:
         yield group
 
 
-def _fresh(size: int) -> Any:
+def fresh(size: int) -> Any:
     """Uninitialized bytes at an aligned address (numpy asks the kernel for huge pages; malloc does not)."""
     import numpy as np
 
@@ -147,14 +147,29 @@ def _fresh(size: int) -> Any:
     return raw[start : start + size]
 
 
+def arrays(placed: Sequence[Placed], slabs: Sequence[Slab]) -> dict[str, Any]:
+    """The bytes of each tensor in ``slabs``, as numpy arrays of bytes that share their memory."""
+    found = {each.name: fresh(0) for each in placed if not each.size}
+    for slab in slabs:
+        found |= {each.name: slab.array[each.begin - slab.begin : each.end - slab.begin] for each in slab.tensors}
+    return found
+
+
+def scatter(part: Slice, data: Any, whole: Placed, slabs: Sequence[Slab]) -> None:
+    """Put ``data``, the bytes of ``part``, where they belong in the tensor ``whole``."""
+    slab = slabs[bisect_right(slabs, whole.begin, key=lambda each: each.begin) - 1]
+    goal = slab.array[whole.begin - slab.begin : whole.end - slab.begin]
+    element = ELEMENT_SIZE[part.dtype]
+    box = tuple(slice(begin, begin + size) for begin, size in zip(part.offset, part.shape, strict=True))
+    goal.reshape(*part.whole, element)[box] = data.reshape(*part.shape, element)
+
+
 def build(placed: Sequence[Placed], slabs: Sequence[Slab]) -> dict[str, torch.Tensor]:
     """The tensors of a file whose data were read into ``slabs``; they share the slabs' memory."""
     import torch
 
     dtypes = {name: dtype for dtype, name in _types().items()}
-    built = {each.name: torch.empty(each.shape, dtype=dtypes[each.dtype]) for each in placed if not each.size}
-    for slab in slabs:
-        for each in slab.tensors:
-            data = torch.from_numpy(slab.array[each.begin - slab.begin : each.end - slab.begin])
-            built[each.name] = data.view(dtypes[each.dtype]).reshape(each.shape)
-    return built
+    data = arrays(placed, slabs)
+    return {
+        each.name: torch.from_numpy(data[each.name]).view(dtypes[each.dtype]).reshape(each.shape) for each in placed
+    }

@@ -37,7 +37,7 @@ def leave(arena: Arena, manager: CheckpointManager, state: dict[str, Any], step:
     info = SaveInfo(step, 1)
     held = arena.hold(manager.encode(state, info))
     if sealed:
-        manifest = manager.draft(info).model_copy(update={"files": records(held.image)})
+        manifest = manager.draft(info).with_files(records(held.image))
         arena.seal(held, manifest, manager.location, OWNER.job)
     arena.release(held)
 

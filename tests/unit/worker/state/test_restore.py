@@ -71,7 +71,7 @@ def in_memory(directory: Path, step: int, round: int) -> StateSnapshot:
     """What a worker that is gone has left."""
     manager, arena, info = CheckpointManager(directory), Arena(), SaveInfo(step, round, fields={"length": step})
     held = arena.hold(manager.encode({"value": torch.full((1000,), float(step)), "round": round}, info))
-    manifest = manager.draft(info).model_copy(update={"files": records(held.image)})
+    manifest = manager.draft(info).with_files(records(held.image))
     arena.seal(held, manifest, manager.location, None)
     found = arena.newest()
     assert found is not None

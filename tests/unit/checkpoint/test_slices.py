@@ -1,0 +1,241 @@
+"""Format 2: several files of tensors, whole ones and slices, make one state; what does not is damage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.checkpoint import DamagedError, codec, reading, slices, tensors
+from elastic_trainer.checkpoint.commit import CHUNK, commit
+from elastic_trainer.checkpoint.image import FileImage, Image, from_bytes
+from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, CheckpointName, tensor_files, tensors_file
+from elastic_trainer.checkpoint.manifest import Manifest
+from elastic_trainer.checkpoint.slices import Slice, assemble, in_file, metadata, named, split
+from elastic_trainer.checkpoint.storage import ByteSource, PosixStorage
+from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed, header, place
+from tests.unit.checkpoint.states import flip_bit, raw, same, training_state
+
+
+def draft() -> Manifest:
+    """Of a checkpoint that nothing else is known about."""
+    name = str(CheckpointName(round=1, step=7))
+    return Manifest(name=name, step=7, round=1, epoch=0, samples=0, world_size=1, created=0.0, files=())
+
+
+def saved_by(parts: int, state: dict[str, Any], directory: Path) -> tuple[PosixStorage, Manifest]:
+    """``state``, committed as ``parts`` writers would encode it."""
+    images = [codec.encode(state, part, parts) for part in range(parts)]
+    storage = PosixStorage(directory)
+    storage.prepare()
+    return storage, commit(storage, Image(tuple(file for image in images for file in image.files)), draft())
+
+
+def large_state() -> dict[str, Any]:
+    """Some that are cut, by rows, in a dimension behind one of a single row, or not at all; many that are not."""
+    torch.manual_seed(3)
+    wide, tied = torch.randn(1, 1, 900_000), torch.randn(1000, 700, dtype=torch.float64)
+    scalars = {f"step{number}": torch.tensor(float(number)) for number in range(40)}
+    return {
+        **training_state(), "wide": wide, "tied": [tied, tied], "half": torch.randn(1001, 999).to(torch.bfloat16),
+        "blob": bytes(range(256)) * 9000, "none": torch.empty(0, 5), "complex": torch.randn(300, 700) * 1j, **scalars,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_what_several_write_is_loaded_as_one_state(parts: int, tmp_path: Path) -> None:
+    """Every bit and type; the shares differ by less than what is never cut; one writer writes format 1 as before."""
+    state = large_state()
+    storage, manifest = saved_by(parts, state, tmp_path)
+    assert manifest.format == (1 if parts == 1 else 2)
+    assert [each.name for each in manifest.tensor_files()] == [tensors_file(part, parts) for part in range(parts)]
+    reading.verify(storage, manifest)
+    back = reading.read_state(storage, reading.read_manifest(storage, manifest.name))
+    assert same(back, state)
+    assert back["tied"][0] is back["tied"][1]
+    sizes = [each.size - each.head_size for each in manifest.tensor_files()]
+    assert max(sizes) - min(sizes) < 2 * slices.UNCUT
+
+
+def test_each_file_opens_with_safetensors(tmp_path: Path) -> None:
+    """A slice is a tensor there, named by its box; all of them together are the state's bytes."""
+    whole = torch.randn(4, 300_000)
+    _, manifest = saved_by(2, {"w": whole}, tmp_path)
+    one, two = (safetensors.torch.load_file(tmp_path / manifest.name / each.name) for each in manifest.tensor_files())
+    assert [list(one), list(two)] == [["w[0:2,0:300000]"], ["w[2:4,0:300000]"]]
+    assert torch.equal(torch.cat([*one.values(), *two.values()]), whole)
+
+
+SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple)
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(ELEMENT_SIZE)), SHAPES), max_size=9), st.integers(1, 5), st.randoms())
+def test_a_division_loses_nothing_and_does_not_depend_on_the_order(
+    kinds: list[tuple[str, tuple[int, ...]]], parts: int, random: Any
+) -> None:
+    """Even where all that can be cut is cut."""
+    described = [Placed(f"t{number}", dtype, shape) for number, (dtype, shape) in enumerate(kinds)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slices, "UNCUT", 0)
+        divided = split(described, parts)
+        assert split(random.sample(described, len(described)), parts) == divided
+    assert len(divided) == parts
+    together = assemble((each for part in divided for each in part), "here")
+    assert {(each.name, each.dtype, each.shape) for each in together} == {(d.name, d.dtype, d.shape) for d in described}
+    for part in divided:
+        found = named(part)
+        placed = [Placed(name, each.dtype, each.shape) for name, each in found.items()]
+        assert in_file(placed, json.loads(json.dumps(metadata(found))), "here") == tuple(found.values())
+        assert all(each.span is not None for each in part)
+
+
+def test_a_tensor_that_is_called_like_a_slice_keeps_its_name() -> None:
+    cut = Slice("w", "U8", (4,), (0,), (2,))
+    odd = Slice("w[0:2]", "U8", (2,), (0,), (2,))
+    assert named([cut, odd]) == {"w[0:2]#": cut, "w[0:2]": odd}
+
+
+# ---- boxes, as sharded models have them
+
+
+def boxes(whole: torch.Tensor, name: str, cuts: Sequence[Sequence[int]]) -> list[tuple[Slice, torch.Tensor]]:
+    """``whole`` cut at ``cuts`` of its first two dimensions."""
+    ends = [list(zip([0, *each], [*each, size], strict=True)) for each, size in zip(cuts, whole.shape, strict=True)]
+    return [
+        (Slice(name, "F32", tuple(whole.shape), (top, left), (down - top, right - left)), whole[top:down, left:right])
+        for top, down in ends[0]
+        for left, right in ends[1]
+    ]
+
+
+def committed(files: Sequence[Sequence[tuple[Slice, torch.Tensor]]], names: Sequence[str], directory: Path) -> Any:
+    """A checkpoint of the tensors ``names`` in ``files``, whether they make sense or not."""
+    images = [_file(pairs, number, len(files)) for number, pairs in enumerate(files)]
+    marks = {name: {"$": "tensor", "name": name} for name in names}
+    state = from_bytes(STATE_FILE, json.dumps({"version": 1, "state": marks}).encode())
+    storage = PosixStorage(directory)
+    storage.prepare()
+    return storage, commit(storage, Image((*images, state)), draft())
+
+
+def _file(pairs: Sequence[tuple[Slice, torch.Tensor]], number: int, count: int) -> FileImage:
+    found = named([each for each, _ in pairs])
+    data = dict(zip(found, (raw(tensor) for _, tensor in pairs), strict=True))
+    placed = place([Placed(name, each.dtype, each.shape) for name, each in found.items()])
+    content = b"".join(data[each.name] for each in placed)
+    return FileImage(
+        tensors_file(number, count), header(placed, metadata(found)), len(content), lambda: (memoryview(content),)
+    )
+
+
+def test_boxes_in_two_dimensions_come_together(tmp_path: Path) -> None:
+    """Columns of rows, spread over files in any order, several of one tensor in a file, beside rows and whole ones."""
+    square, tall, small = torch.randn(900, 1100), torch.randn(500, 4), torch.randn(3)
+    pieces = boxes(square, "square", [[300, 301], [512]]) + boxes(tall, "tall", [[250], []])
+    pieces.insert(3, (Slice("small", "F32", (3,), (0,), (3,)), small))
+    storage, manifest = committed([pieces[0::3], pieces[1::3], pieces[2::3]], ["square", "tall", "small"], tmp_path)
+    assert same(reading.read_state(storage, manifest), {"square": square, "tall": tall, "small": small})
+    for record in manifest.tensor_files():
+        path = tmp_path / manifest.name / record.name
+        flip_bit(path, 8 * record.size - 5)
+        with pytest.raises(DamagedError, match=f"{record.name} do not match"):
+            reading.read_state(storage, manifest)
+        flip_bit(path, 8 * record.size - 5)
+
+
+WHOLE = torch.arange(12, dtype=torch.float32).reshape(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda found: found[:-1], "overlap, or leave a part of it out"),
+        (lambda found: [*found, found[0]], "overlap, or leave a part of it out"),
+        (lambda found: [*found[:-1], found[0]], "overlap, or leave a part of it out"),
+        (lambda found: [found[0], (Slice("w", "F32", (4, 4), (2, 0), (2, 2)), WHOLE[2:, :2])], "do not agree"),
+        (lambda found: [*found[:-1], (Slice("w", "I32", (4, 3), (2, 2), (2, 1)), WHOLE[2:, 2:])], "do not agree"),
+        (lambda found: [(Slice("w", "F32", (4, 3), (2, 2), (2, 2)), WHOLE[:2, :2])], "reaches beyond its tensor"),
+        (lambda found: [(Slice("w", "F32", (4,), (2, 0), (2, 2)), WHOLE[:2, :2])], "makes no sense"),
+        (lambda found: [(Slice("w", "F32", (4, -3), (0, 0), (2, 2)), WHOLE[:2, :2])], "makes no sense"),
+    ],
+)
+def test_slices_that_do_not_make_their_tensor_are_damage(change: Any, sentence: str, tmp_path: Path) -> None:
+    """Gaps, overlaps, other shapes or types; two in one file get names of their own there."""
+    found = change(boxes(WHOLE, "w", [[2], [2]]))
+    storage, manifest = committed([[each] for each in found] + [[]], ["w"], tmp_path)
+    with pytest.raises(DamagedError, match=sentence):
+        reading.read_state(storage, manifest)
+
+
+def test_a_slice_that_the_file_does_not_hold_is_damage() -> None:
+    about = {"slices": json.dumps({"w[0:1]": {"tensor": "w", "shape": [2], "offset": [0]}})}
+    with pytest.raises(DamagedError, match="does not hold"):
+        in_file([], about, "here")
+    for nonsense in ({"slices": 3}, {"slices": "[1]"}, {"slices": "{"}, {"slices": '{"a": 1}'}):
+        with pytest.raises(DamagedError, match="slices"):
+            in_file([Placed("a", "U8", (1,))], nonsense, "here")
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ([TENSORS_FILE, "other"], [TENSORS_FILE]),
+        ([tensors_file(1, 2), tensors_file(0, 2)], [tensors_file(0, 2), tensors_file(1, 2)]),
+        ([tensors_file(0, 2)], []),
+        ([tensors_file(0, 2), tensors_file(1, 3)], []),
+        ([tensors_file(0, 2), tensors_file(1, 2), TENSORS_FILE], []),
+        (["tensors-00001-of-00001.safetensors"], []),
+        (["tensors-00000-of-00000.safetensors"], []),
+        ([], []),
+    ],
+)
+def test_files_of_tensors_are_one_or_all_of_several(names: list[str], found: list[str]) -> None:
+    """A file too few, or of another number, is no set."""
+    assert list(tensor_files(names)) == found
+
+
+class _Counting:
+    """A storage that counts the bytes that are read of it."""
+
+    def __init__(self, inner: PosixStorage) -> None:
+        self.inner, self.read = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def source(self, name: str, file: str) -> ByteSource:
+        return _CountingSource(self, self.inner.source(name, file))
+
+
+class _CountingSource:
+    def __init__(self, owner: _Counting, inner: ByteSource) -> None:
+        self.owner, self.inner, self.size = owner, inner, inner.size
+
+    def read_into(self, buffer: memoryview, offset: int) -> bool:
+        self.owner.read += len(buffer)
+        return self.inner.read_into(buffer, offset)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_of_tensors_that_nobody_wants_only_shared_chunks_are_read(parts: int, tmp_path: Path) -> None:
+    """One tensor of several costs its own chunks, which are verified as ever."""
+    state = {name: torch.randn(3, 2 << 20) for name in ("a", "b", "c")}
+    inner, manifest = saved_by(parts, state, tmp_path)
+    storage = _Counting(inner)
+    found, slabs = reading.read_tensors(storage, manifest, lambda name: name == "a")
+    (name, array), *more = tensors.arrays(found, slabs).items()
+    assert (name, more, array.tobytes()) == ("a", [], raw(state["a"]))
+    assert storage.read <= 4 * CHUNK + 4096
+    flip_bit(tmp_path / manifest.name / tensors_file(0, parts), 8 * 9000)
+    with pytest.raises(DamagedError, match="checksum"):
+        reading.read_tensors(inner, manifest, lambda name: name == "a")
