@@ -34,8 +34,8 @@ BRIDGE, INSIDE = "bridge0", "eth0"
 NETWORK = "10.213.7"
 PROGRAMS = ("ip", "unshare", "nsenter")
 ETCD_PORTS = (2379, 2380)
-_NOBODY = "02:00:00:00:00:01"
-"""A hardware address that no cable has."""
+_NOBODY, _OWN = "02:00:00:00:00:01", "02:00:00:00:00:02"
+"""Hardware addresses that no cable has: of nobody, and of the bridge."""
 _HUB = f"{NETWORK}.1"
 _CLOSED_PORT = 9
 _READY_S = 10.0
@@ -79,7 +79,9 @@ class Segment:
         try:
             self._leave_home()
             _ip("link", "set", "lo", "up")
-            _ip("link", "add", BRIDGE, "type", "bridge")
+            # Without an address of its own a bridge takes a port's, and another one when that port is cut off: the node
+            # behind it still reached the hub, and all others had to ask for the hub's new address first.
+            _ip("link", "add", BRIDGE, "address", _OWN, "type", "bridge")
             _ip("addr", "add", f"{_HUB}/24", "dev", BRIDGE)
             _ip("link", "set", BRIDGE, "up")
         except BaseException:
