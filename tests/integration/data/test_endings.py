@@ -16,7 +16,8 @@ import psutil
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.clock import SYSTEM
 from tests.integration.worker.launch import Started, finished, started, tail
-from tests.integration.worker.test_stopping import eventually, ledger, lines, steps_of
+from tests.integration.worker.test_stopping import ledger, lines, steps_of
+from tests.support.waiting import eventually
 
 SCRIPT = Path(__file__).parent / "scripts" / "job.py"
 LIMIT_S = 60.0
@@ -70,7 +71,7 @@ def test_a_signal_to_a_data_worker_does_not_stop_the_job(tmp_path: Path) -> None
         for worker in job.workers:
             worker.send_signal(signal.SIGTERM)
         before = steps_of(tmp_path, 0)
-        eventually(lambda: steps_of(tmp_path, 0) > before + 20, job.log)
+        eventually(lambda: steps_of(tmp_path, 0) > before + 20, lambda: tail(job.log))
         assert "stop.requested" not in job.log.read_text()
         for pid in [*(worker.pid for worker in job.workers), job.process.pid]:
             os.kill(pid, signal.SIGTERM)  # as torchrun does: to the whole process group

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ from typing import Any
 import psutil
 
 from elastic_trainer.checkpoint import CheckpointManager
-from elastic_trainer.clock import SYSTEM, Deadline, pause
-from tests.integration.worker.launch import LIMIT_S, Started, finished, free_port, plain, standalone, started, tail
+from elastic_trainer.clock import SYSTEM, pause
+from tests.integration.worker.launch import Started, finished, free_port, plain, standalone, started, tail
+from tests.support.waiting import eventually
 
 LONG = ["1000", "--step-s", "0.02", "--stop-timeout-s", "25"]
 
@@ -27,13 +27,6 @@ def lines(directory: Path) -> list[dict[str, Any]]:
     for path in (directory / "ledger").glob("*.jsonl"):
         found += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
     return found
-
-
-def eventually(condition: Callable[[], bool], log: Path) -> None:
-    deadline = Deadline.after(LIMIT_S)
-    while not condition():
-        assert not deadline.expired, tail(log)
-        pause(0.05)
 
 
 def steps_of(directory: Path, rank: int) -> int:
@@ -56,7 +49,7 @@ def test_sigterm_to_a_plain_process_saves_and_exits_with_143(tmp_path: Path) -> 
     """Never 0, which would complete a Kubernetes Job."""
     log = tmp_path / "log"
     with started(plain("train.py", tmp_path, *LONG), log, ledger(tmp_path)) as process:
-        eventually(lambda: steps_of(tmp_path, 0) > 3, log)
+        eventually(lambda: steps_of(tmp_path, 0) > 3, lambda: tail(log))
         process.send_signal(signal.SIGTERM)
         assert finished(process, log) == 143, tail(log)
     assert_stopped_together(tmp_path, 1)
@@ -66,7 +59,7 @@ def test_sigterm_to_torchrun_stops_all_workers_at_one_step(tmp_path: Path) -> No
     """They save before torchrun gives up on them."""
     log = tmp_path / "log"
     with started(standalone(2, "train.py", tmp_path, *LONG), log, ledger(tmp_path)) as process:
-        eventually(lambda: steps_of(tmp_path, 1) > 3, log)
+        eventually(lambda: steps_of(tmp_path, 1) > 3, lambda: tail(log))
         process.send_signal(signal.SIGTERM)
         assert finished(process, log) != 0
     assert_stopped_together(tmp_path, 2)
@@ -76,7 +69,7 @@ def test_sigterm_to_one_worker_stops_all_at_one_step(tmp_path: Path) -> None:
     """The wish of one rank is the decision of all."""
     log = tmp_path / "log"
     with started(standalone(2, "train.py", tmp_path, *LONG), log, ledger(tmp_path)) as process:
-        eventually(lambda: steps_of(tmp_path, 1) > 3, log)
+        eventually(lambda: steps_of(tmp_path, 1) > 3, lambda: tail(log))
         pid = next(line["pid"] for line in lines(tmp_path) if line["rank"] == 1)
         psutil.Process(pid).send_signal(signal.SIGTERM)
         assert finished(process, log) != 0
@@ -103,7 +96,7 @@ def test_a_rank_that_waits_for_a_frozen_peer_leaves_in_time_when_told_to(tmp_pat
     log = tmp_path / "log"
     with ExitStack() as stack:
         survivor, _ = by_hand(stack, tmp_path, log, "--freeze-at", "5", "--die-rank", "1", "--stop-timeout-s", "1.0")
-        eventually(lambda: steps_of(tmp_path, 1) == 5, log)
+        eventually(lambda: steps_of(tmp_path, 1) == 5, lambda: tail(log))
         pause(0.5)
         began = SYSTEM.monotonic()
         survivor.send_signal(signal.SIGTERM)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,12 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_trainer.ipc.page import PHASES, WORK, PageReader, PageWriter, Reading
-from elastic_trainer.ipc.stacks import stacks_of
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment, worker_environment
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter, process_age_s
 from tests.support.memory_store import ManualClock
-from tests.support.waiting import eventually
 
 CPU = torch.device("cpu")
 AGE_S = 3.0
@@ -455,70 +450,6 @@ def test_a_worker_runs_without_a_page(tmp_path: Path, place: str | None) -> None
     tracker.close()
     assert tracker.pulse.steps == 1
     assert not list(tmp_path.rglob("*.page"))
-
-
-WORKER = """
-import os, sys, time
-from pathlib import Path
-from elastic_trainer.settings import worker_environment
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-tracker = HeartbeatReporter.open(worker_environment(dict(os.environ, ELASTIC_TRAINER_PAGES=sys.argv[1])))
-def stuck_in_this_very_function():
-    print("ready", flush=True)
-    sys.stdin.read()
-stuck_in_this_very_function()
-"""
-
-
-@pytest.fixture
-def stuck(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A hung worker, and its page."""
-    command = [sys.executable, "-c", WORKER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        (page,) = tmp_path.glob("*.page")
-        yield process, page
-        process.kill()
-
-
-def test_a_stuck_worker_writes_its_stacks_and_keeps_running(stuck: tuple[subprocess.Popen[bytes], Path]) -> None:
-    """Each time that it is asked, only what is new."""
-    process, page = stuck
-    for _ in range(2):
-        stacks = stacks_of(process.pid, page)
-        assert stacks.count("stuck_in_this_very_function") == 1
-    assert process.poll() is None
-
-
-def test_a_stopped_worker_has_no_stacks_and_gets_no_signal(
-    stuck: tuple[subprocess.Popen[bytes], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It could not answer; asked nevertheless, it would answer when it goes on."""
-    monkeypatch.setenv("PATH", "")
-    process, page = stuck
-    process.send_signal(signal.SIGSTOP)
-    status = Path(f"/proc/{process.pid}/status")
-    eventually(lambda: "T (stopped)" in status.read_text(), "the worker stands")
-    assert stacks_of(process.pid, page).startswith("none")
-    (pending,) = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("ShdPnd")]
-    assert int(pending, 16) == 0
-
-
-def test_a_process_that_handles_no_such_signal_is_not_ended_by_being_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its session is closed: the signal would kill it."""
-    monkeypatch.setenv("PATH", "")
-    (tmp_path / "0-1.stacks").touch()
-    command = [sys.executable, "-c", "print('ready', flush=True); input()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        assert stacks_of(process.pid, tmp_path / "0-1.page").startswith("none")
-        assert process.poll() is None
-        process.kill()
-    assert stacks_of(process.pid, tmp_path / "0-1.page").startswith("none")
 
 
 def test_a_process_may_open_one_session_after_the_other(tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""Small collectives: right results, and clear errors when ranks do different things."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+from elastic_trainer.errors import RoundBrokenError, StorageError
+from elastic_trainer.worker.comm.control import Control, Purpose
+from elastic_trainer.worker.comm.waits import MOMENT_S, InterruptibleWaits
+from tests.unit.worker.ranks import outcome, run_ranks
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_sums_gathers_and_broadcasts(world: int) -> None:
+    """Every collective gives the same answer on all ranks, also for a process that is alone."""
+
+    def body(control: Control) -> tuple[object, ...]:
+        tensor = torch.full((2,), float(control.rank))
+        control.broadcast(tensor, world - 1)
+        return (
+            control.sum(Purpose.BARRIER, [control.rank, 1.5])[:2],
+            control.gather([control.rank, -1]),
+            control.gather_bytes(b"x" * control.rank),
+            control.broadcast_bytes(f"from {control.rank}".encode(), world - 1),
+            tensor.tolist(),
+        )
+
+    expected = (
+        [sum(range(world)), 1.5 * world],
+        [[rank, -1] for rank in range(world)],
+        [b"x" * rank for rank in range(world)],
+        f"from {world - 1}".encode(),
+        [world - 1.0] * 2,
+    )
+    assert run_ranks(world, body) == [expected] * world
+
+
+def test_ranks_that_do_different_things_get_an_error() -> None:
+    """A rank that saves alone while the others train gets an error, and so do they; no numbers are mixed up."""
+
+    def body(control: Control) -> str:
+        purpose = Purpose.SAVE if control.rank == 0 else Purpose.BOUNDARY
+        return outcome(lambda: control.sum(purpose, [1.0]))
+
+    first, second, third = run_ranks(3, body)
+    assert "'save' while another rank did something else" in first
+    assert second.replace("rank 1", "rank 2") == third
+    assert "'boundary' while another" in second
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    """With its kind, and the rank's number on the others; without an error nothing is raised."""
+
+    def body(control: Control) -> list[str]:
+        error = StorageError("disk full") if control.rank == 1 else None
+        return [outcome(lambda: control.agree(None)), outcome(lambda: control.agree(error))]
+
+    assert run_ranks(2, body) == [["", "StorageError: rank 1: disk full"], ["", "StorageError: disk full"]]
+
+
+def test_a_peer_that_is_gone_breaks_the_round() -> None:
+    """Waiting ends with RoundBrokenError, in the time that the group has."""
+
+    def body(control: Control) -> str:
+        if control.rank == 1:
+            return ""
+        control.set_timeout(timedelta(seconds=0.2))
+        return outcome(control.start(Purpose.LOSS, [1.0]).wait)
+
+    first, _ = run_ranks(2, body)
+    assert first.startswith(RoundBrokenError.__name__)
+    assert "a peer of rank 0 was lost (loss" in first
+
+
+def test_a_transfer_may_take_longer_than_a_moment() -> None:
+    """Waiting for it by moments does not close the connection: a state of many megabytes comes through a slow network.
+
+    The receiver is there early, then the sender is; other sums go on afterwards.
+    """
+
+    def body(control: Control) -> list[float]:
+        own = Control(control._group, control.rank, 2, InterruptibleWaits(interruptible=True))
+        found: list[float] = []
+        for number in range(2):
+            tensor = torch.full((1 << 20,), float(number + 1) * (own.rank == number))
+            if own.rank == number:
+                threading.Event().wait(10 * MOMENT_S)
+                own.send(tensor, 1 - number)
+            else:
+                own.receive(tensor, number)
+            found.append(float(tensor.mean()))
+        return found + own.sum(Purpose.BARRIER, [1.0])[:1]
+
+    assert run_ranks(2, body) == [[1.0, 2.0, 2.0]] * 2
+
+
+def test_a_transfer_may_take_longer_than_the_group_had_to_be_formed() -> None:
+    """A rank that is to get the state waits until those before it have theirs."""
+
+    def body(control: Control) -> float:
+        tensor = torch.full((4,), float(control.rank == 0))
+        if control.rank == 0:
+            threading.Event().wait(2.5)
+            control.send(tensor, 1)
+        else:
+            control.receive(tensor, 0)
+        return float(tensor.mean())
+
+    assert run_ranks(2, body, forming_s=2.0) == [1.0, 1.0]
+
+
+def test_the_end_of_the_round_interrupts_a_transfer() -> None:
+    """A rank that waits for what a peer never sends is freed at once."""
+
+    def body(control: Control) -> str:
+        works = InterruptibleWaits(interruptible=True)
+        own = Control(control._group, control.rank, 2, works)
+        if own.rank == 1:
+            own.receive(torch.zeros(1), 0)  # the word that rank 0 has been freed
+            return ""
+        threading.Timer(2 * MOMENT_S, works.end, ("the round is over",)).start()
+        error = outcome(lambda: own.receive(torch.zeros(1), 1))
+        control.send(torch.zeros(1), 1)
+        return error
+
+    assert "RoundBrokenError" in run_ranks(2, body)[0]

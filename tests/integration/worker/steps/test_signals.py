@@ -1,0 +1,115 @@
+"""Signals end a process in time, with the right code, whatever its main thread does."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import ctypes, signal, sys, threading
+from elastic_trainer.clock import pause
+from elastic_trainer.telemetry import logs
+from elastic_trainer.worker.steps.signals import Signals
+
+logs.configure()
+kind, patience_s = sys.argv[1], float(sys.argv[2])
+signals = Signals(lambda: patience_s, lambda: "a peer left" if kind == "broken" else None)
+signals.open()
+print("ready", flush=True)
+if kind == "deadlocked":
+    mutex = ctypes.create_string_buffer(64)
+    libc = ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)  # for ever, in C: no Python handler can run
+while signals.requested is None or kind in ("waiting", "broken"):
+    pause(0.01)
+signals.agreed()
+pause(float(sys.argv[3]) if len(sys.argv) > 3 else 0.0)
+signals.close()
+print("closed", signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, threading.active_count(), flush=True)
+sys.exit(signals.exit_code)
+"""
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+        raise AssertionError(end(process))
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_is_a_wish_that_the_main_thread_acts_on(number: signal.Signals, code: int) -> None:
+    """The process ends by its own way, and everything that was taken over is given back."""
+    process = start("cooperative", "30")
+    process.send_signal(number)
+    assert end(process)[:2] == (code, "closed True 1\n")
+
+
+@pytest.mark.parametrize("kind", ["waiting", "deadlocked"])
+def test_a_process_that_cannot_agree_leaves_when_its_patience_ends(kind: str) -> None:
+    """Also when its main thread is blocked in C, where no Python handler would run."""
+    process = start(kind, "0.5")
+    process.send_signal(signal.SIGTERM)
+    code, out, err = end(process)
+    assert (code, out) == (143, "")
+    assert "the ranks did not agree to stop in time" in err
+
+
+def test_a_broken_round_is_not_waited_for() -> None:
+    """The patience of an hour does not matter when the ranks can never agree."""
+    process = start("broken", "3600")
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code, _, err = end(process)
+    assert code == 143
+    assert time.monotonic() - began < 30
+    assert "the round is broken: a peer left" in err
+
+
+def test_a_second_interrupt_ends_the_process_at_once() -> None:
+    """For an impatient person at a terminal."""
+    process = start("waiting", "3600")
+    assert process.stderr is not None
+    process.send_signal(signal.SIGINT)
+    try:
+        assert "stop.requested" in process.stderr.readline()
+    finally:
+        process.send_signal(signal.SIGINT)
+        code, _, err = end(process)
+    assert code == 130
+    assert "interrupted twice" in err
+
+
+def test_what_follows_the_agreement_is_not_cut_short() -> None:
+    """A checkpoint may take longer than the patience."""
+    process = start("cooperative", "0.3", "1.5")
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[:2] == (143, "closed True 1\n")
+
+
+def test_a_session_outside_the_main_thread_leaves_signals_alone(tmp_path: Path) -> None:
+    """Python offers no way there; it must not fail."""
+    code = (
+        "import threading; from elastic_trainer.worker.steps.signals import Signals\n"
+        "s = Signals(lambda: 1.0, lambda: None)\n"
+        "t = threading.Thread(target=lambda: (s.open(), s.close())); t.start(); t.join()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "signals.left_alone" in done.stdout + done.stderr) == (0, True)
