@@ -63,7 +63,7 @@ def test_survivors_that_are_busy_are_neither_killed_nor_left_behind(
     ``sever_timeout`` and the time of a node that is not busy; then one while rank 0 saves. The same processes go on,
     no committed step is lost, and the logs say what was waited for. One that never comes back from an evaluation is
     waited for until ``phase_timeout`` is over."""
-    with busy_job(tmp_path, etcd_endpoint, run_id, phase_timeout="24") as job:
+    with busy_job(tmp_path, etcd_endpoint, run_id, phase_timeout="18") as job:
         job.start(3)
         before = job.await_world(*ALL, count=20)
         for turn, what in enumerate(("evaluate", "slow"), 1):
