@@ -16,7 +16,7 @@ import json
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from elastic_trainer.checkpoint import slices, tensorfile, tensors
@@ -41,19 +41,18 @@ _LARGE_INT_BITS = 1024
 _NO_SURPRISE = "supported are dict, list, tuple, str, int, float, bool, None, bytes and torch.Tensor"
 
 
-def encode(state: Mapping[str, Any], part: int = 0, parts: int = 1) -> Image:
+def encode(state: Mapping[str, Any], parts: int = 1, own: Callable[[str], bool] = lambda name: False) -> Image:
     """The files that hold ``state``; tensor data are read from their own memory when the image is written.
 
-    Where several write, each holds the same state and gets the image of its ``part`` (from 0) of ``parts``: a file of
-    tensors of about equal size, and for the first one the skeleton too.
+    With several ``parts`` its tensors are in that many files of about equal size, which several processes that hold the
+    same state can write; tensors that are this process's ``own``, by their names, are in the first.
     Raises CheckpointError naming the path of the first value that cannot be kept.
     """
     encoder = _Encoder()
     root = encoder.value(dict(state), ())
     skeleton = {"version": SKELETON_VERSION, "state": root}
     text = json.dumps(skeleton, separators=(",", ":"), allow_nan=False).encode("ascii")
-    skeleton_file = (from_bytes(STATE_FILE, text),) if part == 0 else ()
-    return Image((encoder.tensors_file() if parts == 1 else encoder.part_file(part, parts), *skeleton_file))
+    return Image((*encoder.tensor_files(parts, own), from_bytes(STATE_FILE, text)))
 
 
 def decode(skeleton: bytes | bytearray, loaded: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
@@ -171,26 +170,28 @@ class _Encoder:
         self._described.append(tensorfile.Placed(name, dtype, shape))
         return name
 
-    def tensors_file(self) -> FileImage:
-        placed = tensorfile.place(self._described)
-        sources = [self._sources[each.name] for each in placed if each.size]
+    def tensor_files(self, parts: int, own: Callable[[str], bool]) -> tuple[FileImage, ...]:
+        if parts == 1:
+            return (self._file(TENSORS_FILE, slices.uncut(self._described)),)
+        divided = slices.split([each for each in self._described if not own(each.name)], parts)
+        first = (*slices.uncut(each for each in self._described if own(each.name)), *divided[0])
+        return tuple(self._file(tensors_file(part, parts), each) for part, each in enumerate((first, *divided[1:])))
 
-        def body() -> Iterator[memoryview]:
-            return (source() for source in sources)
-
-        return FileImage(TENSORS_FILE, tensorfile.header(placed), sum(each.size for each in placed), body)
-
-    def part_file(self, part: int, parts: int) -> FileImage:
-        """A tensor that is cut is fetched from its device as a whole; at most two of a part are."""
-        found = slices.named(slices.split(self._described, parts)[part])
+    def _file(self, name: str, held: Sequence[slices.Slice]) -> FileImage:
+        """A tensor that is cut is fetched from its device as a whole; at most two of a file are."""
+        found = slices.named(held)
         placed = tensorfile.place([tensorfile.Placed(name, each.dtype, each.shape) for name, each in found.items()])
         wanted = [found[each.name] for each in placed if each.size]
 
         def body() -> Iterator[memoryview]:
-            return (self._sources[each.tensor]()[slice(*cast("tuple[int, int]", each.span))] for each in wanted)
+            return (self._bytes_of(each) for each in wanted)
 
         head = tensorfile.header(placed, slices.metadata(found))
-        return FileImage(tensors_file(part, parts), head, sum(each.size for each in placed), body)
+        return FileImage(name, head, sum(each.size for each in placed), body)
+
+    def _bytes_of(self, part: slices.Slice) -> memoryview:
+        source = self._sources[part.tensor]()
+        return source if part.complete else source[slice(*cast("tuple[int, int]", part.span))]
 
 
 def _as_it_is(value: Any, path: Trail) -> Json:

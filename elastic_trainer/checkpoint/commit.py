@@ -33,14 +33,19 @@ def commit(storage: Storage, image: Image, manifest: Manifest) -> Manifest:
     DamagedError, and nothing is there, if the manifest has records already and the bytes are not those any more.
     """
     require_space(storage, image.size)
-    with _temporary(storage) as temporary:
-        written = tuple(_write(storage, temporary, file) for file in image.files)
+    with temporary_entry(storage) as temporary:
+        written = tuple(write_file(storage, temporary, file) for file in image.files)
         if manifest.files not in ((), written):
             raise DamagedError(f"checkpoint {manifest.name}: its bytes have changed in memory since they were copied")
         complete = manifest.with_files(written)
-        _write(storage, temporary, from_bytes(MANIFEST_FILE, seal(complete)))
+        write_file(storage, temporary, from_bytes(MANIFEST_FILE, seal(complete)))
         storage.publish(temporary, manifest.name)
     return complete
+
+
+def changed(manifest: Manifest) -> DamagedError:
+    """What to raise when the bytes of ``manifest``'s files are not those of its records."""
+    return DamagedError(f"checkpoint {manifest.name}: its bytes have changed in memory since they were copied")
 
 
 def records(image: Image) -> tuple[FileRecord, ...]:
@@ -76,13 +81,13 @@ def check_writable(storage: Storage) -> None:
     """StorageError unless a checkpoint could be written now; leaves nothing behind."""
     storage.prepare()
     require_space(storage, 0)
-    with _temporary(storage) as temporary:
-        _write(storage, temporary, from_bytes(MANIFEST_FILE, b"\0" * 4096))
+    with temporary_entry(storage) as temporary:
+        write_file(storage, temporary, from_bytes(MANIFEST_FILE, b"\0" * 4096))
         _discard(storage, temporary)
 
 
 @contextmanager
-def _temporary(storage: Storage) -> Iterator[str]:
+def temporary_entry(storage: Storage) -> Iterator[str]:
     """A fresh directory that is removed if the block fails; also when it is interrupted."""
     name = temporary_name(this_process())
     storage.create(name)
@@ -100,7 +105,7 @@ def _discard(storage: Storage, name: str) -> None:
         return  # a broken disk: the error that led here says so; what is left is swept when this process is gone
 
 
-def _write(storage: Storage, entry: str, file: FileImage) -> FileRecord:
+def write_file(storage: Storage, entry: str, file: FileImage) -> FileRecord:
     """Write ``file``, taking checksums of the very bytes that are handed to the kernel."""
     sink = storage.sink(entry, file.name)
     try:

@@ -61,6 +61,11 @@ class Slice:
         return begin, begin + self.size
 
 
+def uncut(described: Iterable[Placed]) -> tuple[Slice, ...]:
+    """The tensors ``described``, each as one slice."""
+    return tuple(Slice(each.name, each.dtype, each.shape, (0,) * len(each.shape), each.shape) for each in described)
+
+
 def split(described: Iterable[Placed], parts: int) -> tuple[tuple[Slice, ...], ...]:
     """The tensors ``described`` in ``parts`` parts of about equal bytes; large ones are cut by rows.
 
@@ -74,7 +79,7 @@ def split(described: Iterable[Placed], parts: int) -> tuple[tuple[Slice, ...], .
         axis = next((axis for axis, size in enumerate(each.shape) if size > 1), None)
         if each.size <= UNCUT or axis is None:
             part = min(parts - 1, (begin + each.size // 2) * parts // max(1, total))
-            result[part].append(Slice(each.name, each.dtype, each.shape, (0,) * len(each.shape), each.shape))
+            result[part] += uncut([each])
         else:
             for part, (first, last) in enumerate(_rows(each, axis, begin, total, parts)):
                 if first < last:
@@ -140,7 +145,7 @@ def in_file(placed: Sequence[Placed], about: Mapping[str, Any], where: str) -> t
 
 def _slice(placed: Placed, about: Mapping[str, Any] | None) -> Slice:
     if about is None:
-        return Slice(placed.name, placed.dtype, placed.shape, (0,) * len(placed.shape), placed.shape)
+        return uncut([placed])[0]
     tensor, whole, offset = about["tensor"], tuple(about["shape"]), tuple(about["offset"])
     numbers = all(type(each) is int and 0 <= each < 1 << 62 for each in (*whole, *offset))
     if type(tensor) is not str or not numbers:

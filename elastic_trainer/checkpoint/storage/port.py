@@ -60,6 +60,18 @@ class Storage(Protocol):
 
     def sink(self, name: str, file: str) -> Sink: ...
 
+    def mark(self, name: str, file: str) -> bool:
+        """Make an empty file in the entry ``name``; False if it is there already. Of several callers one gets True."""
+        ...
+
+    def files(self, name: str) -> frozenset[str]:
+        """The files of the entry ``name``; none if it is gone. OSError if it cannot be listed."""
+        ...
+
+    def discard(self, name: str, file: str) -> None:
+        """Remove a file of the entry ``name``; one that is gone is fine."""
+        ...
+
     def source(self, name: str, file: str) -> ByteSource:
         """The file ``file`` of the entry ``name``; OSError if it cannot be opened."""
         ...

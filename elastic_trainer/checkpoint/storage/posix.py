@@ -82,6 +82,24 @@ class PosixStorage:
             descriptor = os.open(self._root / name / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         return _PosixSink(descriptor, self.location)
 
+    def mark(self, name: str, file: str) -> bool:
+        with self._writing():
+            try:
+                os.close(os.open(self._root / name / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            except FileExistsError:
+                return False
+        return True
+
+    def files(self, name: str) -> frozenset[str]:
+        try:
+            return frozenset(os.listdir(self._root / name))
+        except FileNotFoundError:
+            return frozenset()
+
+    def discard(self, name: str, file: str) -> None:
+        with self._writing():
+            (self._root / name / file).unlink(missing_ok=True)
+
     def source(self, name: str, file: str) -> ByteSource:
         return _PosixSource(os.open(self._root / name / file, os.O_RDONLY | os.O_CLOEXEC))
 

@@ -32,10 +32,9 @@ def draft() -> Manifest:
 
 def saved_by(parts: int, state: dict[str, Any], directory: Path) -> tuple[PosixStorage, Manifest]:
     """``state``, committed as ``parts`` writers would encode it."""
-    images = [codec.encode(state, part, parts) for part in range(parts)]
     storage = PosixStorage(directory)
     storage.prepare()
-    return storage, commit(storage, Image(tuple(file for image in images for file in image.files)), draft())
+    return storage, commit(storage, codec.encode(state, parts), draft())
 
 
 def large_state() -> dict[str, Any]:
@@ -109,7 +108,10 @@ def boxes(whole: torch.Tensor, name: str, cuts: Sequence[Sequence[int]]) -> list
     """``whole`` cut at ``cuts`` of its first two dimensions."""
     ends = [list(zip([0, *each], [*each, size], strict=True)) for each, size in zip(cuts, whole.shape, strict=True)]
     return [
-        (Slice(name, "F32", tuple(whole.shape), (top, left), (down - top, right - left)), whole[top:down, left:right])
+        (
+            Slice(name, "F32", tuple(whole.shape), (top, left), (down - top, right - left)),
+            whole[top:down, left:right],
+        )
         for top, down in ends[0]
         for left, right in ends[1]
     ]

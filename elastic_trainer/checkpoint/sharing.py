@@ -1,0 +1,143 @@
+"""Several nodes write one checkpoint. They hold the same state in the same files, and meet in the storage alone.
+
+The process that saves leaves an offer in its temporary directory: the manifest, with the checksums of all files.
+Helpers look for the offer of the state that they hold too. Whoever is the first to mark a file as taken writes it, so
+faster writers write more, and where nobody helps the one process writes all of them. A file that was taken and is not
+done in time is written again by the process that saves.
+
+====================  ================================================================
+``offer.json``        the manifest of what is being written
+``taken-FILE``        somebody writes FILE
+``done-FILE``         FILE is durable
+====================  ================================================================
+
+*Runs in* the threads that commit. *Owns* the temporary directory (the process that saves).
+*Fails by* StorageError or DamagedError in the process that saves; a helper that fails is done without.
+*Invariant*: what is published has the bytes of the process that saves: helpers write only files whose checksums equal
+its own, and it publishes when all of them are durable.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from threading import Event
+
+from elastic_trainer.checkpoint.commit import changed, require_space, temporary_entry, write_file
+from elastic_trainer.checkpoint.image import FileImage, Image, from_bytes
+from elastic_trainer.checkpoint.layout import MANIFEST_FILE, Kind, kind_of
+from elastic_trainer.checkpoint.manifest import Manifest, seal, unseal
+from elastic_trainer.checkpoint.storage import Storage
+from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
+from elastic_trainer.errors import CheckpointError
+from elastic_trainer.telemetry.logs import logger
+
+OFFER_FILE = "offer.json"
+LOOK_S = 0.05
+"""Seconds between two looks at the storage."""
+FIND_S = 10.0
+"""How long a helper looks for an offer."""
+LEAST_PATIENCE_S = 10.0
+PATIENCE = 3.0
+"""A helper may take this many times as long for its files as the process that saves took for its own."""
+_LONGEST_OFFER = 64 << 20
+
+
+def commit_shared(storage: Storage, image: Image, manifest: Manifest, clock: Clock = SYSTEM) -> Manifest:
+    """Write ``image`` as the checkpoint ``manifest``, whose files are known, with whoever helps."""
+    require_space(storage, image.size)
+    with temporary_entry(storage) as temporary:
+        write_file(storage, temporary, from_bytes(OFFER_FILE, seal(manifest)))
+        began = clock.monotonic()
+        mine = set(_take(storage, temporary, image.files, manifest))
+        patience = Deadline.after(max(LEAST_PATIENCE_S, PATIENCE * (clock.monotonic() - began)), clock)
+        for file in image.files:
+            if file.name not in mine and not _awaited(storage, temporary, file.name, patience):
+                logger().warning("checkpoint.helper_late", checkpoint=manifest.name, file=file.name)
+                storage.discard(temporary, file.name)
+                _write(storage, temporary, file, manifest)
+        for name in storage.files(temporary) - {file.name for file in image.files}:
+            storage.discard(temporary, name)
+        write_file(storage, temporary, from_bytes(MANIFEST_FILE, seal(manifest)))
+        storage.publish(temporary, manifest.name)
+    return manifest
+
+
+def help_write(
+    storage: Storage, image: Image, manifest: Manifest, turn: int, stop: Event, clock: Clock = SYSTEM
+) -> tuple[str, ...]:
+    """Write some of the files of the state ``manifest``, from file ``turn`` on; the names of those written here."""
+    offer = _find(storage, manifest, Deadline.after(FIND_S, clock), stop)
+    if offer is None:
+        return ()
+    temporary, wanted = offer
+    files = [*image.files[turn:], *image.files[:turn]]
+    same = [file for file in files if manifest.file(file.name) == wanted.file(file.name)]
+    try:
+        return tuple(_take(storage, temporary, same, wanted))
+    except (CheckpointError, OSError) as error:
+        if storage.exists(temporary):
+            logger().warning("checkpoint.help_failed", checkpoint=wanted.name, reason=str(error))
+        return ()
+
+
+def _find(storage: Storage, mine: Manifest, limit: Deadline, stop: Event) -> tuple[str, Manifest] | None:
+    """The temporary directory in which somebody saves the state of ``mine``, and the offer there."""
+    seen: set[str] = set()
+    while True:
+        for name in set(storage.names()) - seen:
+            if kind_of(name) is not Kind.TEMPORARY:
+                seen.add(name)
+                continue
+            offer = _offer(storage, name)
+            if offer is None:
+                continue
+            if (offer.run, offer.round, offer.step) == (mine.run, mine.round, mine.step) and _fits(offer, mine):
+                return name, offer
+            seen.add(name)
+        if limit.expired or pause(LOOK_S, stop, limit.clock):
+            return None
+
+
+def _offer(storage: Storage, temporary: str) -> Manifest | None:
+    """The offer in a temporary directory; None while there is none that is whole."""
+    try:
+        source = storage.source(temporary, OFFER_FILE)
+    except OSError:
+        return None
+    try:
+        content = bytearray(min(source.size, _LONGEST_OFFER))
+        if not source.read_into(memoryview(content), 0):
+            return None
+        return unseal(bytes(content), json.loads(content)["manifest"]["name"])
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError):
+        return None
+    finally:
+        source.close()
+
+
+def _fits(offer: Manifest, mine: Manifest) -> bool:
+    return {each.name for each in offer.files} == {each.name for each in mine.files}
+
+
+def _take(storage: Storage, temporary: str, files: Sequence[FileImage], manifest: Manifest) -> Iterator[str]:
+    """Write those of ``files``, in their order, that nobody else has taken."""
+    for file in files:
+        if storage.mark(temporary, f"taken-{file.name}"):
+            _write(storage, temporary, file, manifest)
+            storage.mark(temporary, f"done-{file.name}")
+            yield file.name
+
+
+def _write(storage: Storage, temporary: str, file: FileImage, manifest: Manifest) -> None:
+    if write_file(storage, temporary, file) != manifest.file(file.name):
+        raise changed(manifest)
+
+
+def _awaited(storage: Storage, temporary: str, file: str, patience: Deadline) -> bool:
+    """Whether a helper makes ``file`` durable in time."""
+    while f"done-{file}" not in storage.files(temporary):
+        if patience.expired:
+            return False
+        pause(LOOK_S, clock=patience.clock)
+    return True

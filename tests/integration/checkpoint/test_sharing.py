@@ -1,0 +1,169 @@
+"""Several processes write one checkpoint: exactly the state of the one that saves, whatever the others do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, codec, sharing
+from elastic_trainer.checkpoint.commit import records
+from elastic_trainer.checkpoint.image import Image
+from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, tensors_file
+from elastic_trainer.checkpoint.manifest import Manifest
+from elastic_trainer.checkpoint.storage import PosixStorage, Sink
+from tests.support.waiting import eventually
+from tests.unit.checkpoint.states import same
+
+PARTS = 4
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return {
+        "model": {f"layer{number}": torch.randn(300_000) for number in range(8)},
+        "random": torch.full((9,), float(os.getpid())),
+    }
+
+
+def prepared(directory: Path, held: dict[str, Any], step: int = 1) -> tuple[Image, Manifest]:
+    """The files of a state, and its manifest, as each writer makes them."""
+    manager = CheckpointManager(directory)
+    image = codec.encode(held, PARTS, lambda name: name == "random")
+    return image, manager.draft(SaveInfo(step, 1)).with_files(records(image))
+
+
+class Slow(PosixStorage):
+    """A disk that takes its time for each write, as long as ``gate`` is closed."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.gate = threading.Event()
+        self.wrote: list[str] = []
+
+    def sink(self, name: str, file: str) -> Sink:
+        if file.startswith("tensors"):
+            self.wrote.append(file)
+            assert self.gate.wait(30.0)
+        return super().sink(name, file)
+
+
+def helping(
+    storage: PosixStorage, held: dict[str, Any], turn: int, directory: Path
+) -> tuple[threading.Thread, list[str]]:
+    image, manifest = prepared(directory, held)
+    wrote: list[str] = []
+
+    def run() -> None:
+        wrote.extend(sharing.help_write(storage, image, manifest, turn, threading.Event()))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, wrote
+
+
+def loaded(directory: Path) -> dict[str, Any]:
+    found = CheckpointManager(directory).load_newest()
+    assert found is not None
+    tensors = {tensors_file(part, PARTS) for part in range(PARTS)}
+    assert {path.name for path in (directory / found.name).iterdir()} == {MANIFEST_FILE, STATE_FILE, *tensors}
+    return found.state
+
+
+def test_each_writer_writes_a_part(tmp_path: Path) -> None:
+    """Three help; all of them and the one that saves have the same slow disk."""
+    storages = [Slow(tmp_path) for _ in range(PARTS)]
+    image, manifest = prepared(tmp_path, state())
+    helpers = [helping(storages[turn], state(), turn, tmp_path) for turn in range(1, PARTS)]
+    saver = threading.Thread(target=sharing.commit_shared, args=(storages[0], image, manifest))
+    saver.start()
+    eventually(lambda: all(storage.wrote for storage in storages), "somebody writes nothing")
+    for storage in storages:
+        storage.gate.set()
+    saver.join(30.0)
+    for thread, wrote in helpers:
+        thread.join(30.0)
+        assert wrote
+    assert same(loaded(tmp_path), state())
+
+
+def test_without_help_one_process_writes_all(tmp_path: Path) -> None:
+    """At once: helpers that write to a disk of their own see nothing of it, and give up."""
+    (tmp_path / "other").mkdir()
+    stop = threading.Event()
+    image, manifest = prepared(tmp_path, state())
+    storage, done = PosixStorage(tmp_path / "other"), []
+    helper = threading.Thread(target=lambda: done.append(sharing.help_write(storage, image, manifest, 1, stop)))
+    helper.start()
+    sharing.commit_shared(PosixStorage(tmp_path), image, manifest)
+    assert same(loaded(tmp_path), state())
+    stop.set()
+    helper.join(30.0)
+    assert done == [()]
+
+
+def test_a_helper_with_another_state_writes_what_is_equal(tmp_path: Path) -> None:
+    """Buffers and random numbers differ between ranks; of another step it writes nothing."""
+    other = state()
+    other["random"] = torch.zeros(9)
+    other["model"]["layer7"] += 1
+    saver, helper = Slow(tmp_path), PosixStorage(tmp_path)
+    image, manifest = prepared(tmp_path, state())
+    thread, wrote = helping(helper, other, 0, tmp_path)
+    later_image, later = prepared(tmp_path, state(), step=2)
+    stop = threading.Event()
+    threading.Timer(1.0, stop.set).start()
+    saving = threading.Thread(target=sharing.commit_shared, args=(saver, image, manifest))
+    saving.start()
+    assert sharing.help_write(helper, later_image, later, 0, stop) == ()
+    thread.join(30.0)
+    saver.gate.set()
+    saving.join(30.0)
+    assert set(wrote) >= {tensors_file(1, PARTS), tensors_file(2, PARTS)}
+    assert set(wrote).isdisjoint({tensors_file(0, PARTS), tensors_file(3, PARTS)})
+    assert same(loaded(tmp_path), state())
+
+
+HELPER = """
+import sys, threading
+from pathlib import Path
+from elastic_trainer.checkpoint import sharing
+from tests.integration.checkpoint.test_sharing import Slow, prepared, state
+directory = Path(sys.argv[1])
+image, manifest = prepared(directory, state())
+storage = Slow(directory)
+threading.Timer(float(sys.argv[2]), storage.gate.set).start()
+print(sharing.help_write(storage, image, manifest, 1, threading.Event()))
+"""
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_helper_that_dies_or_stands_still_is_done_without(
+    tmp_path: Path, fault: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a file; one that thaws afterwards changes nothing any more."""
+    monkeypatch.setattr(sharing, "LEAST_PATIENCE_S", 1.0)
+    helper = subprocess.Popen([sys.executable, "-c", HELPER, str(tmp_path), "600"], stdout=subprocess.PIPE)
+    try:
+        image, manifest = prepared(tmp_path, state())
+        storage = Slow(tmp_path)
+        saving = threading.Thread(target=sharing.commit_shared, args=(storage, image, manifest))
+        saving.start()
+        eventually(lambda: any(tmp_path.glob("tmp-*/taken-tensors-00002*")), "nobody helps")
+        os.kill(helper.pid, fault)
+        storage.gate.set()
+        saving.join(60.0)
+        before = {path: path.read_bytes() for path in tmp_path.glob("step-*/*")}
+        assert same(loaded(tmp_path), state())
+        os.kill(helper.pid, signal.SIGCONT)
+        assert {path: path.read_bytes() for path in tmp_path.glob("step-*/*")} == before
+    finally:
+        helper.kill()
+        helper.communicate(timeout=30)
