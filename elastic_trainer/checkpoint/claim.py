@@ -4,7 +4,7 @@ The kernel releases the lock with the process. It is a record lock: children do 
 extend it to other hosts. On file systems without locks nobody is refused.
 
 *Runs in* the worker of rank 0. *Owns* the lock, until :meth:`Claim.release`.
-*Fails by* StorageError while another job holds it.
+*Fails by* InUseError while another job holds it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 
+from elastic_trainer.checkpoint.faults import InUseError
 from elastic_trainer.checkpoint.storage import Storage
 from elastic_trainer.clock import Clock, Deadline, pause
-from elastic_trainer.errors import StorageError
 
 _AGAIN_S = 0.1
 
@@ -41,7 +41,7 @@ class Claim:
         self._held = False
 
     def take(self, patience_s: float = 0.0) -> None:
-        """Hold the lock; StorageError if another job still has it after ``patience_s``.
+        """Hold the lock; InUseError if another job still has it after ``patience_s``.
 
         A process of the same job is tolerated: its peers have left it behind, and nonces keep checkpoint names apart.
         """
@@ -53,7 +53,7 @@ class Claim:
             elif self._same_job(holder):
                 return
             elif patience.expired:
-                raise StorageError(
+                raise InUseError(
                     f"checkpoint directory {self._storage.location} is in use by {_named(holder)}",
                     hint="give each job a directory of its own, or wait until that one has ended",
                 )

@@ -17,6 +17,8 @@ import struct
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from elastic_trainer.checkpoint import slices, tensorfile, tensors
@@ -57,16 +59,63 @@ def encode(state: Mapping[str, Any], parts: int = 1, own: Callable[[str], bool] 
 
 def decode(skeleton: bytes | bytearray, loaded: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
     """The state whose skeleton file holds ``skeleton``; ``where`` names the checkpoint in errors."""
-    try:
-        outer = json.loads(bytes(skeleton))
-        if outer["version"] != SKELETON_VERSION:
-            raise DamagedError(f"{where}: {STATE_FILE} has unknown version {outer['version']!r}")
-        state = _Decoder(loaded).value(outer["state"])
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, struct.error) as error:
-        raise DamagedError(f"{where}: {STATE_FILE} holds no state ({type(error).__name__}: {error})") from error
+    with _judged(where):
+        state = _Decoder(loaded).value(_root(skeleton, where))
     if not isinstance(state, dict):
         raise DamagedError(f"{where}: {STATE_FILE} holds a {type(state).__name__}, not a dict")
     return state
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A value of a state: that of a stored tensor as ``mark`` says (tensor, complex or blob), else ``value``."""
+
+    value: Any = None
+    tensor: str | None = None
+    mark: str = ""
+
+
+def outline(skeleton: bytes | bytearray, where: str) -> dict[tuple[Any, ...], Leaf]:
+    """What the state of ``skeleton`` holds, by its path; needs neither the tensors nor torch."""
+    with _judged(where):
+        return dict(_leaves(_root(skeleton, where), ()))
+
+
+def _leaves(node: Json, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Leaf]]:
+    mark = node.get(_MARK) if isinstance(node, dict) else None
+    pairs: list[tuple[Any, Json]]
+    if mark in ("tensor", "complex", "blob"):
+        yield path, Leaf(tensor=node["name"], mark=mark)
+        return
+    if mark in ("dict", "ordered", "counter"):
+        pairs = [(_Decoder({}).value(key), each) for key, each in node["items"]]
+    elif isinstance(node, list) or mark == "tuple":
+        pairs = list(enumerate(node if isinstance(node, list) else node["items"]))
+    elif isinstance(node, dict) and mark is None:
+        pairs = list(node.items())
+    else:
+        yield path, Leaf(_Decoder({}).value(node))
+        return
+    if not pairs:
+        yield path, Leaf(_Decoder({}).value(node))
+    for key, each in pairs:
+        yield from _leaves(each, (*path, key))
+
+
+def _root(skeleton: bytes | bytearray, where: str) -> Json:
+    outer = json.loads(bytes(skeleton))
+    if outer["version"] != SKELETON_VERSION:
+        raise DamagedError(f"{where}: {STATE_FILE} has unknown version {outer['version']!r}")
+    return outer["state"]
+
+
+@contextmanager
+def _judged(where: str) -> Iterator[None]:
+    """What goes wrong with a skeleton is damage."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, struct.error) as error:
+        raise DamagedError(f"{where}: {STATE_FILE} holds no state ({type(error).__name__}: {error})") from error
 
 
 def shown(path: Trail) -> str:
@@ -177,7 +226,7 @@ class _Encoder:
         first = (*slices.uncut(each for each in self._described if own(each.name)), *divided[0])
         return tuple(self._file(tensors_file(part, parts), each) for part, each in enumerate((first, *divided[1:])))
 
-    def _file(self, name: str, held: Sequence[slices.Slice]) -> FileImage:
+    def _file(self, name: str, held: Sequence[slices.TensorSlice]) -> FileImage:
         """A tensor that is cut is fetched from its device as a whole; at most two of a file are."""
         found = slices.named(held)
         placed = tensorfile.place([tensorfile.Placed(name, each.dtype, each.shape) for name, each in found.items()])
@@ -189,7 +238,7 @@ class _Encoder:
         head = tensorfile.header(placed, slices.metadata(found))
         return FileImage(name, head, sum(each.size for each in placed), body)
 
-    def _bytes_of(self, part: slices.Slice) -> memoryview:
+    def _bytes_of(self, part: slices.TensorSlice) -> memoryview:
         source = self._sources[part.tensor]()
         return source if part.complete else source[slice(*cast("tuple[int, int]", part.span))]
 

@@ -1,8 +1,8 @@
-"""Why one checkpoint could not be read, sorted by the reader's next move. All are CheckpointErrors."""
+"""Why one checkpoint could not be read, or a directory not written, sorted by the caller's next move."""
 
 from __future__ import annotations
 
-from elastic_trainer.errors import CheckpointError
+from elastic_trainer.errors import CheckpointError, StorageError
 
 
 class DamagedError(CheckpointError):
@@ -15,3 +15,7 @@ class GoneError(CheckpointError):
 
 class UnreadableError(CheckpointError):
     """It is there and may be good, but this process cannot read it now: leave it alone, report, take the next one."""
+
+
+class InUseError(StorageError):
+    """Another job writes in this directory."""

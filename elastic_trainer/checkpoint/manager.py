@@ -27,7 +27,7 @@ from elastic_trainer.checkpoint.inventory import Entry, Problem, committed, entr
 from elastic_trainer.checkpoint.layout import CheckpointName, quarantine_name, quarantined, trash_name
 from elastic_trainer.checkpoint.manifest import Manifest, checked_fields
 from elastic_trainer.checkpoint.reading import read_manifest, read_state
-from elastic_trainer.checkpoint.retention import Candidate, Retention, by_metric, decide
+from elastic_trainer.checkpoint.retention import Candidate, Retention, Ruling, by_metric, decide
 from elastic_trainer.checkpoint.snapshot import StateSnapshot
 from elastic_trainer.checkpoint.storage import Storage, open_storage
 from elastic_trainer.checkpoint.storage.locations import is_url
@@ -205,10 +205,22 @@ class CheckpointManager:
         if entries and entries[0].name != just_saved:
             reason = f"{entries[0].name} counts as newer (higher round or step) and would be resumed from"
             self._announce(Event(Transition.OUTRANKED, just_saved, reason))
-        verdicts = decide([_candidate(each) for each in entries], self._retention, frozenset({just_saved}))
+        self._apply(entries, frozenset({just_saved}))
+
+    def prune(self, *, dry_run: bool = False) -> tuple[Ruling, ...]:
+        """Apply retention now, though nothing was saved. StorageError while another job saves here."""
+        if self._claim is not None and not dry_run:
+            self._claim.take()
+        return self._apply(self.entries(), frozenset(), dry_run=dry_run)
+
+    def _apply(
+        self, entries: tuple[Entry, ...], protected: frozenset[str], *, dry_run: bool = False
+    ) -> tuple[Ruling, ...]:
+        verdicts = decide([_candidate(each) for each in entries], self._retention, protected)
         for verdict in verdicts:
-            if not verdict.keep:
+            if not verdict.keep and not dry_run:
                 self._remove(verdict.name, verdict.reason)
+        return verdicts
 
     def _remove(self, name: str, reason: str) -> None:
         """Under its own name a checkpoint is whole or gone, so it gets another name before it is taken apart."""

@@ -22,7 +22,7 @@ from elastic_trainer.checkpoint.faults import DamagedError, GoneError, Unreadabl
 from elastic_trainer.checkpoint.image import PIECE
 from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, TENSORS_FILE
 from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, unseal
-from elastic_trainer.checkpoint.slices import Slice, assemble, in_file
+from elastic_trainer.checkpoint.slices import TensorSlice, assemble, in_file
 from elastic_trainer.checkpoint.storage import ByteSource
 from elastic_trainer.checkpoint.tensorfile import Placed
 from elastic_trainer.checkpoint.tensors import Slab
@@ -72,7 +72,7 @@ class TensorFile:
 
     record: FileRecord
     placed: tuple[Placed, ...]
-    slices: tuple[Slice, ...]
+    slices: tuple[TensorSlice, ...]
 
 
 def read_headers(storage: CheckpointFiles, manifest: Manifest) -> tuple[TensorFile, ...]:
@@ -100,6 +100,23 @@ def read_tensors(
     for file in files:
         _read_data(storage, manifest.name, file, {each.name: each for each in found}, slabs)
     return found, slabs
+
+
+def read_in_turn(
+    storage: CheckpointFiles, manifest: Manifest, wanted: Sequence[Placed], most: int = 256 << 20
+) -> Iterator[tuple[Placed, Any]]:
+    """The ``wanted`` tensors one by one, each with its bytes as a numpy array; few more than ``most`` are in memory."""
+    start = 0
+    while start < len(wanted):
+        end, size = start + 1, wanted[start].size
+        while end < len(wanted) and size + wanted[end].size <= most:
+            size += wanted[end].size
+            end += 1
+        names = {each.name for each in wanted[start:end]}
+        found = tensors.arrays(*read_tensors(storage, manifest, names.__contains__))
+        for each in wanted[start:end]:
+            yield each, found[each.name]
+        start = end
 
 
 def verify(storage: CheckpointFiles, manifest: Manifest) -> None:
@@ -172,14 +189,14 @@ class _Segment:
 
 def _segments(
     file: TensorFile, found: Mapping[str, Placed], slabs: Sequence[Slab]
-) -> tuple[list[_Segment], list[tuple[Slice, Any]]]:
+) -> tuple[list[_Segment], list[tuple[TensorSlice, Any]]]:
     """Where the data of ``file`` go, without gaps, and which slices are to be scattered from where they went first.
 
     What follows itself both in the file and in memory is one segment: thousands of scalars are one read.
     """
     starts = [slab.begin for slab in slabs]
     segments: list[_Segment] = []
-    scattered: list[tuple[Slice, Any]] = []
+    scattered: list[tuple[TensorSlice, Any]] = []
     run: tuple[int, int, int] | None = None  # slab, and from where to where in it, of the last segment
     for placed, each in zip(file.placed, file.slices, strict=True):
         begin, end = file.record.head_size + placed.begin, file.record.head_size + placed.end

@@ -23,7 +23,7 @@ UNCUT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TensorSlice:
     """The box of ``shape`` elements at ``offset`` of the tensor ``tensor``, which has the shape ``whole``."""
 
     tensor: str
@@ -61,19 +61,21 @@ class Slice:
         return begin, begin + self.size
 
 
-def uncut(described: Iterable[Placed]) -> tuple[Slice, ...]:
+def uncut(described: Iterable[Placed]) -> tuple[TensorSlice, ...]:
     """The tensors ``described``, each as one slice."""
-    return tuple(Slice(each.name, each.dtype, each.shape, (0,) * len(each.shape), each.shape) for each in described)
+    return tuple(
+        TensorSlice(each.name, each.dtype, each.shape, (0,) * len(each.shape), each.shape) for each in described
+    )
 
 
-def split(described: Iterable[Placed], parts: int) -> tuple[tuple[Slice, ...], ...]:
+def split(described: Iterable[Placed], parts: int) -> tuple[tuple[TensorSlice, ...], ...]:
     """The tensors ``described`` in ``parts`` parts of about equal bytes; large ones are cut by rows.
 
     It depends on names, types and shapes alone, so writers that hold the same state agree without a word.
     """
     ordered = sorted(described, key=lambda each: each.name)
     total = sum(each.size for each in ordered)
-    result: list[list[Slice]] = [[] for _ in range(parts)]
+    result: list[list[TensorSlice]] = [[] for _ in range(parts)]
     begin = 0
     for each in ordered:
         axis = next((axis for axis, size in enumerate(each.shape) if size > 1), None)
@@ -97,13 +99,13 @@ def _rows(tensor: Placed, axis: int, begin: int, total: int, parts: int) -> Iter
     return itertools.pairwise(cuts)
 
 
-def _cut(tensor: Placed, axis: int, first: int, last: int) -> Slice:
+def _cut(tensor: Placed, axis: int, first: int, last: int) -> TensorSlice:
     before, after = (0,) * axis, (0,) * (len(tensor.shape) - axis - 1)
     shape = (*tensor.shape[:axis], last - first, *tensor.shape[axis + 1 :])
-    return Slice(tensor.name, tensor.dtype, tensor.shape, (*before, first, *after), shape)
+    return TensorSlice(tensor.name, tensor.dtype, tensor.shape, (*before, first, *after), shape)
 
 
-def named(slices: Sequence[Slice]) -> dict[str, Slice]:
+def named(slices: Sequence[TensorSlice]) -> dict[str, TensorSlice]:
     """``slices`` by their names in one file, in the same order.
 
     Each has its own, even where a tensor is called as a slice would be.
@@ -118,7 +120,7 @@ def named(slices: Sequence[Slice]) -> dict[str, Slice]:
     return result
 
 
-def metadata(found: Mapping[str, Slice]) -> dict[str, str]:
+def metadata(found: Mapping[str, TensorSlice]) -> dict[str, str]:
     """What the header of a file says about those of its tensors that are no whole ones."""
     cut = {
         name: {"tensor": each.tensor, "shape": each.whole, "offset": each.offset}
@@ -128,7 +130,7 @@ def metadata(found: Mapping[str, Slice]) -> dict[str, str]:
     return {METADATA: json.dumps(cut, separators=(",", ":"))} if cut else {}
 
 
-def in_file(placed: Sequence[Placed], about: Mapping[str, Any], where: str) -> tuple[Slice, ...]:
+def in_file(placed: Sequence[Placed], about: Mapping[str, Any], where: str) -> tuple[TensorSlice, ...]:
     """The slices of a file whose header has the tensors ``placed`` and the metadata ``about``, in the same order.
 
     DamagedError if the two do not fit together.
@@ -143,7 +145,7 @@ def in_file(placed: Sequence[Placed], about: Mapping[str, Any], where: str) -> t
     return slices
 
 
-def _slice(placed: Placed, about: Mapping[str, Any] | None) -> Slice:
+def _slice(placed: Placed, about: Mapping[str, Any] | None) -> TensorSlice:
     if about is None:
         return uncut([placed])[0]
     tensor, whole, offset = about["tensor"], tuple(about["shape"]), tuple(about["offset"])
@@ -152,12 +154,12 @@ def _slice(placed: Placed, about: Mapping[str, Any] | None) -> Slice:
         raise ValueError(f"{placed.name!r} has no name or sizes that are no sizes")
     if any(begin + size > most for begin, size, most in zip(offset, placed.shape, whole, strict=True)):
         raise ValueError(f"{placed.name!r} reaches beyond its tensor")
-    return Slice(tensor, placed.dtype, whole, offset, placed.shape)
+    return TensorSlice(tensor, placed.dtype, whole, offset, placed.shape)
 
 
-def assemble(slices: Iterable[Slice], where: str) -> tuple[Placed, ...]:
+def assemble(slices: Iterable[TensorSlice], where: str) -> tuple[Placed, ...]:
     """The whole tensors that ``slices`` make, placed one behind the other; DamagedError unless each is complete."""
-    found: dict[str, list[Slice]] = {}
+    found: dict[str, list[TensorSlice]] = {}
     for each in slices:
         found.setdefault(each.tensor, []).append(each)
     for name, parts in found.items():
@@ -168,11 +170,11 @@ def assemble(slices: Iterable[Slice], where: str) -> tuple[Placed, ...]:
     return place([Placed(name, parts[0].dtype, parts[0].whole) for name, parts in found.items()])
 
 
-def _exact(boxes: Sequence[Slice]) -> bool:
+def _exact(boxes: Sequence[TensorSlice]) -> bool:
     """Whether each element of the whole lies in one of ``boxes`` and no more."""
     if sum(math.prod(each.shape) for each in boxes) != math.prod(boxes[0].whole):
         return False
-    near: list[Slice] = []
+    near: list[TensorSlice] = []
     for box in sorted((each for each in boxes if math.prod(each.shape)), key=lambda each: each.offset):
         near = [each for each in near if each.offset[0] + each.shape[0] > box.offset[0]]
         if any(_overlap(each, box) for each in near):
@@ -181,6 +183,6 @@ def _exact(boxes: Sequence[Slice]) -> bool:
     return True
 
 
-def _overlap(one: Slice, other: Slice) -> bool:
+def _overlap(one: TensorSlice, other: TensorSlice) -> bool:
     boxes = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
     return all(a < b + other_size and b < a + size for a, size, b, other_size in boxes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from elastic_trainer.checkpoint.slices import Slice
+from elastic_trainer.checkpoint.slices import TensorSlice
 from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def arrays(placed: Sequence[Placed], slabs: Sequence[Slab]) -> dict[str, Any]:
     return found
 
 
-def scatter(part: Slice, data: Any, whole: Placed, slabs: Sequence[Slab]) -> None:
+def scatter(part: TensorSlice, data: Any, whole: Placed, slabs: Sequence[Slab]) -> None:
     """Put ``data``, the bytes of ``part``, where they belong in the tensor ``whole``."""
     slab = slabs[bisect_right(slabs, whole.begin, key=lambda each: each.begin) - 1]
     goal = slab.array[whole.begin - slab.begin : whole.end - slab.begin]

@@ -39,7 +39,7 @@ COMMANDS = (
     Command("forget", "remove what etcd holds of runs that are over"),
     Command("doctor", "look whether machine, network and etcd are fit to train"),
     Command("health", "ask the monitor or node of this container whether it works"),
-    Command("checkpoints", "list the checkpoints of a directory, and verify them"),
+    Command("checkpoints", "list, show, verify, compare, prune, export and import checkpoints"),
 )
 """Modules are imported when their command is given, so that help stays fast."""
 

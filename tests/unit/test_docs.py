@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 import elastic_trainer
 from elastic_trainer import errors, settings
+from elastic_trainer.cli import checkpoints
 from elastic_trainer.cli.main import COMMANDS, Parser
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.data.sources import SeekableStream
@@ -379,11 +380,16 @@ def test_the_table_of_exit_codes_is_complete() -> None:
     assert told == {value for name, value in vars(errors).items() if name.startswith("EXIT_")} | {0, 130}
 
 
-def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser of a subcommand."""
+def parser_of(command: str, action: str | None = None) -> argparse.ArgumentParser:
+    """The parser of a subcommand, or of one of its actions."""
     parser = Parser(prog=command)
     importlib.import_module(f"elastic_trainer.cli.{command}").configure(parser)
-    return parser
+    if action is None:
+        return parser
+    (actions,) = (each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    found = actions[action]
+    assert isinstance(found, argparse.ArgumentParser)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -391,6 +397,10 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     [
         ("Jobs", training_parser),
         *((f"elastic-trainer {each.name}", lambda name=each.name: parser_of(name)) for each in COMMANDS),
+        *(
+            (f"elastic-trainer checkpoints {name}", lambda name=name: parser_of("checkpoints", name))
+            for name in checkpoints.ACTIONS
+        ),
     ],
 )
 def test_the_tables_of_options_are_complete(heading: str, parser: Callable[[], argparse.ArgumentParser]) -> None:

@@ -55,7 +55,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseShare:
+class Slice:
     """One phase's share of the time of all ranks; ``x`` and ``width`` in percent."""
 
     phase: str
@@ -239,7 +239,7 @@ def _aside(every: Sequence[Json]) -> list[Note]:
     return found
 
 
-def slices(snapshot: Json) -> list[PhaseShare]:
+def slices(snapshot: Json) -> list[Slice]:
     """Where the time of all ranks went, in the order of ``names.json``, with unknown phases last."""
     seconds = {text(k): s for k, v in (snapshot.get("seconds") or {}).items() if (s := number(v)) and s > 0}
     total = sum(seconds.values())
@@ -248,9 +248,7 @@ def slices(snapshot: Json) -> list[PhaseShare]:
     for name in order:
         share, phase = seconds[name] / total, named("phases", name)
         found.append(
-            PhaseShare(
-                phase["key"], phase["label"], duration(seconds[name]), percent(share), _percent(x), _percent(share)
-            )
+            Slice(phase["key"], phase["label"], duration(seconds[name]), percent(share), _percent(x), _percent(share))
         )
         x += share
     return found

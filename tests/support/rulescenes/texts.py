@@ -129,7 +129,7 @@ TEXTS: dict[str, Text] = {
         "checkpoint",
         "A checkpoint of run RUN is damaged",
         "1 checkpoint(s) of RUN could not be loaded in the last 15 minutes. They were put aside as corrupt-*, and"
-        " an older one is taken. See elastic-trainer checkpoints DIRECTORY --verify.",
+        " an older one is taken. See elastic-trainer checkpoints verify DIRECTORY --all.",
         {"op": "load"},
     ),
     "nan": Text(

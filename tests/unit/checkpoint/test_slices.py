@@ -18,7 +18,7 @@ from elastic_trainer.checkpoint.commit import CHUNK, commit
 from elastic_trainer.checkpoint.image import FileImage, Image, from_bytes
 from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, CheckpointName, tensor_files, tensors_file
 from elastic_trainer.checkpoint.manifest import Manifest
-from elastic_trainer.checkpoint.slices import Slice, assemble, in_file, metadata, named, split
+from elastic_trainer.checkpoint.slices import TensorSlice, assemble, in_file, metadata, named, split
 from elastic_trainer.checkpoint.storage import ByteSource, PosixStorage
 from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed, header, place
 from tests.unit.checkpoint.states import flip_bit, raw, same, training_state
@@ -96,20 +96,20 @@ def test_a_division_loses_nothing_and_does_not_depend_on_the_order(
 
 
 def test_a_tensor_that_is_called_like_a_slice_keeps_its_name() -> None:
-    cut = Slice("w", "U8", (4,), (0,), (2,))
-    odd = Slice("w[0:2]", "U8", (2,), (0,), (2,))
+    cut = TensorSlice("w", "U8", (4,), (0,), (2,))
+    odd = TensorSlice("w[0:2]", "U8", (2,), (0,), (2,))
     assert named([cut, odd]) == {"w[0:2]#": cut, "w[0:2]": odd}
 
 
 # ---- boxes, as sharded models have them
 
 
-def boxes(whole: torch.Tensor, name: str, cuts: Sequence[Sequence[int]]) -> list[tuple[Slice, torch.Tensor]]:
+def boxes(whole: torch.Tensor, name: str, cuts: Sequence[Sequence[int]]) -> list[tuple[TensorSlice, torch.Tensor]]:
     """``whole`` cut at ``cuts`` of its first two dimensions."""
     ends = [list(zip([0, *each], [*each, size], strict=True)) for each, size in zip(cuts, whole.shape, strict=True)]
     return [
         (
-            Slice(name, "F32", tuple(whole.shape), (top, left), (down - top, right - left)),
+            TensorSlice(name, "F32", tuple(whole.shape), (top, left), (down - top, right - left)),
             whole[top:down, left:right],
         )
         for top, down in ends[0]
@@ -117,7 +117,9 @@ def boxes(whole: torch.Tensor, name: str, cuts: Sequence[Sequence[int]]) -> list
     ]
 
 
-def committed(files: Sequence[Sequence[tuple[Slice, torch.Tensor]]], names: Sequence[str], directory: Path) -> Any:
+def committed(
+    files: Sequence[Sequence[tuple[TensorSlice, torch.Tensor]]], names: Sequence[str], directory: Path
+) -> Any:
     """A checkpoint of the tensors ``names`` in ``files``, whether they make sense or not."""
     images = [_file(pairs, number, len(files)) for number, pairs in enumerate(files)]
     marks = {name: {"$": "tensor", "name": name} for name in names}
@@ -127,7 +129,7 @@ def committed(files: Sequence[Sequence[tuple[Slice, torch.Tensor]]], names: Sequ
     return storage, commit(storage, Image((*images, state)), draft())
 
 
-def _file(pairs: Sequence[tuple[Slice, torch.Tensor]], number: int, count: int) -> FileImage:
+def _file(pairs: Sequence[tuple[TensorSlice, torch.Tensor]], number: int, count: int) -> FileImage:
     found = named([each for each, _ in pairs])
     data = dict(zip(found, (raw(tensor) for _, tensor in pairs), strict=True))
     placed = place([Placed(name, each.dtype, each.shape) for name, each in found.items()])
@@ -141,7 +143,7 @@ def test_boxes_in_two_dimensions_come_together(tmp_path: Path) -> None:
     """Columns of rows, spread over files in any order, several of one tensor in a file, beside rows and whole ones."""
     square, tall, small = torch.randn(900, 1100), torch.randn(500, 4), torch.randn(3)
     pieces = boxes(square, "square", [[300, 301], [512]]) + boxes(tall, "tall", [[250], []])
-    pieces.insert(3, (Slice("small", "F32", (3,), (0,), (3,)), small))
+    pieces.insert(3, (TensorSlice("small", "F32", (3,), (0,), (3,)), small))
     storage, manifest = committed([pieces[0::3], pieces[1::3], pieces[2::3]], ["square", "tall", "small"], tmp_path)
     assert same(reading.read_state(storage, manifest), {"square": square, "tall": tall, "small": small})
     for record in manifest.tensor_files():
@@ -161,11 +163,11 @@ WHOLE = torch.arange(12, dtype=torch.float32).reshape(4, 3)
         (lambda found: found[:-1], "overlap, or leave a part of it out"),
         (lambda found: [*found, found[0]], "overlap, or leave a part of it out"),
         (lambda found: [*found[:-1], found[0]], "overlap, or leave a part of it out"),
-        (lambda found: [found[0], (Slice("w", "F32", (4, 4), (2, 0), (2, 2)), WHOLE[2:, :2])], "do not agree"),
-        (lambda found: [*found[:-1], (Slice("w", "I32", (4, 3), (2, 2), (2, 1)), WHOLE[2:, 2:])], "do not agree"),
-        (lambda found: [(Slice("w", "F32", (4, 3), (2, 2), (2, 2)), WHOLE[:2, :2])], "reaches beyond its tensor"),
-        (lambda found: [(Slice("w", "F32", (4,), (2, 0), (2, 2)), WHOLE[:2, :2])], "makes no sense"),
-        (lambda found: [(Slice("w", "F32", (4, -3), (0, 0), (2, 2)), WHOLE[:2, :2])], "makes no sense"),
+        (lambda found: [found[0], (TensorSlice("w", "F32", (4, 4), (2, 0), (2, 2)), WHOLE[2:, :2])], "do not agree"),
+        (lambda found: [*found[:-1], (TensorSlice("w", "I32", (4, 3), (2, 2), (2, 1)), WHOLE[2:, 2:])], "do not agree"),
+        (lambda found: [(TensorSlice("w", "F32", (4, 3), (2, 2), (2, 2)), WHOLE[:2, :2])], "reaches beyond its tensor"),
+        (lambda found: [(TensorSlice("w", "F32", (4,), (2, 0), (2, 2)), WHOLE[:2, :2])], "makes no sense"),
+        (lambda found: [(TensorSlice("w", "F32", (4, -3), (0, 0), (2, 2)), WHOLE[:2, :2])], "makes no sense"),
     ],
 )
 def test_slices_that_do_not_make_their_tensor_are_damage(change: Any, sentence: str, tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ LOCAL = ["local", "--nodes", "2:3"]
         ([*LOCAL, "--", "job.yaml"], "job.yaml: there is no such file"),
         ([*LOCAL, "--", "mnits"], "there is no ready-made task 'mnits'"),
         ([*LOCAL], "nothing to run was given"),
-        (["checkpoints", "gone"], "there is no directory 'gone'"),
-        (["checkpoints"], "the following arguments are required: DIR"),
+        (["checkpoints", "list", "gone"], "there is no directory 'gone'"),
+        (["checkpoints", "list"], "the following arguments are required: DIR"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_78(
