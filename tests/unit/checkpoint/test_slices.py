@@ -117,16 +117,19 @@ def boxes(whole: torch.Tensor, name: str, cuts: Sequence[Sequence[int]]) -> list
     ]
 
 
-def committed(
-    files: Sequence[Sequence[tuple[TensorSlice, torch.Tensor]]], names: Sequence[str], directory: Path
-) -> Any:
-    """A checkpoint of the tensors ``names`` in ``files``, whether they make sense or not."""
+def box_image(files: Sequence[Sequence[tuple[TensorSlice, torch.Tensor]]], names: Sequence[str]) -> Image:
+    """The tensors ``names`` in ``files``, whether they make sense or not."""
     images = [_file(pairs, number, len(files)) for number, pairs in enumerate(files)]
     marks = {name: {"$": "tensor", "name": name} for name in names}
-    state = from_bytes(STATE_FILE, json.dumps({"version": 1, "state": marks}).encode())
+    state = json.dumps({"version": 1, "state": marks}, separators=(",", ":"))
+    return Image((*images, from_bytes(STATE_FILE, state.encode())))
+
+
+def committed(files: Sequence[Any], names: Sequence[str], directory: Path) -> tuple[PosixStorage, Manifest]:
+    """A checkpoint of them."""
     storage = PosixStorage(directory)
     storage.prepare()
-    return storage, commit(storage, Image((*images, state)), draft())
+    return storage, commit(storage, box_image(files, names), draft())
 
 
 def _file(pairs: Sequence[tuple[TensorSlice, torch.Tensor]], number: int, count: int) -> FileImage:
