@@ -54,7 +54,8 @@ def encode(state: Mapping[str, Any], parts: int = 1, own: Callable[[str], bool] 
     root = encoder.value(dict(state), ())
     skeleton = {"version": SKELETON_VERSION, "state": root}
     text = json.dumps(skeleton, separators=(",", ":"), allow_nan=False).encode("ascii")
-    return Image((*encoder.tensor_files(parts, own), from_bytes(STATE_FILE, text)))
+    first, *others = encoder.tensor_files(parts, own)
+    return Image((first, from_bytes(STATE_FILE, text), *others))
 
 
 def decode(skeleton: bytes | bytearray, loaded: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:

@@ -68,7 +68,9 @@ class CheckpointConfig(Section):
 
     directory: Path = Path("runs")
     every_steps: int | None = Field(default=None, ge=1)
-    every_s: float | None = Field(default=60.0, gt=0.0)
+    every_s: float | Literal["auto"] | None = Field(
+        default=60.0, description="auto: by the cost of a save and the failures seen"
+    )
     keep_last: int = Field(default=3, ge=1)
     keep_every: int | None = Field(default=None, ge=1, description="also keep every checkpoint of such a step multiple")
     metric: str | None = Field(default=None, description="keep the checkpoint with the best value of it")
@@ -78,6 +80,13 @@ class CheckpointConfig(Section):
     allow_changed: tuple[Changeable, ...] = Field(
         default=(), description="what may differ from the run that is resumed; samples may then repeat or miss"
     )
+
+    @field_validator("every_s")
+    @classmethod
+    def _positive(cls, value: float | str | None) -> float | str | None:
+        if isinstance(value, float) and value <= 0.0:
+            raise ValueError("give a number of seconds above 0, auto, or null")
+        return value
 
 
 class LoggingConfig(Section):

@@ -48,7 +48,7 @@ from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.comm.failures import is_collective_failure
 from elastic_trainer.worker.model.replica import Reduction
 from elastic_trainer.worker.process import Process
-from elastic_trainer.worker.state.saver import Cadence
+from elastic_trainer.worker.state.cadence import Cadence
 from elastic_trainer.worker.state.training_state import Position, Stateful, check_part
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions, one_of
 from elastic_trainer.worker.steps.step import Step
@@ -60,7 +60,8 @@ LEAVING_S = 10.0
 
 
 class Session:
-    """See the module. ``checkpoint_dir`` None: nothing is saved; else it is saved by steps and by time.
+    """See the module. ``checkpoint_dir`` None: nothing is saved; else it is saved by steps, by time (see
+    cadence for ``"auto"``) and on SIGUSR1.
 
     ``allow_changed`` names fields (length, global_batch, micro_batch, seed, shuffle, ...) that a resumed job may have
     changed. What is asked for less often is grouped: ``saving``, ``checks`` and ``group``.
@@ -72,7 +73,7 @@ class Session:
         seed: int = 0,
         device: str = "auto",
         checkpoint_every_steps: int | None = None,
-        checkpoint_every_s: float | None = 60.0,
+        checkpoint_every_s: float | str | None = 60.0,
         keep_last: int = 3,
         *,
         allow_changed: Collection[str] = (),

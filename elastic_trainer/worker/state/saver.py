@@ -8,11 +8,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,47 +26,14 @@ from elastic_trainer.checkpoint import (
     StateSnapshot,
 )
 from elastic_trainer.clock import SYSTEM, Clock
-from elastic_trainer.errors import CheckpointError, ConfigError, NonFiniteError
+from elastic_trainer.errors import CheckpointError, NonFiniteError
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.comm.placement import AUTO
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.state.cadence import FIELD, Cadence, Experience, Memory
 from elastic_trainer.worker.state.training_state import TrainingState
-
-
-@dataclass(frozen=True, slots=True)
-class Cadence:
-    """How often to save. All ranks count the same steps; the seconds are rank 0's."""
-
-    every_steps: int | None = None
-    every_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.every_steps is not None and self.every_steps < 1:
-            raise ConfigError(f"checkpoint_every_steps is {self.every_steps}", hint="it must be at least 1, or None")
-        if self.every_s is not None and self.every_s <= 0:
-            raise ConfigError(f"checkpoint_every_s is {self.every_s}", hint="it must be positive, or None")
-
-
-LEAST_APART_S = 5.0
-_SHARE = 0.01
-"""Part of the training time that snapshots may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Memory that outlives this process: the agent's ``files``, and how often to copy the state there."""
-
-    files: Sequence[Path] = ()
-    every_s: float | str | None = AUTO
-
-    def apart_s(self, took_s: float) -> float:
-        """Seconds between snapshots that take ``took_s``; infinite for none."""
-        if self.every_s is None or not self.files:
-            return math.inf
-        return max(LEAST_APART_S, took_s / _SHARE) if isinstance(self.every_s, str) else self.every_s
 
 
 class WhenBehind(StrEnum):
@@ -95,15 +60,16 @@ class Saver:
         fields: Callable[[], Mapping[str, Any]],
         on_saved: Callable[[Committed], None],
         tracker: HeartbeatReporter,
-        when_behind: WhenBehind = WhenBehind.WAIT,
-        memory: Memory = Memory(),
+        when_behind: WhenBehind,
+        memory: Memory,
         clock: Clock = SYSTEM,
     ) -> None:
         self._when_behind = when_behind
         self._held, self._cadence, self._state, self._fields = manager, cadence, state, fields
         self._on_saved, self._tracker, self._clock = on_saved, tracker, clock
-        tracker.pulse.save_interval_s = cadence.every_s or 0.0
-        self._last_s = clock.monotonic()
+        self._last_s = self._began_s = clock.monotonic()
+        self._past, self._settling = Experience(), False
+        tracker.pulse.save_interval_s = self._interval_s() or 0.0
         self._last_step: int | None = None
         """That of the newest snapshot, unless its commit has failed."""
         self._world_size = 1
@@ -119,16 +85,19 @@ class Saver:
         """Whether this rank ``saves`` from now on."""
         self._manager, self._world_size = self._held if saves else None, world_size
 
-    def resumed(self) -> None:
-        """The present state was just read from a checkpoint."""
-        self._last_step = self._state.position.step
+    def resumed(self, fields: Mapping[str, Any], *, stored: bool) -> None:
+        """The present state was just read from a checkpoint with these ``fields``; ``stored``: it is in storage."""
+        if stored:
+            self._last_step = self._state.position.step
+        self._past = replace(Experience.resumed(fields), cost_s=self._past.cost_s)
+        self._began_s = self._clock.monotonic()
 
     def due_by_step(self, step: int) -> bool:
         return self._cadence.every_steps is not None and step % self._cadence.every_steps == 0
 
     def due_by_time(self) -> bool:
         """Whether enough seconds have passed since the last save or attempt, and storage is not behind."""
-        every_s = self._cadence.every_s
+        every_s = self._interval_s()
         if self._manager is None or self._saves is None or every_s is None or self._saves.full:
             return False
         return self._clock.monotonic() - self._last_s >= every_s
@@ -157,6 +126,13 @@ class Saver:
                 logger().warning("snapshot.failed", step=self._state.position.step, reason=str(error))
                 self._copied_s = self._clock.monotonic()
 
+    def _seen(self) -> Experience:
+        trained_s = self._past.trained_s + self._clock.monotonic() - self._began_s
+        return replace(self._past, trained_s=trained_s)
+
+    def _interval_s(self) -> float | None:
+        return self._cadence.interval_s(self._seen())
+
     # ---- saving
 
     def save(self, metrics: Mapping[str, float], *, best: bool = False, wait: bool = False) -> str | None:
@@ -173,6 +149,8 @@ class Saver:
         try:
             with self._tracker.during(Phase.CHECKPOINT):
                 save = self._begin(self._manager, self._saves, metrics, best=best)
+                self._past = self._past.saved(self._clock.monotonic() - began)
+                self._tracker.pulse.save_interval_s = self._interval_s() or 0.0
                 if wait:
                     save.done.wait()
         except (CheckpointError, NonFiniteError) as error:
@@ -206,7 +184,7 @@ class Saver:
             world_size=self._world_size,
             metrics=metrics,
             best=best,
-            fields=self._fields(),
+            fields={**self._fields(), **self._learned()},
         )
         image = manager.encode(state.collect(), info)
         try:
@@ -220,6 +198,9 @@ class Saver:
         if not commit:
             self._copy_took_s = self._copied_s - began
         return save
+
+    def _learned(self) -> Mapping[str, Any]:
+        return {FIELD: self._seen().kept(settled=self._settling)} if self._cadence.auto else {}
 
     def attempt(self) -> CheckpointError | NonFiniteError | None:
         """Save on schedule. An error has been logged and is returned: it must not end the training."""
@@ -264,10 +245,13 @@ class Saver:
         self.wait()
         if not self.unsaved:
             return None
+        self._settling = True
         try:
             self.save({}, wait=True)
         except (CheckpointError, NonFiniteError) as error:
             return error
+        finally:
+            self._settling = False
         return None
 
     def wait(self) -> None:

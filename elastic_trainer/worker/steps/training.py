@@ -25,10 +25,11 @@ from elastic_trainer.worker.comm.groups import Group
 from elastic_trainer.worker.model import ema
 from elastic_trainer.worker.model.arithmetic import FIELD, arithmetic, check_ranks, check_resumed
 from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer
+from elastic_trainer.worker.state.cadence import Memory
 from elastic_trainer.worker.state.fields import check_run
 from elastic_trainer.worker.state.heal import give
 from elastic_trainer.worker.state.restore import Origin, restore
-from elastic_trainer.worker.state.saver import Memory, Saver
+from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.training_state import Stateful, TrainingState, reseed
 from elastic_trainer.worker.steps.boundary import Duties, StepBoundaries, Turn
 from elastic_trainer.worker.steps.commit import Steps
@@ -156,8 +157,8 @@ class Training:
         first = place.position.generation + 1 if self.origin.name is not None else 0
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))
         self.take_part(group, newest, self.origin.fields)
-        if self.origin.name is not None and self.origin.stored:
-            self.saver.resumed()
+        if self.origin.name is not None:
+            self.saver.resumed(self.origin.fields, stored=self.origin.stored)
 
     def take_part(
         self, group: Group, generation: int, fields: Mapping[str, Any], given: Mapping[str, Any] | None = None

@@ -7,7 +7,7 @@ import json
 import resource
 import signal
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker.report.ledger import Ledger
 from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.state.cadence import FIRST_S, SHORTEST_S, Experience, best_interval_s
 from elastic_trainer.worker.steps.options import CheckOptions, SavingOptions
 from tests.unit.worker.toys import Counter, Job, data, loss_of, model
 
@@ -91,6 +92,37 @@ def test_checkpoints_are_saved_by_steps_and_by_time(tmp_path: Path) -> None:
     with Session(second, device="cpu", checkpoint_every_s=1e-9, keep_last=100) as session:
         Job(session).train(2)
     assert len(CheckpointManager(second).entries()) > 1
+
+
+def test_an_automatic_interval_follows_the_cost_of_saves_and_the_failures(tmp_path: Path) -> None:
+    """It is shown as soon as a save was measured; a life that had lost steps counts as a failure, one that had not does
+    not. Without ``auto`` checkpoints hold nothing of it."""
+
+    def life(*, steps: int, fails: bool) -> Experience:
+        with (
+            suppress(KeyboardInterrupt),
+            Session(tmp_path, device="cpu", checkpoint_every_steps=2, checkpoint_every_s="auto") as session,
+        ):
+            job = Job(session)
+            pulse, saver = session._here.tracker.pulse, session._trained.saver
+            assert pulse.save_interval_s == FIRST_S
+            job.train(99, stop_at=session.step_number + steps)
+            assert SHORTEST_S <= pulse.save_interval_s == pytest.approx(best_interval_s(saver._seen()), rel=0.01)
+            assert saver._seen().cost_s is not None
+            saver.wait()
+            if fails:
+                raise KeyboardInterrupt
+            return saver._seen()
+        return Experience()
+
+    life(steps=3, fails=True)
+    seen = life(steps=3, fails=False)
+    assert (seen.failures, seen.trained_s > 0.0) == (1, True)
+    assert life(steps=3, fails=True) == Experience()
+    newest = CheckpointManager(tmp_path).newest()
+    assert newest is not None
+    kept = Experience.resumed(newest.manifest.fields)
+    assert (kept.failures, kept.trained_s > seen.trained_s) == (2, True)
 
 
 def test_the_session_knows_that_a_checkpoint_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
