@@ -198,7 +198,7 @@ class RendezvousOptions(Frozen):
     failure_limit: int = Field(default=3, ge=1, description="failures at one step that end the run")
     stalled_rounds: int = Field(default=10, ge=1, description="rounds without a committed step that end the run")
     preflight: PreflightMode = PreflightMode.OFF
-    preflight_dir: Path | None = Field(default=None, description="checkpoint directory that preflight looks at")
+    preflight_dir: str | None = Field(default=None, description="checkpoint directory or URL that preflight looks at")
     preflight_min_disk: float = Field(default=0.0, ge=0.0, description="GiB that must be free there; 0: not known")
     preflight_ratio: float = Field(default=0.5, gt=0.0, le=1.0, description="unfit: slower than this part of a median")
     preflight_timeout: float = Field(default=120.0, gt=0.0, description="longest time for the checks of a node")

@@ -18,6 +18,7 @@ from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.etcd_binary import find_binary
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from tests.support.requirements import missing
+from tests.support.s3server import BUCKET, S3Server, serving, use
 
 # Its examples have 200 ms each by default, which a loaded machine can miss; whole tests have their own limit.
 hypothesis.settings.register_profile("patient", deadline=None)
@@ -99,3 +100,26 @@ def run_id() -> str:
 def etcd_settings(etcd_endpoint: str, run_id: str) -> StoreSettings:
     """Settings for the shared etcd with a prefix of this test's own."""
     return StoreSettings(endpoints=parse_endpoints(etcd_endpoint), prefix=f"/{run_id}")
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """S3's interface on loopback, for the whole session."""
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """The server, without faults, and this process as its client."""
+    use(s3_server, monkeypatch)
+    s3_server.inject()
+    s3_server.log()
+    yield s3_server
+    s3_server.inject()
+
+
+@pytest.fixture
+def s3_url(s3: S3Server) -> str:
+    """A prefix of no other test's."""
+    return f"s3://{BUCKET}/test-{os.getpid()}-{next(_numbers)}/checkpoints"

@@ -1,7 +1,8 @@
-"""One job at a time writes in a directory: the process that saves holds a lock there while it lives.
+"""One job at a time writes in a directory or bucket prefix: the process that saves holds a lock there while it lives.
 
-The kernel releases the lock with the process. It is a record lock: children do not inherit it, and network file systems
-extend it to other hosts. On file systems without locks nobody is refused.
+In a directory the kernel releases the lock with the process. It is a record lock: children do not inherit it, and
+network file systems extend it to other hosts. On file systems without locks nobody is refused. In an object store the
+lock is a lease (see ``storage/lease.py``), which a holder that died leaves behind for a while.
 
 *Runs in* the worker of rank 0. *Owns* the lock, until :meth:`Claim.release`.
 *Fails by* InUseError while another job holds it.
@@ -10,15 +11,20 @@ extend it to other hosts. On file systems without locks nobody is refused.
 from __future__ import annotations
 
 import json
-import os
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from elastic_trainer.checkpoint.faults import InUseError
-from elastic_trainer.checkpoint.storage import Storage
+from elastic_trainer.checkpoint.layout import WriterIdentity
+from elastic_trainer.checkpoint.storage import Holder, Storage
+from elastic_trainer.checkpoint.writers import alive, this_process
 from elastic_trainer.clock import Clock, Deadline, pause
 
 _AGAIN_S = 0.1
+_SLOWLY_S = 1.0
+"""Each look at a lease is a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,35 +43,49 @@ class Claim:
 
     def __init__(self, storage: Storage, owner: Owner, clock: Clock) -> None:
         self._storage, self._owner, self._clock = storage, owner, clock
-        self._words = json.dumps({**asdict(owner), "host": socket.gethostname(), "pid": os.getpid()})
-        self._held = False
+        process = this_process()
+        self._words = json.dumps({**asdict(owner), **asdict(process), "host": socket.gethostname()})
 
     def take(self, patience_s: float = 0.0) -> None:
         """Hold the lock; InUseError if another job still has it after ``patience_s``.
 
-        A process of the same job is tolerated: its peers have left it behind, and nonces keep checkpoint names apart.
+        With patience, a holder that may be dead is waited for until it shows itself or its lease expires. A process of
+        the same job is tolerated: its peers have left it behind, and nonces keep checkpoint names apart.
         """
-        patience = Deadline.after(patience_s, self._clock)
-        while not self._held:
-            holder = self._storage.hold(self._words)
-            if holder is None:
-                self._held = True
-            elif self._same_job(holder):
+        patience, before = Deadline.after(patience_s, self._clock), None
+        while (holder := self._storage.hold(self._words, self._gives_way)) is not None:
+            if self._same_job(holder.words):
                 return
-            elif patience.expired:
+            maybe_dead = patience_s > 0 and holder.expires_in_s > 0 and not _showed_itself(before, holder)
+            if patience.expired and not maybe_dead:
                 raise InUseError(
-                    f"checkpoint directory {self._storage.location} is in use by {_named(holder)}",
+                    f"checkpoint directory {self._storage.location} is in use by {_named(holder.words)}",
                     hint="give each job a directory of its own, or wait until that one has ended",
                 )
-            else:
-                pause(_AGAIN_S, clock=self._clock)
+            before = holder
+            pause(_SLOWLY_S if holder.expires_in_s else _AGAIN_S, clock=self._clock)
 
     def release(self) -> None:
-        self._held = False
         self._storage.let_go()
 
     def _same_job(self, holder: str) -> bool:
         return self._owner.job is not None and _read(holder).get("job") == self._owner.job
+
+    def _gives_way(self, holder: str) -> bool:
+        """Whether it is of this job, or this machine's kernel says that it is dead."""
+        return self._same_job(holder) or _dead(_read(holder))
+
+
+def _showed_itself(before: Holder | None, now: Holder) -> bool:
+    return before is not None and (now.words != before.words or now.expires_in_s > before.expires_in_s)
+
+
+def _dead(read: Mapping[str, Any]) -> bool:
+    try:
+        process = WriterIdentity(*(read[field] for field in ("pid", "start", "boot", "namespace", "host")))
+        return alive(process, this_process()) is False
+    except (KeyError, TypeError):  # another version's words
+        return False
 
 
 def _named(holder: str) -> str:
@@ -74,7 +94,7 @@ def _named(holder: str) -> str:
     return f"{who} (process {read.get('pid', 'unknown')} on {read.get('host', 'an unknown host')})"
 
 
-def _read(holder: str) -> dict[str, object]:
+def _read(holder: str) -> dict[str, Any]:
     try:
         read = json.loads(holder)
     except ValueError:  # it has the lock, and is about to write who it is

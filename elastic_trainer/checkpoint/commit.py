@@ -8,6 +8,7 @@ manifest, the manifest before the name, and a name never replaces another.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,10 +16,11 @@ import xxhash
 
 from elastic_trainer.checkpoint.faults import DamagedError
 from elastic_trainer.checkpoint.image import FileImage, Image, from_bytes, pieces
-from elastic_trainer.checkpoint.janitor import this_process
-from elastic_trainer.checkpoint.layout import MANIFEST_FILE, temporary_name
+from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, temporary_name
 from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, checksum, seal
 from elastic_trainer.checkpoint.storage import Sink, Storage
+from elastic_trainer.checkpoint.writers import this_process
+from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import StorageError
 
 CHUNK = 8 << 20
@@ -33,7 +35,7 @@ def commit(storage: Storage, image: Image, manifest: Manifest) -> Manifest:
     DamagedError, and nothing is there, if the manifest has records already and the bytes are not those any more.
     """
     require_space(storage, image.size)
-    with temporary_entry(storage) as temporary:
+    with temporary_entry(storage, manifest.name) as temporary:
         written = tuple(write_file(storage, temporary, file) for file in image.files)
         if manifest.files not in ((), written):
             raise DamagedError(f"checkpoint {manifest.name}: its bytes have changed in memory since they were copied")
@@ -86,15 +88,29 @@ def check_writable(storage: Storage) -> None:
         _discard(storage, temporary)
 
 
+def check_speed(storage: Storage, size: int) -> tuple[float, float]:
+    """Bytes per second to ``storage`` and back; leaves nothing behind. StorageError if it cannot be written."""
+    with temporary_entry(storage) as temporary:
+        begun = SYSTEM.monotonic()
+        write_file(storage, temporary, from_bytes(STATE_FILE, os.urandom(size)))
+        written = SYSTEM.monotonic()
+        source = storage.source(temporary, STATE_FILE)
+        source.read_into(memoryview(bytearray(size)), 0)
+        source.close()
+        read = SYSTEM.monotonic()
+        _discard(storage, temporary)
+    return size / (written - begun), size / (read - written)
+
+
 @contextmanager
-def temporary_entry(storage: Storage) -> Iterator[str]:
-    """A fresh directory that is removed if the block fails; also when it is interrupted."""
-    name = temporary_name(this_process())
-    storage.create(name)
+def temporary_entry(storage: Storage, name: str | None = None) -> Iterator[str]:
+    """A fresh entry, to become ``name``, that is removed if the block fails; also when it is interrupted."""
+    temporary = temporary_name(this_process())
+    storage.create(temporary, name)
     try:
-        yield name
+        yield temporary
     except BaseException:
-        _discard(storage, name)
+        _discard(storage, temporary)
         raise
 
 

@@ -65,7 +65,7 @@ def listed(storage: Storage) -> tuple[str, ...]:
     except OSError as error:
         raise CheckpointError(
             f"checkpoint directory {storage.location} cannot be read: {error.strerror or error}",
-            hint="check its owner and mode",
+            hint=getattr(error, "hint", "check its owner and mode"),
         ) from error
 
 

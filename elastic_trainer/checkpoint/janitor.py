@@ -7,25 +7,19 @@ whether it lives; elsewhere only a day without any write counts as death.
 
 from __future__ import annotations
 
-import os
-import re
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from elastic_trainer.checkpoint.events import Event, Transition
-from elastic_trainer.checkpoint.layout import Kind, WriterIdentity, host_label, kind_of, parse_temporary, temporary_name
+from elastic_trainer.checkpoint.layout import Kind, WriterIdentity, kind_of, parse_temporary, temporary_name
 from elastic_trainer.checkpoint.storage import Storage
+from elastic_trainer.checkpoint.writers import alive, this_process
 from elastic_trainer.errors import StorageError
-from elastic_trainer.ipc.page import start_of
 
 ELSEWHERE_S = 86_400.0
 """Idle time after which a writer on another machine, or in another container, counts as dead."""
 REBOOTED_S = 600.0
 """The same for a writer on a host of this name before its last boot; not at once, since host names may repeat."""
-
-_NO_BOOT_ID = "0" * 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +64,9 @@ def sweep(storage: Storage) -> Iterator[Event]:
 
 def _judge(storage: Storage, name: str, writer: WriterIdentity) -> Fate:
     me = this_process()
-    alive = _alive(writer, me)
-    idle_s = _idle_s(storage, name, me) if alive is None and writer != me else None
-    return fate(writer, me, alive, idle_s)
+    living = alive(writer, me)
+    idle_s = _idle_s(storage, name, me) if living is None and writer != me else None
+    return fate(writer, me, living, idle_s)
 
 
 def _idle_s(storage: Storage, name: str, me: WriterIdentity) -> float | None:
@@ -95,37 +89,3 @@ def _remove(storage: Storage, name: str, reason: str) -> Event:
     except OSError as error:
         return Event(Transition.REMOVAL_FAILED, name, f"{reason}, but it cannot be removed: {error.strerror}")
     return Event(Transition.SWEPT, name, reason)
-
-
-def this_process() -> WriterIdentity:
-    """The identity of this process. Read anew each time, because it changes over a fork."""
-    return WriterIdentity(
-        pid=os.getpid(),
-        start=start_of(os.getpid()) or 0,
-        boot=_boot_id(),
-        namespace=_pid_namespace(),
-        host=host_label(socket.gethostname()),
-    )
-
-
-def _alive(writer: WriterIdentity, me: WriterIdentity) -> bool | None:
-    """Whether ``writer`` lives, or None where this machine's kernel cannot tell."""
-    same_kernel = (writer.boot, writer.namespace) == (me.boot, me.namespace)
-    if not same_kernel or writer.boot == _NO_BOOT_ID or writer.start == 0 or writer.namespace == 0:
-        return None
-    return start_of(writer.pid) == writer.start
-
-
-def _boot_id() -> str:
-    try:
-        text = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "").lower()
-    except OSError:
-        return _NO_BOOT_ID
-    return text if re.fullmatch(r"[0-9a-f]{32}", text) else _NO_BOOT_ID
-
-
-def _pid_namespace() -> int:
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0

@@ -27,6 +27,8 @@ STATE_FILE = "state.json"
 TENSORS_FILE = "tensors.safetensors"
 """Where one writer has written all tensors; see :func:`tensors_file` for several."""
 OWNER_FILE = "owner.json"
+OFFER_FILE = "offer.json"
+"""In a temporary entry: what is written there, for those who help."""
 
 STEP_DIGITS = 9
 _NONCE_BYTES = 6
@@ -157,6 +159,12 @@ def quarantine_name(checkpoint: str, number: int) -> str:
 def quarantined(text: str) -> str | None:
     """The checkpoint name inside the quarantine name ``text``, or None if it is no such name."""
     match = _CORRUPT_NAME.fullmatch(text)
+    return match[1] if match else None
+
+
+def trashed(text: str) -> str | None:
+    """The checkpoint name inside the trash name ``text``, or None if it is no such name."""
+    match = _TRASH_NAME.fullmatch(text)
     return match[1] if match else None
 
 

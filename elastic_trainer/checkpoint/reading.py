@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +26,6 @@ from elastic_trainer.checkpoint.storage import ByteSource
 from elastic_trainer.checkpoint.tensorfile import Placed
 from elastic_trainer.checkpoint.tensors import Slab
 
-_THREADS = 4
-"""Beyond a few readers the memory bus or the disk is the limit."""
 _LONGEST_MANIFEST = 256 << 20
 
 Buffers = Callable[[int, int], Iterator[memoryview]]
@@ -225,7 +222,7 @@ def _cut(view: memoryview) -> Iterator[memoryview]:
 
 def _read_chunks(source: ByteSource, name: str, record: FileRecord, chunks: Sequence[int], buffers: Buffers) -> None:
     """Read and compare ``chunks``, several at a time; the first problem ends it."""
-    threads = min(_THREADS, len(chunks), os.cpu_count() or 1)
+    threads = min(source.readers, len(chunks))
     if threads < 2:
         for index in chunks:
             _read_chunk(source, name, record, index, buffers)
@@ -284,6 +281,5 @@ def _found(storage: CheckpointFiles, name: str, file: str) -> Iterator[ByteSourc
 
 
 def _cannot_read(name: str, file: str, error: OSError) -> UnreadableError:
-    return UnreadableError(
-        f"checkpoint {name}: {file} cannot be read: {error.strerror or error}", hint="check its owner, mode and disk"
-    )
+    hint = getattr(error, "hint", "check its owner, mode and disk")
+    return UnreadableError(f"checkpoint {name}: {file} cannot be read: {error.strerror or error}", hint=hint)

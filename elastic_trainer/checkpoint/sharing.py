@@ -25,14 +25,13 @@ from threading import Event
 
 from elastic_trainer.checkpoint.commit import changed, require_space, temporary_entry, write_file
 from elastic_trainer.checkpoint.image import FileImage, Image, from_bytes
-from elastic_trainer.checkpoint.layout import MANIFEST_FILE, Kind, kind_of
+from elastic_trainer.checkpoint.layout import MANIFEST_FILE, OFFER_FILE, Kind, kind_of
 from elastic_trainer.checkpoint.manifest import Manifest, seal, unseal
 from elastic_trainer.checkpoint.storage import Storage
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.telemetry.logs import logger
 
-OFFER_FILE = "offer.json"
 LOOK_S = 0.05
 """Seconds between two looks at the storage."""
 FIND_S = 10.0
@@ -46,7 +45,7 @@ _LONGEST_OFFER = 64 << 20
 def commit_shared(storage: Storage, image: Image, manifest: Manifest, clock: Clock = SYSTEM) -> Manifest:
     """Write ``image`` as the checkpoint ``manifest``, whose files are known, with whoever helps."""
     require_space(storage, image.size)
-    with temporary_entry(storage) as temporary:
+    with temporary_entry(storage, manifest.name) as temporary:
         write_file(storage, temporary, from_bytes(OFFER_FILE, seal(manifest)))
         began = clock.monotonic()
         mine = set(_take(storage, temporary, image.files, manifest))
@@ -74,6 +73,7 @@ def help_write(
     files = [*image.files[turn:], *image.files[:turn]]
     same = [file for file in files if manifest.file(file.name) == wanted.file(file.name)]
     try:
+        storage.join(temporary, wanted.name)
         return tuple(_take(storage, temporary, same, wanted))
     except (CheckpointError, OSError) as error:
         if storage.exists(temporary):

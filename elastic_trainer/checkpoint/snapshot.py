@@ -85,6 +85,8 @@ class StateSnapshot:
 class SnapshotSource:
     """One file of a snapshot, read by position."""
 
+    readers = 1
+
     def __init__(self, descriptor: int, begin: int, size: int) -> None:
         self._descriptor, self._begin, self.size = descriptor, begin, size
 

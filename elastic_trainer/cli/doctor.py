@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -44,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--endpoint", metavar="HOST:PORT,...", help="etcd, as for torchrun's --rdzv-endpoint")
     add("--run-id", metavar="R", help="compare with the nodes of this run; nodes of --peers give the same")
     add("--peers", type=int, metavar="N", help="measure the network of N nodes, all of which run this command")
-    add("--checkpoint-dir", type=Path, metavar="DIR", help="measure the directory for checkpoints")
+    add("--checkpoint-dir", metavar="DIR", help="measure the directory or s3://, gs:// or az:// URL for checkpoints")
     add("--min-disk", type=float, metavar="GIB", help="so much must be free there")
     add("--nproc-per-node", type=int, default=1, metavar="P", help="workers that will run on this node (default: 1)")
     add("--compute", action=argparse.BooleanOptionalAction, default=None, help="measure memory and matrix products")

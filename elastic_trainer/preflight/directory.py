@@ -23,6 +23,7 @@ LONGEST_S = 1.5
 """Upper bound on the time for writing a file, and on that for reading it."""
 _BLOCK = 4 * MIB
 _PREFIX = ".preflight-"
+_REMOTE_BYTES = 16 * MIB
 
 
 def check(directory: Path, limits: FitLimits, messages: Messages | None = None) -> Iterator[Finding]:
@@ -47,6 +48,27 @@ def check(directory: Path, limits: FitLimits, messages: Messages | None = None) 
         yield from _speeds(place, limits)
     except OSError as error:
         yield _refused(directory, place, error)
+
+
+def check_url(url: str, limits: FitLimits, messages: Messages) -> Iterator[Finding]:
+    """All checks of the checkpoints' place ``url``: what a save needs, and how fast some data go there and back."""
+    from elastic_trainer.checkpoint.commit import check_speed, check_writable
+    from elastic_trainer.checkpoint.storage import open_storage
+    from elastic_trainer.errors import CheckpointError, ConfigError
+
+    messages.doing(f"writing to {url}")
+    try:
+        storage = open_storage(url)
+        check_writable(storage)
+        yield Finding("disk", Status.OK, f"{url} can be written")
+        messages.doing(f"measuring the speed of {url}")
+        for name, rate in zip(("disk.write", "disk.read"), check_speed(storage, _REMOTE_BYTES), strict=True):
+            yield _speed(name, rate, limits)
+    except (CheckpointError, ConfigError) as error:
+        yield Finding("disk", Status.BAD, error.message, hint=error.hint or "")
+    except OSError as error:
+        text = f"{url} cannot be read: {error.strerror or error}"
+        yield Finding("disk", Status.BAD, text, hint=getattr(error, "hint", ""))
 
 
 def existing(directory: Path) -> Path:
@@ -156,10 +178,10 @@ def _speed(name: str, rate: float, limits: FitLimits) -> Finding:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``DIRECTORY NEEDED_BYTES LIMIT_S``."""
-    directory, needed, limit_s = Path(arguments[0]), int(arguments[1]), float(arguments[2])
-    messages = Messages(limit_s)
-    for finding in check(directory, FitLimits(disk_bytes=needed), messages):
+    """``DIRECTORY_OR_URL NEEDED_BYTES LIMIT_S``."""
+    directory, limits, messages = arguments[0], FitLimits(disk_bytes=int(arguments[1])), Messages(float(arguments[2]))
+    url = "://" in directory
+    for finding in check_url(directory, limits, messages) if url else check(Path(directory), limits, messages):
         messages.found(finding)
     return 0
 

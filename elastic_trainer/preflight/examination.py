@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.preflight import gpu, machine, network
@@ -27,7 +26,8 @@ class Subject:
     """What is to be examined. ``address`` is how others reach this node."""
 
     address: str
-    directory: Path | None = None
+    directory: str | None = None
+    """A path or URL."""
     workers: int = 1
     compute: bool = True
     limits: FitLimits = field(default_factory=FitLimits)
@@ -62,7 +62,7 @@ def _directory(subject: Subject, deadline: Deadline, doing: Doing, versions: dic
     if subject.directory is None:
         return [Finding("disk", Status.SKIPPED, "no checkpoint directory was given")]
     limit = deadline.at_most(min(DIRECTORY_S, deadline.remaining_s() / 2))  # the rest is looked at in any case
-    words = [str(subject.directory), str(subject.limits.disk_bytes), f"{limit.remaining_s():.3f}"]
+    words = [subject.directory, str(subject.limits.disk_bytes), f"{limit.remaining_s():.3f}"]
     return findings_of("disk", "elastic_trainer.preflight.directory", words, limit, doing, versions)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from elastic_trainer.checkpoint.retention import BestMode
+from elastic_trainer.checkpoint.storage import is_url
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import Frozen
 
@@ -66,7 +67,7 @@ Changeable = Literal[
 class CheckpointConfig(Section):
     """Where and how often the state is saved, and what is kept."""
 
-    directory: Path = Path("runs")
+    directory: str = Field(default="runs", description="a path, or an s3://, gs:// or az:// URL")
     every_steps: int | None = Field(default=None, ge=1)
     every_s: float | Literal["auto"] | None = Field(
         default=60.0, description="auto: by the cost of a save and the failures seen"
@@ -87,6 +88,13 @@ class CheckpointConfig(Section):
         if isinstance(value, float) and value <= 0.0:
             raise ValueError("give a number of seconds above 0, auto, or null")
         return value
+
+    @property
+    def files(self) -> Path:
+        """Where curves, logs and exports go: beside the checkpoints, or for a URL to a directory named after it."""
+        if is_url(self.directory):
+            return Path("runs", self.directory.rstrip("/").rpartition("/")[2])
+        return Path(self.directory)
 
 
 class LoggingConfig(Section):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.checkpoint.retention import Retention
+from elastic_trainer.checkpoint.storage import checked
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.data.sources import checked_length, is_stream
@@ -56,7 +57,8 @@ class Trainer:
         environment = worker_environment()
         self.task = task(config)
         self.config = self.task.config
-        self.directory = config.checkpoint.directory
+        self._checkpoints = checked(config.checkpoint.directory)
+        self.directory = config.checkpoint.files
         placement = choose(
             config.device, environment.local_rank, environment.world_size, Hardware.present(), config.backend
         )
@@ -92,7 +94,7 @@ class Trainer:
     def _session(self) -> Session:
         checkpoint = self.config.checkpoint
         return Session(
-            checkpoint_dir=self.directory,
+            checkpoint_dir=self._checkpoints,
             seed=self.config.seed,
             device=self.config.device,
             checkpoint_every_steps=checkpoint.every_steps,

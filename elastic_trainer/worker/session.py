@@ -34,6 +34,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer import settings
 from elastic_trainer.checkpoint import Retention
+from elastic_trainer.checkpoint.storage import checked
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import EpochPlan, LrRule
 from elastic_trainer.data.sampler import Batch, Collate
@@ -60,8 +61,9 @@ LEAVING_S = 10.0
 
 
 class Session:
-    """See the module. ``checkpoint_dir`` None: nothing is saved; else it is saved by steps, by time (see
-    cadence for ``"auto"``) and on SIGUSR1.
+    """See the module. ``checkpoint_dir`` is a path or an ``s3://``, ``gs://`` or ``az://`` URL; None: nothing is saved.
+
+    Else it is saved by steps, by time (see cadence for ``"auto"``) and on SIGUSR1.
 
     ``allow_changed`` names fields (length, global_batch, micro_batch, seed, shuffle, ...) that a resumed job may have
     changed. What is asked for less often is grouped: ``saving``, ``checks`` and ``group``.
@@ -82,7 +84,7 @@ class Session:
         group: GroupOptions = GroupOptions(),
     ) -> None:
         self._options = SessionOptions(
-            directory=Path(checkpoint_dir) if checkpoint_dir is not None else None,
+            directory=checked(checkpoint_dir) if checkpoint_dir is not None else None,
             cadence=Cadence(checkpoint_every_steps, checkpoint_every_s),
             retention=saving.retention or Retention(keep_last, saving.keep_every),
             seed=seed,

@@ -7,6 +7,8 @@ by OSError for reading, which the readers translate, since only they know what i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -28,12 +30,25 @@ class ByteSource(Protocol):
     """A file being read; ``read_into`` may be called from several threads."""
 
     size: int
+    readers: int
+    """How many threads may read it at a time with profit."""
 
     def read_into(self, buffer: memoryview, offset: int) -> bool:
         """Fill ``buffer`` from byte ``offset`` on; False if the file ends before. OSError if it cannot be read."""
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that holds a storage. ``words`` is what it left there.
+
+    Where the storage cannot know that it lives, another may take over in ``expires_in_s`` unless it shows itself.
+    """
+
+    words: str
+    expires_in_s: float = 0.0
 
 
 class Storage(Protocol):
@@ -56,20 +71,28 @@ class Storage(Protocol):
         """Space left for this user, or None where there is no such limit."""
         ...
 
-    def create(self, name: str) -> None: ...
+    def create(self, temporary: str, name: str | None = None) -> None:
+        """Begin the entry ``temporary``, to be published as ``name``; None: it never will be."""
+        ...
 
     def sink(self, name: str, file: str) -> Sink: ...
 
-    def mark(self, name: str, file: str) -> bool:
-        """Make an empty file in the entry ``name``; False if it is there already. Of several callers one gets True."""
+    # ---- an entry that several processes write
+
+    def join(self, temporary: str, name: str) -> None:
+        """This process writes files of the entry ``temporary`` too, which another one publishes as ``name``."""
         ...
 
-    def files(self, name: str) -> frozenset[str]:
-        """The files of the entry ``name``; none if it is gone. OSError if it cannot be listed."""
+    def mark(self, temporary: str, file: str) -> bool:
+        """Leave a mark of this name; False if it is there already. Of several callers one gets True."""
         ...
 
-    def discard(self, name: str, file: str) -> None:
-        """Remove a file of the entry ``name``; one that is gone is fine."""
+    def files(self, temporary: str) -> frozenset[str]:
+        """The marks, and what else is there; none if it is gone. OSError if it cannot be listed."""
+        ...
+
+    def discard(self, temporary: str, file: str) -> None:
+        """Remove a mark or a file, which may be gone already."""
         ...
 
     def source(self, name: str, file: str) -> ByteSource:
@@ -95,8 +118,11 @@ class Storage(Protocol):
         """
         ...
 
-    def hold(self, words: str) -> str | None:
-        """Lock it for this process, which leaves ``words`` there; the holder's words if another process has it."""
+    def hold(self, words: str, gives_way: Callable[[str], bool]) -> Holder | None:
+        """Lock it for this process, which leaves ``words`` there; the holder if another process has it.
+
+        ``gives_way`` judges a holder by its words where the storage cannot know whether it lives.
+        """
         ...
 
     def let_go(self) -> None: ...

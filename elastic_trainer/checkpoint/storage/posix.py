@@ -10,16 +10,18 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elastic_trainer.checkpoint.layout import OWNER_FILE
-from elastic_trainer.checkpoint.storage.port import ByteSource, Sink
+from elastic_trainer.checkpoint.storage.port import ByteSource, Holder, Sink
 from elastic_trainer.errors import StorageError
 
 _RETRIED_REMOVALS = 3
 _LONGEST_WORDS = 4096
+_READERS = 4
+"""Beyond a few readers the memory bus or the disk is the limit."""
 
 _EXPLANATIONS = {
     errno.ENOSPC: ("is full", "free some space, or keep fewer checkpoints"),
@@ -73,32 +75,36 @@ class PosixStorage:
             status = os.statvfs(self._root)
         return status.f_bavail * status.f_frsize
 
-    def create(self, name: str) -> None:
+    def create(self, temporary: str, name: str | None = None) -> None:
         with self._writing():
-            (self._root / name).mkdir()
+            (self._root / temporary).mkdir()
 
     def sink(self, name: str, file: str) -> Sink:
         with self._writing():
             descriptor = os.open(self._root / name / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         return _PosixSink(descriptor, self.location)
 
-    def mark(self, name: str, file: str) -> bool:
+    def join(self, temporary: str, name: str) -> None:
+        """It is a directory as any other."""
+
+    def mark(self, temporary: str, file: str) -> bool:
+        path = self._root / temporary / file
         with self._writing():
             try:
-                os.close(os.open(self._root / name / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
             except FileExistsError:
                 return False
         return True
 
-    def files(self, name: str) -> frozenset[str]:
+    def files(self, temporary: str) -> frozenset[str]:
         try:
-            return frozenset(os.listdir(self._root / name))
+            return frozenset(os.listdir(self._root / temporary))
         except FileNotFoundError:
             return frozenset()
 
-    def discard(self, name: str, file: str) -> None:
+    def discard(self, temporary: str, file: str) -> None:
         with self._writing():
-            (self._root / name / file).unlink(missing_ok=True)
+            (self._root / temporary / file).unlink(missing_ok=True)
 
     def source(self, name: str, file: str) -> ByteSource:
         return _PosixSource(os.open(self._root / name / file, os.O_RDONLY | os.O_CLOEXEC))
@@ -134,13 +140,15 @@ class PosixStorage:
         touched = [top.stat().st_mtime, *(path.stat().st_mtime for path in top.iterdir())]
         return (self._root / reference).stat().st_mtime - max(touched)
 
-    def hold(self, words: str) -> str | None:
+    def hold(self, words: str, gives_way: Callable[[str], bool]) -> Holder | None:
         """A record lock goes with any descriptor of the file, so this one is the only one that is ever opened."""
+        if self._lock is not None:
+            return None
         with self._writing():
             descriptor = os.open(self._root / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 if not _locked(descriptor):
-                    return os.pread(descriptor, _LONGEST_WORDS, 0).decode(errors="replace")
+                    return Holder(os.pread(descriptor, _LONGEST_WORDS, 0).decode(errors="replace"))
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, words.encode(), 0)
                 self._lock, descriptor = descriptor, -1
@@ -202,6 +210,7 @@ class _PosixSource:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self.size = os.fstat(descriptor).st_size
+        self.readers = min(_READERS, os.cpu_count() or 1)
 
     def read_into(self, buffer: memoryview, offset: int) -> bool:
         while buffer:

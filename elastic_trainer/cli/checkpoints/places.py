@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_trainer.checkpoint.inventory import Entry, Problem, committed, entry, examine, listed
-from elastic_trainer.checkpoint.storage import ByteSource, PosixStorage, Storage
+from elastic_trainer.checkpoint.storage import ByteSource, Storage, open_storage
 from elastic_trainer.cli.main import PROGRAM
 from elastic_trainer.errors import ConfigError
 
@@ -25,7 +25,7 @@ _NAME = re.compile(rf"step-[0-9a-z-]*|{NEWEST}|{BEST}")
 
 def opened(location: str) -> Storage:
     """The storage of ``location``."""
-    return PosixStorage(Path(location))
+    return open_storage(location)
 
 
 def directory(location: str) -> Storage:
@@ -100,7 +100,7 @@ class Watched:
 
 class _WatchedSource:
     def __init__(self, inner: ByteSource, heard: Callable[[int], None]) -> None:
-        self._inner, self._heard, self.size = inner, heard, inner.size
+        self._inner, self._heard, self.size, self.readers = inner, heard, inner.size, inner.readers
 
     def read_into(self, buffer: memoryview, offset: int) -> bool:
         complete = self._inner.read_into(buffer, offset)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.checkpoint import CheckpointManager, Entry, Retention
+from elastic_trainer.checkpoint.storage import is_url
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError
 from elastic_trainer.tasks.language.corpus import tokenizer_of
 from elastic_trainer.tasks.language.gpt import Gpt
@@ -90,11 +91,12 @@ def _task(directory: Path, overrides: Sequence[str]) -> Gpt:
 
 def _state(directory: Path, config: CheckpointConfig, *, best: bool) -> Mapping[str, Any]:
     """The state in the newest or the best checkpoint; changes nothing in the directory."""
-    manager = CheckpointManager(directory, Retention(metric=config.metric, mode=config.mode))
+    place = config.directory if is_url(config.directory) else directory
+    manager = CheckpointManager(place, Retention(metric=config.metric, mode=config.mode))
     entry: Entry | None = manager.best() if best else manager.newest()
     if entry is None:
         what = "checkpoint that was the best" if best else "checkpoint"
-        raise CheckpointError(f"{directory} has no {what}", hint="train for longer, or name another directory")
+        raise CheckpointError(f"{place} has no {what}", hint="train for longer, or name another directory")
     return manager.load(entry).state
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TypeVar
 
 from elastic_trainer.checkpoint import EventSink, Retention
@@ -91,9 +90,9 @@ class GroupOptions:
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """All options. ``directory`` None: nothing is saved."""
+    """All options. ``directory`` is a path or URL; None: nothing is saved."""
 
-    directory: Path | None
+    directory: str | None
     cadence: Cadence
     retention: Retention
     seed: int

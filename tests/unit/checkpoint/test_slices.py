@@ -223,7 +223,7 @@ class _Counting:
 
 class _CountingSource:
     def __init__(self, owner: _Counting, inner: ByteSource) -> None:
-        self.owner, self.inner, self.size = owner, inner, inner.size
+        self.owner, self.inner, self.size, self.readers = owner, inner, inner.size, inner.readers
 
     def read_into(self, buffer: memoryview, offset: int) -> bool:
         self.owner.read += len(buffer)

@@ -62,6 +62,7 @@ def damage(directory: Path, number: int = 0) -> str:
 
 def ran(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
     """What the command wrote; its exit code is ``code``."""
+    capsys.readouterr()  # log lines of what the test has saved
     assert main(["checkpoints", *map(str, words)]) == code
     return capsys.readouterr().out
 

@@ -1,0 +1,197 @@
+"""What holds for checkpoints wherever they lie: a directory, S3's own interface, and S3 as fsspec shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+import torch
+from fsspec import filesystem
+
+from elastic_trainer.checkpoint import CheckpointManager, Retention, SaveInfo, Soundness, codec, describe, sharing
+from elastic_trainer.checkpoint.commit import check_writable, records, temporary_entry, write_file
+from elastic_trainer.checkpoint.image import from_bytes
+from elastic_trainer.checkpoint.janitor import sweep
+from elastic_trainer.checkpoint.layout import OFFER_FILE, CheckpointName, temporary_name, trash_name
+from elastic_trainer.checkpoint.manifest import seal
+from elastic_trainer.checkpoint.storage import Storage, open_storage
+from elastic_trainer.checkpoint.storage.bucket import PART_SIZE, RequestLimits
+from elastic_trainer.checkpoint.storage.fsspec_bucket import FsspecBucket
+from elastic_trainer.checkpoint.storage.objects import ObjectStorage
+from elastic_trainer.checkpoint.writers import this_process
+from elastic_trainer.errors import StorageError
+from tests.unit.checkpoint.states import Heard, same, training_state
+from tests.unit.checkpoint.test_janitor import dead_process
+
+Place = Callable[[], Storage]
+
+
+@pytest.fixture(params=["directory", "s3", "fsspec"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Opens one and the same place, empty at first, anew with each call."""
+    if request.param == "directory":
+        return lambda: open_storage(tmp_path / "checkpoints")
+    url: str = request.getfixturevalue("s3_url")
+    if request.param == "s3":
+        return lambda: open_storage(url)
+    path = url.removeprefix("s3://")
+    return lambda: ObjectStorage(FsspecBucket(url, filesystem("s3", skip_instance_cache=True), path, RequestLimits()))
+
+
+def opened(place: Place, keep: int = 3, **options: object) -> CheckpointManager:
+    return CheckpointManager("", Retention(keep_last=keep), storage=place(), **options)  # type: ignore[arg-type]
+
+
+def test_a_state_comes_back_bit_by_bit(place: Place) -> None:
+    """Also one of several parts, whose tensors do not end where parts or blocks do."""
+    state = {**training_state(), "large": torch.randn(PART_SIZE // 4 * 2 + 12_345)}
+    opened(place).save(state, SaveInfo(7, metrics={"loss": 0.5}))
+    loaded = opened(place).load_newest()
+    assert loaded is not None
+    assert same(loaded.state, state)
+    assert loaded.manifest.metrics == {"loss": 0.5}
+    assert place().free_bytes() is None or isinstance(place().free_bytes(), int)
+
+
+def test_an_empty_place_has_no_checkpoint(place: Place) -> None:
+    assert (opened(place).newest(), opened(place).load_newest(), place().names()) == (None, None, ())
+
+
+def test_retention_leaves_no_object_of_what_it_removes(place: Place) -> None:
+    checkpoints = opened(place, keep=2)
+    names = [checkpoints.save({"x": step}, SaveInfo(step)).name for step in range(5)]
+    assert sorted(place().names()) == names[-2:]
+    assert [entry.name for entry in opened(place).entries()] == names[:-3:-1]
+
+
+def test_several_processes_write_one_checkpoint(place: Place) -> None:
+    """One helps with what nobody has taken; nothing of that is left, and what is published is all there."""
+    state = {"large": torch.randn(3_000_000), "small": [torch.ones(3)]}
+    checkpoints = opened(place)
+    image, draft = codec.encode(state, 3), checkpoints.draft(SaveInfo(1))
+    manifest = draft.with_files(records(image))
+    saver, helper = place(), place()
+    saver.prepare()
+    with temporary_entry(saver, manifest.name) as temporary:
+        write_file(saver, temporary, from_bytes(OFFER_FILE, seal(manifest)))
+        assert saver.mark(temporary, f"taken-{image.files[0].name}")
+        wrote = sharing.help_write(helper, image, manifest, 1, Event())
+        assert set(wrote) == {each.name for each in image.files[1:]}
+        assert {f"done-{each}" for each in wrote} < saver.files(temporary)
+        assert not saver.mark(temporary, f"taken-{wrote[0]}")
+        saver.remove(temporary)
+    assert place().names() == ()
+    done: list[tuple[str, ...]] = []
+    work = Thread(target=lambda: done.append(sharing.help_write(helper, image, manifest, 1, Event())))
+    work.start()
+    sharing.commit_shared(saver, image, manifest)
+    work.join(60.0)
+    assert done
+    loaded = opened(place).load_newest()
+    assert loaded is not None
+    assert same(loaded.state, state)
+    assert place().names() == (manifest.name,)
+
+
+def test_a_checkpoint_is_unseen_until_it_is_published(place: Place) -> None:
+    """And a name is never published twice: the second writer gets a sentence, the first one's bytes stay."""
+    name, storages = str(CheckpointName(1, 2)), (place(), place())
+    storages[0].prepare()
+    temporaries = [temporary_name(this_process()) for _ in storages]
+    for number, (storage, temporary) in enumerate(zip(storages, temporaries, strict=True)):
+        storage.create(temporary, name)
+        sink = storage.sink(temporary, "manifest.json")
+        sink.write(memoryview(b"%d" % number))
+        sink.finish()
+        sink.abandon()
+    assert not place().exists(name)
+    storages[0].publish(temporaries[0], name)
+    with pytest.raises(StorageError, match=f"has a {name} already"):
+        storages[1].publish(temporaries[1], name)
+    storages[1].remove(temporaries[1])
+    source, content = place().source(name, "manifest.json"), bytearray(1)
+    assert source.read_into(memoryview(content), 0)
+    assert (source.size, bytes(content)) == (1, b"0")
+    assert not source.read_into(memoryview(content), 1)
+    source.close()
+    assert place().names() == (name,)
+
+
+def test_writers_at_the_same_time_lose_nothing(place: Place) -> None:
+    """Four save the same steps: each checkpoint is there once, and whole."""
+    writers = [opened(place, keep=100) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda each: [each.save({"x": torch.ones(1000)}, SaveInfo(step)) for step in range(3)], writers))
+    entries = opened(place).entries()
+    assert sorted(entry.step for entry in entries) == sorted([*range(3)] * 4)
+    for entry in entries:
+        assert bool((opened(place).load(entry).state["x"] == 1).all())
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_loaded(place: Place) -> None:
+    heard = Heard()
+    checkpoints = opened(place, on_event=heard.append)
+    good = checkpoints.save({"x": torch.zeros(1000)}, SaveInfo(1)).name
+    bad = checkpoints.save({"x": torch.ones(1000)}, SaveInfo(2)).name
+    overwrite(place(), bad, "tensors.safetensors")
+    loaded = checkpoints.load_newest()
+    assert loaded is not None
+    assert loaded.name == good
+    assert "checkpoint.quarantined" in heard.kinds()
+    assert f"corrupt-{bad}-1" in place().names()
+    assert opened(place).load_newest() is not None
+    assert [entry.name for entry in opened(place).entries()] == [good]
+
+
+def overwrite(storage: Storage, name: str, file: str) -> None:
+    """Flip one bit of a file."""
+    source = storage.source(name, file)
+    content = bytearray(source.size)
+    source.read_into(memoryview(content), 0)
+    source.close()
+    content[-1] ^= 1
+    if isinstance(storage, ObjectStorage):
+        storage._bucket.put(f"{name}/{file}", bytes(content))
+    else:
+        Path(storage.location, name, file).write_bytes(content)
+
+
+def test_a_dead_writers_leftovers_go_and_nothing_else(place: Place) -> None:
+    """Torn checkpoints of a dead process, marks that it left behind, and interrupted removals; not those of the
+    living, nor what is foreign."""
+    checkpoints = opened(place)
+    kept, in_trash = (checkpoints.save({"x": step}, SaveInfo(step)).name for step in (1, 2))
+    storage, dead = place(), dead_process()
+    living, torn = temporary_name(this_process()), [temporary_name(dead), temporary_name(dead)]
+    torn_names = [str(CheckpointName(9, step)) for step in (1, 2)]
+    for temporary, name in zip(torn, torn_names, strict=True):
+        storage.create(temporary, name)
+        sink = storage.sink(temporary, "tensors.safetensors")
+        sink.write(memoryview(bytes(100)))
+        sink.finish()
+    storage.create(living)
+    storage.rename(in_trash, trash_name(in_trash))
+    swept = [event.name for event in sweep(place())]
+    assert sorted(swept) == sorted([*torn, *(name for name in swept if name.startswith("trash-"))])
+    assert len(swept) == 3
+    assert sorted(place().names()) == sorted([kept, living])
+    place().remove(living)
+    assert place().names() == (kept,)
+
+
+def test_a_trial_leaves_nothing_behind(place: Place) -> None:
+    check_writable(place())
+    assert place().names() == ()
+
+
+def test_every_byte_is_verified_where_it_lies(place: Place) -> None:
+    checkpoints = opened(place)
+    checkpoints.save({"x": torch.zeros(1000)}, SaveInfo(1))
+    bad = checkpoints.save({"x": torch.zeros(1000)}, SaveInfo(2)).name
+    overwrite(place(), bad, "state.json")
+    location = place().location
+    assert [each.status for each in describe(location)] == [Soundness.DAMAGED, Soundness.VERIFIED]
+    assert describe(location, read_all=False)[0].path == f"{location}/{bad}"
