@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.checkpoint.copying import Parts
 from elastic_trainer.checkpoint.image import FileImage, Image
 from elastic_trainer.checkpoint.manifest import Manifest
-from elastic_trainer.checkpoint.snapshot import DATA, StateSnapshot, break_seal, mark_stored, read, seal_as
+from elastic_trainer.checkpoint.snapshot import StateSnapshot, break_seal, mark_stored, places, read, seal_as
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.telemetry.logs import logger
 
@@ -80,7 +81,7 @@ class Arena:
             raise RuntimeError("all slots are held")
         number = self._free[0]
         slot = self._slots[number]
-        slot.fit(image.size)
+        slot.fit(room(image))
         copied = slot.copy(image)
         self._free.remove(number)
         return Held(number, copied)
@@ -101,6 +102,11 @@ class Arena:
         """Give the memory back; nothing is held any more."""
         for slot in self._slots:
             slot.close()
+
+
+def room(image: Image) -> int:
+    """Bytes that a slot needs for ``image``."""
+    return places([each.size for each in image.files])[-1]
 
 
 def newest(descriptors: Sequence[int]) -> StateSnapshot | None:
@@ -140,10 +146,10 @@ class _Slot:
         self._memory: mmap.mmap | None = None
         self._array: Any = None
 
-    def fit(self, image_size: int) -> None:
-        """Have room for an image of this size. Whatever it held is gone."""
-        if self.size < DATA + image_size:
-            self._grow(DATA + image_size)
+    def fit(self, needed: int) -> None:
+        """Have that many bytes. Whatever it held is gone."""
+        if self.size < needed:
+            self._grow(needed)
         break_seal(self.descriptor)
 
     def _grow(self, needed: int) -> None:
@@ -165,19 +171,22 @@ class _Slot:
             self._array[::_PAGE] = self._array[::_PAGE]
 
     def copy(self, image: Image) -> Image:
-        """The bytes of ``image``, one file behind the other."""
-        files, position = [], DATA
-        for file in image.files:
-            self._array[position : position + len(file.head)] = _array(file.head) if file.head else 0
-            begin = position = position + len(file.head)
+        """The bytes of ``image``: its files, each from the beginning of a page on."""
+        files, parts = [], Parts(self._array)
+        for file, begin in zip(image.files, places([each.size for each in image.files]), strict=False):
+            position = begin + len(file.head)
+            self._array[begin:position] = _array(file.head) if file.head else 0
+            end = position + file.body_size
+            body = memoryview(self._memory)[position:end]  # type: ignore[arg-type]
             for view in file.body():
-                self._array[position : position + len(view)] = _array(view)
+                parts.add(position, view)
                 position += len(view)
-            if position - begin != file.body_size:
-                raise RuntimeError(f"{file.name}: {position - begin} bytes came, {file.body_size} were announced")
-            body = memoryview(self._memory)[begin:position]  # type: ignore[arg-type]
+            if position != end:
+                came = position - begin - len(file.head)
+                raise RuntimeError(f"{file.name}: {came} bytes came, {file.body_size} were announced")
             files.append(FileImage(file.name, file.head, file.body_size, lambda body=body: (body,)))  # type: ignore[misc]
-        return Image(tuple(files))
+        parts.copy()
+        return Image(tuple(files), image.watched)
 
     def close(self) -> None:
         """The kernel takes the memory back when the last view and the last descriptor of it are gone."""

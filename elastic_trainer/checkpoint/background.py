@@ -3,8 +3,8 @@
 *Runs in* two threads of its own, one that seals copies and one with low priority that commits them; ``submit`` and
 ``finished`` belong to the thread that trains.
 *Owns* the arena and the threads, until :meth:`BackgroundSaves.close`.
-*Fails by* what the commit raises, as the save's ``error``; the next one is tried all the same.
-*Invariant*: snapshots are committed in the order in which they were taken.
+*Fails by* what the commit raises, or NonFiniteError, as the save's ``error``; the next one is tried all the same.
+*Invariant*: snapshots are committed in the order in which they were taken, and only if what they watch is finite.
 """
 
 from __future__ import annotations
@@ -15,16 +15,28 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 
+from elastic_trainer.checkpoint import tensors
 from elastic_trainer.checkpoint.arena import Arena, Held
 from elastic_trainer.checkpoint.commit import records
 from elastic_trainer.checkpoint.image import Image
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.clock import Deadline
-from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.errors import NonFiniteError
 
 _NICENESS = 10
+
+
+class SnapshotPurpose(StrEnum):
+    """What a snapshot is for."""
+
+    COMMIT = "commit"
+    HELP = "help"
+    """Another process commits the same state: write some of the files for it."""
+    KEEP = "keep"
+    """It stays in memory, for whoever comes after this process."""
 
 
 @dataclass(slots=True)
@@ -32,8 +44,11 @@ class Save:
     """A snapshot on its way to storage. When ``done`` is set, it is ``committed``, or there is an ``error``."""
 
     manifest: Manifest
-    commits: bool = True
-    """Whether it goes to storage at all."""
+    purpose: SnapshotPurpose = SnapshotPurpose.COMMIT
+    turn: int = 0
+    """At which file to begin to help: other helpers begin elsewhere."""
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set when there is nothing to help with any more."""
     committed: Committed | None = None
     error: Exception | None = None
     done: threading.Event = field(default_factory=threading.Event)
@@ -50,6 +65,8 @@ class BackgroundSaves:
         self._unread: list[Save] = []
         self._busy = False
         self._closed = False
+        self._helping = threading.Event()
+        """Ends the help with the last snapshot: there is a newer one."""
         self._threads: list[threading.Thread] = []
 
     @property
@@ -63,16 +80,20 @@ class BackgroundSaves:
         with self._changed:
             return self._nothing_left()
 
-    def submit(self, image: Image, manifest: Manifest, *, commit: bool = True) -> Save:
-        """Copy ``image`` now, and write it later. Waits while there is no free slot.
+    def submit(
+        self, image: Image, manifest: Manifest, purpose: SnapshotPurpose = SnapshotPurpose.COMMIT, turn: int = 0
+    ) -> Save:
+        """Copy ``image`` now, and write it later if what it watches is finite. Waits while there is no free slot.
 
-        Without ``commit`` it stays in memory, for whoever comes after this process. NoRoomError if there is no memory
-        for the copy.
+        NoRoomError if there is no memory for the copy.
         """
+        self._helping.set()
+
         with self._changed:
             self._changed.wait_for(lambda: not self._arena.full)
         held = self._arena.hold(image)
-        save = Save(manifest, commits=commit)
+        save = Save(manifest, purpose, turn)
+        self._helping = save.stop
         with self._changed:
             self._unsealed.append((save, held))
             self._start()
@@ -84,7 +105,8 @@ class BackgroundSaves:
         self.wait()
         save = Save(manifest)
         self._write(save, image)
-        save.done.set()
+        with self._changed:
+            self._report(save)
         return save
 
     def give_up_waiting(self) -> Save | None:
@@ -120,6 +142,7 @@ class BackgroundSaves:
         """
         with self._changed:
             self._closed = True
+            self._helping.set()
             self._changed.notify_all()
         limit = Deadline.after(limit_s) if limit_s is not None else None
         for thread in self._threads:
@@ -143,26 +166,25 @@ class BackgroundSaves:
                 if not self._unsealed:
                     return
                 save, held = self._unsealed[0]
-            sealed = self._sealed(save, held)
+            try:
+                self._seal(save, held)
+            except (NonFiniteError, OSError) as error:
+                save.error = error
             with self._changed:
                 self._unsealed.pop(0)
-                if sealed and save.commits:
+                if save.error is None and save.purpose is not SnapshotPurpose.KEEP:
                     self._waiting.append((save, held))
                 else:
                     self._end(save, held)
                 self._changed.notify_all()
 
-    def _sealed(self, save: Save, held: Held) -> bool:
-        """Whether the copy may be committed."""
-        if not self._arena.lasting:
-            return True
-        try:
+    def _seal(self, save: Save, held: Held) -> None:
+        """NonFiniteError for a state that must not be used; OSError without memory for the seal."""
+        _check_finite(held.image)
+        if self._arena.lasting or held.image.shared:
             save.manifest = save.manifest.with_files(records(held.image))
+        if self._arena.lasting:
             self._arena.seal(held, save.manifest, self._manager.location, self._manager.owner.job)
-        except OSError as error:  # no memory for the notes: the commit may succeed all the same
-            logger().warning("snapshot.unsealed", step=save.manifest.step, reason=str(error))
-            return save.commits
-        return True
 
     def _commit_all(self) -> None:
         with suppress(OSError):
@@ -182,14 +204,35 @@ class BackgroundSaves:
                 self._end(save, held)
                 self._changed.notify_all()
 
-    def _end(self, save: Save, held: Held) -> None:
-        self._arena.release(held)
-        save.done.set()
-
     def _write(self, save: Save, image: Image) -> None:
         try:
-            save.committed = self._manager.commit(image, save.manifest)
+            if save.purpose is SnapshotPurpose.HELP:
+                self._manager.help(image, save.manifest, save.turn, save.stop)
+            else:
+                save.committed = self._manager.commit(image, save.manifest)
         except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever saves gets it
             save.error = error
-        with self._changed:
+
+    def _end(self, save: Save, held: Held) -> None:
+        self._arena.release(held)
+        self._report(save)
+
+    def _report(self, save: Save) -> None:
+        if save.purpose is SnapshotPurpose.COMMIT or save.error is not None:
             self._unread.append(save)
+        save.done.set()
+
+
+def _check_finite(image: Image) -> None:
+    """NonFiniteError naming the first watched parameter that holds a NaN or an infinity."""
+    name = tensors.nonfinite(image) if image.watched else None
+    if name is not None:
+        raise not_finite(name)
+
+
+def not_finite(name: str) -> NonFiniteError:
+    """The error of a state whose parameter ``name`` is not finite."""
+    return NonFiniteError(
+        f"parameter {name!r} is not finite any more; this state is not saved",
+        hint="lower the learning rate, clip gradients, or look for bad samples",
+    )

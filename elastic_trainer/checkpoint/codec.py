@@ -19,11 +19,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from elastic_trainer.checkpoint import slices, tensorfile, tensors
 from elastic_trainer.checkpoint.faults import DamagedError
-from elastic_trainer.checkpoint.image import FileImage, Image, from_bytes
+from elastic_trainer.checkpoint.image import FileImage, Image, WatchedTensor, from_bytes
 from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, tensors_file
 from elastic_trainer.errors import CheckpointError
 
@@ -40,22 +42,30 @@ DEEPEST = 64
 _MARK = "$"
 _LARGE_BYTES = 4096
 _LARGE_INT_BITS = 1024
+_SHORTEST, _LONGEST = -(1 << 63), (1 << 63) - 1
 _NO_SURPRISE = "supported are dict, list, tuple, str, int, float, bool, None, bytes and torch.Tensor"
 
 
-def encode(state: Mapping[str, Any], parts: int = 1, own: Callable[[str], bool] = lambda name: False) -> Image:
+def encode(
+    state: Mapping[str, Any],
+    watched: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    parts: int = 1,
+    own: Callable[[str], bool] = lambda name: False,
+) -> Image:
     """The files that hold ``state``; tensor data are read from their own memory when the image is written.
 
-    With several ``parts`` its tensors are in that many files of about equal size, which several processes that hold the
-    same state can write; tensors that are this process's ``own``, by their names, are in the first.
+    Where tensors of the state are among the ``watched`` ones, the image says where they are. With several ``parts`` the
+    tensors are in that many files of about equal size, which several processes that hold the same state can write;
+    those that are this process's ``own``, by their names, are in the first.
     Raises CheckpointError naming the path of the first value that cannot be kept.
     """
     encoder = _Encoder()
     root = encoder.value(dict(state), ())
     skeleton = {"version": SKELETON_VERSION, "state": root}
     text = json.dumps(skeleton, separators=(",", ":"), allow_nan=False).encode("ascii")
-    first, *others = encoder.tensor_files(parts, own)
-    return Image((first, from_bytes(STATE_FILE, text), *others))
+    contents = encoder.contents(parts, own)
+    first, *others = (encoder.file(each) for each in contents)
+    return Image((first, from_bytes(STATE_FILE, text), *others), tuple(encoder.watched(watched, contents)))
 
 
 def decode(skeleton: bytes | bytearray, loaded: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
@@ -133,7 +143,7 @@ class _Encoder:
 
     def __init__(self) -> None:
         self._sources: dict[str, Callable[[], memoryview]] = {}
-        self._described: list[tensorfile.Placed] = []
+        self._described: list[tuple[str, str, tuple[int, ...]]] = []
         self._names_of_tensors: dict[Any, str] = {}
         self._open_containers: set[int] = set()
         self._encoders: dict[type, Callable[[Any, Trail], Json]] = {
@@ -173,6 +183,8 @@ class _Encoder:
         return guarded
 
     def _items(self, values: Any, path: Trail) -> list[Json]:
+        if all(type(each) is int and _SHORTEST <= each <= _LONGEST for each in values):  # say, a random generator
+            return list(values)
         return [self.value(each, (*path, str(index))) for index, each in enumerate(values)]
 
     def _pairs(self, mapping: Mapping[Any, Any], path: Trail) -> list[Json]:
@@ -211,37 +223,79 @@ class _Encoder:
         return {_MARK: mark, "name": name}
 
     def _add(self, path: Trail, dtype: str, shape: tuple[int, ...], source: Callable[[], memoryview]) -> str:
-        wanted = "/".join(part.strip("'\"") for part in path).encode("ascii", "backslashreplace").decode("ascii")
+        wanted = _joined(path)
         name, count = wanted, 1
         while name in self._sources or name == "__metadata__":
             count += 1
             name = f"{wanted}#{count}"
         self._sources[name] = source
-        self._described.append(tensorfile.Placed(name, dtype, shape))
+        self._described.append((name, dtype, shape))
         return name
 
-    def tensor_files(self, parts: int, own: Callable[[str], bool]) -> tuple[FileImage, ...]:
-        if parts == 1:
-            return (self._file(TENSORS_FILE, slices.uncut(self._described)),)
-        divided = slices.split([each for each in self._described if not own(each.name)], parts)
-        first = (*slices.uncut(each for each in self._described if own(each.name)), *divided[0])
-        return tuple(self._file(tensors_file(part, parts), each) for part, each in enumerate((first, *divided[1:])))
+    def contents(self, parts: int, own: Callable[[str], bool]) -> tuple[_Content, ...]:
+        mine = frozenset(name for name, _, _ in self._described if own(name)) if parts > 1 else frozenset[str]()
+        return _contents(tuple(self._described), parts, mine)
 
-    def _file(self, name: str, held: Sequence[slices.TensorSlice]) -> FileImage:
+    def file(self, content: _Content) -> FileImage:
         """A tensor that is cut is fetched from its device as a whole; at most two of a file are."""
-        found = slices.named(held)
-        placed = tensorfile.place([tensorfile.Placed(name, each.dtype, each.shape) for name, each in found.items()])
-        wanted = [found[each.name] for each in placed if each.size]
+        wanted = [each for each in content.slices if each.size]
 
         def body() -> Iterator[memoryview]:
             return (self._bytes_of(each) for each in wanted)
 
-        head = tensorfile.header(placed, slices.metadata(found))
-        return FileImage(name, head, sum(each.size for each in placed), body)
+        return FileImage(content.name, content.header, content.size, body)
 
     def _bytes_of(self, part: slices.TensorSlice) -> memoryview:
         source = self._sources[part.tensor]()
         return source if part.complete else source[slice(*cast("tuple[int, int]", part.span))]
+
+    def watched(self, labelled: Mapping[str, torch.Tensor], contents: Sequence[_Content]) -> Iterator[WatchedTensor]:
+        labels = {self._names_of_tensors.get(tensors.identity(each)): label for label, each in labelled.items()}
+        for content in contents:
+            for place, part in zip(content.placed, content.slices, strict=True):
+                label = labels.get(part.tensor)
+                if label is not None:
+                    yield WatchedTensor(label, content.name, place.dtype, place.begin, place.end)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """One file of tensors: what lies where in it."""
+
+    name: str
+    placed: tuple[tensorfile.Placed, ...]
+    slices: tuple[slices.TensorSlice, ...]
+    """Of the same order."""
+    header: bytes
+
+    @property
+    def size(self) -> int:
+        return self.placed[-1].end if self.placed else 0
+
+
+@lru_cache(maxsize=2)
+def _contents(
+    described: tuple[tuple[str, str, tuple[int, ...]], ...], parts: int, own: frozenset[str]
+) -> tuple[_Content, ...]:
+    """The files of these tensors (name, type, shape): from one save to the next they seldom change."""
+    placed = [tensorfile.Placed(*each) for each in described]
+    if parts == 1:
+        return (_content(TENSORS_FILE, slices.uncut(placed)),)
+    first, *others = slices.split([each for each in placed if each.name not in own], parts)
+    held = (*slices.uncut(each for each in placed if each.name in own), *first)
+    return tuple(_content(tensors_file(part, parts), each) for part, each in enumerate((held, *others)))
+
+
+def _content(name: str, held: Sequence[slices.TensorSlice]) -> _Content:
+    found = slices.named(held)
+    placed = tensorfile.place([tensorfile.Placed(each, part.dtype, part.shape) for each, part in found.items()])
+    header = tensorfile.header(placed, slices.metadata(found))
+    return _Content(name, placed, tuple(found[each.name] for each in placed), header)
+
+
+@lru_cache(maxsize=1 << 16)
+def _joined(path: Trail) -> str:
+    return "/".join(part.strip("'\"") for part in path).encode("ascii", "backslashreplace").decode("ascii")
 
 
 def _as_it_is(value: Any, path: Trail) -> Json:

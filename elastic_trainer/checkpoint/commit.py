@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import xxhash
@@ -141,14 +142,21 @@ def _record(file: FileImage, chunks: list[str]) -> FileRecord:
 
 
 def _write_body(sink: Sink, file: FileImage) -> list[str]:
+    """A second thread writes one piece while the checksum of the next is taken."""
     chunks, written, digest = [], 0, xxhash.xxh3_128()
-    for piece in pieces(file.body(), CHUNK):
-        digest.update(piece)
-        sink.write(piece)
-        written += len(piece)
-        if written % CHUNK == 0 or written == file.body_size:
-            chunks.append(digest.hexdigest())
-            digest.reset()
+    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write") as writer:
+        writing: Future[None] | None = None
+        for piece in pieces(file.body(), CHUNK):
+            digest.update(piece)
+            if writing is not None:
+                writing.result()
+            writing = writer.submit(sink.write, piece)
+            written += len(piece)
+            if written % CHUNK == 0 or written == file.body_size:
+                chunks.append(digest.hexdigest())
+                digest.reset()
+        if writing is not None:
+            writing.result()
     if written != file.body_size:
         raise RuntimeError(f"{file.name}: {written} bytes came, {file.body_size} were announced")
     return chunks

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 PIECE = 1 << 20
-"""Bytes hashed and written at a time: small enough to stay in a core's cache between the two."""
+"""Bytes read and hashed at a time: small enough to stay in a core's cache between the two."""
 _SMALL = 64 << 10
+_FILES_OF_ONE = 2
+"""The tensors and the skeleton."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +31,31 @@ class FileImage:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchedTensor:
+    """Numbers that must be finite: element type and place in the body of the file ``file``, ``label`` for people."""
+
+    label: str
+    file: str
+    dtype: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Image:
     """All files but the manifest."""
 
     files: tuple[FileImage, ...]
+    watched: tuple[WatchedTensor, ...] = ()
 
     @property
     def size(self) -> int:
         return sum(file.size for file in self.files)
+
+    @property
+    def shared(self) -> bool:
+        """Whether its tensors are in several files, for several writers."""
+        return len(self.files) > _FILES_OF_ONE
 
 
 def from_bytes(name: str, content: bytes) -> FileImage:
@@ -45,7 +64,7 @@ def from_bytes(name: str, content: bytes) -> FileImage:
 
 
 def pieces(views: Iterable[memoryview], chunk_size: int) -> Iterator[memoryview]:
-    """The bytes of ``views`` in pieces of at most PIECE bytes, none of which spans a multiple of ``chunk_size``.
+    """The bytes of ``views`` in pieces, none of which spans a multiple of ``chunk_size``.
 
     Runs of small views are joined first: thousands of scalars become a few writes.
     """
@@ -53,7 +72,7 @@ def pieces(views: Iterable[memoryview], chunk_size: int) -> Iterator[memoryview]
     for view in _joined(views):
         start = 0
         while start < len(view):
-            length = min(PIECE, len(view) - start, chunk_size - position % chunk_size)
+            length = min(len(view) - start, chunk_size - position % chunk_size)
             yield view[start : start + length]
             start += length
             position += length

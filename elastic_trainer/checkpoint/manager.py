@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from elastic_trainer.checkpoint.layout import CheckpointName, quarantine_name, q
 from elastic_trainer.checkpoint.manifest import Manifest, checked_fields
 from elastic_trainer.checkpoint.reading import read_manifest, read_state
 from elastic_trainer.checkpoint.retention import Candidate, Retention, Ruling, by_metric, decide
+from elastic_trainer.checkpoint.sharing import commit_shared, help_write
 from elastic_trainer.checkpoint.snapshot import StateSnapshot
 from elastic_trainer.checkpoint.storage import Storage, open_storage
 from elastic_trainer.checkpoint.storage.locations import is_url
@@ -131,10 +133,10 @@ class CheckpointManager:
         """Commit ``state`` durably, then apply retention. Raises as :meth:`encode` and :meth:`commit` do."""
         return self.commit(self.encode(state, info), self.draft(info))
 
-    def encode(self, state: Mapping[str, Any], info: SaveInfo) -> Image:
-        """The files of ``state``, whose tensors stay where they are. CheckpointError names what cannot be kept."""
+    def encode(self, state: Mapping[str, Any], info: SaveInfo, **how: Any) -> Image:
+        """The files of ``state`` as of :func:`codec.encode`. CheckpointError names what cannot be kept."""
         try:
-            return codec.encode(state)
+            return codec.encode(state, **how)
         except CheckpointError as error:
             self._failed(self.draft(info), error)
             raise
@@ -156,7 +158,7 @@ class CheckpointManager:
             if self._claim is not None:
                 self._claim.take()
             self._make_room(image.size)
-            complete = commit(self._storage, image, draft)
+            complete = (commit_shared if image.shared and draft.files else commit)(self._storage, image, draft)
         except CheckpointError as error:
             self._failed(draft, error)
             raise
@@ -166,6 +168,10 @@ class CheckpointManager:
         values = {"step": draft.step, "round": draft.round, "bytes": result.size, "duration_s": result.duration_s}
         self._announce(Event(Transition.COMMITTED, saved.name, values=values))
         return result
+
+    def help(self, image: Image, manifest: Manifest, turn: int, stop: threading.Event) -> tuple[str, ...]:
+        """Write files of ``image`` for a process that commits the same state; see sharing."""
+        return help_write(self._storage, image, manifest, turn, stop, self._clock)
 
     def _failed(self, draft: Manifest, error: CheckpointError) -> None:
         self._announce(Event(Transition.FAILED, draft.name, str(error), {"step": draft.step, "round": draft.round}))

@@ -32,10 +32,10 @@ from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.telemetry.logs import logger
 
-LOOK_S = 0.05
-"""Seconds between two looks at the storage."""
-FIND_S = 10.0
-"""How long a helper looks for an offer."""
+LOOK_S, SELDOM_S = 0.05, 1.0
+"""Seconds between two looks at the storage, at first and after a while."""
+FIND_S = 120.0
+"""How long a helper looks for an offer: the process that saves may be busy with the checkpoint before."""
 LEAST_PATIENCE_S = 10.0
 PATIENCE = 3.0
 """A helper may take this many times as long for its files as the process that saves took for its own."""
@@ -84,8 +84,9 @@ def help_write(
 def _find(storage: Storage, mine: Manifest, limit: Deadline, stop: Event) -> tuple[str, Manifest] | None:
     """The temporary directory in which somebody saves the state of ``mine``, and the offer there."""
     seen: set[str] = set()
+    pause_s = LOOK_S
     while True:
-        for name in set(storage.names()) - seen:
+        for name in set(_names(storage)) - seen:
             if kind_of(name) is not Kind.TEMPORARY:
                 seen.add(name)
                 continue
@@ -95,8 +96,16 @@ def _find(storage: Storage, mine: Manifest, limit: Deadline, stop: Event) -> tup
             if (offer.run, offer.round, offer.step) == (mine.run, mine.round, mine.step) and _fits(offer, mine):
                 return name, offer
             seen.add(name)
-        if limit.expired or pause(LOOK_S, stop, limit.clock):
+        if limit.expired or pause(pause_s, stop, limit.clock):
             return None
+        pause_s = min(SELDOM_S, 1.2 * pause_s)
+
+
+def _names(storage: Storage) -> tuple[str, ...]:
+    try:
+        return storage.names()
+    except OSError:  # it may be back the next time
+        return ()
 
 
 def _offer(storage: Storage, temporary: str) -> Manifest | None:

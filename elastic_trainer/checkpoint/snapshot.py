@@ -4,7 +4,7 @@
 bytes       content
 ==========  ===========================================================================
 0 to 4095   the seal: ``_SEAL`` (magic, position, size and XXH3-128 of the notes)
-4096 on     the checkpoint's files, one behind the other, in the order of the manifest
+4096 on     the checkpoint's files in the order of the manifest, each from a multiple of 4096 on
 behind it   the notes: JSON with the checkpoint's location, its job, and its manifest
 ==========  ===========================================================================
 
@@ -16,10 +16,11 @@ behind it   the notes: JSON with the checkpoint's location, its job, and its man
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -74,12 +75,9 @@ class StateSnapshot:
         return SnapshotSource(self.descriptor, self._begin(file), record.size)
 
     def _begin(self, file: str) -> int:
-        begin = DATA
-        for record in self.manifest.files:
-            if record.name == file:
-                break
-            begin += record.size
-        return begin
+        records = self.manifest.files
+        begins = places([each.size for each in records])
+        return begins[[each.name for each in records].index(file)]
 
 
 class SnapshotSource:
@@ -105,6 +103,14 @@ class SnapshotSource:
         """The descriptor stays open."""
 
 
+def places(sizes: Sequence[int]) -> list[int]:
+    """Where files of these ``sizes`` begin, and where the notes do.
+
+    In a slot a file's data lie in pages as they will in the file, so that they can be written from there directly.
+    """
+    return list(itertools.accumulate((-(-size // DATA) * DATA for size in sizes), initial=DATA))
+
+
 def break_seal(descriptor: int) -> None:
     """The file is about to be filled: it holds nothing until it is sealed again."""
     os.pwrite(descriptor, bytes(_SEAL.size), 0)
@@ -113,7 +119,7 @@ def break_seal(descriptor: int) -> None:
 def seal_as(descriptor: int, manifest: Manifest, location: str, job: str | None) -> None:
     """The file holds the files of ``manifest``, whose records are filled in."""
     text = {"location": location, "job": job, "name": manifest.name, "manifest": seal(manifest).decode()}
-    notes, begin = json.dumps(text).encode(), DATA + manifest.size
+    notes, begin = json.dumps(text).encode(), places([each.size for each in manifest.files])[-1]
     os.pwrite(descriptor, notes, begin)
     digest = xxhash.xxh3_128_digest(notes)
     os.pwrite(descriptor, _SEAL.pack(_MAGIC, begin, len(notes), digest, bytes(8)), 0)

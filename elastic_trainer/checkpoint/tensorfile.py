@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from elastic_trainer.checkpoint.faults import DamagedError
@@ -54,7 +54,7 @@ def place(tensors: Sequence[Placed]) -> tuple[Placed, ...]:
     placed = []
     offset = 0
     for tensor in sorted(tensors, key=lambda each: -ELEMENT_SIZE[each.dtype]):
-        placed.append(replace(tensor, begin=offset))
+        placed.append(Placed(tensor.name, tensor.dtype, tensor.shape, offset))
         offset += tensor.size
     return tuple(placed)
 

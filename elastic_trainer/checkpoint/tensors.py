@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from elastic_trainer.checkpoint.image import Image
 from elastic_trainer.checkpoint.slices import TensorSlice
 from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed
 
@@ -75,7 +76,9 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` without history and lazy sign; complex numbers become a last dimension of two."""
     import torch
 
-    resolved = tensor.detach().resolve_conj().resolve_neg()
+    resolved = tensor.detach()
+    if resolved.is_conj() or resolved.is_neg():
+        resolved = resolved.resolve_conj().resolve_neg()
     return torch.view_as_real(resolved) if resolved.is_complex() else resolved
 
 
@@ -88,6 +91,12 @@ def memory(tensor: torch.Tensor) -> memoryview:
     """The bytes of the plain ``tensor``: its own memory if possible, else a copy of this one tensor."""
     import torch
 
+    try:
+        array = tensor.numpy()
+        if array.flags.c_contiguous:
+            return array.data.cast("B")
+    except (TypeError, RuntimeError, ValueError, BufferError):  # on a device, or of a type that numpy does not have
+        pass
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -98,6 +107,24 @@ def buffer(tensor: torch.Tensor) -> Any:
     except (TypeError, RuntimeError):  # on a device, with a history, or of a type that numpy does not have
         return memory(plain(tensor))
     return array if array.flags.c_contiguous else memory(tensor)
+
+
+def nonfinite(image: Image) -> str | None:
+    """The label of the first watched tensor of ``image`` that holds a NaN or an infinity; its files are in one piece.
+
+    A sum tells most states, at the speed of memory; only where it is not finite all elements are looked at.
+    """
+    import torch
+
+    dtypes = {name: dtype for dtype, name in _types().items()}
+    bodies = {file.name: next(iter(file.body())) for file in image.files if file.body_size}
+    for each in image.watched:
+        data = bodies[each.file][each.begin : each.end]
+        values = torch.frombuffer(data, dtype=dtypes[each.dtype])
+        wide = torch.float64 if values.dtype is torch.float64 else torch.float32
+        if not bool(torch.isfinite(values.sum(dtype=wide))) and not bool(torch.isfinite(values.to(wide)).all()):
+            return each.label
+    return None
 
 
 def as_complex(pairs: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,8 @@ class Collectives:
             place.position.best = values
         mine = control.rank == 0
         name, problem = self._saved(training.saver, values, best=best, wait=wait) if mine else (None, None)
+        if not mine:
+            training.saver.help()
         refused = isinstance(problem, StorageError)
         control.agree(None if refused else problem)
         refused, name = json.loads(control.broadcast_bytes(json.dumps([refused, name or ""]).encode(), 0))
@@ -80,7 +82,8 @@ class Collectives:
         for name, value in values.items():
             self._place.ledger.write("metric", step=position.step, epoch=position.cursor.epoch, name=name, value=value)
         try:
-            return saver.save(values, best=best, wait=wait), None
+            # After a failure the caller learns whether this one was durable.
+            return saver.save(values, best=best, wait=wait or saver.failed), None
         except (CheckpointError, NonFiniteError) as error:
             return None, error
 

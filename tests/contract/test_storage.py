@@ -71,7 +71,7 @@ def test_several_processes_write_one_checkpoint(place: Place) -> None:
     """One helps with what nobody has taken; nothing of that is left, and what is published is all there."""
     state = {"large": torch.randn(3_000_000), "small": [torch.ones(3)]}
     checkpoints = opened(place)
-    image, draft = codec.encode(state, 3), checkpoints.draft(SaveInfo(1))
+    image, draft = codec.encode(state, parts=3), checkpoints.draft(SaveInfo(1))
     manifest = draft.with_files(records(image))
     saver, helper = place(), place()
     saver.prepare()
@@ -84,12 +84,13 @@ def test_several_processes_write_one_checkpoint(place: Place) -> None:
         assert not saver.mark(temporary, f"taken-{wrote[0]}")
         saver.remove(temporary)
     assert place().names() == ()
-    done: list[tuple[str, ...]] = []
-    work = Thread(target=lambda: done.append(sharing.help_write(helper, image, manifest, 1, Event())))
+    stop = Event()
+    work = Thread(target=sharing.help_write, args=(helper, image, manifest, 1, stop))
     work.start()
     sharing.commit_shared(saver, image, manifest)
+    stop.set()
     work.join(60.0)
-    assert done
+    assert not work.is_alive()
     loaded = opened(place).load_newest()
     assert loaded is not None
     assert same(loaded.state, state)

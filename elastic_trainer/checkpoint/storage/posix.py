@@ -11,17 +11,16 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_trainer.checkpoint.layout import OWNER_FILE
 from elastic_trainer.checkpoint.storage.port import ByteSource, Holder, Sink
+from elastic_trainer.checkpoint.storage.posix_io import PosixSink, PosixSource
 from elastic_trainer.errors import StorageError
 
 _RETRIED_REMOVALS = 3
 _LONGEST_WORDS = 4096
-_READERS = 4
-"""Beyond a few readers the memory bus or the disk is the limit."""
 
 _EXPLANATIONS = {
     errno.ENOSPC: ("is full", "free some space, or keep fewer checkpoints"),
@@ -81,8 +80,7 @@ class PosixStorage:
 
     def sink(self, name: str, file: str) -> Sink:
         with self._writing():
-            descriptor = os.open(self._root / name / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        return _PosixSink(descriptor, self.location)
+            return PosixSink(self._root / name / file, lambda error: explain(error, self.location))
 
     def join(self, temporary: str, name: str) -> None:
         """It is a directory as any other."""
@@ -107,7 +105,7 @@ class PosixStorage:
             (self._root / temporary / file).unlink(missing_ok=True)
 
     def source(self, name: str, file: str) -> ByteSource:
-        return _PosixSource(os.open(self._root / name / file, os.O_RDONLY | os.O_CLOEXEC))
+        return PosixSource(self._root / name / file)
 
     def publish(self, temporary: str, name: str) -> None:
         if self.exists(name):
@@ -168,61 +166,6 @@ class PosixStorage:
             yield
         except OSError as error:
             raise explain(error, self.location) from error
-
-
-class _PosixSink:
-    """A file descriptor to be written, synced and closed once."""
-
-    def __init__(self, descriptor: int, location: str) -> None:
-        self._descriptor: int | None = descriptor
-        self._location = location
-
-    def write(self, data: memoryview) -> None:
-        try:
-            while data:
-                data = data[os.write(self._opened(), data) :]
-        except OSError as error:
-            raise explain(error, self._location) from error
-
-    def finish(self) -> None:
-        try:
-            os.fsync(self._opened())
-            descriptor, self._descriptor = self._opened(), None
-            os.close(descriptor)
-        except OSError as error:
-            raise explain(error, self._location) from error
-
-    def abandon(self) -> None:
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            with suppress(OSError):
-                os.close(descriptor)
-
-    def _opened(self) -> int:
-        if self._descriptor is None:
-            raise ValueError("the file is closed")
-        return self._descriptor
-
-
-class _PosixSource:
-    """A file descriptor read by position, so that threads need not share an offset."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self.size = os.fstat(descriptor).st_size
-        self.readers = min(_READERS, os.cpu_count() or 1)
-
-    def read_into(self, buffer: memoryview, offset: int) -> bool:
-        while buffer:
-            count = os.preadv(self._descriptor, [buffer], offset)
-            if count == 0:
-                return False
-            offset += count
-            buffer = buffer[count:]
-        return True
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 def _locked(descriptor: int) -> bool:

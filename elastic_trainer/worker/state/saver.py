@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -25,12 +25,14 @@ from elastic_trainer.checkpoint import (
     SaveInfo,
     StateSnapshot,
 )
+from elastic_trainer.checkpoint.background import SnapshotPurpose, not_finite
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, NonFiniteError
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.round_place import RoundPlace
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.cadence import FIELD, Cadence, Experience, Memory
 from elastic_trainer.worker.state.training_state import TrainingState
@@ -43,6 +45,39 @@ class WhenBehind(StrEnum):
     SKIP = "skip"
     REPLACE = "replace"
     """The snapshot that waits is given up for the new one."""
+
+
+SHARED_FROM = 32 << 20
+"""Bytes of parameters from which on several nodes write a checkpoint together."""
+
+MOST_WRITERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """In how many files the nodes of a round write a checkpoint together, and where this one begins."""
+
+    parts: int = 1
+    turn: int = 0
+
+    @classmethod
+    def among(cls, place: RoundPlace) -> Shares:
+        """One file for each node, if all have as many ranks; nodes that count otherwise cannot help each other."""
+        nodes = place.world_size // place.local_world_size
+        return cls(max(1, min(MOST_WRITERS, nodes)), place.rank // place.local_world_size)
+
+    def worthwhile(self, module: torch.nn.Module) -> bool:
+        """The same on all ranks."""
+        return self.parts > 1 and sum(each.nbytes for each in module.parameters()) >= SHARED_FROM
+
+
+ALONE = Shares()
+
+
+def not_shared(module: torch.nn.Module) -> Callable[[str], bool]:
+    """Of a tensor's name in a checkpoint: whether ranks may hold other values (buffers, random generators)."""
+    buffers = {f"{place}{name}" for name, _ in module.named_buffers() for place in ("model/", "average/module.")}
+    return lambda name: name in buffers or not name.startswith(("model/", "optimizer/", "average/"))
 
 
 class Saver:
@@ -79,11 +114,13 @@ class Saver:
         self._arena = Arena(memory.files) if manager is not None else None
         self._saves = BackgroundSaves(manager, self._arena) if manager is not None else None
         self._copied_s, self._copy_took_s = self._last_s, 0.0
-        self._memory_short = False
+        self._memory_short = self._failed = self._refused = False
+        self._shares = Shares()
 
-    def serve(self, *, saves: bool, world_size: int = 1) -> None:
-        """Whether this rank ``saves`` from now on."""
+    def serve(self, *, saves: bool, world_size: int = 1, shares: Shares = ALONE) -> None:
+        """Whether this rank ``saves`` from now on, and with whom."""
         self._manager, self._world_size = self._held if saves else None, world_size
+        self._shares = shares
 
     def resumed(self, fields: Mapping[str, Any], *, stored: bool) -> None:
         """The present state was just read from a checkpoint with these ``fields``; ``stored``: it is in storage."""
@@ -114,17 +151,25 @@ class Saver:
 
     def copy_if_due(self) -> None:
         """Copy the state into the agent's memory, if that was not done for long enough; it is not committed."""
-        if self._held is None or self._saves is None or self._saves.full:
+        if self._clock.monotonic() - self._copied_s >= self._memory.apart_s(self._copy_took_s):
+            self._copy(SnapshotPurpose.KEEP)
+
+    def help(self) -> None:
+        """Rank 0 saves: write a part of it, on one rank of each of the other nodes."""
+        if self._manager is None and self._shares.parts > 1:
+            self._copy(SnapshotPurpose.HELP)
+
+    def _copy(self, purpose: SnapshotPurpose) -> None:
+        if self._held is None or self._saves is None or self._saves.full or self._memory_short:
             return
         began = self._clock.monotonic()
-        if began - self._copied_s < self._memory.apart_s(self._copy_took_s) or self._memory_short:
-            return
         with self._tracker.during(Phase.CHECKPOINT):
             try:
-                self._begin(self._held, self._saves, {}, best=False, commit=False)
+                self._begin(self._held, self._saves, {}, best=False, purpose=purpose)
             except (CheckpointError, NonFiniteError) as error:
                 logger().warning("snapshot.failed", step=self._state.position.step, reason=str(error))
-                self._copied_s = self._clock.monotonic()
+        self._copied_s = self._clock.monotonic()
+        self._copy_took_s = self._copied_s - began
 
     def _seen(self) -> Experience:
         trained_s = self._past.trained_s + self._clock.monotonic() - self._began_s
@@ -138,8 +183,8 @@ class Saver:
     def save(self, metrics: Mapping[str, float], *, best: bool = False, wait: bool = False) -> str | None:
         """Copy the state and write it beside training; the checkpoint's name, None without a checkpoint directory.
 
-        Waits while storage is busy with the two before, and with ``wait`` until it is durable. StorageError if it
-        cannot be written then; CheckpointError and NonFiniteError for a state that cannot be saved at all.
+        Waits while storage is busy with the two before, and with ``wait`` until it is durable. StorageError or
+        NonFiniteError if it cannot be saved then; CheckpointError for a state that cannot be saved at all.
         """
         self.look()
         self._last_s = self._clock.monotonic()
@@ -155,8 +200,8 @@ class Saver:
                     save.done.wait()
         except (CheckpointError, NonFiniteError) as error:
             self._tracker.operated("save", self._clock.monotonic() - began, ok=False)
-            if isinstance(error, NonFiniteError):  # the manager has logged all else
-                logger().error("checkpoint.failed", step=self._state.position.step, reason=str(error))
+            if isinstance(error, NonFiniteError):
+                self._log_failure(self._state.position.step, error)
             raise
         self._last_s, self._last_step = self._clock.monotonic(), self._state.position.step
         self.look()
@@ -171,10 +216,9 @@ class Saver:
         metrics: Mapping[str, float],
         *,
         best: bool,
-        commit: bool = True,
+        purpose: SnapshotPurpose = SnapshotPurpose.COMMIT,
     ) -> Save:
-        state, began = self._state, self._clock.monotonic()
-        check_finite(state.module)
+        state, shares = self._state, self._shares
         position = state.position
         info = SaveInfo(
             step=position.step,
@@ -186,17 +230,21 @@ class Saver:
             best=best,
             fields={**self._fields(), **self._learned()},
         )
-        image = manager.encode(state.collect(), info)
+        parts = shares.parts if shares.worthwhile(state.module) else 1
+        image = manager.encode(
+            state.collect(), info, watched=watched(state.module), parts=parts, own=not_shared(state.module)
+        )
         try:
-            save = saves.submit(image, manager.draft(info), commit=commit)
+            save = saves.submit(image, manager.draft(info), purpose, shares.turn)
         except NoRoomError as error:
             if not self._memory_short:
                 self._memory_short = True
                 logger().warning("checkpoint.not_beside", reason=str(error), effect="training waits for each save")
-            return saves.at_once(image, manager.draft(info)) if commit else Save(manager.draft(info))
+            if purpose is not SnapshotPurpose.COMMIT:
+                return Save(manager.draft(info), purpose)
+            check_finite(state.module)
+            return saves.at_once(image, manager.draft(info))
         self._copied_s = self._clock.monotonic()
-        if not commit:
-            self._copy_took_s = self._copied_s - began
         return save
 
     def _learned(self) -> Mapping[str, Any]:
@@ -221,9 +269,14 @@ class Saver:
     def look(self) -> None:
         """Note what has become of saves since the last look."""
         for save in self._saves.finished() if self._saves is not None else ():
+            if save.purpose is not SnapshotPurpose.COMMIT:
+                logger().warning("snapshot.failed", step=save.manifest.step, reason=str(save.error))
+                self._refused |= isinstance(save.error, NonFiniteError)
+                continue
+            self._failed = save.committed is None
             if save.committed is None:
-                if not isinstance(save.error, CheckpointError):  # the manager has told of those
-                    logger().error("checkpoint.failed", step=save.manifest.step, exc_info=save.error)
+                self._log_failure(save.manifest.step, save.error)
+                self._refused |= isinstance(save.error, NonFiniteError)
                 self._tracker.operated("save", 0.0, ok=False)
                 if save.manifest.step == self._last_step:
                     self._last_step = None
@@ -231,7 +284,24 @@ class Saver:
                 self._tracker.saved(save.manifest.step, save.committed.size, save.committed.duration_s)
                 self._on_saved(save.committed)
 
+    def refused(self) -> bool:
+        """Whether, since this was asked last, a snapshot was refused because it was not finite."""
+        refused, self._refused = self._refused, False
+        return refused
+
+    def _log_failure(self, step: int, error: Exception | None) -> None:
+        if isinstance(error, NonFiniteError):
+            logger().error("checkpoint.failed", step=step, reason=str(error))
+        elif not isinstance(error, CheckpointError):  # the manager has logged those
+            logger().error("checkpoint.failed", step=step, exc_info=error)
+
     # ---- the state at hand, made durable
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last save that ended has failed."""
+        self.look()
+        return self._failed
 
     @property
     def unsaved(self) -> bool:
@@ -294,19 +364,13 @@ def _goes_on(manager: CheckpointManager, environment: WorkerEnvironment) -> bool
         return False
 
 
+def watched(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters that must be finite, by name."""
+    return {name: each for name, each in module.named_parameters() if each.is_floating_point() and each.numel()}
+
+
 def check_finite(module: torch.nn.Module) -> None:
     """NonFiniteError naming the first parameter that holds a NaN or an infinity."""
-    with torch.no_grad():
-        named = [(name, each) for name, each in module.named_parameters() if each.is_floating_point() and each.numel()]
-        if not named:
-            return
-        wide = [each.sum(dtype=torch.float64 if each.device.type == "cpu" else torch.float32) for _, each in named]
-        finite = torch.isfinite(torch.stack(wide))
-        if bool(finite.all()):
-            return
-        for name, each in named:
-            if not bool(torch.isfinite(each).all()):
-                raise NonFiniteError(
-                    f"parameter {name!r} is not finite any more; this state is not saved",
-                    hint="lower the learning rate, clip gradients, or look for bad samples",
-                )
+    for name, each in watched(module).items():
+        if not bool(torch.isfinite(each.detach()).all()):
+            raise not_finite(name)

@@ -104,6 +104,7 @@ class StepBoundaries(Boundaries):
 
     def after_step(self, step: int) -> Turn:
         self._duties.saver.look()
+        self._refused |= self._duties.saver.refused()
         self._duties.comparison.after_step(step)
         saved = self._duties.saver.due_by_step(step)
         if saved:
@@ -153,6 +154,7 @@ class StepBoundaries(Boundaries):
             self._refused |= isinstance(problem, NonFiniteError)
         else:
             self._duties.tracker.peer_saves()
+            self._duties.saver.help()
 
     def _meet_nonfinite(self) -> None:
         step = self._duties.steps.position.step

@@ -71,7 +71,7 @@ def fixed_image(folder: str) -> Image:
     if folder == "format-2-parts":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(slices, "UNCUT", 64)
-            return codec.encode(fixed_state(), 3)
+            return codec.encode(fixed_state(), parts=3)
     state = box_state()
     pieces = boxes(state["square"], "square", [[2], [3, 7]]) + boxes(state["tall"], "tall", [[5], []])
     return box_image([pieces[0::2], pieces[1::2]], list(state))

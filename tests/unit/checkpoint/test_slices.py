@@ -34,7 +34,7 @@ def saved_by(parts: int, state: dict[str, Any], directory: Path) -> tuple[PosixS
     """``state``, committed as ``parts`` writers would encode it."""
     storage = PosixStorage(directory)
     storage.prepare()
-    return storage, commit(storage, codec.encode(state, parts), draft())
+    return storage, commit(storage, codec.encode(state, parts=parts), draft())
 
 
 def large_state() -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from elastic_trainer.checkpoint import Arena, CheckpointManager, DamagedError, Owner, SaveInfo, StateSnapshot
 from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.checkpoint.commit import records
-from elastic_trainer.checkpoint.snapshot import DATA, break_seal, read
+from elastic_trainer.checkpoint.snapshot import DATA, break_seal, places, read
 from tests.drills.checkpoint.flipping import flipped
 from tests.unit.checkpoint.states import same, training_state
 
@@ -89,7 +89,7 @@ def test_no_changed_bit_goes_unnoticed(files: list[Path], tmp_path: Path) -> Non
     manager = CheckpointManager(tmp_path)
     leave(Arena(files), manager, training_state(width=60), 1)
     path = filled(files)
-    used = [*range(8 * SEAL), *range(8 * DATA, 8 * notes_end(path))]
+    used = [bit for begin, end in in_use(path) for bit in range(8 * begin, 8 * end)]
 
     def load() -> None:
         manager.load_snapshot(found(path))
@@ -116,6 +116,14 @@ def found(path: Path) -> StateSnapshot:
     snapshot = read(int(path.name))
     assert snapshot is not None
     return snapshot
+
+
+def in_use(path: Path) -> list[tuple[int, int]]:
+    """The bytes of seal, files and notes; between them is nothing."""
+    sizes = [record.size for record in found(path).manifest.files]
+    *begins, notes = places(sizes)
+    files = [(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
+    return [(0, SEAL), *files, (notes, notes_end(path))]
 
 
 def notes_end(path: Path) -> int:

@@ -280,8 +280,9 @@ def test_the_ledger_waits_for_the_disk_and_loses_no_line(tmp_path: Path, said: i
     assert Ledger(WorkerEnvironment(ledger_dir=path / "below-a-file", reached=1)).enabled
 
 
-def test_a_diverged_state_is_never_saved(tmp_path: Path) -> None:
-    """The newest checkpoint stays a good one, and the message names the parameter."""
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_diverged_state_is_never_saved(tmp_path: Path, wait: bool) -> None:
+    """The newest checkpoint stays a good one, and the message names the parameter; without wait, at a next save."""
 
     def run() -> None:
         with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
@@ -290,7 +291,8 @@ def test_a_diverged_state_is_never_saved(tmp_path: Path) -> None:
             session.save()
             with torch.no_grad():
                 job.module[4].bias.fill_(float("nan"))  # type: ignore[index]
-            session.save()
+            for _ in range(1 if wait else 9):  # two may be on their way to storage
+                session.save(wait=wait)
 
     with pytest.raises(NonFiniteError, match=r"'4\.bias' is not finite"):
         run()

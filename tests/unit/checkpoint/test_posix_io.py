@@ -1,0 +1,119 @@
+"""Files written past the page cache hold the same bytes as others, however they are handed over."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_trainer.checkpoint.storage import posix_io
+from elastic_trainer.checkpoint.storage.posix import explain
+from elastic_trainer.checkpoint.storage.posix_io import BLOCK, PosixSink, PosixSource
+from elastic_trainer.errors import StorageError
+
+SIZE = 10 * posix_io._BUFFER + 12_345
+AWKWARD = (1, 8, 100, BLOCK - 1, BLOCK, BLOCK + 1, 64 << 10, posix_io._BUFFER, posix_io._BUFFER + 1, 8 << 20)
+
+
+@pytest.fixture(scope="module")
+def content() -> memoryview:
+    """Bytes at the address of a page."""
+    memory = mmap.mmap(-1, SIZE)
+    memory[:] = random.Random(1).randbytes(SIZE)
+    return memoryview(memory)
+
+
+def written(path: Path, parts: list[memoryview]) -> bytes:
+    sink = PosixSink(path, lambda error: explain(error, str(path)))
+    for part in parts:
+        sink.write(part)
+    sink.finish()
+    sink.abandon()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_sequence_of_pieces_is_written_as_it_is(
+    tmp_path: Path, content: memoryview, seed: int, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aligned, unaligned and read-only pieces of many sizes; also where the file system refuses direct writes."""
+    if not direct:
+        monkeypatch.setattr(posix_io, "_set_direct", lambda descriptor, on: False)
+    draw, parts, position = random.Random(seed), [], draw_start(seed)
+    begin = position
+    while position < SIZE:
+        part = content[position : position + draw.choice(AWKWARD)]
+        parts.append(part if draw.random() < 0.8 else memoryview(bytes(part)))
+        position += len(part)
+    assert written(tmp_path / "file", parts) == content[begin:]
+
+
+def draw_start(seed: int) -> int:
+    return (0, 8, 4088, 4096, 1, 5000)[seed]
+
+
+def test_a_head_and_a_body_that_lies_as_in_the_file_go_to_the_disk_from_where_they_are(
+    tmp_path: Path, content: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the page that both share, and the end, are copied; where the disk takes direct writes."""
+    flags: list[tuple[bool, int]] = []
+    real = os.write
+
+    def spied(descriptor: int, data: memoryview) -> int:
+        flags.append((bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT), len(data)))
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", spied)
+    head = bytes(content[:1000])
+    assert written(tmp_path / "file", [memoryview(head), content[1000 : 8 << 20], content[8 << 20 : SIZE]]) == content
+    if os.major(tmp_path.stat().st_dev) == 0 or not flags[0][0]:
+        pytest.skip("this file system takes no direct writes")
+    whole = SIZE // BLOCK * BLOCK
+    assert flags == [(True, BLOCK), (True, (8 << 20) - BLOCK), (True, whole - (8 << 20)), (False, SIZE - whole)]
+
+
+def test_a_disk_that_takes_direct_writes_back_gets_buffered_ones(
+    tmp_path: Path, content: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EINVAL comes only with the first write where blocks are larger than expected."""
+    real, refused = os.write, []
+
+    def larger(descriptor: int, data: Any) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(len(data))
+            raise OSError(errno.EINVAL, "blocks are larger")
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", larger)
+    assert written(tmp_path / "file", [content]) == content
+    assert len(refused) <= 1
+
+
+def test_a_full_disk_is_explained_and_the_file_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    sink = PosixSink(tmp_path / "file", lambda error: explain(error, "here"))
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(StorageError, match="is full"):
+        sink.write(memoryview(bytearray(posix_io._BUFFER)))
+    sink.abandon()
+    with pytest.raises(ValueError, match="closed"):
+        sink.finish()
+
+
+def test_reading_by_position_stops_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"0123456789")
+    source, buffer = PosixSource(tmp_path / "file"), bytearray(4)
+    assert source.size == 10
+    assert source.read_into(memoryview(buffer), 3)
+    assert buffer == b"3456"
+    assert not source.read_into(memoryview(buffer), 8)
+    source.close()
