@@ -75,6 +75,11 @@ class BackgroundSaves:
         return self._arena.full
 
     @property
+    def memory(self) -> int:
+        """Bytes that the copies take."""
+        return self._arena.size
+
+    @property
     def idle(self) -> bool:
         """Whether nothing is being written, or waits for it."""
         with self._changed:

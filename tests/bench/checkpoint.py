@@ -1,4 +1,4 @@
-"""Checkpoints: stall, durable save, cold and warm load, SIGKILL and flipped bits, against raw I/O and torch.save.
+"""Checkpoints: stall, time lost, durable save, loads, memory, SIGKILL, flipped bits, against raw I/O and torch's.
 
 The state is that of a transformer with AdamW (parameters and two moments, tensors of many sizes). Raw is one file with
 as many bytes: written from memory in pieces and synced, or read into fresh memory. Cold means that the file's pages
@@ -24,7 +24,8 @@ import torch
 
 from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Entry, SaveInfo
 from elastic_trainer.checkpoint.retention import Retention
-from tests.bench.report import Options, Report, alternate, at_most, emit, median, note, parse, ratio
+from tests.bench.checkpoint_training import measure_training
+from tests.bench.report import Must, Options, Report, alternate, at_most, emit, median, note, parse, ratio
 from tests.drills.checkpoint.flipping import unnoticed, unnoticed_by_torch
 from tests.drills.checkpoint.killing import Casualties, kill_overwriters, kill_savers
 
@@ -33,35 +34,59 @@ PIECE = 8 * MB
 WIDTH = 512
 KILLS, QUICK_KILLS = 200, 2
 FLIPS, QUICK_FLIPS = 200, 20
-LEAST_REPEATS = 3
+LEAST_REPEATS = 5
+SIZES, QUICK_SIZES = (100, 1200), (8,)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
-    options = parse("checkpoint", __doc__, argv, repeats=7, quick_repeats=LEAST_REPEATS)
+    options = parse("checkpoint", __doc__, argv, repeats=LEAST_REPEATS, quick_repeats=1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     torch.set_num_threads(1)
     kills, flips = (QUICK_KILLS, QUICK_FLIPS) if options.quick else (KILLS, FLIPS)
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as directory:
         place = Path(directory)
-        speed = measure_speed(place / "speed", options)
+        sizes = {f"{size}_MB": _at_size(place, size, options.repeats) for size in sizes_of(options)}
         killed, killed_torch = measure_kills(place, kills)
         missed, missed_torch = measure_flips(place / "flips", flips)
-    ratios = speed["ratios"]
     figures = {
-        **speed,
+        "sizes": sizes,
         "sigkill": {"elastic_trainer": _as_json(killed), "torch_save_in_place": _as_json(killed_torch)},
         "bit_flips": {"flips": flips, "caught": flips - missed, "caught_by_torch_load": flips - missed_torch},
     }
     musts = [
-        at_most("training stands still for a save, over memcpy", ratios["stall_over_memcpy"], 1.1),
-        at_most("durable save over raw write and fsync", ratios["durable_save_over_raw_write"], 1.5),
-        at_most("cold load over cold raw read", ratios["cold_load_over_raw_read"], 1.1),
-        at_most("warm load over warm raw read", ratios["warm_load_over_raw_read"], 1.1),
+        *(must for size, figures_of_it in sizes.items() for must in _musts(size, figures_of_it)),
         at_most(f"broken newest checkpoints after {killed.kills} SIGKILLs", len(killed.broken), 0),
         at_most(f"silent ones of {flips} single bit flips", missed, 0),
     ]
     return emit(Report(options, figures, musts))
+
+
+def sizes_of(options: Options) -> Sequence[int]:
+    """MB of model and Adam state."""
+    return QUICK_SIZES if options.quick else SIZES
+
+
+def _at_size(place: Path, megabytes: int, repeats: int) -> dict[str, Any]:
+    training = measure_training(place / "training", megabytes, repeats)
+    return {"training": training, **measure_speed(place / "speed", megabytes, repeats)}
+
+
+def _musts(size: str, figures: dict[str, Any]) -> list[Must]:
+    training, ratios = figures["training"], figures["ratios"]
+    return [
+        at_most(f"{size}: session.save() over memcpy", training["stall_over_memcpy"]["elastic_trainer"], 1.1),
+        at_most(
+            f"{size}: training time lost to a save over memcpy", training["lost_over_memcpy"]["elastic_trainer"], 1.3
+        ),
+        at_most(f"{size}: durable save over raw write and fsync", ratios["durable_save_over_raw_write"], 1.2),
+        at_most(f"{size}: cold load over cold raw read", ratios["cold_load_over_raw_read"], 1.1),
+        at_most(f"{size}: warm load over warm raw read", ratios["warm_load_over_raw_read"], 1.1),
+        at_most(
+            f"{size}: memory for copies over the state", figures["copies_over_state"], 2.05 if size != "8_MB" else 3
+        ),
+        at_most(f"{size}: memory of a load beyond the state over it", figures["load_beyond_state"], 0.05),
+    ]
 
 
 def _as_json(casualties: Casualties) -> dict[str, Any]:
@@ -89,21 +114,24 @@ def training_state(megabytes: int) -> dict[str, Any]:
     return {"model": parameters, "optimizer": {"state": moments, "param_groups": groups}, "step": 7}
 
 
-def measure_speed(place: Path, options: Options) -> dict[str, Any]:
+def measure_speed(place: Path, megabytes: int, repeats: int) -> dict[str, Any]:
     """Times and ratios of saving and loading."""
     place.mkdir()
-    state = training_state(8 if options.quick else 512)
+    state = training_state(megabytes)
     checkpoints = CheckpointManager(place / "ours", Retention(keep_last=1))
     entry = checkpoints.save(state, SaveInfo(0)).entry
     size = entry.manifest.size
     raw = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
-    repeats = max(LEAST_REPEATS, options.repeats)
-    saves = {
-        "elastic_trainer": lambda: _timed_save(place / "save", state, size),
+    beside = BackgroundSaves(CheckpointManager(place / "save", Retention(keep_last=1)))
+    saves: dict[str, Callable[[], float]] = {
+        "elastic_trainer": lambda: _timed_save(beside, checkpoints, state),
         "raw_write_fsync": lambda: _timed(lambda: _write(place / "raw", raw), place / "raw", size),
         "torch_save_fsync": lambda: _timed(lambda: _torch_save(place / "torch.pt", state), place / "torch.pt", size),
     }
+    saves["elastic_trainer"]()  # makes the arena
     saved = alternate(saves, repeats)
+    copies = beside.memory / size
+    beside.close()
     _write(place / "raw", raw)
     _torch_save(place / "torch.pt", state)
     loads: dict[str, Callable[[], object]] = {
@@ -116,49 +144,55 @@ def measure_speed(place: Path, options: Options) -> dict[str, Any]:
     for act in loads.values():
         act()
     warm = alternate({name: partial(_clocked, act, size) for name, act in loads.items()}, repeats)
-    stalled = measure_stall(place / "beside", state, raw, repeats)
+    copied = alternate({"memcpy": _memcpy(raw)}, repeats)
+    more = _peak(lambda: checkpoints.load(entry)) / size - 1.0
     shutil.rmtree(place)
-    return {"bytes": size, **_summary(stalled, saved, cold, warm)}
+    return {
+        "bytes": size,
+        "copies_over_state": copies,
+        "load_beyond_state": more,
+        **_summary(copied, saved, cold, warm),
+    }
 
 
-def measure_stall(place: Path, state: dict[str, Any], raw: Any, repeats: int) -> dict[str, list[float]]:
-    """Seconds for which training stands still when it saves, and of copying as many bytes to memory in use."""
-    checkpoints = CheckpointManager(place, Retention(keep_last=1))
-    saves, copy, info = BackgroundSaves(checkpoints), np.zeros_like(raw), SaveInfo(1)
+def _memcpy(raw: Any) -> Callable[[], float]:
+    """Seconds of copying ``raw`` to memory in use."""
+    copy = np.ones_like(raw)
 
-    def stall() -> float:
-        began = time.perf_counter()
-        saves.submit(checkpoints.encode(state, info), checkpoints.draft(info))
-        took = time.perf_counter() - began
-        saves.wait()
-        os.sync()
-        return took
-
-    def memcpy() -> float:
+    def copied() -> float:
         began = time.perf_counter()
         np.copyto(copy, raw)
         return time.perf_counter() - began
 
-    stall()  # makes the arena
-    try:
-        return alternate({"elastic_trainer": stall, "memcpy": memcpy}, repeats)
-    finally:
-        saves.close()
+    return copied
+
+
+def _peak(act: Callable[[], object]) -> float:
+    """Bytes by which this process is larger at most during ``act``."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
+    before = _status("VmRSS")
+    result = act()
+    peak = _status("VmHWM")
+    del result
+    return peak - before
+
+
+def _status(what: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))
 
 
 def _summary(
-    stalled: dict[str, list[float]],
+    copied: dict[str, list[float]],
     saved: dict[str, list[float]],
     cold: dict[str, list[float]],
     warm: dict[str, list[float]],
 ) -> dict[str, Any]:
-    seconds = {"stall": stalled, "durable_save": saved, "cold_load": cold, "warm_load": warm}
+    seconds = {"copy": copied, "durable_save": saved, "cold_load": cold, "warm_load": warm}
     return {
         "seconds": seconds,
         "median_s": {what: {who: median(each) for who, each in times.items()} for what, times in seconds.items()},
         "ratios": {
-            "stall_over_memcpy": ratio(stalled["elastic_trainer"], stalled["memcpy"]),
-            "torch_save_over_memcpy": ratio(saved["torch_save_fsync"], stalled["memcpy"]),
             "durable_save_over_raw_write": ratio(saved["elastic_trainer"], saved["raw_write_fsync"]),
             "torch_save_over_raw_write": ratio(saved["torch_save_fsync"], saved["raw_write_fsync"]),
             "cold_load_over_raw_read": ratio(cold["elastic_trainer"], cold["raw_read"]),
@@ -191,14 +225,17 @@ def _timed(act: Callable[[], object], written: Path, size: int) -> float:
     return took
 
 
-def _timed_save(directory: Path, state: dict[str, Any], size: int) -> float:
-    """Seconds of a save into a directory of its own, so that no retention is in it."""
-    checkpoints = CheckpointManager(directory)
-    checkpoints.check_writable()
-    took = _clocked(lambda: checkpoints.save(state, SaveInfo(1)), size)
-    shutil.rmtree(directory)
+def _timed_save(saves: BackgroundSaves, manager: CheckpointManager, state: dict[str, Any]) -> float:
+    """Seconds from the call of a save until its checkpoint is durable; what retention then removes is not in it."""
+    info = SaveInfo(time.monotonic_ns())
+    began = time.perf_counter()
+    save = saves.submit(manager.encode(state, info), manager.draft(info))
+    stood_s = time.perf_counter() - began
+    saves.wait()
     os.sync()
-    return took
+    if save.committed is None:
+        raise RuntimeError(f"the save failed: {save.error}")
+    return stood_s + save.committed.duration_s
 
 
 def _write(path: Path, content: Any) -> None:

@@ -1,0 +1,147 @@
+"""Saves in a training loop: how long one stops it, and what it costs in all until storage has it, ours and torch's.
+
+The model is a stack of wide layers with AdamW. What a save costs in all is the time from the call of save until the
+checkpoint is durable and the step at that moment has ended, less what as many steps take without a save. The loop
+trains with one thread, so that a second core, where there is one, is free as it is beside a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from elastic_trainer.worker.session import Session
+from tests.bench.report import alternate, median
+
+WIDTH = 512
+TOKENS = 64
+STEPS_BEFORE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds that training stood still, and that it lost in all."""
+
+    stall_s: float
+    lost_s: float
+
+
+class Block(nn.Module):
+    """The feed-forward half of a transformer's layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (tokens, WIDTH)."""
+        result: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return result
+
+
+def measure_training(place: Path, megabytes: int, repeats: int) -> dict[str, Any]:
+    """Costs of a save of ``megabytes`` MB of model and Adam state, and of a copy in memory, each ``repeats`` times."""
+    torch.manual_seed(1)
+    blocks = max(1, round(megabytes * 1e6 / (12 * 8 * WIDTH * WIDTH)))
+    network = nn.Sequential(*(Block() for _ in range(blocks)))
+    inputs = torch.randn(TOKENS, WIDTH)
+    place.mkdir()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with Session(place / "ours", device="cpu", checkpoint_every_s=None, keep_last=1) as session:
+        optimizer = torch.optim.AdamW(network.parameters())
+        model = session.wrap(network, optimizer=optimizer)
+
+        def step() -> None:
+            with session.step() as step:
+                step.backward(model(inputs).square().mean())
+                optimizer.step()
+
+        def state() -> dict[str, Any]:
+            return {"model": network.state_dict(), "optimizer": optimizer.state_dict()}
+
+        for _ in range(2):
+            step()
+        size = sum(each.nbytes for each in network.parameters()) * 3
+        variants: dict[str, Callable[[], Cost]] = {
+            "elastic_trainer": lambda: _cost(step, lambda: _ours(session, place / "ours")),
+            "torch_save": lambda: _cost(step, lambda: _torch_save(place, state())),
+            "dcp_async": lambda: _cost(step, lambda: _dcp(place / "dcp", state())),
+            "memcpy": _copier(size),
+        }
+        for warm_up in variants.values():  # makes the arena, and others' staging memory
+            warm_up()
+        costs = alternate(variants, repeats)
+    dist.destroy_process_group()
+    shutil.rmtree(place)
+    memcpy = median(each.stall_s for each in costs["memcpy"])
+    return {
+        "bytes": size,
+        "stall_s": {who: [each.stall_s for each in found] for who, found in costs.items()},
+        "lost_s": {who: [each.lost_s for each in found] for who, found in costs.items()},
+        "stall_over_memcpy": {who: median(each.stall_s for each in found) / memcpy for who, found in costs.items()},
+        "lost_over_memcpy": {who: median(each.lost_s for each in found) / memcpy for who, found in costs.items()},
+    }
+
+
+def _cost(step: Callable[[], None], save: Callable[[], Callable[[], bool]]) -> Cost:
+    """Of ``save``, which returns what says whether the checkpoint is durable."""
+    os.sync()
+    step()
+    before = [_clocked(step) for _ in range(STEPS_BEFORE)]
+    began = time.perf_counter()
+    durable = save()
+    stall_s = time.perf_counter() - began
+    steps = 0
+    while not durable() or steps < 1:
+        step()
+        steps += 1
+    return Cost(stall_s, time.perf_counter() - began - steps * median(before))
+
+
+def _clocked(act: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def _ours(session: Session, directory: Path) -> Callable[[], bool]:
+    name = session.save()
+    return lambda: (directory / str(name)).exists()
+
+
+def _torch_save(place: Path, state: dict[str, Any]) -> Callable[[], bool]:
+    with (place / "torch.tmp").open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    (place / "torch.tmp").rename(place / "torch.pt")
+    return lambda: True
+
+
+def _dcp(directory: Path, state: dict[str, Any]) -> Callable[[], bool]:
+    """It does not sync what it has written unless asked, and keeps one staging copy when asked."""
+    shutil.rmtree(directory, ignore_errors=True)
+    writer = dcp.FileSystemWriter(directory, sync_files=True)
+    future = dcp.async_save(state, storage_writer=writer)
+    return future.done  # type: ignore[union-attr]
+
+
+def _copier(size: int) -> Callable[[], Cost]:
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+
+    def copy() -> Cost:
+        took_s = _clocked(lambda: np.copyto(target, source))
+        return Cost(took_s, took_s)
+
+    return copy
