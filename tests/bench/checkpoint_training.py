@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from elastic_trainer.worker.session import Session
 from tests.bench.report import alternate, median
@@ -57,7 +59,7 @@ def measure_training(place: Path, megabytes: int, repeats: int) -> dict[str, Any
     network = nn.Sequential(*(Block() for _ in range(blocks)))
     inputs = torch.randn(TOKENS, WIDTH)
     place.mkdir()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     with Session(place / "ours", device="cpu", checkpoint_every_s=None, keep_last=1) as session:
         optimizer = torch.optim.AdamW(network.parameters())
         model = session.wrap(network, optimizer=optimizer)
@@ -130,10 +132,10 @@ def _torch_save(place: Path, state: dict[str, Any]) -> Callable[[], bool]:
 
 
 def _dcp(directory: Path, state: dict[str, Any]) -> Callable[[], bool]:
-    """It does not sync what it has written unless asked, and keeps one staging copy when asked."""
+    """Into a fresh directory, synced."""
     shutil.rmtree(directory, ignore_errors=True)
-    writer = dcp.FileSystemWriter(directory, sync_files=True)
-    future = dcp.async_save(state, storage_writer=writer)
+    writer = FileSystemWriter(directory, sync_files=True)
+    future = async_save(state, storage_writer=writer)
     return future.done  # type: ignore[union-attr]
 
 
