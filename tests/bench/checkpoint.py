@@ -83,9 +83,7 @@ def _musts(size: str, figures: dict[str, Any]) -> list[Must]:
         at_most(f"{size}: durable save over raw write and fsync", ratios["durable_save_over_raw_write"], 1.2),
         at_most(f"{size}: cold load over cold raw read", ratios["cold_load_over_raw_read"], 1.1),
         at_most(f"{size}: warm load over warm raw read", ratios["warm_load_over_raw_read"], 1.1),
-        at_most(
-            f"{size}: memory for copies over the state", figures["copies_over_state"], 2.05 if size != "8_MB" else 3
-        ),
+        at_most(f"{size}: memory for copies over the state", figures["copies_over_state"], 2.05),
         at_most(f"{size}: memory of a load beyond the state over it", figures["load_beyond_state"], 0.05),
     ]
 
