@@ -52,11 +52,13 @@ class Claim:
         With patience, a holder that may be dead is waited for until it shows itself or its lease expires. A process of
         the same job is tolerated: its peers have left it behind, and nonces keep checkpoint names apart.
         """
-        patience, before = Deadline.after(patience_s, self._clock), None
+        patience = Deadline.after(patience_s, self._clock)
+        before: Holder | None = None
         while (holder := self._storage.hold(self._words, self._gives_way)) is not None:
             if self._same_job(holder.words):
                 return
-            maybe_dead = patience_s > 0 and holder.expires_in_s > 0 and not _showed_itself(before, holder)
+            showed_itself = before is not None and holder.shown_at != before.shown_at
+            maybe_dead = patience_s > 0 and holder.expires_in_s > 0 and not showed_itself
             if patience.expired and not maybe_dead:
                 raise InUseError(
                     f"checkpoint directory {self._storage.location} is in use by {_named(holder.words)}",
@@ -74,10 +76,6 @@ class Claim:
     def _gives_way(self, holder: str) -> bool:
         """Whether it is of this job, or this machine's kernel says that it is dead."""
         return self._same_job(holder) or _dead(_read(holder))
-
-
-def _showed_itself(before: Holder | None, now: Holder) -> bool:
-    return before is not None and (now.words != before.words or now.expires_in_s > before.expires_in_s)
 
 
 def _dead(read: Mapping[str, Any]) -> bool:

@@ -27,11 +27,16 @@ _CODES = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What befalls requests whose ``METHOD path?query`` has ``pattern``: an answer, or silence for ``stall_s``."""
+    """What befalls requests whose ``METHOD path?query`` has ``pattern``: an answer, or silence for ``stall_s``.
+
+    ``late``: the answer comes when the request was carried out. ``cut``: the connection ends in the body.
+    """
 
     pattern: str
     status: int = 0
     stall_s: float = 0.0
+    late: bool = False
+    cut: bool = False
     count: int = 1_000_000
 
 
@@ -110,8 +115,14 @@ class _Door:
         if fault is not None:
             if fault["stall_s"]:
                 self._released.wait(fault["stall_s"])
+            if fault["late"]:
+                list(self._application(environ, lambda *_: lambda _: None))
+            if fault["cut"]:
+                whole = b"".join(self._application(environ, start))
+                return [whole[: len(whole) // 2]]
             if fault["status"]:
-                environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+                if not fault["late"]:
+                    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
                 start(f"{fault['status']} injected", [("Content-Type", "application/xml")])
                 return [_ERROR.format(code=_CODES[fault["status"]]).encode()]
         if "HTTP_IF_NONE_MATCH" in environ:

@@ -99,7 +99,7 @@ class PrefixLease:
                 return None
             self._seen = _Seen(top, words, self._age_s(top), now)
         expires_in_s = TAKEOVER_S - self._seen.age_s - (now - self._seen.at)
-        return Holder(self._seen.words, expires_in_s) if expires_in_s > 0 else None
+        return Holder(self._seen.words, expires_in_s, top.modified) if expires_in_s > 0 else None
 
     def _take(self, number: int, words: str) -> bool:
         key, begun = f"{DIRECTORY}{number:012d}.json", self._clock.monotonic()

@@ -49,6 +49,8 @@ class Holder:
 
     words: str
     expires_in_s: float = 0.0
+    shown_at: float = 0.0
+    """When it last showed itself, by the storage's clock."""
 
 
 class Storage(Protocol):

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 
 from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Retention, SaveInfo
 from elastic_trainer.checkpoint.layout import Kind, kind_of
+from elastic_trainer.checkpoint.storage import open_storage
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import CheckpointError
 
@@ -46,7 +47,7 @@ def holds(state: dict[str, Any], step: int) -> bool:
     )
 
 
-def save_for_ever(directory: Path, say: Connection) -> None:
+def save_for_ever(directory: str | Path, say: Connection) -> None:
     """Resume from the newest checkpoint and save one step after the other; say each that save() has returned from."""
     torch.set_num_threads(1)
     checkpoints = CheckpointManager(directory, Retention(keep_last=2))
@@ -60,7 +61,7 @@ def save_for_ever(directory: Path, say: Connection) -> None:
         say.send(step)
 
 
-def save_beside_for_ever(directory: Path, say: Connection) -> None:
+def save_beside_for_ever(directory: str | Path, say: Connection) -> None:
     """The same beside training: the state changes as soon as its copy is taken. Say each step that was committed."""
     torch.set_num_threads(1)
     checkpoints = CheckpointManager(directory, Retention(keep_last=2))
@@ -104,7 +105,7 @@ class Casualties:
     broken: list[str] = field(default_factory=list)
 
 
-Saver = Callable[[Path, Connection], None]
+Saver = Callable[[Any, Connection], None]
 
 
 def forks() -> Any:
@@ -114,14 +115,14 @@ def forks() -> Any:
     return context
 
 
-def one_life(saver: Saver, directory: Path, saves: int, part: float, longest_s: float) -> tuple[int, int]:
+def one_life(saver: Saver, directory: str | Path, saves: int, part: float, longest_s: float) -> tuple[int, int]:
     """Run ``saver``, SIGKILL it a random time behind its first ``saves`` saves; first and last step that it said.
 
     That time is ``part`` of ``longest_s``, or of what a save took if that is longer.
     """
     context = forks()
     hear, say = context.Pipe(duplex=False)
-    child = context.Process(target=saver, args=(directory, say), daemon=True)
+    child = context.Process(target=_live, args=(saver, directory, say, dict(os.environ)), daemon=True)
     child.start()
     say.close()
     try:
@@ -146,13 +147,21 @@ def one_life(saver: Saver, directory: Path, saves: int, part: float, longest_s: 
     return first, last
 
 
+def _live(saver: Saver, directory: str | Path, say: Connection, environment: Mapping[str, str]) -> None:
+    """The process that forks has the environment of its own start."""
+    os.environ.update(environment)
+    saver(directory, say)
+
+
 def _next_step(hear: Connection) -> int:
     if not hear.poll(START_LIMIT_S):
         raise TimeoutError(f"the saving process said nothing within {START_LIMIT_S} s")
     return int(hear.recv())
 
 
-def kill_savers(directory: Path, kills: int, seed: int, longest_s: float = 0.15, *, beside: bool = False) -> Casualties:
+def kill_savers(
+    directory: str | Path, kills: int, seed: int, longest_s: float = 0.15, *, beside: bool = False
+) -> Casualties:
     """Kill a saving process ``kills`` times; after each kill the newest checkpoint must hold what it should.
 
     ``beside``: it goes on while it saves, and one more copy may have been committed before it said so.
@@ -164,7 +173,7 @@ def kill_savers(directory: Path, kills: int, seed: int, longest_s: float = 0.15,
         first, said = one_life(saver, directory, draw.randrange(SAVES), draw.random(), longest_s)
         result.kills += 1
         result.saves += said - first
-        kinds = {kind_of(name) for name in os.listdir(directory)} if directory.exists() else set()
+        kinds = set(map(kind_of, open_storage(directory).names()))
         result.interrupted += bool(kinds & {Kind.TEMPORARY, Kind.TRASH})
         problem = problem_with(directory, said, 2 if beside else 1)
         if problem:
@@ -172,7 +181,7 @@ def kill_savers(directory: Path, kills: int, seed: int, longest_s: float = 0.15,
     return result
 
 
-def problem_with(directory: Path, said: int, ahead: int) -> str:
+def problem_with(directory: str | Path, said: int, ahead: int) -> str:
     """What is wrong with the newest checkpoint after a writer died that had said ``said``; empty if nothing is.
 
     It may be up to ``ahead`` steps newer.
@@ -186,8 +195,9 @@ def problem_with(directory: Path, said: int, ahead: int) -> str:
     step = found.manifest.step
     if not said <= step <= said + ahead:
         return f"step {said} was committed, the newest is {step}"
-    if any(kind_of(name) is Kind.QUARANTINED for name in os.listdir(directory)):
-        return f"something was quarantined: {sorted(os.listdir(directory))}"
+    names = sorted(open_storage(directory).names())
+    if any(kind_of(name) is Kind.QUARANTINED for name in names):
+        return f"something was quarantined: {names}"
     return "" if holds(found.state, step) else f"step {step} holds something else"
 
 

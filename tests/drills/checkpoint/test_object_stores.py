@@ -18,11 +18,13 @@ from elastic_trainer.checkpoint.storage import locations, open_storage
 from elastic_trainer.checkpoint.storage.s3 import S3Bucket
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.worker.session import Session
+from tests.drills.checkpoint.killing import kill_savers
 from tests.drills.checkpoint.remote_job import train
 from tests.support.s3server import BUCKET, Fault, S3Server
 
 STEPS, SAVE_EVERY = 24, 4
 LIMIT_S = 100.0
+KILLS = 10
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -84,6 +86,18 @@ def test_training_goes_on_while_the_store_fails_and_the_next_save_works(
     assert done == list(range(1, STEPS + 1))
     assert torch.equal(parameters, undisturbed)
     assert saved_steps(s3_url) == [24, 20, 16, 12, 4]
+
+
+@pytest.mark.usefixtures("s3")
+def test_the_newest_checkpoint_survives_every_kill(s3_url: str) -> None:
+    """As in a directory: at random moments of uploads, publications and removals, beside training."""
+    casualties = kill_savers(s3_url, KILLS, seed=5, beside=True)
+    assert casualties.broken == []
+    assert casualties.kills == KILLS
+    assert casualties.saves > 0
+    assert casualties.interrupted > 0, "no kill hit a save: the drill proved nothing"
+    CheckpointManager(s3_url).sweep()
+    assert {kind_of(name) for name in open_storage(s3_url).names()} == {Kind.COMMITTED}
 
 
 def test_a_training_killed_in_mid_upload_resumes_exactly_and_sweeps_what_it_left(

@@ -1,0 +1,291 @@
+"""Object stores that refuse, fail, forget to answer or cannot be reached; leases; and how many requests things take."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from elastic_trainer.checkpoint import CheckpointManager, DamagedError, Owner, Retention, SaveInfo, manager
+from elastic_trainer.checkpoint.commit import check_writable, commit
+from elastic_trainer.checkpoint.image import FileImage, Image
+from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE
+from elastic_trainer.checkpoint.storage import lease, locations, open_storage
+from elastic_trainer.checkpoint.storage.bucket import PART_SIZE
+from elastic_trainer.checkpoint.storage.s3 import PARALLEL_PARTS, S3Bucket
+from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.errors import CheckpointError, StorageError
+from elastic_trainer.local.ports import free_ports
+from tests.support.s3server import BUCKET, Fault, S3Server
+
+LIMIT_S = 60.0
+ELSEWHERE = json.dumps({"run": "a", "job": None, "pid": 1, "start": 2, "boot": "b" * 32, "namespace": 3, "host": "far"})
+
+
+@pytest.fixture(autouse=True)
+def two_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+
+
+def bucket_at(url: str) -> S3Bucket:
+    return S3Bucket(BUCKET, url.removeprefix(f"s3://{BUCKET}/"), locations.LIMITS)
+
+
+# ---- requests
+
+
+def test_the_number_of_requests_does_not_grow_with_the_number_of_checkpoints(s3: S3Server, s3_url: str) -> None:
+    """A save with retention takes as many with 30 as with 3; a listing of known ones takes one, resuming a few."""
+    counts = []
+    for keep in (3, 30):
+        checkpoints = CheckpointManager(s3_url, Retention(keep_last=keep))
+        for step in range(keep + 1):
+            checkpoints.save({"x": torch.ones(10)}, SaveInfo(step, round=keep))
+        s3.log()
+        checkpoints.save({"x": torch.ones(10)}, SaveInfo(99, round=keep))
+        counts.append(len(s3.log()))
+    assert counts[0] == counts[1] <= 14
+    checkpoints.entries()
+    assert len(s3.log()) == 1
+    assert CheckpointManager(s3_url).newest() is not None
+    assert len(s3.log()) == 2
+    assert CheckpointManager(s3_url).load_newest() is not None
+    assert len(s3.log()) <= 6
+
+
+def test_a_foreign_prefix_with_many_objects_costs_nothing(s3: S3Server, s3_url: str) -> None:
+    """More objects than fit one page of a listing lie beside the checkpoints: they are one name in it."""
+    bucket = bucket_at(s3_url)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: bucket.put(f"data/{number}", b"x"), range(1100)))
+    s3.log()
+    assert open_storage(s3_url).names() == ("data",)
+    assert len(s3.log()) == 1
+    assert len(bucket.items("data/")) == 1100
+    assert len(s3.log()) == 2
+    bucket.delete([f"data/{number}" for number in range(1100)])
+    assert open_storage(s3_url).names() == ()
+
+
+@pytest.mark.usefixtures("s3")
+def test_a_large_file_is_sent_with_bounded_memory(s3_url: str) -> None:
+    """320 MB are never more than the parts under way, each twice: as it is filled and as it is sent."""
+    piece = memoryview(bytearray(1 << 20))
+    large = FileImage(TENSORS_FILE, b"head", 320 << 20, lambda: (piece for _ in range(320)))
+    small = FileImage(STATE_FILE, b"{}", 0, lambda: ())
+    draft = CheckpointManager(s3_url).draft(SaveInfo(1))
+    storage = open_storage(s3_url)
+    tracemalloc.start()
+    try:
+        complete = commit(storage, Image((small, large)), draft)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * (PARALLEL_PARTS + 1) * PART_SIZE
+    assert complete.size == (320 << 20) + 6
+
+
+# ---- refusals and failures
+
+
+def test_a_refusal_is_not_tried_again_and_names_the_permission(s3: S3Server, s3_url: str) -> None:
+    for pattern, permission in (("^PUT", "s3:PutObject"), ("^GET .*list-type", "s3:ListBucket")):
+        s3.inject(Fault(pattern, status=403))
+        with pytest.raises(CheckpointError, match=f"permission denied .*allow {permission} there"):
+            CheckpointManager(s3_url).save({"x": 1}, SaveInfo(1)) if "PUT" in pattern else CheckpointManager(
+                s3_url
+            ).newest()
+        assert s3.hits() == 1
+
+
+def test_a_passing_failure_is_not_noticed(s3: S3Server, s3_url: str) -> None:
+    """One 500 or 503 each for the parts of a file, its completion, the manifest and the reads."""
+    checkpoints, state = CheckpointManager(s3_url), {"w": torch.randn(9_000_000)}
+    faults = [Fault(pattern, status=status, count=1) for pattern, status in (
+        ("^PUT .*partNumber=2", 503), ("^POST .*uploadId", 500), ("^PUT .*manifest.json", 503),
+        ("^GET .*tensors", 500), ("^GET .*list-type", 503),
+    )]  # fmt: skip
+    s3.inject(*faults, Fault("^GET .*tensors", cut=True, count=3))
+    checkpoints.save(state, SaveInfo(1))
+    loaded = CheckpointManager(s3_url).load_newest()
+    assert s3.hits() == len(faults) + 3
+    assert loaded is not None
+    assert torch.equal(loaded.state["w"], state["w"])
+
+
+def test_a_manifest_whose_answer_was_lost_counts_as_written(s3: S3Server, s3_url: str) -> None:
+    """The client's second try finds the first one's object, which is ours."""
+    s3.inject(Fault("^PUT .*manifest.json", status=500, late=True, count=1))
+    name = CheckpointManager(s3_url).save({"x": 1}, SaveInfo(1)).name
+    assert s3.hits() == 1
+    assert [entry.name for entry in CheckpointManager(s3_url).entries()] == [name]
+
+
+def test_a_save_of_unknown_outcome_is_whole_or_unseen(s3: S3Server, s3_url: str) -> None:
+    """No answer comes at all, though the manifest was written: the save fails, and the data must stay."""
+    s3.inject(Fault("^PUT .*manifest.json", status=500, late=True))
+    checkpoints = CheckpointManager(s3_url)
+    with pytest.raises(StorageError, match="the store fails"):
+        checkpoints.save({"x": torch.ones(100)}, SaveInfo(1))
+    s3.inject()
+    loaded = CheckpointManager(s3_url).load_newest()
+    assert loaded is not None
+    assert bool((loaded.state["x"] == 1).all())
+
+
+def test_a_missing_object_is_damage_and_a_missing_manifest_is_none(s3: S3Server, s3_url: str) -> None:
+    checkpoints, bucket = CheckpointManager(s3_url), bucket_at(s3_url)
+    first, second, third = (checkpoints.save({"x": step}, SaveInfo(step)) for step in (1, 2, 3))
+    bucket.delete([f"{third.name}/manifest.json", f"{second.name}/{STATE_FILE}"])
+    with pytest.raises(DamagedError, match="is missing"):
+        CheckpointManager(s3_url).load(second.entry)
+    loaded = CheckpointManager(s3_url).load_newest()
+    assert loaded is not None
+    assert loaded.name == first.name
+    assert s3.process.poll() is None
+
+
+def test_what_is_wrong_is_one_sentence(s3: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bucket, no answer in time, nobody there, no credentials: for who saves, who resumes, and preflight."""
+    limits = replace(locations.LIMITS, request_s=2.0, silence_s=1.0, connect_s=1.0)
+    monkeypatch.setattr(locations, "LIMITS", limits)
+    s3.inject(Fault("stalled", status=503, stall_s=3600.0))
+    refused_port = f"http://127.0.0.1:{free_ports(1)[0]}"
+    for url, variable, value, sentence in (
+        (f"s3://{BUCKET}-missing/x", "", "", "the bucket does not exist"),
+        (f"{s3_url}/stalled", "", "", "the store did not answer in time"),
+        (s3_url, "AWS_ENDPOINT_URL", refused_port, "the store cannot be reached"),
+        (s3_url, "AWS_ACCESS_KEY_ID", "", "credentials"),
+    ):
+        with monkeypatch.context() as context:
+            if variable and value:
+                context.setenv(variable, value)
+            elif variable:
+                context.delenv(variable)
+                context.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+            for attempt in (lambda url=url: check_writable(open_storage(url)), CheckpointManager(url).newest):
+                with pytest.raises(CheckpointError, match=sentence) as caught:
+                    attempt()
+                assert caught.value.hint
+                assert "\n" not in str(caught.value)
+            if "stalled" not in url:  # that process has limits of a minute
+                assert sentence in examined(url)
+    s3.inject()
+    shown = examined(s3_url)
+    assert f"{s3_url} can be written" in shown
+    assert len(re.findall(r"disk\.(write|read)", shown)) == 2
+    assert open_storage(s3_url).names() == ()
+
+
+def examined(url: str) -> str:
+    """What preflight's process writes."""
+    command = [sys.executable, "-m", "elastic_trainer.preflight.directory", url, "0", str(LIMIT_S)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+
+
+def test_a_checkpoint_is_committed_without_torch_and_directories_need_no_fsspec(s3_url: str) -> None:
+    code = (
+        "import sys; from elastic_trainer.checkpoint import CheckpointManager, SaveInfo;"
+        "CheckpointManager('/nowhere'); assert not {'fsspec', 's3fs', 'botocore'} & set(sys.modules);"
+        f"CheckpointManager({s3_url!r}).save({{'x': 1}}, SaveInfo(1)); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=LIMIT_S)
+    assert CheckpointManager(s3_url).newest() is not None
+
+
+# ---- leases
+
+
+@pytest.mark.usefixtures("s3")
+def test_a_second_job_is_refused_with_the_name_of_the_first(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its start, as soon as the first has shown that it lives, and at each save; nothing of the first job's is
+    touched. It may begin when the first has let go."""
+    monkeypatch.setattr(manager, "CLAIM_S", 0.2)
+    monkeypatch.setattr(lease, "RENEW_S", 1.0)
+    first, second = (CheckpointManager(s3_url, owner=Owner(run)) for run in ("a", "b"))
+    first.check_writable()
+    name = first.save({"x": 1}, SaveInfo(1)).name
+    monkeypatch.setattr("elastic_trainer.checkpoint.claim.alive", lambda *_: None)  # as if on another machine
+    sentence = re.compile(rf"is in use by run 'a' \(process {os.getpid()} on ")
+    for attempt in (second.check_writable, lambda: second.save({"x": 2}, SaveInfo(2))):
+        with pytest.raises(StorageError, match=sentence):
+            attempt()
+    assert [entry.name for entry in second.entries()] == [name]
+    first.close()
+    second.save({"x": 2}, SaveInfo(2))
+    with pytest.raises(StorageError, match="is in use by run 'b'"):
+        first.save({"x": 3}, SaveInfo(3))
+    second.close()
+
+
+@pytest.mark.usefixtures("s3")
+def test_the_lease_of_a_dead_holder_expires(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It died on a machine that cannot be asked: of those that wait, exactly one takes over, and none before."""
+    monkeypatch.setattr(lease, "TAKEOVER_S", 4.0)
+    bucket_at(s3_url).put(f"{lease.DIRECTORY}{7:012d}.json", ELSEWHERE.encode())
+    managers = [CheckpointManager(s3_url, owner=Owner(f"run-{number}")) for number in range(3)]
+    with pytest.raises(StorageError, match=r"in use by run 'a' \(process 1 on far"):
+        managers[0].save({"x": 1}, SaveInfo(1))
+
+    def attempt(each: CheckpointManager) -> bool:
+        try:
+            each.check_writable()
+        except StorageError as error:
+            return "in use by run 'run-" not in str(error)
+        return True
+
+    monkeypatch.setattr(lease, "RENEW_S", 0.5)
+    with ThreadPoolExecutor(3) as pool:
+        assert sorted(pool.map(attempt, managers)) == [False, False, True]
+    for each in managers:
+        each.close()
+
+
+@pytest.mark.usefixtures("s3")
+def test_a_holder_that_was_taken_over_publishes_nothing(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stood still until another took over, and finds out by itself; when that one has gone, it may save again."""
+    monkeypatch.setattr(lease, "RENEW_S", 0.2)
+    checkpoints, bucket = CheckpointManager(s3_url, owner=Owner("a")), bucket_at(s3_url)
+    checkpoints.save({"x": 1}, SaveInfo(1))
+    successor = f"{lease.DIRECTORY}{2:012d}.json"
+    bucket.put(successor, ELSEWHERE.replace('"a"', '"b"').encode(), new=True)
+    storage = checkpoints._storage
+    patience = Deadline.after(LIMIT_S)
+    while not storage._lease.lost:  # type: ignore[attr-defined]
+        assert not patience.expired
+        pause(0.05)
+    with pytest.raises(StorageError, match="in use by run 'b'"):
+        checkpoints.save({"x": 2}, SaveInfo(2))
+    temporary = f"tmp-{'0' * 12}-1-2-{'b' * 32}-3-here"
+    with pytest.raises(StorageError, match="may have been taken over"):
+        storage.publish(temporary, "step-000000002-r0-000000000000")
+    bucket.put(successor, b"")
+    checkpoints.save({"x": 3}, SaveInfo(3))
+    assert [entry.step for entry in checkpoints.entries()] == [3, 1]
+    checkpoints.close()
+
+
+@pytest.mark.usefixtures("s3")
+def test_the_same_run_and_the_killed_on_this_machine_are_not_waited_for(s3_url: str) -> None:
+    """A run that is started again takes the lease over at once; so does any other job if the kernel knows that the
+    holder is dead."""
+    code = (
+        "import sys, os; from elastic_trainer.checkpoint import CheckpointManager, Owner;"
+        f"CheckpointManager({s3_url!r}, owner=Owner('a', 'a')).check_writable(); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S).returncode == -9
+    other = CheckpointManager(s3_url, owner=Owner("b"))
+    other.save({"x": 1}, SaveInfo(1))
+    other.close()
+    bucket_at(s3_url).put(f"{lease.DIRECTORY}{9:012d}.json", ELSEWHERE.replace("null", '"a"').encode())
+    same = CheckpointManager(s3_url, owner=Owner("a", "a"))
+    same.save({"x": 2}, SaveInfo(2))
+    same.close()
