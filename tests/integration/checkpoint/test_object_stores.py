@@ -14,10 +14,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, DamagedError, Owner, Retention, SaveInfo, manager
+from elastic_trainer.checkpoint import (
+    CheckpointManager,
+    DamagedError,
+    Owner,
+    Retention,
+    SaveInfo,
+    Transition,
+    janitor,
+    manager,
+)
 from elastic_trainer.checkpoint.commit import check_writable, commit
 from elastic_trainer.checkpoint.image import FileImage, Image
-from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE
+from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, WriterIdentity, temporary_name
 from elastic_trainer.checkpoint.storage import lease, locations, open_storage
 from elastic_trainer.checkpoint.storage.bucket import PART_SIZE
 from elastic_trainer.checkpoint.storage.s3 import PARALLEL_PARTS, S3Bucket
@@ -289,3 +298,28 @@ def test_the_same_run_and_the_killed_on_this_machine_are_not_waited_for(s3_url: 
     same = CheckpointManager(s3_url, owner=Owner("a", "a"))
     same.save({"x": 2}, SaveInfo(2))
     same.close()
+
+
+def test_an_upload_from_elsewhere_is_swept_when_it_has_been_silent_by_the_stores_clock(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that arrives counts as a sign of life. Then the objects and the parts of the unfinished upload go."""
+    monkeypatch.setattr(janitor, "ELSEWHERE_S", 4.0)
+    writer = WriterIdentity(1, 2, "b" * 32, 3, "far")
+    name, temporary = "step-000000001-r0-000000000001", temporary_name(writer)
+    storage, bucket = open_storage(s3_url), bucket_at(s3_url)
+    storage.create(temporary, name)
+    upload = bucket.upload(f"{name}/{TENSORS_FILE}")
+    patience = Deadline.after(6.0)
+    while not patience.expired:  # longer than the limit, but never silent
+        upload.add(bytearray(5 << 20))
+        assert list(janitor.sweep(open_storage(s3_url))) == []
+        pause(0.5)
+    assert len(bucket._uploads("")) == 1
+    patience = Deadline.after(LIMIT_S)
+    while not (swept := list(janitor.sweep(open_storage(s3_url)))):
+        assert not patience.expired
+        pause(0.5)
+    assert [(event.kind, event.name) for event in swept] == [(Transition.SWEPT, temporary)]
+    assert "far" in swept[0].reason
+    assert (bucket._uploads(""), bucket.items("")) == ([], ())
