@@ -141,7 +141,9 @@ class PosixStorage:
     def hold(self, words: str, gives_way: Callable[[str], bool]) -> Holder | None:
         """A record lock goes with any descriptor of the file, so this one is the only one that is ever opened."""
         if self._lock is not None:
-            return None
+            if self._still_there(self._lock):
+                return None
+            self.let_go()
         with self._writing():
             descriptor = os.open(self._root / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
@@ -154,6 +156,15 @@ class PosixStorage:
                 if descriptor >= 0:
                     os.close(descriptor)
         return None
+
+    def _still_there(self, lock: int) -> bool:
+        """Whether the locked file is the one that others would lock: the directory may have been removed."""
+        try:
+            return os.path.samestat(os.fstat(lock), os.stat(self._root / OWNER_FILE))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # it cannot be looked at now; the save says why
 
     def let_go(self) -> None:
         descriptor, self._lock = self._lock, None

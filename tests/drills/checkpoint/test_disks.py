@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, Soundness, describe
+from elastic_trainer.checkpoint import CheckpointManager, Event, SaveInfo, Soundness, Transition, describe
 from elastic_trainer.checkpoint.layout import TENSORS_FILE, temporary_name
 from elastic_trainer.checkpoint.storage import PosixStorage
+from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import CheckpointError, StorageError
+from elastic_trainer.worker.session import Session
+from tests.drills.checkpoint.remote_job import train
 from tests.support.small_disk import mounted, run
 from tests.unit.checkpoint.states import Heard, flip_bit
 from tests.unit.checkpoint.test_janitor import dead_process
@@ -159,3 +165,49 @@ def test_unreadable_files_are_skipped_and_an_unreadable_directory_is_an_error(re
         reading.load_newest()
     assert str(reachable) in str(caught.value)
     reachable.chmod(0o755)
+
+
+@pytest.mark.parametrize("fault", ["permission", "vanished"])
+def test_a_directory_that_fails_in_mid_run_costs_a_save_at_most(fault: str) -> None:
+    """Permission is lost and comes back, or the directory goes: training goes on as without, failures are events, the
+    next save works, and the directory is still this job's."""
+    reference = train(None, 24, 4)[1]
+    events: list[Event] = []
+    with unprivileged(), tempfile.TemporaryDirectory() as top:
+        directory = Path(top, "checkpoints")
+
+        def seen(kind: Transition, step: int) -> bool:
+            return any(event.kind is kind and event.values["step"] == step for event in events)
+
+        def until(kind: Transition, step: int) -> None:
+            patience = Deadline.after(60.0)
+            while not seen(kind, step):
+                assert not patience.expired, f"no {kind} of step {step}: {events}"
+                pause(0.02)
+
+        def after(session: Session, step: int) -> None:
+            if step == 6:
+                until(Transition.COMMITTED, 4)
+                if fault == "permission":
+                    directory.chmod(0o500)
+                else:
+                    shutil.rmtree(directory)
+            if step == 10 and fault == "permission":
+                until(Transition.FAILED, 8)
+                directory.chmod(0o700)
+            if step == 14:
+                until(Transition.COMMITTED, 12)
+                script = "import sys; from elastic_trainer.checkpoint import CheckpointManager, Owner, manager;"
+                script += "manager.CLAIM_S = 0; CheckpointManager(sys.argv[1], owner=Owner()).check_writable()"
+                me = os.geteuid()
+                os.seteuid(os.getuid())  # nobody may not start the interpreter
+                refused = subprocess.run([sys.executable, "-c", script, directory], capture_output=True, text=True)
+                os.seteuid(me)
+                assert "is in use by another job" in refused.stderr
+
+        done, parameters = train(str(directory), 24, 4, after, events.append)
+        saved = [entry.step for entry in CheckpointManager(directory).entries()]
+    assert done == list(range(1, 25))
+    assert torch.equal(parameters, reference)
+    assert saved == ([24, 20, 16, 12, 4] if fault == "permission" else [24, 20, 16, 12, 8])
+    assert seen(Transition.FAILED, 8) is (fault == "permission")
