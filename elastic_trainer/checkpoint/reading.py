@@ -69,7 +69,16 @@ class TensorFile:
 
     record: FileRecord
     placed: tuple[Placed, ...]
-    slices: tuple[TensorSlice, ...]
+    notes: Mapping[str, Any]
+    where: str
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is the one file, which holds whole tensors only."""
+        return self.record.name == TENSORS_FILE
+
+    def slices(self) -> tuple[TensorSlice, ...]:
+        return in_file(self.placed, {} if self.alone else self.notes, self.where)
 
 
 def read_headers(storage: CheckpointFiles, manifest: Manifest) -> tuple[TensorFile, ...]:
@@ -79,7 +88,9 @@ def read_headers(storage: CheckpointFiles, manifest: Manifest) -> tuple[TensorFi
 
 def whole_tensors(files: Sequence[TensorFile], manifest: Manifest) -> tuple[Placed, ...]:
     """The tensors that ``files`` make together; DamagedError where one is not complete."""
-    return assemble((each for file in files for each in file.slices), f"checkpoint {manifest.name}")
+    if len(files) == 1 and files[0].alone:
+        return files[0].placed
+    return assemble((each for file in files for each in file.slices()), f"checkpoint {manifest.name}")
 
 
 def read_tensors(
@@ -95,7 +106,16 @@ def read_tensors(
         found = tensorfile.place([each for each in found if wanted(each.name)])
     slabs = tensors.allocate(found)
     for file in files:
-        _read_data(storage, manifest.name, file, {each.name: each for each in found}, slabs)
+        if wanted is None and file.alone:  # it is read as it is: thousands of tensors need no look at each
+            begin = file.record.head_size
+            segments = [_Segment(begin + slab.begin, begin + slab.begin + len(slab.view), slab.view) for slab in slabs]
+            _read_data(storage, manifest.name, file, segments)
+            continue
+        by_name = {each.name: each for each in found}
+        segments, scattered = _segments(file, by_name, slabs)
+        _read_data(storage, manifest.name, file, segments)
+        for each, data in scattered:
+            tensors.scatter(each, data, by_name[each.tensor], slabs)
     return found, slabs
 
 
@@ -146,15 +166,11 @@ def _read_header(storage: CheckpointFiles, name: str, record: FileRecord) -> Ten
         head = bytearray(record.head_size)
         _read_chunk(source, name, record, 0, lambda b, e: _cut(memoryview(head)[b:e]))
     placed = tensorfile.parse(head, record.size - record.head_size, where)
-    notes = {} if record.name == TENSORS_FILE else tensorfile.metadata(head, where)
-    return TensorFile(record, placed, in_file(placed, notes, where))
+    return TensorFile(record, placed, {} if record.name == TENSORS_FILE else tensorfile.metadata(head, where), where)
 
 
-def _read_data(
-    storage: CheckpointFiles, name: str, file: TensorFile, found: Mapping[str, Placed], slabs: Sequence[Slab]
-) -> None:
-    """Read the slices of ``file`` that belong to ``found`` tensors; chunks that hold none of them are left out."""
-    segments, scattered = _segments(file, found, slabs)
+def _read_data(storage: CheckpointFiles, name: str, file: TensorFile, segments: Sequence[_Segment]) -> None:
+    """Read ``segments``, which follow one another; chunks in which nobody wants anything are left out."""
     record, starts = file.record, [each.begin for each in segments]
     chunks = {index for each in segments if each.view is not None for index in record.chunks_of(each.begin, each.end)}
     if not chunks:
@@ -171,8 +187,6 @@ def _read_data(
 
     with _opened(storage, name, record) as source:
         _read_chunks(source, name, record, sorted(chunks), buffers)
-    for each, data in scattered:
-        tensors.scatter(each, data, found[each.tensor], slabs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +209,7 @@ def _segments(
     segments: list[_Segment] = []
     scattered: list[tuple[TensorSlice, Any]] = []
     run: tuple[int, int, int] | None = None  # slab, and from where to where in it, of the last segment
-    for placed, each in zip(file.placed, file.slices, strict=True):
+    for placed, each in zip(file.placed, file.slices(), strict=True):
         begin, end = file.record.head_size + placed.begin, file.record.head_size + placed.end
         if begin == end:
             continue
