@@ -128,7 +128,10 @@ def to_torch(source: CheckpointSource, part: str | None, goal: Path, *, force: b
     if part is None:
         state[NOTE] = {"manifest": summary(source.manifest)}
     with replaced(goal, force=force) as temporary, temporary.open("wb") as file:
-        torch.save(state, file)
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # torch's own complaint about what it wrote hides that of the disk
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def to_huggingface(

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from elastic_trainer import Session
+from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
 from elastic_trainer.cli.main import main
+from tests.support.small_disk import mounted
 
 
 def trained(directory: Path, epochs: int) -> tuple[int, dict[str, torch.Tensor]]:
@@ -38,3 +40,22 @@ def test_a_session_resumes_from_an_imported_state(target: str, name: str, tmp_pa
     assert (here[0], there[0]) == (10, 10)
     assert all(torch.equal(there[1][key], each) for key, each in here[1].items())
     assert any(not torch.equal(each, trained(tmp_path / "third", 2)[1][key]) for key, each in here[1].items())
+
+
+@pytest.mark.parametrize("target", ["safetensors", "torch", "huggingface"])
+def test_an_export_to_a_full_disk_is_one_sentence(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 73, and nothing is left there; an import there says so too."""
+    CheckpointManager(tmp_path / "run").save({"model": {"w": torch.randn(1000, 1000)}}, SaveInfo(1))
+    theirs = tmp_path / "theirs.pt"
+    torch.save({"w": torch.randn(1000, 1000)}, theirs)
+    with mounted(tmp_path / "disk", 1 << 20) as disk:
+        capsys.readouterr()
+        assert main(["checkpoints", "export", str(tmp_path / "run"), str(disk / "goal"), "--to", target]) == 73
+        error = capsys.readouterr().err
+        assert f"{disk}/goal cannot be written: No space left on device" in error
+        assert error.count("elastic-trainer: ") == 1
+        assert list(disk.iterdir()) == []
+        assert main(["checkpoints", "import", str(theirs), "--into", str(disk)]) == 73
+        assert list(disk.iterdir()) == []
