@@ -30,6 +30,8 @@ from elastic_trainer.model import Phase
 from elastic_trainer.telemetry.rank import RankGauges
 
 PAGE_BYTES: Final = 8192
+SAVE_SUFFIX: Final = ".save"
+"""Of the file beside a page in which the agent asks the worker for a save: it holds the id of the request."""
 PHASES: Final = tuple(Phase)
 NUMBERS: Final[Mapping[Phase, int]] = {phase: number for number, phase in enumerate(PHASES)}
 WORK: Final = (Phase.TRAINING, Phase.REPEATED, Phase.DATA)

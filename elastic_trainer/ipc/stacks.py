@@ -35,7 +35,7 @@ def stacks_of(pid: int, page: Path) -> str:
 def _asked(pid: int, file: Path) -> str:
     try:
         before = file.stat().st_size
-        handled, stopped = _standing(pid)
+        handled, stopped = standing(pid)
         if stopped or SIGNAL not in handled:  # a signal without a handler would end the process
             return ""
         os.kill(pid, SIGNAL)
@@ -53,7 +53,7 @@ def _asked(pid: int, file: Path) -> str:
     return ""
 
 
-def _standing(pid: int) -> tuple[set[int], bool]:
+def standing(pid: int) -> tuple[set[int], bool]:
     """The signals that process ``pid`` handles itself, and whether it is stopped (it answers none then)."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     mask = int(fields.get("SigCgt", "0"), 16)

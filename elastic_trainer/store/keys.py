@@ -69,6 +69,11 @@ class RunKeys:
         return f"{self.root}evictions/{checked_name(node_id, 'node id')}"
 
     @property
+    def save(self) -> str:
+        """The newest save that somebody asked for."""
+        return f"{self.root}save"
+
+    @property
     def incidents(self) -> str:
         """The prefix of the incidents."""
         return f"{self.root}incidents/"

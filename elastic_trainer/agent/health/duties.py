@@ -18,6 +18,7 @@ from typing import Final
 from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.pages import Pages
+from elastic_trainer.agent.health.save_requests import SaveRequests
 from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers import hang_rules
 from elastic_trainer.agent.workers.duty import Duty
@@ -68,6 +69,7 @@ class HealthPorts:
     store: HealthStore
     incidents: Incidents
     stragglers: StragglerWatch
+    saves: SaveRequests
     verdicts: Verdicts
     round_now: Callable[[], RoundDocument | None]
     give_up: Callable[[int, str], None]
@@ -111,6 +113,7 @@ class Health:
         self._closed = True
         self._looking.close()
         self._writing.close()
+        self._ports.saves.close()
         self._meet_all(self._pages.look(), self._clock.monotonic())
         self.publish()
 
@@ -129,6 +132,8 @@ class Health:
         self._looked_at = now
         readings = self._pages.look()
         self._meet_all(readings, now)
+        if self._ports.saves.look(readings):
+            self._writing.wake()
         if late_s > max(1.0, LATE * self._pause_s):
             self._stood.append((now, late_s))
             self._waiting = {}
@@ -199,6 +204,7 @@ class Health:
     def _turn(self) -> float:
         self.publish()
         try:
+            self._ports.saves.turn(self._round_now())
             self._ports.stragglers.obey()
             slow = self._ports.stragglers.look(self._round_now(), self._ports.store.told)
             if slow is not None:

@@ -16,6 +16,7 @@ from elastic_trainer.agent.health.duties import Health, HealthPorts, HealthSubje
 from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.pages import Pages
+from elastic_trainer.agent.health.save_requests import SaveRequests
 from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers import hang_rules
 from elastic_trainer.agent.workers.kill import Verdicts
@@ -77,6 +78,7 @@ class HealthService:
             self._told,
             self._incidents,
             StragglerWatch(self._node, store, keys, records, evicts=options.evict_stragglers, clock=clock),
+            SaveRequests(store, keys, self._node),
             self.verdicts,
             lambda: member.look().round,
             self._give_up,

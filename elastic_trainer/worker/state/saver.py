@@ -35,6 +35,7 @@ from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.round_place import RoundPlace
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.cadence import FIELD, Cadence, Experience, Memory
+from elastic_trainer.worker.state.on_demand import OnDemand
 from elastic_trainer.worker.state.training_state import TrainingState
 
 
@@ -105,6 +106,7 @@ class Saver:
         self._last_s = self._began_s = clock.monotonic()
         self._past, self._settling = Experience(), False
         tracker.pulse.save_interval_s = self._interval_s() or 0.0
+        self.on_demand = OnDemand(tracker, saves=manager is not None)
         self._last_step: int | None = None
         """That of the newest snapshot, unless its commit has failed."""
         self._world_size = 1
@@ -128,6 +130,11 @@ class Saver:
             self._last_step = self._state.position.step
         self._past = replace(Experience.resumed(fields), cost_s=self._past.cost_s)
         self._began_s = self._clock.monotonic()
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is a checkpoint directory."""
+        return self._held is not None
 
     def due_by_step(self, step: int) -> bool:
         return self._cadence.every_steps is not None and step % self._cadence.every_steps == 0
@@ -170,6 +177,10 @@ class Saver:
                 logger().warning("snapshot.failed", step=self._state.position.step, reason=str(error))
         self._copied_s = self._clock.monotonic()
         self._copy_took_s = self._copied_s - began
+
+    def due_on_demand(self) -> bool:
+        """Whether somebody asked for a save that has not begun, and storage is not behind."""
+        return not (self._saves is not None and self._saves.full) and self.on_demand.wanted(self._state.position.step)
 
     def _seen(self) -> Experience:
         trained_s = self._past.trained_s + self._clock.monotonic() - self._began_s
@@ -257,6 +268,7 @@ class Saver:
             step = self._state.position.step if given_up is None else given_up.manifest.step
             self._tracker.operated("save", 0.0, ok=False)
             logger().warning("checkpoint.given_up", step=step, reason="storage is busy with the two before it")
+            self.on_demand.given_up(step)
             if given_up is None:
                 self._last_s = self._clock.monotonic()
                 return None
@@ -283,6 +295,8 @@ class Saver:
             else:
                 self._tracker.saved(save.manifest.step, save.committed.size, save.committed.duration_s)
                 self._on_saved(save.committed)
+            error = save.error if save.committed is None else None
+            self.on_demand.settled(save.manifest.step, save.manifest.name, error)
 
     def refused(self) -> bool:
         """Whether, since this was asked last, a snapshot was refused because it was not finite."""

@@ -1,4 +1,4 @@
-"""What happens between steps on all ranks: due saves, a stop, the end of a diverged training.
+"""What happens between steps on all ranks: saves that are due or asked for, a stop, the end of a diverged training.
 
 *Runs in* the worker's main thread.
 *Fails by* NonFiniteError on all ranks at the same boundary, or where a round's end cut its agreement short; ConfigError
@@ -99,8 +99,10 @@ class StepBoundaries(Boundaries):
 
     def __init__(self, control: Control, signals: Signals, duties: Duties) -> None:
         super().__init__(control, signals)
-        self._duties, self._rank0 = duties, control.rank == 0
+        self._duties, self._rank0, self._alone = duties, control.rank == 0, control.alone
         self._refused = False
+        self._crossing = self._asked_at = self._saved_at = 0
+        """The number of this boundary, of the last one that wishes were collected at, of the last one that saved."""
 
     def after_step(self, step: int) -> Turn:
         self._duties.saver.look()
@@ -111,6 +113,15 @@ class StepBoundaries(Boundaries):
             self._save()
         self._duties.saver.copy_if_due()
         return self.cross(saved=saved)
+
+    def cross(self, *, saved: bool = False) -> Turn:
+        self._crossing += 1
+        before = self._asked_at
+        agreed = self._consensus.boundary(self._wishes, urgent=self._signals.requested is not None)
+        if agreed is None:
+            return Turn.GO_ON
+        asked_at = self._crossing if self._alone else before
+        return self._follow(agreed, saved=saved or self._saved_at >= asked_at)  # a save since then has met the wish
 
     def save_due(self, step: int) -> None:
         if self._duties.saver.due_by_step(step) and self._duties.saver.unsaved:
@@ -128,10 +139,12 @@ class StepBoundaries(Boundaries):
         return self._refused or self._duties.steps.nonfinite()
 
     def _wishes(self) -> Flags:
-        round_end = self._duties.round_end
+        round_end, saver = self._duties.round_end, self._duties.saver
+        self._asked_at = self._crossing
+        on_demand = self._rank0 and saver.due_on_demand()
         return Flags(
             stop=not round_end.led and self._signals.requested is not None,
-            save=self._duties.saver.due_by_time(),
+            save=saver.due_by_time() or on_demand or self._signals.save_requested,
             nonfinite=self._own_nonfinite(),
             switch=round_end.knows_change(),
             mark=self._duties.accord.mark(),
@@ -145,13 +158,20 @@ class StepBoundaries(Boundaries):
         if agreed.stop:
             return Turn.STOP
         if agreed.save and not saved:
+            if self._rank0 and not self._duties.saver.possible:  # nothing is due by time then: a signal asked for it
+                logger().warning("checkpoint.impossible", reason="the session has no checkpoint_dir")
             self._save()
         return Turn.SWITCH if agreed.switch else Turn.GO_ON
 
     def _save(self) -> None:
+        self._saved_at = self._crossing
+        self._signals.save_requested = False
         if self._rank0:
-            problem = self._duties.saver.attempt()
+            saver = self._duties.saver
+            problem = saver.attempt()
             self._refused |= isinstance(problem, NonFiniteError)
+            if problem is not None or not saver.unsaved:
+                saver.on_demand.covered(self._duties.steps.position.step, problem)
         else:
             self._duties.tracker.peer_saves()
             self._duties.saver.help()

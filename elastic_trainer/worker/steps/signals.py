@@ -1,10 +1,11 @@
-"""Turns SIGTERM and SIGINT into a request to stop, and enforces it in time.
+"""Turns SIGTERM and SIGINT into a request to stop, and enforces it in time; SIGUSR1 into a request to save.
 
 Python runs signal handlers in the main thread between bytecodes, so never while it is blocked in a collective. The
 interpreter's C handler however writes the signal's number into the wakeup descriptor at once, where a thread reads it.
 
 *Runs in* a thread of its own (``session-signals``); opened and closed in the main thread.
-*Owns* the process's handlers for SIGTERM and SIGINT and its wakeup descriptor while open.
+*Owns* the process's handlers for SIGTERM and SIGINT and its wakeup descriptor while open; that for SIGUSR1 if nobody
+else wants it.
 *Fails by* ``os._exit``: 143 (130 after SIGINT) when the ranks do not agree to stop in time, say because a peer is dead;
 at once on a second SIGINT, and when the round is known to be broken.
 """
@@ -17,15 +18,18 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_LEFT
+from elastic_trainer.ipc.stacks import standing
 from elastic_trainer.telemetry.logs import last_words, logger
 
 EXIT_INTERRUPTED = 130
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAVE = signal.SIGUSR1
 _POLL_S = 0.1
 SAVE_PATIENCES = 12
 """Limit for a checkpoint under way, as a multiple of the patience."""
@@ -51,6 +55,8 @@ class Signals:
         self._patience_s, self._broken, self._saving, self._clock = patience_s, broken, saving, clock
         self._on_request = on_request
         self.requested: int | None = None
+        self.save_requested = False
+        """Whether this process was asked to save, and no save has followed."""
         self._deadline: Deadline | None = None
         self._save_deadline: Deadline | None = None
         self._rearming = threading.Lock()
@@ -75,7 +81,7 @@ class Signals:
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in _SIGNALS:
+        for number in (*_SIGNALS, SAVE) if _is_free(SAVE) else _SIGNALS:
             self._previous[number] = signal.signal(number, _noted)
         self._thread = threading.Thread(target=self._watch, name="session-signals", daemon=True)
         self._thread.start()
@@ -90,8 +96,7 @@ class Signals:
             return
         self.agreed()
         signal.set_wakeup_fd(self._previous_fd)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._give_back()
         self._writer.send(b"\0")
         self._thread.join()
         self._writer.close()
@@ -101,10 +106,14 @@ class Signals:
     def disown(self) -> None:
         """In a forked child: restore the previous handlers."""
         signal.set_wakeup_fd(-1)
+        self._give_back()
+        self._thread = None
+
+    def _give_back(self) -> None:
+        """Restore the previous handlers, but those that the script has replaced since."""
         for number, handler in self._previous.items():
             if signal.getsignal(number) is _noted:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._thread = None
 
     def descriptors(self) -> list[int]:
         return [end.fileno() for end in (self._reader, self._writer) if end is not None]
@@ -126,6 +135,9 @@ class Signals:
         return self._reader.recv(64)
 
     def _note(self, number: int) -> None:
+        if number == SAVE and signal.getsignal(SAVE) is _noted:  # the script may have taken it since
+            self.save_requested = True
+            logger().info("save.requested", signal=SAVE.name)
         if number not in _SIGNALS:
             return
         if number == signal.SIGINT and self.requested == signal.SIGINT:
@@ -164,3 +176,10 @@ class Signals:
 
 def _noted(number: int, frame: FrameType | None) -> None:
     """The Python-level handler; without one the C handler would not write to the wakeup descriptor."""
+
+
+def _is_free(number: signal.Signals) -> bool:
+    """Whether the script, or C code such as faulthandler's, neither handles nor ignores that signal."""
+    with suppress(OSError):
+        return signal.getsignal(number) is signal.SIG_DFL and number not in standing(os.getpid())[0]
+    return False

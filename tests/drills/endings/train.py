@@ -2,6 +2,7 @@
 
 ``--poison N``: the process kills itself whenever sample N is in its batch. ``--bad N``: it raises then.
 ``--deaf``: every collective fails.
+``--nowhere``: it has no checkpoint directory. ``--slow S``: each checkpoint takes S seconds more to be written.
 ``--linger``: after the session it waits for the file ``go``, rank 0 alone.
 """
 
@@ -16,8 +17,9 @@ import torch
 from torch import nn
 
 from elastic_trainer import Session
+from elastic_trainer.checkpoint import Event
 from elastic_trainer.clock import pause
-from elastic_trainer.worker.steps.options import GroupOptions
+from elastic_trainer.worker.steps.options import GroupOptions, SavingOptions
 
 SAMPLES, BATCH = 320, 32
 
@@ -29,13 +31,20 @@ def main() -> None:
     parser.add_argument("--bad", type=int, default=-1)
     parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--linger", action="store_true")
+    parser.add_argument("--nowhere", action="store_true")
+    parser.add_argument("--slow", type=float, default=0.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+    def slow_disk(event: Event) -> None:
+        pause(options.slow)
+
     data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 16), torch.arange(SAMPLES) % 4)
     with Session(
-        checkpoint_dir=options.directory / "checkpoints",
+        checkpoint_dir=None if options.nowhere else options.directory / "checkpoints",
         checkpoint_every_s=None,
+        saving=SavingOptions(on_event=slow_disk),
         group=GroupOptions(stop_timeout_s=60.0),
     ) as session:
         model: nn.Module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))

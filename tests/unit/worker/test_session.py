@@ -22,7 +22,7 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker.report.ledger import Ledger
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.state.cadence import FIRST_S, SHORTEST_S, Experience, best_interval_s
+from elastic_trainer.worker.state.cadence import FIELD, FIRST_S, SHORTEST_S, Experience, best_interval_s
 from elastic_trainer.worker.steps.options import CheckOptions, SavingOptions
 from tests.unit.worker.toys import Counter, Job, data, loss_of, model
 
@@ -122,6 +122,11 @@ def test_an_automatic_interval_follows_the_cost_of_saves_and_the_failures(tmp_pa
     newest = CheckpointManager(tmp_path).newest()
     assert newest is not None
     kept = Experience.resumed(newest.manifest.fields)
+    with Session(tmp_path / "plain", device="cpu") as session:
+        Job(session).train(1)
+    plain = CheckpointManager(tmp_path / "plain").newest()
+    assert plain is not None
+    assert FIELD not in plain.manifest.fields
     assert (kept.failures, kept.trained_s > seen.trained_s) == (2, True)
 
 

@@ -113,3 +113,43 @@ def test_a_session_outside_the_main_thread_leaves_signals_alone(tmp_path: Path) 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, "signals.left_alone" in done.stdout + done.stderr) == (0, True)
+
+
+SAVING = """
+import faulthandler, os, signal, sys
+from elastic_trainer.clock import pause
+from elastic_trainer.worker.steps.signals import SAVE, Signals
+
+own = []
+if sys.argv[1] == "script":
+    signal.signal(SAVE, lambda *_: own.append(1))
+elif sys.argv[1] == "faulthandler":
+    faulthandler.register(SAVE, open(os.devnull, "w"))
+signals = Signals(lambda: 1.0, lambda: None)
+signals.open()
+if sys.argv[1] == "later":
+    signal.signal(SAVE, lambda *_: own.append(1))
+os.kill(os.getpid(), SAVE)
+for _ in range(30 if sys.argv[1] != "nobody" else 3000):
+    if signals.save_requested:
+        break
+    pause(0.01)
+print(signals.save_requested, len(own), signals.requested)
+signals.close()
+print(signal.getsignal(SAVE) is signal.SIG_DFL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("whose", "said"),
+    [
+        ("nobody", "True 0 None\nTrue\n"),
+        ("script", "False 1 None\nFalse\n"),
+        ("faulthandler", "False 0 None\nTrue\n"),
+        ("later", "False 1 None\nFalse\n"),
+    ],
+)
+def test_sigusr1_asks_for_a_save_unless_the_script_wants_it(whose: str, said: str) -> None:
+    """Taken before the session was opened, by Python or by C, or while it is open."""
+    done = subprocess.run([sys.executable, "-c", SAVING, whose], capture_output=True, text=True, timeout=60, check=True)
+    assert "".join(done.stdout.splitlines(keepends=True)[-2:]) == said

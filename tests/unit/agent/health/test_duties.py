@@ -20,6 +20,7 @@ from elastic_trainer.agent.health.duties import (
 from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.pages import Pages
+from elastic_trainer.agent.health.save_requests import SaveRequests
 from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers.hang_rules import HangLimits
 from elastic_trainer.agent.workers.kill import Verdicts
@@ -105,6 +106,7 @@ class Desk:
             self.store,
             self.incidents,
             nobody_is_slow,
+            SaveRequests(MemoryStore(), RunKeys("/p", "run"), "a"),
             self.judge,
             lambda: self.round,
             lambda number, reason: self.stalled.append((number, reason)),

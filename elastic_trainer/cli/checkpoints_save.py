@@ -1,0 +1,147 @@
+"""``elastic-trainer checkpoints save RUN``: ask a run that trains for a checkpoint now, and wait until it is durable.
+
+The request is one key of the run; the agent of rank 0's node passes it on to the worker, and writes the answer there.
+
+*Runs in* the process of the command, its main thread. *Owns* nothing.
+*Fails by* ConfigError for a run that is not there, NotTrainingError for one that cannot save,
+StoreUnavailableError when etcd does not answer. A save that failed ends with the exit code that fits the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import uuid
+
+from elastic_trainer.cli import connection
+from elastic_trainer.cli.options import seconds
+from elastic_trainer.clock import SYSTEM, Deadline, pause
+from elastic_trainer.errors import EXIT_FAILURE, EXIT_UNAVAILABLE, PermanentError
+from elastic_trainer.membership.documents import DocumentError, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.save_request import SaveRequest
+from elastic_trainer.store.api import Delete, KeyValue, Put, Read, Store, prefix_end, unchanged
+from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.store.untrusted import plain
+
+LIMIT_S = 600.0
+_LOOK_S = 0.2
+_SAY_EVERY_S = 10.0
+
+
+class NotTrainingError(PermanentError):
+    """The run does not train, so nobody can save its state."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    parser.add_argument("--no-wait", action="store_true", help="save: ask, and do not wait for the checkpoint")
+    parser.add_argument(
+        "--timeout", type=float, default=LIMIT_S, metavar="S", help=f"save: wait so many seconds (default: {LIMIT_S:g})"
+    )
+    connection.add_options(parser)
+
+
+def save(arguments: argparse.Namespace, run: str) -> int:
+    """Ask ``run`` for a checkpoint and print its name; 0 once it is durable."""
+    deadline = Deadline.after(seconds(arguments.timeout, "--timeout", above_zero=True))
+    with connection.opened(arguments, run) as (store, settings):
+        keys = RunKeys(settings.prefix, run)
+        connection.require_run(store, settings, keys)
+        _require_training(store, keys)
+        asked = _ask(store, keys)
+        if arguments.no_wait:
+            print(f"asked run {plain(run)} for a checkpoint")
+            return 0
+        answer = _wait(store, keys, asked, deadline)
+    if answer is None:
+        print(
+            f"elastic-trainer: run {plain(run)} has not saved within {arguments.timeout:g} s. Only a job with a Session"
+            f" can be asked; `elastic-trainer status {plain(run)}` shows what its ranks do, and the log of rank 0 more",
+            file=sys.stderr,
+        )
+        return EXIT_UNAVAILABLE
+    if answer.problem:
+        print(f"elastic-trainer: run {plain(run)} cannot save: {plain(answer.problem)}", file=sys.stderr)
+        return answer.code or EXIT_FAILURE
+    print(plain(answer.name))
+    return 0
+
+
+def _require_training(store: Store, keys: RunKeys) -> None:
+    """NotTrainingError unless the run has a round, and a node."""
+    reads = [Read(keys.round), Read(keys.nodes, prefix_end(keys.nodes), limit=1, keys_only=True)]
+    round_, nodes = store.transact([], reads, deadline=Deadline.after(connection.CONNECT_S)).reads
+    run, current = keys.run_id, _decoded(round_.first)
+    if current is not None and current.state is RoundState.CLOSED:
+        how = "finished" if current.result is RunResult.SUCCEEDED else "failed"
+        raise NotTrainingError(
+            f"run {run!r} does not train: it has {how}", hint="its last state is among its checkpoints"
+        )
+    if not nodes.items:
+        raise NotTrainingError(f"run {run!r} does not train: no node is in it", hint="start its nodes again")
+    if current is None:
+        raise NotTrainingError(f"run {run!r} does not train yet: its nodes are gathering", hint="ask it later")
+
+
+def _decoded(item: KeyValue | None) -> RoundDocument | None:
+    try:
+        return RoundDocument.decode(item.value, item.key) if item is not None else None
+    except DocumentError:
+        return None
+
+
+def _ask(store: Store, keys: RunKeys) -> SaveRequest:
+    """The request that stands now: a new one, or one without an answer that somebody else waits for."""
+    mine = SaveRequest(id=uuid.uuid4().hex, wall=SYSTEM.wall())
+    while True:
+        there = store.get(keys.save, Deadline.after(connection.CONNECT_S)).first
+        known = _request(there)
+        if known is not None and not known.answered:
+            return known
+        guard = unchanged(keys.save, there.mod_revision if there is not None else 0)
+        write = [Put(keys.save, mine.encode())]
+        if store.transact([guard], write, deadline=Deadline.after(connection.CONNECT_S)).succeeded:
+            return mine
+
+
+def _request(item: KeyValue | None) -> SaveRequest | None:
+    try:
+        return SaveRequest.decode(item.value, item.key) if item is not None else None
+    except DocumentError:
+        return None
+
+
+def _wait(store: Store, keys: RunKeys, asked: SaveRequest, deadline: Deadline) -> SaveRequest | None:
+    """The answer; None if there was none by ``deadline``. A request that will have no answer is withdrawn."""
+    said_at = SYSTEM.monotonic()
+    while (request := _standing(store, keys, asked)) and not request.answered:
+        try:
+            _require_training(store, keys)
+        except NotTrainingError:
+            if (request := _standing(store, keys, asked)).answered:
+                return request
+            _withdraw(store, keys, asked)
+            raise
+        if deadline.expired:
+            _withdraw(store, keys, asked)
+            return None
+        if SYSTEM.monotonic() - said_at > _SAY_EVERY_S:
+            said_at = SYSTEM.monotonic()
+            print(f"waiting: run {plain(keys.run_id)} has not answered yet", file=sys.stderr, flush=True)
+        pause(min(_LOOK_S, max(0.01, deadline.remaining_s())))
+    return request
+
+
+def _standing(store: Store, keys: RunKeys, asked: SaveRequest) -> SaveRequest:
+    """The request ``asked`` as it is now."""
+    request = _request(store.get(keys.save, Deadline.after(connection.CONNECT_S)).first)
+    if request is None or request.id != asked.id:
+        raise NotTrainingError(f"the request to run {keys.run_id!r} was removed", hint="ask it again")
+    return request
+
+
+def _withdraw(store: Store, keys: RunKeys, asked: SaveRequest) -> None:
+    there = store.get(keys.save, Deadline.after(connection.CONNECT_S)).first
+    if there is not None and _request(there) == asked:
+        guard = unchanged(keys.save, there.mod_revision)
+        store.transact([guard], [Delete(keys.save)], deadline=Deadline.after(connection.CONNECT_S))
