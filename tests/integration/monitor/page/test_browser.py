@@ -291,12 +291,12 @@ def test_light_and_dark_are_two_pictures(server: StatusServer, open_page: Open, 
     assert all(path.stat().st_size > 20_000 for path in pictures.iterdir())
 
 
-def test_states_are_not_told_by_color_alone(server: StatusServer, open_page: Open) -> None:
+def test_states_are_not_shown_by_color_alone(server: StatusServer, open_page: Open) -> None:
     """Each look has an icon and a word, each cell that does not train a letter or a sign."""
     page = open_page(server.show(snapshots.recovering()))
-    for told in page.locator(".told").all():
-        assert (told.text_content() or "").strip()
-        assert told.locator("svg.icon use").count() == 1
+    for label in page.locator(".labelled").all():
+        assert (label.text_content() or "").strip()
+        assert label.locator("svg.icon use").count() == 1
     for cell in page.locator(".cell:not(.p-training)").all():
         assert (cell.text_content() or "").strip()
 
