@@ -95,12 +95,13 @@ class Experience:
         return {"trained_s": round(self.trained_s, 3), "failures": self.failures, "settled": settled}
 
     @classmethod
-    def resumed(cls, fields: Mapping[str, Any]) -> Experience:
-        """That of a life which begins with the checkpoint of these ``fields``."""
+    def resumed(cls, fields: Mapping[str, Any], *, lost: bool = True) -> Experience:
+        """That of a life which begins with the checkpoint of these ``fields``; whether steps behind it were ``lost``,
+        as far as is known."""
         kept = fields.get(FIELD)
         if not isinstance(kept, Mapping):
             return cls()
-        failed = not kept.get("settled")
+        failed = lost and not kept.get("settled")
         return cls(trained_s=float(kept.get("trained_s", 0.0)), failures=int(kept.get("failures", 0)) + failed)
 
 

@@ -126,9 +126,11 @@ class Saver:
 
     def resumed(self, fields: Mapping[str, Any], *, stored: bool) -> None:
         """The present state was just read from a checkpoint with these ``fields``; ``stored``: it is in storage."""
+        step = self._state.position.step
         if stored:
-            self._last_step = self._state.position.step
-        self._past = replace(Experience.resumed(fields), cost_s=self._past.cost_s)
+            self._last_step = step
+        lost = not 0 < self._tracker.reached <= step  # 0: nobody knows how far the job was
+        self._past = replace(Experience.resumed(fields, lost=lost), cost_s=self._past.cost_s)
         self._began_s = self._clock.monotonic()
 
     @property
