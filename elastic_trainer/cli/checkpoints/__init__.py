@@ -1,4 +1,4 @@
-"""``elastic-trainer checkpoints ACTION``: look at checkpoints, compare, remove, and exchange them with other programs.
+"""``elastic-trainer checkpoints ACTION``: look at checkpoints, compare, remove and exchange them, and ask for one.
 
 *Runs in* the process of the command; torch is imported only to write or read torch's own files.
 *Fails by* one sentence and an exit code: 78 for a wrong command line, 73 for a directory that cannot be written, 1 for
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from elastic_trainer.cli.checkpoints import comparing, exchanging, looking, pruning
+from elastic_trainer.cli.checkpoints import comparing, exchanging, looking, pruning, saving
 
 ACTIONS = {
     "list": (looking.configure_list, looking.run_list, "the checkpoints of a directory, newest first"),
@@ -19,6 +19,7 @@ ACTIONS = {
     "prune": (pruning.configure, pruning.run, "remove those that no rule keeps"),
     "export": (exchanging.configure_export, exchanging.run_export, "write one for other programs"),
     "import": (exchanging.configure_import, exchanging.run_import, "bring a file of another program in"),
+    "save": (saving.configure, saving.run, "ask a run that trains for a checkpoint now"),
 }
 
 

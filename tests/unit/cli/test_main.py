@@ -72,6 +72,8 @@ LOCAL = ["local", "--nodes", "2:3"]
         ([*LOCAL], "nothing to run was given"),
         (["checkpoints", "list", "gone"], "there is no directory 'gone'"),
         (["checkpoints", "list"], "the following arguments are required: DIR"),
+        (["checkpoints", "save"], "the following arguments are required: RUN"),
+        (["checkpoints", "save", "r", "--timeout", "0"], "--timeout 0.0 is not a number of seconds above 0"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_78(

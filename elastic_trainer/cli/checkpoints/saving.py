@@ -10,6 +10,7 @@ StoreUnavailableError when etcd does not answer. A save that failed ends with th
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import uuid
 
@@ -32,39 +33,46 @@ class NotTrainingError(PermanentError):
     """The run does not train, so nobody can save its state."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
-    parser.add_argument("--no-wait", action="store_true", help="save: ask, and do not wait for the checkpoint")
+    parser.add_argument("run", metavar="RUN", help="the run that is to save now")
+    parser.add_argument("--no-wait", action="store_true", help="ask, and do not wait for the checkpoint")
     parser.add_argument(
-        "--timeout", type=float, default=LIMIT_S, metavar="S", help=f"save: wait so many seconds (default: {LIMIT_S:g})"
+        "--timeout", type=float, default=LIMIT_S, metavar="S", help=f"seconds to wait (default: {LIMIT_S:g})"
     )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     connection.add_options(parser)
 
 
-def save(arguments: argparse.Namespace, run: str) -> int:
-    """Ask ``run`` for a checkpoint and print its name; 0 once it is durable."""
+def run(arguments: argparse.Namespace) -> int:
+    """Ask the run for a checkpoint and print its name; 0 once it is durable."""
+    name: str = arguments.run
     deadline = Deadline.after(seconds(arguments.timeout, "--timeout", above_zero=True))
-    with connection.opened(arguments, run) as (store, settings):
-        keys = RunKeys(settings.prefix, run)
+    with connection.opened(arguments, name) as (store, settings):
+        keys = RunKeys(settings.prefix, name)
         connection.require_run(store, settings, keys)
         _require_training(store, keys)
         asked = _ask(store, keys)
         if arguments.no_wait:
-            print(f"asked run {plain(run)} for a checkpoint")
+            _print(arguments, name, None, f"asked run {plain(name)} for a checkpoint")
             return 0
         answer = _wait(store, keys, asked, deadline)
     if answer is None:
         print(
-            f"elastic-trainer: run {plain(run)} has not saved within {arguments.timeout:g} s. Only a job with a Session"
-            f" can be asked; `elastic-trainer status {plain(run)}` shows what its ranks do, and the log of rank 0 more",
+            f"elastic-trainer: run {plain(name)} has not saved within {arguments.timeout:g} s. Only a job with a"
+            f" Session can be asked; `elastic-trainer status {plain(name)}` shows what its ranks do",
             file=sys.stderr,
         )
         return EXIT_UNAVAILABLE
     if answer.problem:
-        print(f"elastic-trainer: run {plain(run)} cannot save: {plain(answer.problem)}", file=sys.stderr)
+        print(f"elastic-trainer: run {plain(name)} cannot save: {plain(answer.problem)}", file=sys.stderr)
         return answer.code or EXIT_FAILURE
-    print(plain(answer.name))
+    _print(arguments, name, answer.name, plain(answer.name))
     return 0
+
+
+def _print(arguments: argparse.Namespace, run: str, checkpoint: str | None, text: str) -> None:
+    print(json.dumps({"run": run, "checkpoint": checkpoint}, indent=2) if arguments.json else text)
 
 
 def _require_training(store: Store, keys: RunKeys) -> None:
