@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import structlog
 
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import ConfigError
@@ -59,6 +60,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     budget_s = float(item.config.getoption("--budget"))
     if budget_s and SYSTEM.monotonic() - _began > budget_s and item.nodeid.startswith(BUDGETED):
         pytest.skip(f"not begun: the time for tests, {budget_s:.0f} s, is over (make test runs all)")
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """Commands set the level and the target of all logs of their process, which others read after them."""
+    before = structlog.get_config() if structlog.is_configured() else None
+    yield
+    if before is None:
+        structlog.reset_defaults()
+    else:
+        structlog.configure(**before)
 
 
 @pytest.fixture(scope="session")

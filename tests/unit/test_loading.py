@@ -9,6 +9,7 @@ import yaml
 
 PACKAGE = Path(__file__).parents[2] / "elastic_trainer"
 ALLOWED = {
+    ("checkpoint/importing.py", "torch.load"),  # weights_only, see below
     ("data/tasks.py", "pickle.loads"),  # an exception of this node's own data worker, through a pipe to its parent
     ("training/loading.py", "yaml.load"),  # with a SafeLoader, see below
     ("warm/program.py", "exec"),  # the script that torchrun was given, as python itself would run it
@@ -45,6 +46,15 @@ def test_no_module_loads_what_can_execute_code() -> None:
         for name in found_in(path.read_text(encoding="utf-8"))
     }
     assert found == ALLOWED
+
+
+def test_torch_loads_weights_only() -> None:
+    """Whatever a file says that somebody imports."""
+    text = (PACKAGE / "checkpoint" / "importing.py").read_text(encoding="utf-8")
+    loads = [call for call in calls(text) if ast.unparse(call.func) == "torch.load"]
+    assert loads
+    for call in loads:
+        assert "weights_only=True" in [f"{word.arg}={ast.unparse(word.value)}" for word in call.keywords]
 
 
 def test_numpy_and_yaml_load_data_only() -> None:

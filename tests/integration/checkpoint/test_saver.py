@@ -11,7 +11,8 @@ import torch
 from elastic_trainer.errors import NonFiniteError, StorageError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.state.saver import Cadence, Saver, WhenBehind
+from elastic_trainer.worker.state.cadence import Cadence, Memory
+from elastic_trainer.worker.state.saver import Saver, WhenBehind
 from elastic_trainer.worker.state.training_state import Position, TrainingState
 from tests.integration.checkpoint.test_background import LIMIT_S, Gated
 
@@ -27,7 +28,7 @@ class Trained:
         device = torch.device("cpu")
         state = TrainingState(self.module, optimizer, None, None, self.position, {}, {}, device)
         self.saver = Saver(
-            self.manager, Cadence(every_steps=1), state, dict, lambda done: None, self.tracker, when_behind
+            self.manager, Cadence(every_steps=1), state, dict, lambda done: None, self.tracker, when_behind, Memory()
         )
         self.saver.serve(saves=True)
 

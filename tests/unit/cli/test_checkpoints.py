@@ -144,7 +144,7 @@ def test_one_is_shown_with_its_tensors_and_totals(directory: Path, capsys: pytes
         (["export", "{}", "x", "--to", "huggingface", "--all"], "--all and --to huggingface exclude each other"),
         (["import", "{}/gone.pt", "--into", "{}"], "there is no file '{}/gone.pt'"),
         ([], "the following arguments are required: ACTION"),
-        (["save"], "argument ACTION: invalid choice: 'save'"),
+        (["forget"], "argument ACTION: invalid choice: 'forget'"),
     ],
 )
 def test_a_mistake_is_one_sentence(

@@ -71,7 +71,9 @@ def test_the_cost_follows_the_saves_and_outlives_no_life() -> None:
 
 
 def test_a_life_that_resumes_behind_its_last_save_has_failed() -> None:
-    """One that had saved all before it ended has not, nor one that is known to have gone no further; a checkpoint without such a field says nothing."""
+    """One that had saved all before it ended has not, nor one that is known to have gone no further.
+
+    A checkpoint without such a field says nothing."""
     seen = Experience(1.0, 5000.0, 2)
     assert Experience.resumed({FIELD: seen.kept(settled=False)}) == Experience(None, 5000.0, 3)
     assert Experience.resumed({FIELD: seen.kept(settled=True)}) == Experience(None, 5000.0, 2)

@@ -58,6 +58,8 @@ class Two:
         steps: Any = SimpleNamespace(nonfinite=lambda: False, position=self.position)
         saver: Any = SimpleNamespace(
             look=lambda: None,
+            refused=lambda: False,
+            copy_if_due=lambda: None,
             due_by_step=lambda step: False,
             due_by_time=lambda: self.due,
             due_on_demand=lambda: False,
