@@ -10,9 +10,11 @@ import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from elastic_trainer.checkpoint import (
     CheckpointManager,
@@ -30,6 +32,7 @@ from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, WriterId
 from elastic_trainer.checkpoint.storage import lease, locations, open_storage
 from elastic_trainer.checkpoint.storage.bucket import PART_SIZE
 from elastic_trainer.checkpoint.storage.s3 import PARALLEL_PARTS, S3Bucket
+from elastic_trainer.cli.main import main as command
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import CheckpointError, StorageError
 from elastic_trainer.local.ports import free_ports
@@ -323,3 +326,23 @@ def test_an_upload_from_elsewhere_is_swept_when_it_has_been_silent_by_the_stores
     assert [(event.kind, event.name) for event in swept] == [(Transition.SWEPT, temporary)]
     assert "far" in swept[0].reason
     assert (bucket._uploads(""), bucket.items("")) == ([], ())
+
+
+def test_the_commands_take_urls(s3_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Looking, verifying, comparing, removing and exporting."""
+    for step in (1, 2, 3):
+        CheckpointManager(s3_url).save({"model": {"w": torch.full((9,), float(step))}}, SaveInfo(step))
+
+    def ran(*words: object, code: int = 0) -> str:
+        capsys.readouterr()
+        assert command(["checkpoints", *map(str, words)]) == code
+        return capsys.readouterr().out
+
+    assert [each["step"] for each in json.loads(ran("list", s3_url, "--json"))["checkpoints"]] == [3, 2, 1]
+    assert json.loads(ran("show", f"{s3_url}/newest", "--json"))["step"] == 3
+    assert len(json.loads(ran("verify", s3_url, "--all", "--json"))["checkpoints"]) == 3
+    ran("diff", f"{s3_url}/step-000000001", f"{s3_url}/step-000000002", code=1)
+    ran("export", s3_url, tmp_path / "model.safetensors", "--to", "safetensors")
+    assert float(load_file(tmp_path / "model.safetensors")["w"][0]) == 3.0
+    ran("prune", s3_url, "--keep-last", 1)
+    assert [each["step"] for each in json.loads(ran("list", s3_url, "--json"))["checkpoints"]] == [3]
