@@ -94,9 +94,9 @@ class Arena:
         """The copy is committed."""
         mark_stored(self._slots[held.slot].descriptor)
 
-    def release(self, held: Held) -> None:
-        """The copy is not needed any more."""
-        self._free.append(held.slot)
+    def release(self, held: Held, *, sealed: bool = True) -> None:
+        """The copy is not needed any more. One that was never sealed is filled first: the others may hold a state."""
+        self._free.insert(len(self._free) if sealed else 0, held.slot)
 
     def close(self) -> None:
         """Give the memory back; nothing is held any more."""

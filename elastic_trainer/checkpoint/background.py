@@ -75,6 +75,11 @@ class BackgroundSaves:
         return self._arena.full
 
     @property
+    def sealing(self) -> bool:
+        """Whether the copy before is not yet sealed in memory that outlives this process."""
+        return self._arena.lasting and bool(self._unsealed)
+
+    @property
     def memory(self) -> int:
         """Bytes that the copies take."""
         return self._arena.size
@@ -90,12 +95,12 @@ class BackgroundSaves:
     ) -> Save:
         """Copy ``image`` now, and write it later if what it watches is finite. Waits while there is no free slot.
 
-        NoRoomError if there is no memory for the copy.
+        In memory that outlives this process it waits for the seal of the copy before, too: the other slot holds the
+        one state that is left if this process dies meanwhile. NoRoomError if there is no memory for the copy.
         """
         self._helping.set()
-
         with self._changed:
-            self._changed.wait_for(lambda: not self._arena.full)
+            self._changed.wait_for(lambda: not (self._arena.full or self.sealing))
         held = self._arena.hold(image)
         save = Save(manifest, purpose, turn)
         self._helping = save.stop
@@ -177,10 +182,12 @@ class BackgroundSaves:
                 save.error = error
             with self._changed:
                 self._unsealed.pop(0)
-                if save.error is None and save.purpose is not SnapshotPurpose.KEEP:
-                    self._waiting.append((save, held))
-                else:
+                if save.error is not None:
+                    self._end(save, held, sealed=False)
+                elif save.purpose is SnapshotPurpose.KEEP:
                     self._end(save, held)
+                else:
+                    self._waiting.append((save, held))
                 self._changed.notify_all()
 
     def _seal(self, save: Save, held: Held) -> None:
@@ -218,8 +225,8 @@ class BackgroundSaves:
         except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever saves gets it
             save.error = error
 
-    def _end(self, save: Save, held: Held) -> None:
-        self._arena.release(held)
+    def _end(self, save: Save, held: Held, *, sealed: bool = True) -> None:
+        self._arena.release(held, sealed=sealed)
         self._report(save)
 
     def _report(self, save: Save) -> None:

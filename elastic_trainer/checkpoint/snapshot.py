@@ -138,6 +138,8 @@ def read(descriptor: int) -> StateSnapshot | None:
     magic, begin, size, digest, mark = _SEAL.unpack(header)
     notes = os.pread(descriptor, size, begin) if magic == _MAGIC and size <= _LONGEST_NOTES else b""
     if not notes or xxhash.xxh3_128_digest(notes) != digest or mark not in (bytes(8), _STORED):
+        if os.pread(descriptor, _SEAL.size, 0) != header:
+            return None  # it is being filled
         raise DamagedError("a snapshot in memory is damaged: its seal does not match its notes")
     known = json.loads(notes)
     if parse_checkpoint(known["name"]) is None:

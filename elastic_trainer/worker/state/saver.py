@@ -169,7 +169,9 @@ class Saver:
             self._copy(SnapshotPurpose.HELP)
 
     def _copy(self, purpose: SnapshotPurpose) -> None:
-        if self._held is None or self._saves is None or self._saves.full or self._memory_short:
+        if self._held is None or self._saves is None or self._memory_short:
+            return
+        if self._saves.full or self._saves.sealing:
             return
         began = self._clock.monotonic()
         with self._tracker.during(Phase.CHECKPOINT):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Committed, Retention, SaveInfo
+from elastic_trainer.checkpoint import Arena, BackgroundSaves, CheckpointManager, Committed, Retention, SaveInfo
+from elastic_trainer.checkpoint.arena import SLOTS
+from elastic_trainer.checkpoint.background import SnapshotPurpose
 from elastic_trainer.checkpoint.image import Image
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.errors import StorageError
@@ -117,4 +123,66 @@ def test_without_memory_a_save_is_made_at_once_behind_the_one_under_way(tmp_path
 def test_closing_twice_is_fine(tmp_path: Path) -> None:
     saves = BackgroundSaves(Gated(tmp_path))
     saves.close()
+    saves.close()
+
+
+@pytest.fixture
+def lasting() -> Iterator[Arena]:
+    """Slots in memory files of an agent."""
+    files = [os.memfd_create(f"test-{number}") for number in range(SLOTS)]
+    yield Arena([Path(f"/proc/self/fd/{each}") for each in files])
+    for each in files:
+        os.close(each)
+
+
+def keep(saves: BackgroundSaves, manager: CheckpointManager, weights: torch.Tensor, step: int) -> None:
+    info = SaveInfo(step)
+    image = manager.encode({"w": weights}, info, watched={"w": weights})
+    saves.submit(image, manager.draft(info), SnapshotPurpose.KEEP)
+
+
+def test_states_that_are_refused_leave_the_newest_good_one_in_memory(tmp_path: Path, lasting: Arena) -> None:
+    manager = CheckpointManager(tmp_path)
+    saves = BackgroundSaves(manager, lasting)
+    for step, value in enumerate((1.0, 2.0, math.nan, math.nan, math.nan), 1):
+        keep(saves, manager, torch.full((1000,), value), step)
+        saves.wait()
+    found = lasting.newest()
+    assert found is not None
+    assert found.manifest.step == 2
+    assert len(saves.finished()) == 3
+    saves.close()
+
+
+class SlowToSeal(CheckpointManager):
+    """Its snapshots are sealed one by one, when the test says so."""
+
+    gate = threading.Semaphore(1)
+
+    @property
+    def location(self) -> str:
+        assert self.gate.acquire(timeout=LIMIT_S)
+        return super().location
+
+
+def test_a_copy_is_sealed_before_the_one_before_it_is_given_up(tmp_path: Path, lasting: Arena) -> None:
+    """At every moment, memory that outlives the process holds a whole state."""
+    manager = SlowToSeal(tmp_path)
+    saves = BackgroundSaves(manager, lasting)
+    keep(saves, manager, torch.ones(1000), 1)
+    saves.wait()
+    keep(saves, manager, torch.ones(1000), 2)
+    third = threading.Thread(target=keep, args=(saves, manager, torch.ones(1000), 3))
+    third.start()
+    third.join(0.2)
+    found = lasting.newest()
+    assert found is not None
+    assert found.manifest.step == 1
+    assert (third.is_alive(), saves.sealing) == (True, True)
+    manager.gate.release(2)
+    third.join(LIMIT_S)
+    saves.wait()
+    found = lasting.newest()
+    assert found is not None
+    assert found.manifest.step == 3
     saves.close()
