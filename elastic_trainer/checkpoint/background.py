@@ -75,6 +75,12 @@ class BackgroundSaves:
         return self._arena.full
 
     @property
+    def committing(self) -> bool:
+        """Whether a snapshot is being written to storage, or waits for it."""
+        with self._changed:
+            return self._busy or bool(self._waiting)
+
+    @property
     def sealing(self) -> bool:
         """Whether the copy before is not yet sealed in memory that outlives this process."""
         return self._arena.lasting and bool(self._unsealed)

@@ -119,9 +119,10 @@ class Soak:
         return done
 
     def _kill_agent(self, node: Node, *, then_worker: bool) -> bool:
-        agent, *rest = node.family() or [None]
-        if agent is None:
+        family = node.family()
+        if not family:
             return False
+        agent, *rest = family
         kill([agent])
         if then_worker:
             pause(self._random.uniform(0.0, 0.5))

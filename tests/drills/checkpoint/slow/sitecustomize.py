@@ -12,8 +12,8 @@ _fsync, _named = os.fsync, os.environ.get("SLOW_FSYNC")
 
 def _slow_fsync(descriptor: int) -> None:
     if "/checkpoints/" in os.readlink(f"/proc/self/fd/{descriptor}") and _named is not None:
-        until = time.monotonic() + float(Path(_named).read_text())
-        while time.monotonic() < until:
+        began = time.monotonic()
+        while time.monotonic() < began + float(Path(_named).read_text()):
             time.sleep(0.05)
     _fsync(descriptor)
 
