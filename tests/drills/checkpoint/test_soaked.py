@@ -212,5 +212,5 @@ def test_whatever_dies_at_whatever_moment_nothing_that_is_saved_is_lost(
     digests = {path.read_text() for path in directory.glob("digest-*")}
     (digest,) = digests
     (alone := tmp_path / "alone").mkdir()
-    assert ran([str(SCRIPT), str(alone), digest.split()[0]]).code == 0
+    assert ran([str(SCRIPT), str(alone), digest.split()[0]], limit_s=120.0 + 10 * KILLS).code == 0
     assert digest == (alone / "digest-0").read_text()
