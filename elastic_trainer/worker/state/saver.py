@@ -49,6 +49,14 @@ class WhenBehind(StrEnum):
     """The snapshot that waits is given up for the new one."""
 
 
+class Writers(StrEnum):
+    """Who writes checkpoints."""
+
+    AUTO = "auto"
+    """One rank of each node, if the state is large."""
+    RANK0 = "rank0"
+
+
 SHARED_FROM = 32 << 20
 """Bytes of parameters from which on several nodes write a checkpoint together."""
 
@@ -63,8 +71,10 @@ class Shares:
     turn: int = 0
 
     @classmethod
-    def among(cls, place: RoundPlace) -> Shares:
+    def among(cls, place: RoundPlace, writers: Writers = Writers.AUTO) -> Shares:
         """One file for each node, if all have as many ranks; nodes that count otherwise cannot help each other."""
+        if writers is Writers.RANK0:
+            return cls()
         nodes = place.world_size // place.local_world_size
         return cls(max(1, min(MOST_WRITERS, nodes)), place.rank // place.local_world_size)
 

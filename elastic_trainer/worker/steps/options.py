@@ -11,7 +11,7 @@ from elastic_trainer.checkpoint import EventSink, Retention
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.placement import AUTO
 from elastic_trainer.worker.state.cadence import Cadence
-from elastic_trainer.worker.state.saver import WhenBehind
+from elastic_trainer.worker.state.saver import WhenBehind, Writers
 from elastic_trainer.worker.steps.comparison import EVERY_STEPS, OnDifference
 
 STOP_TIMEOUT_S = 10.0
@@ -29,7 +29,8 @@ class SavingOptions:
     while storage is busy with the two before it: "wait", "skip" it, or "replace" the one that waits. A save by seconds
     is put off until storage is ready. ``snapshot_every_s``: how often the state is copied into memory of the node's
     agent, from which training resumes if all workers die: seconds, "auto" (at least 5 s apart, and at most 1 % of the
-    time), or None for saves alone.
+    time), or None for saves alone. ``writers``: "auto" has one rank of each node write a part of a large checkpoint, if
+    its node sees the same directory; "rank0" does not.
     """
 
     keep_every: int | None = None
@@ -38,9 +39,11 @@ class SavingOptions:
     on_event: EventSink | None = None
     when_behind: str = WhenBehind.WAIT
     snapshot_every_s: float | str | None = AUTO
+    writers: str = Writers.AUTO
 
     def __post_init__(self) -> None:
         one_of(WhenBehind, self.when_behind, "when_behind")
+        one_of(Writers, self.writers, "writers")
         every_s = self.snapshot_every_s
         if every_s not in (None, AUTO) and (isinstance(every_s, str) or every_s <= 0):
             raise ConfigError(f"snapshot_every_s is {every_s!r}", hint="give seconds, 'auto', or None")

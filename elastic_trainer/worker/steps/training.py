@@ -29,7 +29,7 @@ from elastic_trainer.worker.state.cadence import Memory
 from elastic_trainer.worker.state.fields import check_run
 from elastic_trainer.worker.state.heal import give
 from elastic_trainer.worker.state.restore import Origin, restore
-from elastic_trainer.worker.state.saver import Saver, Shares
+from elastic_trainer.worker.state.saver import Saver, Shares, Writers
 from elastic_trainer.worker.state.training_state import Stateful, TrainingState, reseed
 from elastic_trainer.worker.steps.boundary import Duties, StepBoundaries, Turn
 from elastic_trainer.worker.steps.commit import Steps
@@ -180,7 +180,8 @@ class Training:
         self.replica.bind(control)
         self.steps.bind(control)
         place.feed.bind(control, fields, given or {}, even=self.replica.even, fixed=tree)
-        self.saver.serve(saves=rank == 0, world_size=world, shares=Shares.among(group.formation))
+        shares = Shares.among(group.formation, Writers(place.options.saving.writers))
+        self.saver.serve(saves=rank == 0, world_size=world, shares=shares)
         place.context = RankContext(group, self._boundaries(control))
         place.ledger.identify(rank=rank, local_rank=place.environment.local_rank, world=world, round=generation)
         where = {"epoch": position.cursor.epoch, "resumed_from": self.origin.name}
