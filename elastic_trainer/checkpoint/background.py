@@ -144,7 +144,8 @@ class BackgroundSaves:
         return ended
 
     def wait(self) -> None:
-        """Until nothing is left to be written."""
+        """Until nothing is left to be written. Nobody is looked for any more who might want help."""
+        self._helping.set()
         with self._changed:
             self._changed.wait_for(self._nothing_left)
 

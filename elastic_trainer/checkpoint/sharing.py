@@ -50,15 +50,19 @@ def commit_shared(storage: Storage, image: Image, manifest: Manifest, clock: Clo
         began = clock.monotonic()
         mine = set(_take(storage, temporary, image.files, manifest))
         patience = Deadline.after(max(LEAST_PATIENCE_S, PATIENCE * (clock.monotonic() - began)), clock)
+        late = []
         for file in image.files:
             if file.name not in mine and not _awaited(storage, temporary, file.name, patience):
                 logger().warning("checkpoint.helper_late", checkpoint=manifest.name, file=file.name)
+                late.append(file.name)
                 storage.discard(temporary, file.name)
                 _write(storage, temporary, file, manifest)
         for name in storage.files(temporary) - {file.name for file in image.files}:
             storage.discard(temporary, name)
         write_file(storage, temporary, from_bytes(MANIFEST_FILE, seal(manifest)))
         storage.publish(temporary, manifest.name)
+    helped = len(image.files) - len(mine) - len(late)
+    logger().info("checkpoint.shared", checkpoint=manifest.name, own=len(mine), helped=helped, late=len(late))
     return manifest
 
 
@@ -74,11 +78,13 @@ def help_write(
     same = [file for file in files if manifest.file(file.name) == wanted.file(file.name)]
     try:
         storage.join(temporary, wanted.name)
-        return tuple(_take(storage, temporary, same, wanted))
+        wrote = tuple(_take(storage, temporary, same, wanted))
     except (CheckpointError, OSError) as error:
         if storage.exists(temporary):
             logger().warning("checkpoint.help_failed", checkpoint=wanted.name, reason=str(error))
         return ()
+    logger().info("checkpoint.helped", checkpoint=wanted.name, files=len(wrote))
+    return wrote
 
 
 def _find(storage: Storage, mine: Manifest, limit: Deadline, stop: Event) -> tuple[str, Manifest] | None:

@@ -1,0 +1,52 @@
+"""A directory on a disk, or behind a link, that takes so many bytes a second from this process."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from elastic_trainer.checkpoint.storage import PosixStorage, Sink
+from elastic_trainer.clock import SYSTEM, pause
+
+
+class Bucket:
+    """Passes ``rate`` bytes a second on, however many threads share it; nothing is saved up."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._lock = rate, threading.Lock()
+        self._free_at = 0.0
+
+    def take(self, size: int) -> None:
+        """Return when ``size`` bytes have passed."""
+        with self._lock:
+            self._free_at = max(self._free_at, SYSTEM.monotonic()) + size / self._rate
+            wait_s = self._free_at - SYSTEM.monotonic()
+        pause(wait_s)
+
+
+class ThrottledSink:
+    """A file whose bytes pass through ``bucket``."""
+
+    def __init__(self, sink: Sink, bucket: Bucket) -> None:
+        self._sink, self._bucket = sink, bucket
+
+    def write(self, data: memoryview) -> None:
+        self._bucket.take(len(data))
+        self._sink.write(data)
+
+    def finish(self) -> None:
+        self._sink.finish()
+
+    def abandon(self) -> None:
+        self._sink.abandon()
+
+
+class ThrottledStorage(PosixStorage):
+    """A directory into which this process writes ``rate`` bytes a second."""
+
+    def __init__(self, root: Path, rate: float) -> None:
+        super().__init__(root)
+        self._bucket = Bucket(rate)
+
+    def sink(self, name: str, file: str) -> Sink:
+        return ThrottledSink(super().sink(name, file), self._bucket)
