@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager
+from elastic_trainer.local.ledger import LineKind
 from tests.drills.checkpoint.sharing_job import SAVE_EVERY
 from tests.drills.endings.job import LASTING, Job
 
 SCRIPT = "tests.drills.checkpoint.sharing_job"
 SHARED, HELPED, LATE = "checkpoint.shared", "checkpoint.helped", "checkpoint.helper_late"
+RESCUED = "snapshot.rescued"
 
 
 def job_of(directory: Path, endpoint: str, run: str, *arguments: str, **options: str) -> Job:
@@ -41,15 +43,15 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def check_rank0s(directory: Path, checkpoints: Path, world: int) -> list[str]:
-    """Each checkpoint is rank 0's state to the bit, and no other rank's; their names."""
+def check_rank0s(directory: Path, checkpoints: Path, world: int, rescued: frozenset[str] = frozenset()) -> list[str]:
+    """Each checkpoint is rank 0's state to the bit, and no other rank's, but for the ``rescued``; their names."""
     manager = CheckpointManager(checkpoints)
     entries = [each for each in manager.entries() if each.step % SAVE_EVERY == 0]
     for entry in entries:
         states = held(directory, entry.step)
         assert len(states) == world
         matches = [rank for rank, state in states.items() if same(manager.load(entry).state["model"], state)]
-        assert matches == [0]
+        assert matches == [0] or (entry.name in rescued and len(matches) == 1)
     return [entry.name for entry in entries]
 
 
@@ -74,11 +76,12 @@ def test_several_nodes_write_the_state_of_rank_0(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("recovery", ["in_place", "restart"])
 def test_a_helper_that_is_killed_in_the_middle_of_a_file_costs_nothing(
-    tmp_path: Path, etcd_endpoint: str, run_id: str
+    tmp_path: Path, etcd_endpoint: str, run_id: str, recovery: str
 ) -> None:
-    """Rank 0 writes that file itself, while the job trains on in place."""
-    with job_of(directory := tmp_path / "job", etcd_endpoint, run_id, "12", "4", recovery="in_place") as job:
+    """In place rank 0 writes that file itself, while the job trains on. Else an agent commits its node's copy."""
+    with job_of(directory := tmp_path / "job", etcd_endpoint, run_id, "12", "4", recovery=recovery) as job:
         job.start(2)
 
         def helping() -> list[int]:
@@ -90,11 +93,16 @@ def test_a_helper_that_is_killed_in_the_middle_of_a_file_costs_nothing(
         (helper,) = job.wait_for(helping, "nobody helps")
         os.kill(helper, signal.SIGKILL)
         assert set(job.exit_codes().values()) == {0}, job.describe()
-        names = check_rank0s(directory, directory / "checkpoints" / "all", 2)
-        late = said(job, LATE)
+        rescued = frozenset(each["checkpoint"] for each in said(job, RESCUED))
+        names = check_rank0s(directory, directory / "checkpoints" / "all", 2, rescued)
+        late = [each["checkpoint"] for each in said(job, LATE)]
     assert len(names) == 12 // SAVE_EVERY
-    assert [each["checkpoint"] for each in late] == [names[-1]]
-    job.check_lossless()
+    if recovery == "in_place":
+        assert not rescued
+        assert late == [names[-1]]
+        job.check_lossless()
+    else:
+        assert min(line.step for line in job.lines() if line.event is LineKind.OPENED and line.round > 1) >= SAVE_EVERY
 
 
 def writes(pid: int) -> bool:
