@@ -185,7 +185,7 @@ class BackgroundSaves:
                 save, held = self._unsealed[0]
             try:
                 self._seal(save, held)
-            except (NonFiniteError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever saves gets it
                 save.error = error
             with self._changed:
                 self._unsealed.pop(0)

@@ -142,7 +142,7 @@ def _record(file: FileImage, chunks: list[str]) -> FileRecord:
 
 
 def _write_body(sink: Sink, file: FileImage) -> list[str]:
-    """A second thread writes one piece while the checksum of the next is taken."""
+    """A second thread writes one piece while the checksum of the next is taken; not in a process that ends."""
     chunks, written, digest = [], 0, xxhash.xxh3_128()
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write") as writer:
         writing: Future[None] | None = None
@@ -150,7 +150,10 @@ def _write_body(sink: Sink, file: FileImage) -> list[str]:
             digest.update(piece)
             if writing is not None:
                 writing.result()
-            writing = writer.submit(sink.write, piece)
+            try:
+                writing = writer.submit(sink.write, piece)
+            except RuntimeError:  # the interpreter shuts down: an agent that leaves commits what it holds
+                sink.write(piece)
             written += len(piece)
             if written % CHUNK == 0 or written == file.body_size:
                 chunks.append(digest.hexdigest())

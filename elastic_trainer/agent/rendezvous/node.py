@@ -30,8 +30,9 @@ class ArrivedNode:
             self.health.close()
         except Exception:  # noqa: BLE001 - what reports health must not keep this node's key where others wait for it
             logger().exception("health.failed")
+        last = self.member.look().round
         self.member.leave()
-        self.rescue.close()
+        self.rescue.close(last)
         self.supervisor.close()
         self.liveness.close()
         return made_steps

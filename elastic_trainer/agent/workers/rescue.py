@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from elastic_trainer.checkpoint import CheckpointManager, Owner, StateSnapshot
 from elastic_trainer.checkpoint.arena import SLOTS, newest
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
-from elastic_trainer.errors import CheckpointError, ElasticTrainerError
+from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import NodeState, RoundDocument
+from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState
 from elastic_trainer.telemetry.logs import logger
 
 APART_S = 2.0
@@ -56,10 +56,16 @@ class Rescue:
                 target=self._rescue, args=(document, in_place), name="snapshot-rescue", daemon=True
             ).start()
 
-    def close(self) -> None:
-        """The node leaves: commit what is in no storage, and give the memory back."""
+    def close(self, document: RoundDocument | None = None) -> None:
+        """The node leaves: commit what is in no storage, and give the memory back.
+
+        Not if it left by agreement: then the others train on in the round of ``document``.
+        """
         self._closing.set()
-        if self._under_way.acquire(timeout=LEAVING_S):
+        others_train = document is not None and document.state is RoundState.ACTIVE
+        if document is not None and others_train and document.member(self._node) is None:
+            logger().debug("snapshot.left_to_others", round=document.number)
+        elif self._under_way.acquire(timeout=LEAVING_S):
             self.commit()
         files, self._files = self._files, []
         for each in files:
@@ -92,8 +98,8 @@ class Rescue:
             snapshot = newest(self._files)
             if snapshot is not None and not snapshot.stored:
                 self._commit(snapshot)
-        except (CheckpointError, OSError) as error:
-            logger().error("snapshot.not_rescued", reason=str(error))
+        except Exception as error:  # noqa: BLE001 - nothing else may fail for it: a node that leaves must leave
+            logger().error("snapshot.not_rescued", reason=str(error) or type(error).__name__)
 
     def _commit(self, snapshot: StateSnapshot) -> None:
         manager = CheckpointManager(snapshot.location, owner=Owner(snapshot.manifest.run, snapshot.job))

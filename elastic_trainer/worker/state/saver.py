@@ -181,7 +181,7 @@ class Saver:
 
     def help(self) -> None:
         """Rank 0 saves: write a part of it, on one rank of each of the other nodes."""
-        if self._manager is None and self._shares.parts > 1:
+        if self._manager is None and self._shares.worthwhile(self._state.module):
             self._copy(SnapshotPurpose.HELP)
 
     def _copy(self, purpose: SnapshotPurpose) -> None:

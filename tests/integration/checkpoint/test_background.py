@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,3 +188,17 @@ def test_a_copy_is_sealed_before_the_one_before_it_is_given_up(tmp_path: Path, l
     assert found is not None
     assert found.manifest.step == 3
     saves.close()
+
+
+def test_a_process_that_ends_can_still_commit(tmp_path: Path) -> None:
+    """An agent that leaves commits what it holds, when no thread pool takes anything any more."""
+    program = f"""
+import atexit, torch
+from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
+state = {{"w": torch.arange(6_000_000.0)}}
+atexit.register(lambda: CheckpointManager({str(tmp_path)!r}).save(state, SaveInfo(1)))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    loaded = CheckpointManager(tmp_path).load_newest()
+    assert loaded is not None
+    assert torch.equal(loaded.state["w"], torch.arange(6_000_000.0))

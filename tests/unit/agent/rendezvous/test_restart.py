@@ -109,7 +109,11 @@ def test_metrics_that_cannot_be_closed_keep_no_key() -> None:
     closed: list[str] = []
 
     def part(name: str) -> Any:
-        return SimpleNamespace(close=lambda: closed.append(name), leave=lambda: closed.append(name))
+        return SimpleNamespace(
+            close=lambda *_: closed.append(name),
+            leave=lambda: closed.append(name),
+            look=lambda: SimpleNamespace(round=None),
+        )
 
     node = ArrivedNode(part("member"), part("liveness"), part("supervisor"), part("health"), part("rescue"))
     assert node.leave() is False

@@ -42,6 +42,14 @@ def test_what_no_storage_has_is_committed(rescue: Rescue, tmp_path: Path) -> Non
     manager.close()
 
 
+def test_a_node_that_leaves_by_agreement_commits_nothing(rescue: Rescue, tmp_path: Path) -> None:
+    """The others hold the state, and go on without it."""
+    leave(arena(rescue), CheckpointManager(tmp_path), training_state(), 2)
+    other = RoundMember(node="b", create_revision=10, life=1, first_rank=0, local_world_size=1)
+    rescue.close(RoundDocument(number=3, nonce="n", state=RoundState.ACTIVE, members=(other,)))
+    assert saved_steps(tmp_path) == []
+
+
 def test_older_states_than_the_newest_checkpoint_are_left_alone(rescue: Rescue, tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(training_state(), SaveInfo(5, 1))
