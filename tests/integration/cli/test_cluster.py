@@ -87,10 +87,10 @@ def test_killing_a_worker_kills_that_worker_only(cluster: LocalCluster) -> None:
 
 
 def await_states(family: list[psutil.Process], wanted: Callable[[set[Any]], bool]) -> None:
-    """Return when the processes are in such states; signals take a moment."""
+    """Return when those of the processes that live are in such states; signals take a moment."""
     eventually(
-        lambda: wanted({process.status() for process in family}),
-        lambda: str([process.status() for process in family]),
+        lambda: wanted({process.status() for process in family if processes.alive(process)}),
+        lambda: str([(process.status(), process.cmdline()) for process in family if processes.alive(process)]),
     )
 
 
