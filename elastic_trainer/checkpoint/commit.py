@@ -9,7 +9,7 @@ manifest, the manifest before the name, and a name never replaces another.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -53,20 +53,7 @@ def changed(manifest: Manifest) -> DamagedError:
 
 def records(image: Image) -> tuple[FileRecord, ...]:
     """The records of the files of ``image``, as a commit would make them."""
-    return tuple(_record(file, _write_body(_Nowhere(), file)) for file in image.files)
-
-
-class _Nowhere:
-    """A sink for bytes that are only looked at."""
-
-    def write(self, data: memoryview) -> None:
-        """Nothing."""
-
-    def finish(self) -> None:
-        """Nothing."""
-
-    def abandon(self) -> None:
-        """Nothing."""
+    return tuple(_record(file, _checksums(file, lambda piece: None)) for file in image.files)
 
 
 def require_space(storage: Storage, size: int) -> None:
@@ -143,25 +130,36 @@ def _record(file: FileImage, chunks: list[str]) -> FileRecord:
 
 def _write_body(sink: Sink, file: FileImage) -> list[str]:
     """A second thread writes one piece while the checksum of the next is taken; not in a process that ends."""
-    chunks, written, digest = [], 0, xxhash.xxh3_128()
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write") as writer:
         writing: Future[None] | None = None
-        for piece in pieces(file.body(), CHUNK):
-            digest.update(piece)
+
+        def write(piece: memoryview) -> None:
+            nonlocal writing
             if writing is not None:
                 writing.result()
             try:
                 writing = writer.submit(sink.write, piece)
             except RuntimeError:  # the interpreter shuts down: an agent that leaves commits what it holds
                 sink.write(piece)
-            written += len(piece)
-            if written % CHUNK == 0 or written == file.body_size:
-                chunks.append(digest.hexdigest())
-                digest.reset()
+
+        chunks = _checksums(file, write)
         if writing is not None:
             writing.result()
-    if written != file.body_size:
-        raise RuntimeError(f"{file.name}: {written} bytes came, {file.body_size} were announced")
+    return chunks
+
+
+def _checksums(file: FileImage, take: Callable[[memoryview], None]) -> list[str]:
+    """The checksums of the body's chunks; each piece goes to ``take``, in order, behind its checksum."""
+    chunks, taken, digest = [], 0, xxhash.xxh3_128()
+    for piece in pieces(file.body(), CHUNK):
+        digest.update(piece)
+        take(piece)
+        taken += len(piece)
+        if taken % CHUNK == 0 or taken == file.body_size:
+            chunks.append(digest.hexdigest())
+            digest.reset()
+    if taken != file.body_size:
+        raise RuntimeError(f"{file.name}: {taken} bytes came, {file.body_size} were announced")
     return chunks
 
 
