@@ -10,13 +10,12 @@ from typing import Any, cast
 from elastic_trainer.checkpoint import exporting
 from elastic_trainer.checkpoint.exporting import AVERAGE, SHARD, CheckpointSource
 from elastic_trainer.checkpoint.importing import Brought, bring
-from elastic_trainer.checkpoint.storage import Storage
+from elastic_trainer.checkpoint.storage import Storage, open_storage
 from elastic_trainer.cli.checkpoints.places import (
     CHECKPOINT,
     Watched,
     add_json,
     checkpoint,
-    opened,
     progress,
     suggestion,
 )
@@ -118,7 +117,7 @@ def configure_import(parser: argparse.ArgumentParser) -> None:
 def run_import(arguments: argparse.Namespace) -> int:
     """Say what it became and how to use it."""
     logs.configure(level="error")  # what happens is said below
-    storage = opened(arguments.into)
+    storage = open_storage(arguments.into)
     done = bring(arguments.source, storage, arguments.part, force=arguments.force)
     if arguments.json:
         values = {"path": done.path, "checkpoint": done.checkpoint, "step": done.step, "tensors": done.tensors}

@@ -23,14 +23,9 @@ CHECKPOINT = "a directory of checkpoints (its newest), or DIR/NAME; NAME may be 
 _NAME = re.compile(rf"step-[0-9a-z-]*|{NEWEST}|{BEST}")
 
 
-def opened(location: str) -> Storage:
-    """The storage of ``location``."""
-    return open_storage(location)
-
-
 def directory(location: str) -> Storage:
     """The storage of a directory that is there."""
-    storage = opened(location)
+    storage = open_storage(location)
     if not listed(storage) and "://" not in location and not Path(location).is_dir():
         raise ConfigError(f"there is no directory {location!r}", hint="give the checkpoint.directory of a job")
     return storage

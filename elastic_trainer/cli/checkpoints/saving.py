@@ -15,6 +15,7 @@ import sys
 import uuid
 
 from elastic_trainer.cli import connection
+from elastic_trainer.cli.checkpoints.places import add_json
 from elastic_trainer.cli.options import seconds
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import EXIT_FAILURE, EXIT_UNAVAILABLE, PermanentError
@@ -40,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=LIMIT_S, metavar="S", help=f"seconds to wait (default: {LIMIT_S:g})"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add_json(parser)
     connection.add_options(parser)
 
 
