@@ -1,4 +1,4 @@
-"""A directory on a disk, or behind a link, that takes so many bytes a second from this process."""
+"""A directory on a disk, or behind a link, with a limited number of bytes a second for this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often to save: after so many steps or seconds, or as often as its cost and the failures seen make best. Pure.
+"""How often to save: every N steps, every T seconds, or as its cost and the failures seen make best. Pure.
 
 The interval of ``auto`` is Daly's: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
 dumps", Future Generation Computer Systems 22 (2006), equation 37; its first term is that of J. W. Young, "A first order

@@ -41,7 +41,7 @@ from elastic_trainer.worker.state.training_state import TrainingState
 
 
 class WhenBehind(StrEnum):
-    """What becomes of a save every so many steps while storage is still busy with the two before it."""
+    """What becomes of a save by steps while storage is still busy with the two before it."""
 
     WAIT = "wait"
     SKIP = "skip"
