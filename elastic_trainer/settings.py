@@ -209,6 +209,12 @@ class RendezvousOptions(Frozen):
         pattern=r"^(off|auto|[A-Za-z_][\w.]*(:[A-Za-z_][\w.]*)*)$",
         description="modules that workers find imported, joined by colons; auto: as the last ones",
     )
+    sizes: str | None = Field(
+        default=None,
+        pattern=r"^[1-9]\d{0,5}(:[1-9]\d{0,5})*$",
+        description="numbers of nodes that rounds may have, joined by colons; the others stand by",
+    )
+    multiple_of: int = Field(default=1, ge=1, description="the same: only multiples of this")
     reopen: bool = Field(default=False, description="start a new epoch of a closed run")
     node_id: str | None = None
     interface: str | None = Field(default=None, description="address other nodes reach this one by")

@@ -27,6 +27,13 @@ class Limits:
     """What a member that did not answer gets to show that it lives, once the round is broken without it."""
     failure_limit: int = 3
     stalled_rounds: int = 10
+    sizes: tuple[int, ...] = ()
+    """The numbers of nodes that a round may have, rising, from ``min_nodes`` to ``max_nodes``; empty: all of these."""
+
+    def fitting(self, count: int) -> int:
+        """The most nodes of ``count`` that a round may have; 0 if they are too few."""
+        allowed = self.sizes or range(self.min_nodes, min(count, self.max_nodes) + 1)
+        return max((size for size in allowed if size <= count), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ class Spec(Document):
     min_nodes: int = Field(ge=1)
     max_nodes: int = Field(ge=1)
     recovery: RecoveryMode = RecoveryMode.RESTART
+    sizes: tuple[int, ...] = ()
 
     def disagreement(self, other: Spec) -> str | None:
         """The first point in which ``other`` differs, in words, or None."""
@@ -97,10 +98,15 @@ class Spec(Document):
             ("min nodes", self.min_nodes, other.min_nodes),
             ("max nodes", self.max_nodes, other.max_nodes),
             ("recovery", str(self.recovery), str(other.recovery)),
+            ("sizes", _listed(self.sizes), _listed(other.sizes)),
         ):
             if mine != theirs:
                 return f"{name} {theirs} here, {mine} in the run"
         return None
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes)) or "all"
 
 
 class NodeState(StrEnum):

@@ -156,9 +156,14 @@ def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     """An active round in which all is well: let nodes leave, take newcomers in, in batches."""
     leaving = [node.id for _, node in live_members(view) if node.record.state is NodeState.DRAINING]
     fresh = [node for node in newcomers(view) if not _tried_without(view, current, node)]
-    room = view.limits.max_nodes - len(current.members) + len(leaving)
-    if not leaving:
-        if not fresh or room <= 0 or view.sightings.newcomers_since is None:
+    staying = len(current.members) - len(leaving)
+    size = view.limits.fitting(staying + len(fresh))
+    joining = [node.id for node in fresh[: max(0, size - staying)]]
+    spare = (
+        0 < size < staying
+    )  # in the middle of a call of the script's all survivors went on, whatever sizes are allowed
+    if not leaving and not spare:
+        if not joining or view.sightings.newcomers_since is None:
             return Decision(Action.WAIT, "all is well")
         left = max(
             view.sightings.newcomers_since + view.limits.join_batch_s - now,
@@ -166,8 +171,8 @@ def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
         )
         if left > 0.0 and len(current.members) >= view.limits.min_nodes:
             return Decision(Action.WAIT, "collecting newcomers", again_in_s=left)
-    joining = [node.id for node in fresh[: max(0, room)]]
-    reason = "; ".join(part for part in (_verb(leaving, "leave"), _verb(joining, "join")) if part)
+    changes = (_verb(leaving, "leave"), _verb(joining, "join"), f"a round may have {size} nodes" if spare else "")
+    reason = "; ".join(change for change in changes if change)
     update = {"state": RoundState.DRAINING, "reason": reason, "next": _after_drain(view, current, joining, reason)}
     return Decision(Action.DRAIN, reason, current.model_copy(update=update))
 
@@ -190,7 +195,7 @@ def _after_drain(view: ClusterView, current: RoundDocument, joining: list[str], 
         return None
     staying = [node for _, node in live_members(view) if node.record.state is NodeState.READY]
     chosen = staying + [view.nodes[name] for name in joining]
-    if not staying or len(chosen) < view.limits.min_nodes:
+    if not staying or view.limits.fitting(len(chosen)) != len(chosen):
         return None  # the state must be made durable before the last who hold it in memory are gone
     return compose(view, chosen, reason, FailureBudget(current.last_step, current.failures, current.stalled))
 
@@ -277,7 +282,7 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
         ready = [node for node in ready if node is not absent]
         why = "which others cannot reach" if suspect is None else f"whose workers alone failed: {verdict}"
         reason = f"node {absent.id} is left out, {why}: {reason}"
-    ready = (ready if restarts else _without_haste(view, current, ready))[: view.limits.max_nodes]
+    ready = _fitting(view, ready if restarts else _without_haste(view, current, ready))
     if (pair := apart(ready)) is not None:
         return Decision(Action.WAIT, f"nodes {pair[0]} and {pair[1]} cannot reach each other, and both are needed")
     document = compose(
@@ -289,6 +294,19 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
         cause=cause,
     )
     return Decision(Action.FORM, reason, document)
+
+
+def _fitting(view: ClusterView, ready: list[NodeView]) -> list[NodeView]:
+    """As many of ``ready`` as a round may have, in their order; who stands by does not hold the newest step alone.
+
+    In the middle of a call none of the survivors can be spared; a planned change follows, see ``_planned``.
+    """
+    if not all(node.record.joinable for node in ready if same_life(view, node)):
+        return ready[: view.limits.max_nodes]
+    held = {node.id: identity.step for node in ready if (identity := node.record.identity) and same_life(view, node)}
+    newest_first = sorted(ready, key=lambda node: -held.get(node.id, -1))
+    chosen = {node.id for node in newest_first[: view.limits.fitting(len(ready))]}
+    return [node for node in ready if node.id in chosen]
 
 
 def _suspect(view: ClusterView, tally: FailureBudget, ready: list[NodeView]) -> NodeView | None:
@@ -362,4 +380,4 @@ def _head_has_finished(view: ClusterView, current: RoundDocument) -> bool:
 
 
 def _form(view: ClusterView, ready: list[NodeView], reason: str) -> Decision:
-    return Decision(Action.FORM, reason, compose(view, ready[: view.limits.max_nodes], reason))
+    return Decision(Action.FORM, reason, compose(view, ready[: view.limits.fitting(len(ready))], reason))

@@ -15,7 +15,7 @@ SAME_RANKS = "all members of a round read the same ranks"
 NO_REPLACED = "an incarnation that was replaced never trains in a later round"
 STAYS_CLOSED = "a closed run stays closed"
 KEEP_ORDER = "survivors keep their order, newcomers come behind"
-WITHIN_LIMITS = "a round has min to max nodes"
+WITHIN_LIMITS = "a round has a number of nodes that is allowed"
 LIVENESS = "training goes on, or the run is closed with a reason"
 
 
@@ -84,7 +84,7 @@ class Invariants:
         ranks = [rank for m in document.members for rank in range(m.first_rank, m.first_rank + m.local_world_size)]
         if ranks != list(range(document.world_size)):
             raise Violation(SAME_RANKS, f"round {document.number} has the ranks {ranks}")
-        if document.members and not self._limits.min_nodes <= len(document.members) <= self._limits.max_nodes:
+        if document.members and self._limits.fitting(len(document.members)) != len(document.members):
             raise Violation(WITHIN_LIMITS, f"round {document.number} has {len(document.members)} nodes")
         self._check_order(document)
         for member in document.members:

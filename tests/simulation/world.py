@@ -49,9 +49,13 @@ class World:
         chance = self.chance
         in_place = chance.random() < 0.6
         least = chance.choice([1, 2, 2])
+        most = chance.choice([3, 3, 4, 4, 6])
+        some = chance.random() < 0.2  # only some sizes
+        sizes = tuple(sorted({least, most, *chance.sample(range(least, most + 1), 1)})) if some else ()
         random_limits = Limits(
             min_nodes=least,
-            max_nodes=chance.choice([3, 3, 4, 4, 6]),
+            max_nodes=most,
+            sizes=sizes,
             recovery=RecoveryMode.IN_PLACE if in_place else RecoveryMode.RESTART,
             last_call_s=0.5,
             last_call_limit_s=5.0,
@@ -140,9 +144,9 @@ class World:
         ):
             return False
         members = {member.node for member in current.members}
-        least = min(len(able), self.limits.max_nodes)
+        least = self.limits.fitting(len(able))
         if current.left_out is not None and self.limits.recovery is RecoveryMode.RESTART:
-            least -= 1  # the others are to show how they fare without it
+            least = self.limits.fitting(len(able) - 1)  # the others are to show how they fare without it
         return members <= set(able) and len(members) >= least
 
     def _able(self) -> list[str]:

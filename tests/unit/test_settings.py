@@ -73,6 +73,8 @@ def test_what_torchrun_adds_is_passed_over() -> None:
         ({"step_timeout": "-1"}, "'step_timeout' is '-1'"),
         ({"first_step_timeout": "-1"}, "'first_step_timeout' is '-1'"),
         ({"phase_timeout": "long"}, "'phase_timeout' is 'long'"),
+        ({"sizes": "2,4"}, "'sizes' is '2,4'"),
+        ({"multiple_of": "0"}, "'multiple_of' is '0'"),
         ({"metrics_port": "65536"}, "'metrics_port' is '65536'"),
         ({"metrics_cert": "/no/such/cert"}, "metrics_cert and metrics_key go together"),
         ({"metrics_key": "/no/such/key"}, "metrics_cert and metrics_key go together"),

@@ -28,6 +28,7 @@ from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, failures, local_workers
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.preflight_gate import NodeCandidate, ensure_fit
+from elastic_trainer.agent.rendezvous.sizes import allowed_sizes
 from elastic_trainer.agent.suspicion.questions import Notice
 from elastic_trainer.agent.workers.false_starts import FalseStart, Starts
 from elastic_trainer.agent.workers.rescue import Rescue
@@ -95,7 +96,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._store = MeteredStore(store, clock)
         self._run_id, self._options, self._clock = run_id, options, clock
         self._address = address
-        self._spec = Spec(min_nodes=min_nodes, max_nodes=max_nodes, recovery=options.recovery)
+        sizes = allowed_sizes(options, min_nodes, max_nodes)
+        least, most = (sizes[0], sizes[-1]) if sizes else (min_nodes, max_nodes)
+        self._spec = Spec(min_nodes=least, max_nodes=most, recovery=options.recovery, sizes=sizes)
         self._keys = RunKeys(options.prefix, run_id)
         node = options.node_id or default_node_id()
         self.node_id = checked_name(node, "node id")
@@ -344,6 +347,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             stalled_rounds=options.stalled_rounds,
             join_batch_s=options.join_batch,
             join_interval_s=options.join_interval,
+            sizes=self._spec.sizes,
         )
 
     # ---- during and after a round

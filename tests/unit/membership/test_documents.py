@@ -157,3 +157,5 @@ def test_a_disagreement_is_reported_in_words() -> None:
     assert mine.disagreement(Spec(min_nodes=1, max_nodes=8)) == "min nodes 1 here, 2 in the run"
     in_place = Spec(min_nodes=2, max_nodes=4, recovery=RecoveryMode.IN_PLACE)
     assert mine.disagreement(in_place) == "recovery in_place here, restart in the run"
+    pairs = Spec(min_nodes=2, max_nodes=4, sizes=(2, 4))
+    assert mine.disagreement(pairs) == "sizes 2, 4 here, all in the run"

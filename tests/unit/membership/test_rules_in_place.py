@@ -602,3 +602,40 @@ def test_a_newcomer_whose_planned_round_lost_all_others_gets_one_of_another_numb
     scene.decide()
     formed = made(scene.decide(after_s=5.0), Action.FORM)
     assert (formed.number, names(formed)) == (3, ["b"])
+
+
+# ---- only some sizes
+
+
+PAIRS = replace(IN_PLACE, sizes=(2, 4))
+
+
+def test_of_three_survivors_two_go_on_and_the_newest_step_is_with_them() -> None:
+    """The last stands by, unless it alone holds the newest step; it comes back when two more make four."""
+    for ahead, expected in (("a", ["a", "b"]), ("c", ["a", "c"])):
+        scene = trio(RoundState.BROKEN)
+        scene.limits = PAIRS
+        scene.show(*(free(name, i + 1, 1, step=8 if name == ahead else 7) for i, name in enumerate("abc")))
+        assert names(made(scene.decide(), Action.FORM)) == expected
+
+
+def test_newcomers_stand_by_until_there_are_enough_for_the_next_size() -> None:
+    """Two train, and a third changes nothing; with a fourth both are taken in at once."""
+    pair = [node(name, i + 1, acknowledged=1, reported=1) for i, name in enumerate("ab")]
+    scene = Scene(limits=PAIRS).show(*pair).adopt(round_of(1, pair)).show(node("x", 50))
+    assert scene.decide(after_s=3600.0).reason == "all is well"
+    scene.show(node("y", 51))
+    assert names(made(scene.decide(after_s=1.0), Action.DRAIN).next) == ["a", "b", "x", "y"]
+
+
+def test_survivors_in_the_middle_of_a_call_are_as_many_as_they_are_until_it_is_over() -> None:
+    """None can be spared there; then a planned change, which saves, brings an allowed number."""
+    scene = trio(RoundState.BROKEN)
+    scene.limits = PAIRS
+    scene.show(*(free(name, i + 1, 1, joinable=False) for i, name in enumerate("abc")))
+    together = made(scene.decide(), Action.FORM)
+    assert names(together) == ["a", "b", "c"]
+    drain = made(scene.adopt(together).decide(), Action.DRAIN)
+    assert (drain.next, drain.reason) == (None, "a round may have 2 nodes")
+    scene.show(*(free(name, i + 1, 2, planned=True) for i, name in enumerate("abc"))).adopt(drain)
+    assert names(made(scene.decide(), Action.FORM)) == ["a", "b"]
