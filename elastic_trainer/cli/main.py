@@ -29,6 +29,7 @@ class Command:
 
 
 COMMANDS = (
+    Command("run", "start this node of a job: torchrun with good defaults"),
     Command("local", "run a job on several real nodes of this machine, and break some"),
     Command("drill", "break a small job in one of many ways, and check that it survives"),
     Command("plot", "draw the course of a job, with its rounds and faults"),
@@ -40,6 +41,7 @@ COMMANDS = (
     Command("doctor", "look whether machine, network and etcd are fit to train"),
     Command("health", "ask the monitor or node of this container whether it works"),
     Command("checkpoints", "list, show, verify, compare, prune, export and import checkpoints"),
+    Command("completion", "print a script that completes these commands in a shell"),
 )
 """Modules are imported when their command is given, so that help stays fast."""
 
@@ -82,22 +84,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def dispatch(arguments: Sequence[str]) -> int:
     """Parse and run; raises ElasticTrainerError."""
-    parser = Parser(prog=PROGRAM, description="Fault-tolerant, elastic training for PyTorch.")
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    wanted = next((word for word in arguments if not word.startswith("-")), None)
-    loaded: dict[str, Subcommand] = {}
-    for command in COMMANDS:
-        # The parser's description is the help text of the list; only the wanted one gets its options.
-        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
-        if command.name == wanted:
-            loaded[command.name] = cast("Subcommand", import_module(f"elastic_trainer.cli.{command.name}"))
-            loaded[command.name].configure(subparser)
+    parser, loaded = whole_parser([word for word in arguments if not word.startswith("-")][:1])
     parsed = parser.parse_args(arguments)
     if parsed.command is None:
         parser.print_help(sys.stderr)
         raise ConfigError("no command was given", hint=f"one of: {', '.join(command.name for command in COMMANDS)}")
     return loaded[parsed.command].run(parsed)
+
+
+def whole_parser(wanted: Sequence[str]) -> tuple[Parser, dict[str, Subcommand]]:
+    """The parser of all commands, of which only the ``wanted`` are loaded and have their options; and these."""
+    parser = Parser(prog=PROGRAM, description="Fault-tolerant, elastic training for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    loaded: dict[str, Subcommand] = {}
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        if command.name in wanted:
+            loaded[command.name] = cast("Subcommand", import_module(f"elastic_trainer.cli.{command.name}"))
+            loaded[command.name].configure(subparser)
+    return parser, loaded
 
 
 if __name__ == "__main__":

@@ -49,6 +49,13 @@ LOCAL = ["local", "--nodes", "2:3"]
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
+        (["run"], "nothing to run was given"),
+        (["run", "--nodes", "3:2", "--", "x.py"], "--nodes '3:2' is not MIN:MAX"),
+        (["run", "--", "none.py"], "script 'none.py' does not exist"),
+        (["run", "--endpoint", "http://x", "--", "mnist"], "store endpoint 'http://x' is not host:port"),
+        (["run", "--rdzv-conf", "ttl=x", "--", "mnist"], "'ttl' is 'x'"),
+        (["run", "--nproc-per-node", "0", "--", "mnist"], "--nproc-per-node 0 is below 1"),
+        (["completion", "fish"], "invalid choice: 'fish'"),
         (["dance"], "invalid choice: 'dance'"),
         (["--wrong"], "unrecognized arguments: --wrong"),
         (["local", "--", "mnist"], "--nodes"),
