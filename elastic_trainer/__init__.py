@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_trainer.data.sources import SeekableStream as SeekableStream
     from elastic_trainer.data.tar_shards import TarShards as TarShards
+    from elastic_trainer.local.launch import launch as launch
     from elastic_trainer.training.config import Section as Section
     from elastic_trainer.training.task import Datasets as Datasets
     from elastic_trainer.training.task import Exhibits as Exhibits
@@ -29,6 +30,7 @@ _LAZY = {
     "TarShards": "elastic_trainer.data.tar_shards",
     "Session": "elastic_trainer.worker.session",
     "Step": "elastic_trainer.worker.steps.step",
+    "launch": "elastic_trainer.local.launch",
     "Task": "elastic_trainer.training.task",
     "Trainer": "elastic_trainer.training.trainer",
 }
@@ -44,6 +46,7 @@ __all__ = [
     "Task",
     "Trainer",
     "__version__",
+    "launch",
 ]
 
 
