@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_trainer import Session, launch
+from elastic_trainer import Session, launch, resume
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local.launch import LaunchError
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("etcd_binary", "
 @pytest.fixture
 def local_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions below travel by value, as those of a notebook do, whose module nobody can import."""
-    for each in (greet, fail_once, fail, train):
+    for each in (greet, fail_once, fail, train, newest_of_all):
         monkeypatch.setattr(each, "__module__", "__main__")
 
 
@@ -82,6 +82,28 @@ def test_in_place_the_others_go_on_and_the_killed_one_joins_them(tmp_path: Path)
     assert (tmp_path / "killed").exists()
     assert len(set(results)) == 1
     assert results[0][0] > 40
+
+
+def newest_of_all(directory: Path) -> tuple[str | None, str]:
+    """What this rank's node holds is below a directory of its own."""
+    rank = os.environ["RANK"]
+    torch.distributed.init_process_group("gloo")
+    found = resume.latest(directory / rank, "step-*.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return (found.name if found else None), (found.parent.name if found else rank)
+
+
+def test_all_ranks_resume_from_one_checkpoint(tmp_path: Path) -> None:
+    """The newest that each of them has whole, although one has a newer, and another's copy of it was cut."""
+    assert launch(newest_of_all, (tmp_path,), nprocs=2) == [(None, "0"), (None, "1")]
+    for rank, steps in (("0", (1, 2, 3, 4)), ("1", (1, 2, 3))):
+        (tmp_path / rank).mkdir()
+        for step in steps:
+            torch.save({"step": step}, tmp_path / rank / f"step-{step}.pt")
+    cut = tmp_path / "1" / "step-3.pt"
+    cut.write_bytes(cut.read_bytes()[:-20])
+    assert launch(newest_of_all, (tmp_path,), nprocs=2) == [("step-2.pt", "0"), ("step-2.pt", "1")]
 
 
 def test_a_process_that_fails_for_good_is_named_with_its_traceback(

@@ -1,0 +1,107 @@
+"""Checkpoints of scripts without a Session: saved whole or not at all, and the newest whole one is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.resume import is_whole, latest, saving
+
+
+def saved(path: Path, value: float = 1.0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"x": torch.full((100,), value)}, path)
+    return path
+
+
+def cut(path: Path) -> None:
+    """As a kill in the middle of a save leaves it."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_the_newest_has_the_greatest_number(tmp_path: Path) -> None:
+    """By number, not by text; files without one only count where there are no others."""
+    for name in ("last.pt", "step-9.pt", "step-10.pt"):
+        saved(tmp_path / name)
+    assert latest(tmp_path, "*.pt") == tmp_path / "step-10.pt"
+    assert latest(tmp_path, "l*.pt") == tmp_path / "last.pt"
+
+
+def test_where_there_is_none_is_none(tmp_path: Path) -> None:
+    """Also where there is no directory."""
+    assert latest(tmp_path) is None
+    assert latest(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("name", ["step-2.pt", "step-2.safetensors"])
+def test_files_that_were_cut_are_passed_over(tmp_path: Path, name: str) -> None:
+    """At any byte: what a killed process has left."""
+    before = saved(tmp_path / "step-1.pt")
+    after = tmp_path / name
+    if after.suffix == ".pt":
+        saved(after)
+    else:
+        save_file({"x": torch.ones(100), "y": torch.ones(3)}, after)
+    assert latest(tmp_path) == after
+    whole = after.read_bytes()
+    for end in range(0, len(whole), 7):
+        after.write_bytes(whole[:end])
+        assert latest(tmp_path) == before, end
+
+
+def test_directories_are_whole_with_their_files_and_their_marker(tmp_path: Path) -> None:
+    """As transformers and Accelerate write them."""
+    for number in (1, 2, 3):
+        folder = tmp_path / f"checkpoint-{number}"
+        saved(folder / "optimizer.pt")
+        (folder / "trainer_state.json").write_text("{}")
+    assert latest(tmp_path, "checkpoint-*") == tmp_path / "checkpoint-3"
+    cut(tmp_path / "checkpoint-3" / "optimizer.pt")
+    assert latest(tmp_path, "checkpoint-*") == tmp_path / "checkpoint-2"
+    (tmp_path / "checkpoint-2" / "trainer_state.json").unlink()
+    assert latest(tmp_path, "checkpoint-*", marker="trainer_state.json") == tmp_path / "checkpoint-1"
+    (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{")
+    assert latest(tmp_path, "checkpoint-*", marker="trainer_state.json") is None
+    (tmp_path / "empty").mkdir()
+    assert not is_whole(tmp_path / "empty")
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    """And no temporary file; while it is written, it is not found."""
+    target = saved(tmp_path / "ckpt.pt", 1.0)
+    with pytest.raises(RuntimeError, match="full"):
+        save_in_vain(target)
+    assert float(torch.load(target)["x"][0]) == 1.0
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt.pt"]
+    with saving(target) as temporary:
+        saved(temporary, 3.0)
+    assert float(torch.load(target)["x"][0]) == 3.0
+
+
+def save_in_vain(target: Path) -> None:
+    with saving(target) as temporary:
+        saved(temporary, 2.0)
+        assert latest(target.parent) == target
+        raise RuntimeError("full")
+
+
+def test_directories_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    """Files of the former are gone; what a killed save left does not matter."""
+    target = tmp_path / "folder"
+    for value in (1.0, 2.0):
+        with saving(target) as temporary:
+            temporary.mkdir()
+            saved(temporary / f"{value}.pt")
+        (tmp_path / ".saving-folder").mkdir()
+    assert [path.name for path in target.iterdir()] == ["2.0.pt"]
+
+
+def test_several_ranks_need_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each might choose its own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="before init_process_group"):
+        latest(tmp_path)
