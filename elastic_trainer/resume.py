@@ -84,6 +84,7 @@ def _seen_by_all(names: list[str]) -> list[str]:
     """Those of rank 0, in its order, that every rank has."""
     if worker_environment().world_size == 1:
         return names
+    import torch
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -91,8 +92,14 @@ def _seen_by_all(names: list[str]) -> list[str]:
             "resume.latest was called before init_process_group: ranks may choose different checkpoints",
             hint="call it after, or after whatever creates the group (Accelerator(), TrainingArguments.device)",
         )
-    lists: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(lists, names)
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    mine = torch.tensor(list(json.dumps(names).encode()), dtype=torch.uint8, device=device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(mine)], device=device))
+    longest = max(int(length) for length in lengths)
+    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in lengths]
+    dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - len(mine))))
+    lists = [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
     return [name for name in lists[0] if all(name in each for each in lists)]
 
 

@@ -17,13 +17,15 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import agents
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.etcd_binary import find_binary
-from elastic_trainer.settings import StoreSettings, parse_endpoints
+from elastic_trainer.settings import ENV_LOG_FORMAT, StoreSettings, parse_endpoints
 from tests.support.requirements import missing
 from tests.support.s3server import BUCKET, S3Server, serving, use
 
 # Its examples have 200 ms each by default, which a loaded machine can miss; whole tests have their own limit.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.load_profile("patient")
+
+os.environ.setdefault(ENV_LOG_FORMAT, "json")  # which tests read
 
 UNSAFE = ("--unsafe-no-fsync",)
 """No test ends the machine, which is all that etcd's fsync is for; on a busy disk it would stand still for seconds."""

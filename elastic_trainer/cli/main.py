@@ -84,8 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def dispatch(arguments: Sequence[str]) -> int:
     """Parse and run; raises ElasticTrainerError."""
-    parser, loaded = whole_parser([word for word in arguments if not word.startswith("-")][:1])
+    parser, loaded = whole_parser([word for word in arguments if word in {command.name for command in COMMANDS}][:1])
     parsed = parser.parse_args(arguments)
+    if parsed.log_format is not None:
+        os.environ["ELASTIC_TRAINER_LOG_FORMAT"] = parsed.log_format  # for processes that the command starts, too
     if parsed.command is None:
         parser.print_help(sys.stderr)
         raise ConfigError("no command was given", hint=f"one of: {', '.join(command.name for command in COMMANDS)}")
@@ -96,6 +98,7 @@ def whole_parser(wanted: Sequence[str]) -> tuple[Parser, dict[str, Subcommand]]:
     """The parser of all commands, of which only the ``wanted`` are loaded and have their options; and these."""
     parser = Parser(prog=PROGRAM, description="Fault-tolerant, elastic training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    parser.add_argument("--log-format", choices=("text", "json"), help="of log lines (default: text)")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     loaded: dict[str, Subcommand] = {}
     for command in COMMANDS:

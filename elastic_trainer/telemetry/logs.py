@@ -1,4 +1,4 @@
-"""structlog set-up: JSON off a terminal, colour on one; one line for each transition.
+"""structlog set-up: lines for people, or JSON where the environment asks for it; one for each transition.
 
 *Runs in* every process, once at its start. *Owns* structlog's process-wide configuration.
 *Fails by* nothing: lines are dropped when the output's reader is gone. An error there would end the thread that writes,
@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import shutil
 import sys
+import textwrap
+import time
+from collections.abc import MutableMapping
 from typing import Any, TextIO, cast
 
 import structlog
 
-from elastic_trainer.settings import log_level
+from elastic_trainer.settings import ENV_LOG_FORMAT, log_level
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -41,11 +46,11 @@ class _Sink:
 def configure(stream: TextIO | None = None, *, level: str | None = None, json: bool | None = None) -> None:
     """Send logs to ``stream`` (default: stderr) at ``level`` (default: from the environment).
 
-    ``json`` chooses the renderer; by default JSON lines are written unless the stream is a terminal.
+    ``json`` chooses the format: JSON lines, or text; by default the environment does, and says text unless it is set.
     """
     target = stream if stream is not None else sys.stderr
-    as_json = not target.isatty() if json is None else json
-    renderer: Any = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    as_json = os.environ.get(ENV_LOG_FORMAT) == "json" if json is None else json
+    renderer: Any = structlog.processors.JSONRenderer() if as_json else _Text(target)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -58,6 +63,56 @@ def configure(stream: TextIO | None = None, *, level: str | None = None, json: b
         logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Sink(target))),
         cache_logger_on_first_use=False,
     )
+
+
+class _Text:
+    """One line of text for each event; on a terminal broken at its width."""
+
+    def __init__(self, target: TextIO) -> None:
+        self._on_terminal = target.isatty()
+
+    def __call__(self, logger: Any, method: str, event: MutableMapping[str, Any]) -> str:
+        values = dict(event)
+        values.pop("timestamp", None)
+        level, what, trace = values.pop("level", method), values.pop("event", ""), values.pop("exception", "")
+        where = _where(values)
+        line = " ".join(
+            [
+                time.strftime("%H:%M:%S"),
+                *([where] if where else []),
+                *([f"{level.upper()}:"] if level in ("warning", "error", "critical") else []),
+                str(what),
+                *(f"{name}={_shown(value)}" for name, value in values.items() if value is not None),
+            ]
+        )
+        if self._on_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            line = textwrap.fill(line, width, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False)
+        return f"{line}\n{trace}" if trace else line
+
+
+def _where(values: dict[str, Any]) -> str:
+    """Node and rank, or node and what else it is; takes them out of ``values``. Nothing for a process alone."""
+    values.pop("run", None)
+    node, role, rank = values.pop("node", None), values.pop("role", None), values.get("rank")
+    if node in (None, "local"):
+        values.pop("rank", None)
+        return ""
+    if role == "worker" and rank is not None:
+        values.pop("rank")
+        return f"[{node} rank {rank}]"
+    return f"[{node}]"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ",".join(f"{name}:{_shown(each)}" for name, each in value.items())
+    if isinstance(value, list | tuple | set):
+        return ",".join(map(_shown, value))
+    text = str(value)
+    return f'"{text}"' if " " in text or not text else text
 
 
 def last_words(sentence: str = "") -> None:

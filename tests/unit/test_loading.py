@@ -11,6 +11,8 @@ PACKAGE = Path(__file__).parents[2] / "elastic_trainer"
 ALLOWED = {
     ("checkpoint/importing.py", "torch.load"),  # weights_only, see below
     ("data/tasks.py", "pickle.loads"),  # an exception of this node's own data worker, through a pipe to its parent
+    ("local/launch.py", "cloudpickle.loads"),  # what the processes that it has started returned, in its own directory
+    ("local/launched.py", "cloudpickle.loads"),  # the function that whoever started this process wants called
     ("training/loading.py", "yaml.load"),  # with a SafeLoader, see below
     ("warm/program.py", "exec"),  # the script that torchrun was given, as python itself would run it
 }
