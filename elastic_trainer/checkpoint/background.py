@@ -14,19 +14,18 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from elastic_trainer.checkpoint import tensors
 from elastic_trainer.checkpoint.arena import Arena, Held
-from elastic_trainer.checkpoint.commit import records
+from elastic_trainer.checkpoint.checking import checked, record
 from elastic_trainer.checkpoint.image import Image
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import NonFiniteError
 
-_NICENESS = 10
+_NICENESS, _SEALING_NICENESS = 10, 5
+"""A copy without a seal is of no use to whoever comes after this process: sealing waits less for a free core."""
 
 
 class SnapshotPurpose(StrEnum):
@@ -177,6 +176,7 @@ class BackgroundSaves:
 
     def _seal_all(self) -> None:
         """Copies are sealed at once, also while an earlier one is being committed."""
+        _give_way(_SEALING_NICENESS)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._unsealed or self._closed)
@@ -184,7 +184,7 @@ class BackgroundSaves:
                     return
                 save, held = self._unsealed[0]
             try:
-                self._seal(save, held)
+                held = self._seal(save, held)
             except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever saves gets it
                 save.error = error
             with self._changed:
@@ -197,17 +197,16 @@ class BackgroundSaves:
                     self._waiting.append((save, held))
                 self._changed.notify_all()
 
-    def _seal(self, save: Save, held: Held) -> None:
+    def _seal(self, save: Save, held: Held) -> Held:
         """NonFiniteError for a state that must not be used; OSError without memory for the seal."""
-        _check_finite(held.image)
-        if self._arena.lasting or held.image.shared:
-            save.manifest = save.manifest.with_files(records(held.image))
+        held = replace(held, image=checked(held.image))
+        save.manifest = save.manifest.with_files(tuple(map(record, held.image.files)))
         if self._arena.lasting:
             self._arena.seal(held, save.manifest, self._manager.location, self._manager.owner.job)
+        return held
 
     def _commit_all(self) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        _give_way(_NICENESS)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or (self._closed and not self._unsealed))
@@ -242,16 +241,7 @@ class BackgroundSaves:
         save.done.set()
 
 
-def _check_finite(image: Image) -> None:
-    """NonFiniteError naming the first watched parameter that holds a NaN or an infinity."""
-    name = tensors.nonfinite(image) if image.watched else None
-    if name is not None:
-        raise not_finite(name)
-
-
-def not_finite(name: str) -> NonFiniteError:
-    """The error of a state whose parameter ``name`` is not finite."""
-    return NonFiniteError(
-        f"parameter {name!r} is not finite any more; this state is not saved",
-        hint="lower the learning rate, clip gradients, or look for bad samples",
-    )
+def _give_way(niceness: int) -> None:
+    """This thread runs with low priority from now on."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

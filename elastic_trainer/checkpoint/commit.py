@@ -9,23 +9,20 @@ manifest, the manifest before the name, and a name never replaces another.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-import xxhash
-
+from elastic_trainer.checkpoint.checking import CHUNK, Checksums, record
 from elastic_trainer.checkpoint.faults import DamagedError
 from elastic_trainer.checkpoint.image import FileImage, Image, from_bytes, pieces
 from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, temporary_name
-from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, checksum, seal
+from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, seal
 from elastic_trainer.checkpoint.storage import Sink, Storage
 from elastic_trainer.checkpoint.writers import this_process
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import StorageError
 
-CHUNK = 8 << 20
-"""Bytes covered by one checksum."""
 _HEADROOM = 4 << 20
 """Free space asked for beyond the files: the manifest, directories, the file system's own book-keeping."""
 
@@ -33,13 +30,14 @@ _HEADROOM = 4 << 20
 def commit(storage: Storage, image: Image, manifest: Manifest) -> Manifest:
     """Write ``image`` as the checkpoint ``manifest.name``; returns the manifest with the file records filled in.
 
-    DamagedError, and nothing is there, if the manifest has records already and the bytes are not those any more.
+    DamagedError, and nothing is there, if the manifest has records already and the bytes are not those any more; they
+    are not looked at again where ``image`` has checksums (see FileImage).
     """
     require_space(storage, image.size)
     with temporary_entry(storage, manifest.name) as temporary:
         written = tuple(write_file(storage, temporary, file) for file in image.files)
         if manifest.files not in ((), written):
-            raise DamagedError(f"checkpoint {manifest.name}: its bytes have changed in memory since they were copied")
+            raise changed(manifest)
         complete = manifest.with_files(written)
         write_file(storage, temporary, from_bytes(MANIFEST_FILE, seal(complete)))
         storage.publish(temporary, manifest.name)
@@ -49,11 +47,6 @@ def commit(storage: Storage, image: Image, manifest: Manifest) -> Manifest:
 def changed(manifest: Manifest) -> DamagedError:
     """What to raise when the bytes of ``manifest``'s files are not those of its records."""
     return DamagedError(f"checkpoint {manifest.name}: its bytes have changed in memory since they were copied")
-
-
-def records(image: Image) -> tuple[FileRecord, ...]:
-    """The records of the files of ``image``, as a commit would make them."""
-    return tuple(_record(file, _checksums(file, lambda piece: None)) for file in image.files)
 
 
 def require_space(storage: Storage, size: int) -> None:
@@ -110,57 +103,38 @@ def _discard(storage: Storage, name: str) -> None:
 
 
 def write_file(storage: Storage, entry: str, file: FileImage) -> FileRecord:
-    """Write ``file``, taking checksums of the very bytes that are handed to the kernel."""
+    """Write ``file``; its checksums, unless it has them, are of the very bytes that are handed to the kernel."""
     sink = storage.sink(entry, file.name)
     try:
         if file.head:
             sink.write(memoryview(file.head))
-        chunks = _write_body(sink, file)
+        if file.checksums:
+            for piece in pieces(file.body(), CHUNK):
+                sink.write(piece)
+        else:
+            file = _write_body(sink, file)
         sink.finish()
     finally:
         sink.abandon()
-    return _record(file, chunks)
+    return record(file)
 
 
-def _record(file: FileImage, chunks: list[str]) -> FileRecord:
-    head = [checksum(file.head)] if file.head else []
-    sums = (*head, *chunks)
-    return FileRecord(name=file.name, size=file.size, head_size=len(file.head), chunk_size=CHUNK, chunks=sums)
-
-
-def _write_body(sink: Sink, file: FileImage) -> list[str]:
+def _write_body(sink: Sink, file: FileImage) -> FileImage:
     """A second thread writes one piece while the checksum of the next is taken; not in a process that ends."""
+    sums = Checksums(file)
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write") as writer:
         writing: Future[None] | None = None
-
-        def write(piece: memoryview) -> None:
-            nonlocal writing
+        for piece in pieces(file.body(), CHUNK):
+            sums.add(piece)
             if writing is not None:
                 writing.result()
             try:
                 writing = writer.submit(sink.write, piece)
             except RuntimeError:  # the interpreter shuts down: an agent that leaves commits what it holds
                 sink.write(piece)
-
-        chunks = _checksums(file, write)
         if writing is not None:
             writing.result()
-    return chunks
-
-
-def _checksums(file: FileImage, take: Callable[[memoryview], None]) -> list[str]:
-    """The checksums of the body's chunks; each piece goes to ``take``, in order, behind its checksum."""
-    chunks, taken, digest = [], 0, xxhash.xxh3_128()
-    for piece in pieces(file.body(), CHUNK):
-        digest.update(piece)
-        take(piece)
-        taken += len(piece)
-        if taken % CHUNK == 0 or taken == file.body_size:
-            chunks.append(digest.hexdigest())
-            digest.reset()
-    if taken != file.body_size:
-        raise RuntimeError(f"{file.name}: {taken} bytes came, {file.body_size} were announced")
-    return chunks
+    return sums.taken()
 
 
 def _shown(size: int) -> str:

@@ -24,6 +24,9 @@ class FileImage:
     head: bytes
     body_size: int
     body: Callable[[], Iterable[memoryview]]
+    checksums: tuple[str, ...] = ()
+    """Those of its record, if this process has taken them from memory that only it writes to. A commit that finds them
+    takes no others, so bytes that came from elsewhere must have none."""
 
     @property
     def size(self) -> int:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from elastic_trainer.checkpoint.image import Image
 from elastic_trainer.checkpoint.slices import TensorSlice
 from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed
 
@@ -107,24 +106,6 @@ def buffer(tensor: torch.Tensor) -> Any:
     except (TypeError, RuntimeError):  # on a device, with a history, or of a type that numpy does not have
         return memory(plain(tensor))
     return array if array.flags.c_contiguous else memory(tensor)
-
-
-def nonfinite(image: Image) -> str | None:
-    """The label of the first watched tensor of ``image`` that holds a NaN or an infinity; its files are in one piece.
-
-    A sum tells most states, at the speed of memory; only where it is not finite all elements are looked at.
-    """
-    import torch
-
-    dtypes = {name: dtype for dtype, name in _types().items()}
-    bodies = {file.name: next(iter(file.body())) for file in image.files if file.body_size}
-    for each in image.watched:
-        data = bodies[each.file][each.begin : each.end]
-        values = torch.frombuffer(data, dtype=dtypes[each.dtype])
-        wide = torch.float64 if values.dtype is torch.float64 else torch.float32
-        if not bool(torch.isfinite(values.sum(dtype=wide))) and not bool(torch.isfinite(values.to(wide)).all()):
-            return each.label
-    return None
 
 
 def as_complex(pairs: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,8 @@ import torch
 from fsspec import filesystem
 
 from elastic_trainer.checkpoint import CheckpointManager, Retention, SaveInfo, Soundness, codec, describe, sharing
-from elastic_trainer.checkpoint.commit import check_writable, records, temporary_entry, write_file
+from elastic_trainer.checkpoint.checking import records
+from elastic_trainer.checkpoint.commit import check_writable, temporary_entry, write_file
 from elastic_trainer.checkpoint.image import from_bytes
 from elastic_trainer.checkpoint.janitor import sweep
 from elastic_trainer.checkpoint.layout import OFFER_FILE, CheckpointName, temporary_name, trash_name

@@ -26,7 +26,8 @@ from elastic_trainer.checkpoint import (
     SaveInfo,
     StateSnapshot,
 )
-from elastic_trainer.checkpoint.background import SnapshotPurpose, not_finite
+from elastic_trainer.checkpoint.background import SnapshotPurpose
+from elastic_trainer.checkpoint.checking import not_finite
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, NonFiniteError
 from elastic_trainer.model import Phase

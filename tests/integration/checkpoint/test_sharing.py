@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elastic_trainer.checkpoint import CheckpointManager, SaveInfo, codec, sharing
-from elastic_trainer.checkpoint.commit import records
+from elastic_trainer.checkpoint.checking import records
 from elastic_trainer.checkpoint.image import Image
 from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, tensors_file
 from elastic_trainer.checkpoint.manifest import Manifest

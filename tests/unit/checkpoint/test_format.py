@@ -88,7 +88,8 @@ def written(folder: str, directory: Path) -> Path:
     storage.prepare()
     with pytest.MonkeyPatch.context() as patch:
         if folder == "format-2-parts":  # several checksums for each file
-            patch.setattr("elastic_trainer.checkpoint.commit.CHUNK", 1024)
+            for module in ("checking", "commit"):
+                patch.setattr(f"elastic_trainer.checkpoint.{module}.CHUNK", 1024)
         commit(storage, fixed_image(folder), manifest)
     return directory / NAME
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.checkpoint import DamagedError, codec, reading, slices, tensors
-from elastic_trainer.checkpoint.commit import CHUNK, commit
+from elastic_trainer.checkpoint.checking import CHUNK
+from elastic_trainer.checkpoint.commit import commit
 from elastic_trainer.checkpoint.image import FileImage, Image, from_bytes
 from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, CheckpointName, tensor_files, tensors_file
 from elastic_trainer.checkpoint.manifest import Manifest

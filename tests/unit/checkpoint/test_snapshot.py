@@ -14,7 +14,7 @@ import torch
 
 from elastic_trainer.checkpoint import Arena, CheckpointManager, DamagedError, Owner, SaveInfo, StateSnapshot
 from elastic_trainer.checkpoint.arena import SLOTS
-from elastic_trainer.checkpoint.commit import records
+from elastic_trainer.checkpoint.checking import records
 from elastic_trainer.checkpoint.snapshot import DATA, break_seal, places, read
 from tests.drills.checkpoint.flipping import flipped
 from tests.unit.checkpoint.states import same, training_state

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.checkpoint import Arena, CheckpointManager, SaveInfo, StateSnapshot
-from elastic_trainer.checkpoint.commit import records
+from elastic_trainer.checkpoint.checking import records
 from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.checkpoint.snapshot import DATA
 from elastic_trainer.errors import CheckpointError
