@@ -4,16 +4,19 @@ Two slots: one is being written to storage while the next state is copied into t
 times the copy itself (the kernel clears each page as it is touched), so slots are kept and used again. A slot is a
 memory file without a name. Where the node's agent holds them, what they hold outlives this process: see snapshot.
 
-*Runs in* the thread that saves (``hold``) and the one that writes (``seal``, ``release``). *Owns* the slots.
-*Fails by* NoRoomError where the machine has not enough memory left.
+*Runs in* the thread that saves (``hold``), one that prepares, and those that write (``seal``, ``release``).
+*Owns* the slots. *Fails by* NoRoomError where the machine has not enough memory left.
 *Invariant*: a held slot's bytes do not change until it is released; the newest sealed one is filled last.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ KEPT_FREE = 256 << 20
 """Memory that a new slot leaves to others."""
 _PAGE = mmap.PAGESIZE
 _ROUNDED = 2 << 20
+_TOUCHED = 4 << 20
+"""Bytes touched at a time: meanwhile this process cannot map other memory."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of madvise(2), since Linux 5.14; Python does not name it."""
 
@@ -74,6 +79,12 @@ class Arena:
     def newest(self) -> StateSnapshot | None:
         """The newest state that a slot holds, of this process or one before it; None if there is none."""
         return newest([slot.descriptor for slot in self._slots])
+
+    def prepare(self, size: int) -> None:
+        """Have slots for ``size`` bytes, as far as there is memory. Any thread; what slots hold does not change."""
+        with suppress(NoRoomError):
+            for slot in self._slots:
+                slot.grow(size)
 
     def hold(self, image: Image) -> Held:
         """Copy ``image`` into the slot that was released first. RuntimeError if there is none."""
@@ -145,30 +156,33 @@ class _Slot:
         """Bytes that are mapped here."""
         self._memory: mmap.mmap | None = None
         self._array: Any = None
+        self._growing = threading.Lock()
 
     def fit(self, needed: int) -> None:
         """Have that many bytes. Whatever it held is gone."""
-        if self.size < needed:
-            self._grow(needed)
+        self.grow(needed)
         break_seal(self.descriptor)
 
+    def grow(self, needed: int) -> None:
+        """Have that many bytes; what it holds stays. NoRoomError if there is no memory for it."""
+        with self._growing:
+            if self.descriptor >= 0 and self.size < needed:
+                self._grow(needed)
+
     def _grow(self, needed: int) -> None:
-        self._unmap()
         size = max(_ROUNDED, -(-needed // _ROUNDED) * _ROUNDED)
         there = os.fstat(self.descriptor).st_size
         free = available()
         if free is not None and there < size and free < size - there + KEPT_FREE:
             raise NoRoomError(f"{size / 1e6:,.0f} MB of memory are needed, and {free / 1e6:,.0f} MB are left")
+        self._unmap()
         try:
             os.ftruncate(self.descriptor, max(size, there))
             self._memory = mmap.mmap(self.descriptor, size)
         except OSError as error:
             raise NoRoomError(f"{size / 1e6:,.0f} MB of memory cannot be had: {error.strerror}") from error
         self.size, self._array = size, _array(self._memory)
-        try:
-            self._memory.madvise(_POPULATE_WRITE)
-        except OSError:  # an older kernel
-            self._array[::_PAGE] = self._array[::_PAGE]
+        _touch(self._array)
 
     def copy(self, image: Image) -> Image:
         """The bytes of ``image``: its files, each from the beginning of a page on."""
@@ -197,6 +211,16 @@ class _Slot:
 
     def _unmap(self) -> None:
         self.size, self._array, self._memory = 0, None, None
+
+
+def _touch(array: Any) -> None:
+    """Have the kernel give the pages now. mmap.madvise would keep the interpreter's lock, so that no thread runs."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for begin in range(0, len(array), _TOUCHED):
+        part = array[begin : begin + _TOUCHED]
+        if madvise(part.ctypes.data, len(part), _POPULATE_WRITE):  # an older kernel: reading makes pages too
+            part[::_PAGE].max()
 
 
 def _array(data: Any) -> Any:

@@ -26,6 +26,7 @@ from elastic_trainer.clock import Deadline
 
 _NICENESS, _SEALING_NICENESS = 10, 5
 """A copy without a seal is of no use to whoever comes after this process: sealing waits less for a free core."""
+_WORTH_PREPARING = 8 << 20
 
 
 class SnapshotPurpose(StrEnum):
@@ -94,6 +95,15 @@ class BackgroundSaves:
         """Whether nothing is being written, or waits for it."""
         with self._changed:
             return self._nothing_left()
+
+    def prepare(self, size: int) -> None:
+        """Copies will take ``size`` bytes: a thread touches the memory, which the first ones would wait for."""
+        if size >= _WORTH_PREPARING:
+            threading.Thread(target=self._prepare, args=(size,), name="checkpoint-memory", daemon=True).start()
+
+    def _prepare(self, size: int) -> None:
+        _give_way(_NICENESS)
+        self._arena.prepare(size)
 
     def submit(
         self, image: Image, manifest: Manifest, purpose: SnapshotPurpose = SnapshotPurpose.COMMIT, turn: int = 0

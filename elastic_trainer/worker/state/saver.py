@@ -128,7 +128,7 @@ class Saver:
         self._arena = Arena(memory.files) if manager is not None else None
         self._saves = BackgroundSaves(manager, self._arena) if manager is not None else None
         self._copied_s, self._copy_took_s = self._last_s, 0.0
-        self._memory_short = self._failed = self._refused = False
+        self._memory_short = self._failed = self._refused = self._prepared = False
         self._shares = Shares()
 
     def serve(self, *, saves: bool, world_size: int = 1, shares: Shares = ALONE) -> None:
@@ -174,6 +174,15 @@ class Saver:
         left = self._arena.newest()
         mine = left is not None and (left.location, left.job) == (self._held.location, self._held.owner.job)
         return left if mine else None
+
+    def prepare(self) -> None:
+        """After a step the size of the state is known: have the memory for copies ready before the first one."""
+        copies = (
+            self._manager is not None or self._shares.parts > 1 or (self._arena is not None and self._arena.lasting)
+        )
+        if self._saves is not None and copies and not self._prepared:
+            self._prepared = True
+            self._saves.prepare(self._state.size())
 
     def copy_if_due(self) -> None:
         """Copy the state into the agent's memory, if that was not done for long enough; it is not committed."""

@@ -22,6 +22,8 @@ from elastic_trainer.model import Cursor
 from elastic_trainer.worker.state import rng
 
 FORMAT = 1
+_DESCRIBED = 512
+"""Bytes that a checkpoint has for each tensor beside its data."""
 _HINT = "the checkpoint is of a different model or optimizer; use another checkpoint_dir, or the code that wrote it"
 
 
@@ -91,6 +93,13 @@ class TrainingState:
             "user": {**self.pending, **{name: each.state_dict() for name, each in self.user.items()}},
             "random": random_state(self.device),
         }
+
+    def size(self) -> int:
+        """About how many bytes of tensors it has, without registered objects."""
+        averages = [] if self.average is None else [*self.average.state_dict().values()]
+        moments = [each for known in self.optimizer.state.values() for each in known.values()]
+        found = [*self.module.state_dict().values(), *averages, *moments]
+        return sum(each.nbytes + _DESCRIBED for each in found if isinstance(each, torch.Tensor))
 
     def committed(self) -> dict[str, Any]:
         """The parts that only the commit of a step changes."""

@@ -112,6 +112,7 @@ class StepBoundaries(Boundaries):
         if saved:
             self._save()
         self._duties.saver.copy_if_due()
+        self._duties.saver.prepare()
         return self.cross(saved=saved)
 
     def cross(self, *, saved: bool = False) -> Turn:

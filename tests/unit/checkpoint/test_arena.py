@@ -89,3 +89,21 @@ def test_bodies_begin_where_in_a_page_they_begin_in_their_file() -> None:
     for file in held.image.files:
         (body,) = file.body()
         assert (np.frombuffer(body, np.uint8).ctypes.data - len(file.head)) % 4096 == 0
+
+
+def test_prepared_memory_is_what_the_first_copies_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing grows any more; what a slot holds stays; too little memory leaves it to the copy to say so."""
+    arena = Arena()
+    first = arena.hold(image(1))
+    arena.prepare(4_000_000)
+    size = arena.size
+    assert size >= SLOTS * 4_000_000
+    assert content(first.image) == content(image(1))
+    assert content(arena.hold(image(2, 400_000)).image) == content(image(2, 400_000))
+    assert arena.size == size
+    monkeypatch.setattr(arenas, "available", lambda: 1000)
+    arena.prepare(100_000_000)
+    assert content(first.image) == content(image(1))
+    arena.close()
+    arena.prepare(4_000_000)
+    assert arena.size == 0

@@ -60,6 +60,7 @@ class Two:
             look=lambda: None,
             refused=lambda: False,
             copy_if_due=lambda: None,
+            prepare=lambda: None,
             due_by_step=lambda step: False,
             due_by_time=lambda: self.due,
             due_on_demand=lambda: False,
