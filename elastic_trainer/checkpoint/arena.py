@@ -15,13 +15,13 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.checkpoint.copying import Parts
+from elastic_trainer.checkpoint.copying import Cuda, Parts
 from elastic_trainer.checkpoint.image import FileImage, Image
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.snapshot import StateSnapshot, break_seal, mark_stored, places, read, seal_as
@@ -46,21 +46,23 @@ class NoRoomError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A copy of an image in slot ``slot``."""
+    """A copy of an image in slot ``slot``, whole when ``arrived()`` has returned: a device may still be writing."""
 
     slot: int
     image: Image
+    arrived: Callable[[], None]
 
 
 class Arena:
     """See the module. ``files`` are the agent's memory files; without them the slots end with this process."""
 
-    def __init__(self, files: Sequence[Path] = ()) -> None:
-        self._slots = _opened(files)
+    def __init__(self, files: Sequence[Path] = (), cuda: Cuda | None = None) -> None:
+        cuda = cuda if cuda is not None else Cuda()
+        self._slots = _opened(files, cuda)
         self.lasting = bool(self._slots)
         """Whether the slots outlive this process."""
         if not self._slots:
-            self._slots = [_Slot(os.memfd_create(_NAME)) for _ in range(SLOTS)]
+            self._slots = [_Slot(os.memfd_create(_NAME), cuda) for _ in range(SLOTS)]
         self._free = list(range(SLOTS))
         newest = self.newest() if self.lasting else None
         if newest is not None and newest.descriptor == self._slots[0].descriptor:
@@ -80,11 +82,13 @@ class Arena:
         """The newest state that a slot holds, of this process or one before it; None if there is none."""
         return newest([slot.descriptor for slot in self._slots])
 
-    def prepare(self, size: int) -> None:
+    def prepare(self, size: int, *, pinned: bool = False) -> None:
         """Have slots for ``size`` bytes, as far as there is memory. Any thread; what slots hold does not change."""
         with suppress(NoRoomError):
             for slot in self._slots:
                 slot.grow(size)
+                if pinned:
+                    slot.pin()
 
     def hold(self, image: Image) -> Held:
         """Copy ``image`` into the slot that was released first. RuntimeError if there is none."""
@@ -93,9 +97,9 @@ class Arena:
         number = self._free[0]
         slot = self._slots[number]
         slot.fit(room(image))
-        copied = slot.copy(image)
+        copied, arrived = slot.copy(image)
         self._free.remove(number)
-        return Held(number, copied)
+        return Held(number, copied, arrived)
 
     def seal(self, held: Held, manifest: Manifest, location: str, job: str | None) -> None:
         """The copy is whole, as ``manifest`` says; if this process ends, others may use it."""
@@ -134,11 +138,11 @@ def newest(descriptors: Sequence[int]) -> StateSnapshot | None:
     return max(found, key=lambda each: each.order, default=None)
 
 
-def _opened(files: Sequence[Path]) -> list[_Slot]:
+def _opened(files: Sequence[Path], cuda: Cuda) -> list[_Slot]:
     """The agent's slots; none if they cannot be opened."""
     slots: list[_Slot] = []
     try:
-        slots.extend(_Slot(os.open(path, os.O_RDWR | os.O_CLOEXEC)) for path in files)
+        slots.extend(_Slot(os.open(path, os.O_RDWR | os.O_CLOEXEC), cuda) for path in files)
     except OSError as error:
         logger().warning("snapshot.memory_refused", reason=str(error), effect="snapshots end with this process")
         for slot in slots:
@@ -150,12 +154,14 @@ def _opened(files: Sequence[Path]) -> list[_Slot]:
 class _Slot:
     """Memory for one image; its pages are touched once, when they are first needed."""
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+    def __init__(self, descriptor: int, cuda: Cuda) -> None:
+        self.descriptor, self._cuda = descriptor, cuda
         self.size = 0
         """Bytes that are mapped here."""
         self._memory: mmap.mmap | None = None
         self._array: Any = None
+        self._pinned: bool | None = None
+        """None until that was tried."""
         self._growing = threading.Lock()
 
     def fit(self, needed: int) -> None:
@@ -184,33 +190,51 @@ class _Slot:
         self.size, self._array = size, _array(self._memory)
         _touch(self._array)
 
-    def copy(self, image: Image) -> Image:
-        """The bytes of ``image``: its files, each from the beginning of a page on."""
+    def pin(self) -> None:
+        """Have devices write here without a detour; where that is refused, copies from them are slower."""
+        with self._growing:
+            if self._pinned is None and self._array is not None:
+                self._pinned = self._cuda.pin(self._array)
+                if not self._pinned:
+                    logger().warning("snapshot.not_pinned", bytes=self.size, effect="copies from the GPU take longer")
+
+    def copy(self, image: Image) -> tuple[Image, Callable[[], None]]:
+        """The bytes of ``image``: its files, each from the beginning of a page on; and what waits for their arrival."""
         files, parts = [], Parts(self._array)
         for file, begin in zip(image.files, places([each.size for each in image.files]), strict=False):
             position = begin + len(file.head)
             self._array[begin:position] = _array(file.head) if file.head else 0
             end = position + file.body_size
             body = memoryview(self._memory)[position:end]  # type: ignore[arg-type]
-            for view in file.body():
+            for view in (file.parts or file.body)():
                 parts.add(position, view)
                 position += len(view)
             if position != end:
                 came = position - begin - len(file.head)
                 raise RuntimeError(f"{file.name}: {came} bytes came, {file.body_size} were announced")
             files.append(FileImage(file.name, file.head, file.body_size, lambda body=body: (body,)))  # type: ignore[misc]
+        if parts.on_device:
+            self.pin()
+        arrived = parts.queue(self._cuda) if parts.on_device else _at_once
         parts.copy()
-        return Image(tuple(files), image.watched)
+        return Image(tuple(files), image.watched), arrived
 
     def close(self) -> None:
         """The kernel takes the memory back when the last view and the last descriptor of it are gone."""
-        self._unmap()
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        with self._growing:
+            self._unmap()
+            if self.descriptor >= 0:
+                os.close(self.descriptor)
+                self.descriptor = -1
 
     def _unmap(self) -> None:
-        self.size, self._array, self._memory = 0, None, None
+        if self._pinned:
+            self._cuda.unpin(self._array)
+        self.size, self._array, self._memory, self._pinned = 0, None, None, None
+
+
+def _at_once() -> None:
+    """Nothing is under way."""
 
 
 def _touch(array: Any) -> None:

@@ -96,14 +96,15 @@ class BackgroundSaves:
         with self._changed:
             return self._nothing_left()
 
-    def prepare(self, size: int) -> None:
+    def prepare(self, size: int, *, pinned: bool = False) -> None:
         """Copies will take ``size`` bytes: a thread touches the memory, which the first ones would wait for."""
         if size >= _WORTH_PREPARING:
-            threading.Thread(target=self._prepare, args=(size,), name="checkpoint-memory", daemon=True).start()
+            run, work = contextvars.copy_context().run, (self._prepare, size, pinned)
+            threading.Thread(target=run, args=work, name="checkpoint-memory", daemon=True).start()
 
-    def _prepare(self, size: int) -> None:
+    def _prepare(self, size: int, pinned: bool) -> None:
         _give_way(_NICENESS)
-        self._arena.prepare(size)
+        self._arena.prepare(size, pinned=pinned)
 
     def submit(
         self, image: Image, manifest: Manifest, purpose: SnapshotPurpose = SnapshotPurpose.COMMIT, turn: int = 0
@@ -209,6 +210,7 @@ class BackgroundSaves:
 
     def _seal(self, save: Save, held: Held) -> Held:
         """NonFiniteError for a state that must not be used; OSError without memory for the seal."""
+        held.arrived()
         held = replace(held, image=checked(held.image))
         save.manifest = save.manifest.with_files(tuple(map(record, held.image.files)))
         if self._arena.lasting:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from elastic_trainer.checkpoint import slices, tensorfile, tensors
 from elastic_trainer.checkpoint.faults import DamagedError
-from elastic_trainer.checkpoint.image import FileImage, Image, WatchedTensor, from_bytes
+from elastic_trainer.checkpoint.image import FileImage, Image, OnDevice, WatchedTensor, from_bytes
 from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, tensors_file
 from elastic_trainer.errors import CheckpointError
 
@@ -142,7 +142,7 @@ class _Encoder:
     """Walks a state once; collects tensors by name."""
 
     def __init__(self) -> None:
-        self._sources: dict[str, Callable[[], memoryview]] = {}
+        self._sources: dict[str, Callable[[], memoryview | OnDevice]] = {}
         self._described: list[tuple[str, str, tuple[int, ...]]] = []
         self._names_of_tensors: dict[Any, str] = {}
         self._open_containers: set[int] = set()
@@ -217,12 +217,12 @@ class _Encoder:
         name = self._names_of_tensors.get(identity)
         if name is None:
             plain = tensors.plain(tensor)
-            name = self._add(path, tensors.element_type(plain), tuple(plain.shape), lambda: tensors.memory(plain))
+            name = self._add(path, tensors.element_type(plain), tuple(plain.shape), lambda: tensors.source(plain))
             if tensor.numel():
                 self._names_of_tensors[identity] = name
         return {_MARK: mark, "name": name}
 
-    def _add(self, path: Trail, dtype: str, shape: tuple[int, ...], source: Callable[[], memoryview]) -> str:
+    def _add(self, path: Trail, dtype: str, shape: tuple[int, ...], source: Callable[[], memoryview | OnDevice]) -> str:
         wanted = _joined(path)
         name, count = wanted, 1
         while name in self._sources or name == "__metadata__":
@@ -240,12 +240,15 @@ class _Encoder:
         """A tensor that is cut is fetched from its device as a whole; at most two of a file are."""
         wanted = [each for each in content.slices if each.size]
 
-        def body() -> Iterator[memoryview]:
+        def parts() -> Iterator[memoryview | OnDevice]:
             return (self._bytes_of(each) for each in wanted)
 
-        return FileImage(content.name, content.header, content.size, body)
+        def body() -> Iterator[memoryview]:
+            return (each.fetch() if isinstance(each, OnDevice) else each for each in parts())
 
-    def _bytes_of(self, part: slices.TensorSlice) -> memoryview:
+        return FileImage(content.name, content.header, content.size, body, parts=parts)
+
+    def _bytes_of(self, part: slices.TensorSlice) -> memoryview | OnDevice:
         source = self._sources[part.tensor]()
         return source if part.complete else source[slice(*cast("tuple[int, int]", part.span))]
 

@@ -1,5 +1,8 @@
 """Copy many pieces of memory into one, with several threads: one core alone does not use up the memory's speed.
 
+Pieces on a CUDA device are queued behind what it does now, on the stream that trains: whatever writes to them later, an
+update or a script, comes behind the copy by the order of the stream, and the thread that saves does not wait.
+
 *Runs in* the thread that saves, which stands still meanwhile, as its cores do, and in short-lived ones beside it.
 *Fails by* what a copy raises, when all threads have ended.
 """
@@ -8,14 +11,58 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from elastic_trainer.checkpoint.image import OnDevice
 
 _SLICE = 4 << 20
 """Bytes copied by one thread at a time."""
 _WORTHWHILE = 32 << 20
 """Below that, starting a thread takes longer than what it saves."""
 _MOST_THREADS = 4
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for all devices of this process."""
+
+
+class Cuda:
+    """The calls of CUDA that copies take, written to torch's documentation: no test of this project has run them."""
+
+    def pin(self, memory: Any) -> bool:
+        """Have the array ``memory`` stay where it is, so that a device writes there itself; False if refused."""
+        return int(_runtime().cudaHostRegister(memory.ctypes.data, len(memory), _PORTABLE)) == 0
+
+    def unpin(self, memory: Any) -> None:
+        """When no device writes there any more."""
+        import torch
+
+        torch.cuda.synchronize()
+        _runtime().cudaHostUnregister(memory.ctypes.data)
+
+    def queue(self, target: Any, data: Any) -> None:
+        """Copy the tensor ``data`` into the array ``target`` after all that its device was given before."""
+        import torch
+
+        torch.from_numpy(target).copy_(data, non_blocking=True)
+
+    def mark(self, devices: Iterable[Any]) -> Callable[[], None]:
+        """Waits, in any thread, until all that was queued on ``devices`` is done."""
+        import torch
+
+        events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+        def wait() -> None:
+            for each in events:
+                each.synchronize()
+
+        return wait
+
+
+def _runtime() -> Any:
+    import torch
+
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class Parts:
@@ -23,19 +70,34 @@ class Parts:
 
     def __init__(self, target: Any) -> None:
         self._target = target
+        self._on_device: list[tuple[int, OnDevice]] = []
         self._waiting: deque[tuple[int, Any]] = deque()
         self._size = 0
 
-    def add(self, position: int, view: memoryview) -> None:
+    @property
+    def on_device(self) -> bool:
+        return bool(self._on_device)
+
+    def add(self, position: int, view: memoryview | OnDevice) -> None:
         """numpy copies as fast as memcpy, and lets other threads run meanwhile."""
         import numpy as np
 
+        if isinstance(view, OnDevice):
+            self._on_device.append((position, view))
+            return
         array = np.frombuffer(view, np.uint8)
         self._size += len(array)
         for start in range(0, len(array), _SLICE):
             self._waiting.append((position + start, array[start : start + _SLICE]))
 
+    def queue(self, cuda: Cuda) -> Callable[[], None]:
+        """Begin to copy what lies on devices; what is returned waits for the end of that."""
+        for position, part in self._on_device:
+            cuda.queue(self._target[position : position + len(part)], part.data)
+        return cuda.mark({part.data.device for _, part in self._on_device})
+
     def copy(self) -> None:
+        """All other pieces, now."""
         others = min(_MOST_THREADS, len(os.sched_getaffinity(0))) - 1
         if self._size < _WORTHWHILE or others < 1:
             self._run()

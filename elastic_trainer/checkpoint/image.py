@@ -8,12 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 PIECE = 1 << 20
 """Bytes read and hashed at a time: small enough to stay in a core's cache between the two."""
 _SMALL = 64 << 10
 _FILES_OF_ONE = 2
 """The tensors and the skeleton."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """Bytes in the memory of an accelerator, as the tensor ``data`` of bytes in one row."""
+
+    data: Any
+
+    def __len__(self) -> int:
+        return int(self.data.nbytes)
+
+    def __getitem__(self, part: slice) -> OnDevice:
+        return OnDevice(self.data[part])
+
+    def fetch(self) -> memoryview:
+        """A copy in ordinary memory."""
+        return memoryview(self.data.cpu().numpy())
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +45,8 @@ class FileImage:
     checksums: tuple[str, ...] = ()
     """Those of its record, if this process has taken them from memory that only it writes to. A commit that finds them
     takes no others, so bytes that came from elsewhere must have none."""
+    parts: Callable[[], Iterable[memoryview | OnDevice]] | None = None
+    """``body`` with what lies on an accelerator still there."""
 
     @property
     def size(self) -> int:

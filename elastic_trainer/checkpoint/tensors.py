@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from elastic_trainer.checkpoint.image import OnDevice
 from elastic_trainer.checkpoint.slices import TensorSlice
 from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed
 
@@ -97,6 +98,13 @@ def memory(tensor: torch.Tensor) -> memoryview:
     except (TypeError, RuntimeError, ValueError, BufferError):  # on a device, or of a type that numpy does not have
         pass
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def source(tensor: torch.Tensor) -> memoryview | OnDevice:
+    """The bytes of the plain ``tensor``, left on a CUDA device if they are there."""
+    import torch
+
+    return OnDevice(tensor.contiguous().reshape(-1).view(torch.uint8)) if tensor.is_cuda else memory(tensor)
 
 
 def buffer(tensor: torch.Tensor) -> Any:

@@ -182,7 +182,7 @@ class Saver:
         )
         if self._saves is not None and copies and not self._prepared:
             self._prepared = True
-            self._saves.prepare(self._state.size())
+            self._saves.prepare(self._state.size(), pinned=self._state.device.type == "cuda")
 
     def copy_if_due(self) -> None:
         """Copy the state into the agent's memory, if that was not done for long enough; it is not committed."""

@@ -20,6 +20,7 @@ from elastic_trainer.checkpoint.background import SnapshotPurpose
 from elastic_trainer.checkpoint.image import Image
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.errors import StorageError
+from tests.unit.checkpoint.test_arena import Stream, on_device
 
 LIMIT_S = 30.0
 
@@ -202,3 +203,16 @@ atexit.register(lambda: CheckpointManager({str(tmp_path)!r}).save(state, SaveInf
     loaded = CheckpointManager(tmp_path).load_newest()
     assert loaded is not None
     assert torch.equal(loaded.state["w"], torch.arange(6_000_000.0))
+
+
+def test_a_copy_from_a_device_is_sealed_when_it_has_arrived(tmp_path: Path) -> None:
+    """The thread that trains does not wait for it; the one that seals does, before it looks at the bytes."""
+    manager = CheckpointManager(tmp_path)
+    saves = BackgroundSaves(manager, Arena(cuda=Stream()))
+    for step in (1, 2, 3):
+        state = {"w": torch.full((50_000,), float(step))}
+        save = saves.submit(on_device(manager.encode(state, SaveInfo(step))), manager.draft(SaveInfo(step)))
+        saves.wait()
+        assert save.committed is not None
+        assert torch.equal(manager.load(save.committed.entry).state["w"], state["w"])
+    saves.close()

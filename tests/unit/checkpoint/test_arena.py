@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +15,8 @@ import torch
 from elastic_trainer.checkpoint import arena as arenas
 from elastic_trainer.checkpoint import codec
 from elastic_trainer.checkpoint.arena import SLOTS, Arena, Held, NoRoomError
-from elastic_trainer.checkpoint.image import Image
+from elastic_trainer.checkpoint.copying import Cuda
+from elastic_trainer.checkpoint.image import FileImage, Image, OnDevice
 
 
 def content(image: Image) -> dict[str, bytes]:
@@ -107,3 +112,83 @@ def test_prepared_memory_is_what_the_first_copies_take(monkeypatch: pytest.Monke
     arena.close()
     arena.prepare(4_000_000)
     assert arena.size == 0
+
+
+class Stream(Cuda):
+    """A device whose stream does what it was given when somebody waits for it."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.waiting: list[Callable[[], object]] = []
+        self.pinned: list[int] = []
+        self._refuses = refuses
+
+    def pin(self, memory: Any) -> bool:
+        self.pinned += [] if self._refuses else [memory.ctypes.data]
+        return not self._refuses
+
+    def unpin(self, memory: Any) -> None:
+        self.pinned.remove(memory.ctypes.data)
+
+    def queue(self, target: Any, data: Any) -> None:
+        self.waiting.append(lambda: np.copyto(target, data))
+
+    def mark(self, devices: Iterable[Any]) -> Callable[[], None]:
+        mine = len(self.waiting)
+        assert devices
+
+        def wait() -> None:
+            for each in self.waiting[:mine]:
+                each()
+            del self.waiting[:mine]
+
+        return wait
+
+
+def on_device(image: Image) -> Image:
+    """``image`` as if its tensors lay on a device."""
+    return replace(image, files=tuple(replace(file, parts=partial(_parts, file)) for file in image.files))
+
+
+def _parts(file: FileImage) -> Iterable[OnDevice]:
+    return (OnDevice(np.frombuffer(view, np.uint8)) for view in file.body())
+
+
+def test_what_is_on_a_device_arrives_as_it_was_though_training_goes_on() -> None:
+    """The copy does not wait for the device, whose later update comes behind it."""
+    weights = torch.arange(5000.0)
+    expected, cuda = content(codec.encode({"w": weights})), Stream()
+    arena = Arena(cuda=cuda)
+    held = arena.hold(on_device(codec.encode({"w": weights})))
+    cuda.waiting.append(lambda: weights.add_(1))
+    assert content(held.image) != expected
+    held.arrived()
+    for update in cuda.waiting:
+        update()
+    assert content(held.image) == expected != content(codec.encode({"w": weights}))
+
+
+def test_memory_for_devices_is_pinned_once_and_let_go_before_it_moves() -> None:
+    """A slot that grows is pinned anew, one that closes is free; a state that is on no device pins nothing."""
+    cuda = Stream()
+    arena = Arena(cuda=cuda)
+    for size in (1000, 900_000, 3_000_000, 2_000_000):
+        for _ in range(SLOTS):
+            held = arena.hold(on_device(image(1.0, size)))
+            held.arrived()
+            arena.release(held)
+        assert len(cuda.pinned) == SLOTS
+    arena.close()
+    assert cuda.pinned == []
+    other = Arena(cuda=cuda)
+    other.hold(image(1.0))
+    assert cuda.pinned == []
+    other.prepare(5_000_000, pinned=True)
+    assert len(cuda.pinned) == SLOTS
+
+
+def test_memory_that_cannot_be_pinned_is_filled_all_the_same() -> None:
+    arena = Arena(cuda=Stream(refuses=True))
+    held = arena.hold(on_device(image(2.0)))
+    held.arrived()
+    assert content(held.image) == content(image(2.0))
+    arena.close()
