@@ -122,13 +122,14 @@ def test_a_checkpoint_is_unseen_until_it_is_published(place: Place) -> None:
     assert place().names() == (name,)
 
 
+@pytest.mark.timeout(400)
 def test_writers_at_the_same_time_lose_nothing(place: Place) -> None:
-    """Four save the same steps: each checkpoint is there once, and whole."""
+    """Four save the same steps: each checkpoint is there once, and whole. Hundreds of requests to one small server."""
     writers = [opened(place, keep=100) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda each: [each.save({"x": torch.ones(1000)}, SaveInfo(step)) for step in range(3)], writers))
+        list(pool.map(lambda each: [each.save({"x": torch.ones(1000)}, SaveInfo(step)) for step in range(2)], writers))
     entries = opened(place).entries()
-    assert sorted(entry.step for entry in entries) == sorted([*range(3)] * 4)
+    assert sorted(entry.step for entry in entries) == sorted([*range(2)] * 4)
     for entry in entries:
         assert bool((opened(place).load(entry).state["x"] == 1).all())
 
