@@ -1,8 +1,8 @@
 """Checkpoints that exist completely or not at all, and are verified whenever they are read. Imports no torch.
 
 Names and their order: layout. State to bytes and back: codec (structure), tensors and tensorfile (data). Bytes to disk:
-image, commit, storage; beside training: arena, snapshot, background. Back: reading, inventory. What stays: retention,
-janitor. Who saves: claim. All together: manager.
+image, commit, storage; by several processes: sharing, sharded, joint; beside training: arena, snapshot, background.
+Back: reading, goals, live, inventory. What stays: retention, janitor. Who saves: claim. All together: manager.
 """
 
 from elastic_trainer.checkpoint.arena import Arena, NoRoomError
@@ -11,9 +11,11 @@ from elastic_trainer.checkpoint.claim import Owner
 from elastic_trainer.checkpoint.events import Event, EventSink, Transition
 from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
 from elastic_trainer.checkpoint.inventory import Description, Entry, Soundness, describe
+from elastic_trainer.checkpoint.live import Live
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed, Loaded, SaveInfo
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.retention import BestMode, Retention
+from elastic_trainer.checkpoint.sharded import Places
 from elastic_trainer.checkpoint.snapshot import StateSnapshot
 
 __all__ = [
@@ -28,10 +30,12 @@ __all__ = [
     "Event",
     "EventSink",
     "GoneError",
+    "Live",
     "Loaded",
     "Manifest",
     "NoRoomError",
     "Owner",
+    "Places",
     "Retention",
     "Save",
     "SaveInfo",

@@ -23,7 +23,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from elastic_trainer.checkpoint import slices, tensorfile, tensors
+from elastic_trainer.checkpoint import sharded, slices, tensorfile, tensors
 from elastic_trainer.checkpoint.faults import DamagedError
 from elastic_trainer.checkpoint.image import FileImage, Image, OnDevice, WatchedTensor, from_bytes
 from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, tensors_file
@@ -51,21 +51,24 @@ def encode(
     watched: Mapping[str, torch.Tensor] = MappingProxyType({}),
     parts: int = 1,
     own: Callable[[str], bool] = lambda name: False,
+    places: sharded.Places | None = None,
 ) -> Image:
     """The files that hold ``state``; tensor data are read from their own memory when the image is written.
 
     Where tensors of the state are among the ``watched`` ones, the image says where they are. With several ``parts`` the
     tensors are in that many files of about equal size, which several processes that hold the same state can write;
-    those that are this process's ``own``, by their names, are in the first.
+    those that are this process's ``own``, by their names, are in the first. With ``places`` the state may be sharded
+    over them, and the image is the part of this place: its file of tensors, and on place 0 the structure.
     Raises CheckpointError naming the path of the first value that cannot be kept.
     """
-    encoder = _Encoder()
+    encoder = _Encoder(places)
     root = encoder.value(dict(state), ())
     skeleton = {"version": SKELETON_VERSION, "state": root}
     text = json.dumps(skeleton, separators=(",", ":"), allow_nan=False).encode("ascii")
     contents = encoder.contents(parts, own)
     first, *others = (encoder.file(each) for each in contents)
-    return Image((first, from_bytes(STATE_FILE, text), *others), tuple(encoder.watched(watched, contents)))
+    structure = (from_bytes(STATE_FILE, text),) if places is None or places.index == 0 else ()
+    return Image((first, *structure, *others), tuple(encoder.watched(watched, contents)))
 
 
 def decode(skeleton: bytes | bytearray, loaded: Mapping[str, torch.Tensor], where: str) -> dict[str, Any]:
@@ -139,9 +142,11 @@ def _refused(path: Trail, what: str, hint: str = _NO_SURPRISE) -> CheckpointErro
 
 
 class _Encoder:
-    """Walks a state once; collects tensors by name."""
+    """Walks a state once; collects tensors by name. With ``places``, also which box of each is written here."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: sharded.Places | None = None) -> None:
+        self._places = places
+        self._held: list[slices.TensorSlice] = []
         self._sources: dict[str, Callable[[], memoryview | OnDevice]] = {}
         self._described: list[tuple[str, str, tuple[int, ...]]] = []
         self._names_of_tensors: dict[Any, str] = {}
@@ -206,20 +211,34 @@ class _Encoder:
     def _bytes(self, value: bytes, path: Trail) -> Json:
         if len(value) <= _LARGE_BYTES:
             return {_MARK: "bytes", "base64": base64.b64encode(value).decode("ascii")}
-        return {_MARK: "blob", "name": self._add(path, "U8", (len(value),), lambda: memoryview(value))}
+        name = self._add(path, "U8", (len(value),), lambda: memoryview(value))
+        if self._places is not None and self._places.index == 0:
+            self._held += slices.uncut([tensorfile.Placed(name, "U8", (len(value),))])
+        return {_MARK: "blob", "name": name}
 
     def _tensor(self, tensor: torch.Tensor, path: Trail) -> Json:
-        problem = tensors.problem_with(tensor)
+        held = tensor if self._places is None else sharded.local(tensor)
+        problem = tensors.problem_with(held)
+        if problem is None and held is not tensor and tensor.is_complex() and sharded.is_sharded(tensor):
+            problem = "it is sharded, and its numbers are complex", "split it by torch.view_as_real()"
         if problem is not None:
             raise _refused(path, *problem)
         mark = "complex" if tensor.is_complex() else "tensor"
-        identity = tensors.identity(tensor)
+        identity = tensors.identity(held)
         name = self._names_of_tensors.get(identity)
         if name is None:
-            plain = tensors.plain(tensor)
-            name = self._add(path, tensors.element_type(plain), tuple(plain.shape), lambda: tensors.source(plain))
-            if tensor.numel():
+            plain = tensors.plain(held)
+            dtype, whole = tensors.element_type(plain), tuple(plain.shape)
+            if self._places is not None and sharded.is_sharded(tensor):
+                whole = tuple(tensor.shape)
+            name = self._add(path, dtype, whole, lambda: tensors.source(plain))
+            if held.numel():
                 self._names_of_tensors[identity] = name
+            try:
+                if self._places is not None and self._places.writes(tensor):
+                    self._held.append(_held(name, dtype, tensor, plain))
+            except CheckpointError as error:
+                raise _refused(path, error.message, error.hint or "") from error
         return {_MARK: mark, "name": name}
 
     def _add(self, path: Trail, dtype: str, shape: tuple[int, ...], source: Callable[[], memoryview | OnDevice]) -> str:
@@ -233,6 +252,8 @@ class _Encoder:
         return name
 
     def contents(self, parts: int, own: Callable[[str], bool]) -> tuple[_Content, ...]:
+        if self._places is not None:
+            return (_content(tensors_file(self._places.index, self._places.count), self._held),)
         mine = frozenset(name for name, _, _ in self._described if own(name)) if parts > 1 else frozenset[str]()
         return _contents(tuple(self._described), parts, mine)
 
@@ -250,15 +271,26 @@ class _Encoder:
 
     def _bytes_of(self, part: slices.TensorSlice) -> memoryview | OnDevice:
         source = self._sources[part.tensor]()
-        return source if part.complete else source[slice(*cast("tuple[int, int]", part.span))]
+        return (
+            source if part.complete or self._places is not None else source[slice(*cast("tuple[int, int]", part.span))]
+        )
 
     def watched(self, labelled: Mapping[str, torch.Tensor], contents: Sequence[_Content]) -> Iterator[WatchedTensor]:
-        labels = {self._names_of_tensors.get(tensors.identity(each)): label for label, each in labelled.items()}
+        held = {label: tensors.identity(sharded.local(each)) for label, each in labelled.items()}
+        labels = {self._names_of_tensors.get(each): label for label, each in held.items()}
         for content in contents:
             for place, part in zip(content.placed, content.slices, strict=True):
                 label = labels.get(part.tensor)
                 if label is not None:
                     yield WatchedTensor(label, content.name, place.dtype, place.begin, place.end)
+
+
+def _held(name: str, dtype: str, tensor: torch.Tensor, plain: torch.Tensor) -> slices.TensorSlice:
+    """What a place writes of ``tensor``: ``plain``, all that it holds."""
+    whole = tuple(tensor.shape if sharded.is_sharded(tensor) else plain.shape)
+    if not sharded.is_sharded(tensor) or not tensor.numel():
+        return slices.uncut([tensorfile.Placed(name, dtype, whole)])[0]
+    return slices.TensorSlice(name, dtype, whole, *sharded.box_of(cast("Any", tensor)))
 
 
 @dataclass(frozen=True, slots=True)

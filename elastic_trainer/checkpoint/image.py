@@ -76,6 +76,10 @@ class Image:
         return sum(file.size for file in self.files)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(file.name for file in self.files)
+
+    @property
     def shared(self) -> bool:
         """Whether its tensors are in several files, for several writers."""
         return len(self.files) > _FILES_OF_ONE

@@ -29,6 +29,8 @@ TENSORS_FILE = "tensors.safetensors"
 OWNER_FILE = "owner.json"
 OFFER_FILE = "offer.json"
 """In a temporary entry: what is written there, for those who help."""
+RECORD_PREFIX = "record-"
+"""In a temporary entry: the record of a file that is durable, by the place that wrote it."""
 
 STEP_DIGITS = 9
 _NONCE_BYTES = 6
@@ -138,9 +140,21 @@ def tensors_file(part: int, parts: int) -> str:
     return TENSORS_FILE if parts == 1 else f"tensors-{part + 1:05d}-of-{parts:05d}.safetensors"
 
 
+def place_of(names: Collection[str]) -> tuple[int, int] | None:
+    """Of the files of one place: its index, and how many places there are; None for the files of a whole checkpoint."""
+    found = [part for part in map(tensor_part, names) if part is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def tensor_part(name: str) -> tuple[int, int] | None:
+    """Which of several files of tensors ``name`` is, from 0, and of how many; None if it is none."""
+    match = _TENSORS_PART.fullmatch(name)
+    return (int(match[1]) - 1, int(match[2])) if match else None
+
+
 def tensor_files(names: Collection[str]) -> tuple[str, ...]:
     """The files of tensors among ``names``, in order; none where they are not exactly those of one checkpoint."""
-    counts = {int(match[2]) for name in names if (match := _TENSORS_PART.fullmatch(name))}
+    counts = {part[1] for part in map(tensor_part, names) if part is not None}
     parts = counts.pop() if len(counts) == 1 and TENSORS_FILE not in names else 1
     expected = tuple(tensors_file(part, parts) for part in range(parts))
     return () if counts or not set(expected) <= set(names) else expected

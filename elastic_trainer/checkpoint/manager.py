@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,11 @@ from elastic_trainer.checkpoint.events import Event, EventSink, Transition, anno
 from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
 from elastic_trainer.checkpoint.image import Image
 from elastic_trainer.checkpoint.inventory import Entry, Problem, committed, entry, examine, listed, quarantined_in
-from elastic_trainer.checkpoint.layout import CheckpointName, quarantine_name, quarantined, trash_name
+from elastic_trainer.checkpoint.joint import commit_jointly, write_place
+from elastic_trainer.checkpoint.layout import CheckpointName, place_of, quarantine_name, quarantined, trash_name
+from elastic_trainer.checkpoint.live import NOTHING_LIVE, Live
 from elastic_trainer.checkpoint.manifest import Manifest, checked_fields
-from elastic_trainer.checkpoint.reading import read_manifest, read_state
+from elastic_trainer.checkpoint.reading import read_manifest, read_state, verify
 from elastic_trainer.checkpoint.retention import Candidate, Retention, Ruling, by_metric, decide
 from elastic_trainer.checkpoint.sharing import commit_shared, help_write
 from elastic_trainer.checkpoint.snapshot import StateSnapshot
@@ -158,7 +160,7 @@ class CheckpointManager:
             if self._claim is not None:
                 self._claim.take()
             self._make_room(image.size)
-            complete = (commit_shared if image.shared and draft.files else commit)(self._storage, image, draft)
+            complete = _way(image, draft)(self._storage, image, draft)
         except CheckpointError as error:
             self._failed(draft, error)
             raise
@@ -170,7 +172,9 @@ class CheckpointManager:
         return result
 
     def help(self, image: Image, manifest: Manifest, turn: int, stop: threading.Event) -> tuple[str, ...]:
-        """Write files of ``image`` for a process that commits the same state; see sharing."""
+        """Write files of ``image`` for a process that commits the same state; see sharing, and joint for one place."""
+        if place_of(image.names) is not None:
+            return write_place(self._storage, image, manifest, stop, self._clock)
         return help_write(self._storage, image, manifest, turn, stop, self._clock)
 
     def _failed(self, draft: Manifest, error: CheckpointError) -> None:
@@ -285,22 +289,30 @@ class CheckpointManager:
 
     # -- loading
 
-    def load(self, wanted: Entry) -> Loaded:
-        """The state of ``wanted``; DamagedError, GoneError or UnreadableError (all CheckpointErrors) otherwise."""
+    def load(self, wanted: Entry, live: Live = NOTHING_LIVE) -> Loaded:
+        """The state of ``wanted``; DamagedError, GoneError or UnreadableError (all CheckpointErrors) otherwise.
+
+        Tensors that are ``live`` are overwritten, and are part of what comes back. After an error they hold neither
+        the one state nor the other: load another checkpoint, or end.
+        """
         began = self._clock.monotonic()
         manifest = read_manifest(self._storage, wanted.name)
-        state = read_state(self._storage, manifest)
+        state = read_state(self._storage, manifest, live)
         duration_s = self._clock.monotonic() - began
         values = {"step": manifest.step, "round": manifest.round, "bytes": manifest.size, "duration_s": duration_s}
         self._announce(Event(Transition.LOADED, manifest.name, values=values))
         return Loaded(state, manifest)
 
-    def load_snapshot(self, snapshot: StateSnapshot) -> Loaded:
-        """The state that a process of this job has left in memory; DamagedError if that is not as it was."""
-        return Loaded(read_state(snapshot, snapshot.manifest), snapshot.manifest, snapshot.stored)
+    def load_snapshot(self, snapshot: StateSnapshot, live: Live = NOTHING_LIVE) -> Loaded:
+        """The state that a process of this job has left in memory; DamagedError, and nothing live has changed, if that
+        is not as it was.
+        """
+        if live is not NOTHING_LIVE:
+            verify(snapshot, snapshot.manifest)  # there need not be another state that could be read over this one
+        return Loaded(read_state(snapshot, snapshot.manifest, live), snapshot.manifest, snapshot.stored)
 
-    def load_newest(self) -> Loaded | None:
-        """The newest state that is whole; None if there never was a checkpoint.
+    def load_newest(self, live: Live = NOTHING_LIVE) -> Loaded | None:
+        """The newest state that is whole; None if there never was a checkpoint. ``live`` is as in :meth:`load`.
 
         Damaged ones on the way are quarantined, unreadable ones skipped, both reported. Raises CheckpointError if
         none is left: starting from scratch must be somebody's decision.
@@ -315,7 +327,7 @@ class CheckpointManager:
                 return None
             tried.add(name)
             try:
-                return self.load(entry(self._storage, name))
+                return self.load(entry(self._storage, name), live)
             except GoneError:
                 continue
             except DamagedError as error:
@@ -359,6 +371,13 @@ class CheckpointManager:
     def _announce(self, event: Event) -> Event:
         announce(event, self._on_event)
         return event
+
+
+def _way(image: Image, draft: Manifest) -> Callable[[Storage, Image, Manifest], Manifest]:
+    """How ``image`` becomes a checkpoint: with the other places, with whoever helps, or alone."""
+    if place_of(image.names) is not None:
+        return commit_jointly
+    return commit_shared if image.shared and draft.files else commit
 
 
 def _candidate(each: Entry) -> Candidate:

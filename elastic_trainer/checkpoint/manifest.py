@@ -99,7 +99,7 @@ class Manifest(_Frozen):
 
     def with_files(self, files: tuple[FileRecord, ...]) -> Manifest:
         """The same for ``files``, of the lowest format that has them."""
-        several = layout.tensor_files([each.name for each in files]) not in ((), (layout.TENSORS_FILE,))
+        several = any(layout.tensor_part(each.name) for each in files)
         return self.model_copy(update={"files": files, "format": FORMAT if several else ONE_FILE})
 
     def tensor_files(self) -> tuple[FileRecord, ...]:

@@ -18,8 +18,10 @@ import xxhash
 
 from elastic_trainer.checkpoint import codec, tensorfile, tensors
 from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
+from elastic_trainer.checkpoint.goals import FileRange, Goal, plan
 from elastic_trainer.checkpoint.image import PIECE
 from elastic_trainer.checkpoint.layout import MANIFEST_FILE, STATE_FILE, TENSORS_FILE
+from elastic_trainer.checkpoint.live import NOTHING_LIVE, Live
 from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, unseal
 from elastic_trainer.checkpoint.slices import TensorSlice, assemble, in_file
 from elastic_trainer.checkpoint.storage import ByteSource
@@ -51,11 +53,26 @@ def read_manifest(storage: CheckpointFiles, name: str) -> Manifest:
     return unseal(bytes(content), name)
 
 
-def read_state(storage: CheckpointFiles, manifest: Manifest) -> dict[str, Any]:
-    """The state that the checkpoint of ``manifest`` holds; tensors are on the CPU."""
-    skeleton = read_skeleton(storage, manifest)
-    loaded = tensors.build(*read_tensors(storage, manifest))
-    return codec.decode(skeleton, loaded, f"checkpoint {manifest.name}")
+def read_state(storage: CheckpointFiles, manifest: Manifest, live: Live = NOTHING_LIVE) -> dict[str, Any]:
+    """The state that the checkpoint of ``manifest`` holds; tensors are on the CPU, or those that are ``live``.
+
+    Live ones may be overwritten by what turns out to be damaged: then read another checkpoint, or end.
+    """
+    where, skeleton = f"checkpoint {manifest.name}", read_skeleton(storage, manifest)
+    if live is NOTHING_LIVE:
+        return codec.decode(skeleton, tensors.build(*read_tensors(storage, manifest)), where)
+    files = read_headers(storage, manifest)
+    found = whole_tensors(files, manifest)
+    leaves = codec.outline(skeleton, where)
+    blobs = {str(leaf.tensor) for leaf in leaves.values() if leaf.mark == "blob"}
+    live.check(codec.decode(skeleton, tensors.without_data(found, blobs), where))
+    held = live.chosen(leaves, found)
+    fresh = tensorfile.place([each for each in found if each.name not in held])
+    slabs = tensors.allocate(fresh)
+    goals = {name: tensors.goal_of(each) for name, each in held.items()} | tensors.goals_in(slabs)
+    for file in files:
+        _fill(storage, manifest.name, file, goals)
+    return codec.decode(skeleton, tensors.build(fresh, slabs) | held, where)
 
 
 def read_skeleton(storage: CheckpointFiles, manifest: Manifest) -> bytearray:
@@ -98,25 +115,31 @@ def read_tensors(
 ) -> tuple[tuple[Placed, ...], tuple[Slab, ...]]:
     """The tensors, or those that are ``wanted`` by name, and the memory that holds them. Needs no torch.
 
-    Data go straight to their place in it, but for slices that have gaps there: they take a way round, file by file.
+    Data go straight to their place in it, but for slices that have gaps there: they take a way round.
     """
     files = read_headers(storage, manifest)
     found = whole_tensors(files, manifest)
     if wanted is not None:
         found = tensorfile.place([each for each in found if wanted(each.name)])
     slabs = tensors.allocate(found)
+    goals: Mapping[str, Goal] | None = None
     for file in files:
         if wanted is None and file.alone:  # it is read as it is: thousands of tensors need no look at each
             begin = file.record.head_size
-            segments = [_Segment(begin + slab.begin, begin + slab.begin + len(slab.view), slab.view) for slab in slabs]
+            segments = [FileRange(begin + slab.begin, begin + slab.begin + len(slab.view), slab.view) for slab in slabs]
             _read_data(storage, manifest.name, file, segments)
             continue
-        by_name = {each.name: each for each in found}
-        segments, scattered = _segments(file, by_name, slabs)
-        _read_data(storage, manifest.name, file, segments)
-        for each, data in scattered:
-            tensors.scatter(each, data, by_name[each.tensor], slabs)
+        goals = tensors.goals_in(slabs) if goals is None else goals
+        _fill(storage, manifest.name, file, goals)
     return found, slabs
+
+
+def _fill(storage: CheckpointFiles, name: str, file: TensorFile, goals: Mapping[str, Goal]) -> None:
+    """Read what ``file`` has for ``goals``; what takes a way round does so with a bounded amount of memory."""
+    for segments, detours in plan(file.record.head_size, file.placed, file.slices(), goals):
+        _read_data(storage, name, file, segments)
+        for each in detours:
+            each.land()
 
 
 def read_in_turn(
@@ -169,65 +192,30 @@ def _read_header(storage: CheckpointFiles, name: str, record: FileRecord) -> Ten
     return TensorFile(record, placed, {} if record.name == TENSORS_FILE else tensorfile.metadata(head, where), where)
 
 
-def _read_data(storage: CheckpointFiles, name: str, file: TensorFile, segments: Sequence[_Segment]) -> None:
-    """Read ``segments``, which follow one another; chunks in which nobody wants anything are left out."""
+def _read_data(storage: CheckpointFiles, name: str, file: TensorFile, segments: Sequence[FileRange]) -> None:
+    """Read ``segments``, in their order in the file; chunks in which nobody wants anything are left out."""
     record, starts = file.record, [each.begin for each in segments]
-    chunks = {index for each in segments if each.view is not None for index in record.chunks_of(each.begin, each.end)}
+    chunks = {index for each in segments for index in record.chunks_of(each.begin, each.end)}
     if not chunks:
         return
 
     def buffers(begin: int, end: int) -> Iterator[memoryview]:
-        index = bisect_right(starts, begin) - 1
-        while index < len(segments) and starts[index] < end:
-            each = segments[index]
-            first, last = max(begin, each.begin), min(end, each.end)
-            view = memoryview(bytearray(last - first)) if each.view is None else each.view[first - each.begin :]
-            yield from _cut(view[: last - first])
-            index += 1
+        unwanted, index = memoryview(b""), max(0, bisect_right(starts, begin) - 1)
+        while begin < end:
+            each = segments[index] if index < len(segments) else None
+            if each is not None and each.begin <= begin < each.end:
+                last = min(end, each.end)
+                yield from _cut(each.view[begin - each.begin : last - each.begin])
+            elif each is not None and each.end <= begin:
+                index, last = index + 1, begin
+            else:
+                last = min(end, begin + PIECE, end if each is None else each.begin)
+                unwanted = unwanted if len(unwanted) >= last - begin else memoryview(bytearray(last - begin))
+                yield unwanted[: last - begin]
+            begin = last
 
     with _opened(storage, name, record) as source:
         _read_chunks(source, name, record, sorted(chunks), buffers)
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """Bytes of a file from ``begin`` to ``end``, and where they go; nobody wants them where that is None."""
-
-    begin: int
-    end: int
-    view: memoryview | None
-
-
-def _segments(
-    file: TensorFile, found: Mapping[str, Placed], slabs: Sequence[Slab]
-) -> tuple[list[_Segment], list[tuple[TensorSlice, Any]]]:
-    """Where the data of ``file`` go, without gaps, and which slices are to be scattered from where they went first.
-
-    What follows itself both in the file and in memory is one segment: thousands of scalars are one read.
-    """
-    starts = [slab.begin for slab in slabs]
-    segments: list[_Segment] = []
-    scattered: list[tuple[TensorSlice, Any]] = []
-    run: tuple[int, int, int] | None = None  # slab, and from where to where in it, of the last segment
-    for placed, each in zip(file.placed, file.slices(), strict=True):
-        begin, end = file.record.head_size + placed.begin, file.record.head_size + placed.end
-        if begin == end:
-            continue
-        goal, span = found.get(each.tensor), each.span
-        if goal is None or span is None:
-            data = None if goal is None else tensors.fresh(end - begin)
-            if data is not None:
-                scattered.append((each, data))
-            segments.append(_Segment(begin, end, None if data is None else memoryview(data)))
-            run = None
-            continue
-        slab = bisect_right(starts, goal.begin) - 1
-        first, last = (goal.begin + position - starts[slab] for position in span)
-        if run is not None and run[0] == slab and run[2] == first:
-            begin, first = segments.pop().begin, run[1]
-        segments.append(_Segment(begin, end, slabs[slab].view[first:last]))
-        run = (slab, first, last)
-    return segments, scattered
 
 
 def _cut(view: memoryview) -> Iterator[memoryview]:

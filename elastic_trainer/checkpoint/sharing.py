@@ -20,7 +20,7 @@ its own, and it publishes when all of them are durable.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from threading import Event
 
 from elastic_trainer.checkpoint.commit import changed, require_space, temporary_entry, write_file
@@ -39,7 +39,7 @@ FIND_S = 120.0
 LEAST_PATIENCE_S = 10.0
 PATIENCE = 3.0
 """A helper may take this many times as long for its files as the process that saves took for its own."""
-_LONGEST_OFFER = 64 << 20
+_LONGEST_NOTE = 64 << 20
 
 
 def commit_shared(storage: Storage, image: Image, manifest: Manifest, clock: Clock = SYSTEM) -> Manifest:
@@ -70,7 +70,7 @@ def help_write(
     storage: Storage, image: Image, manifest: Manifest, turn: int, stop: Event, clock: Clock = SYSTEM
 ) -> tuple[str, ...]:
     """Write some of the files of the state ``manifest``, from file ``turn`` on; the names of those written here."""
-    offer = _find(storage, manifest, Deadline.after(FIND_S, clock), stop)
+    offer = find_offer(storage, manifest, _fits, Deadline.after(FIND_S, clock), stop)
     if offer is None:
         return ()
     temporary, wanted = offer
@@ -87,19 +87,26 @@ def help_write(
     return wrote
 
 
-def _find(storage: Storage, mine: Manifest, limit: Deadline, stop: Event) -> tuple[str, Manifest] | None:
+def find_offer(
+    storage: Storage,
+    mine: Manifest,
+    fits: Callable[[Manifest, Manifest], bool],
+    limit: Deadline,
+    stop: Event,
+    passed_over: Collection[str] = (),
+) -> tuple[str, Manifest] | None:
     """The temporary directory in which somebody saves the state of ``mine``, and the offer there."""
-    seen: set[str] = set()
+    seen = set(passed_over)
     pause_s = LOOK_S
     while True:
         for name in set(_names(storage)) - seen:
             if kind_of(name) is not Kind.TEMPORARY:
                 seen.add(name)
                 continue
-            offer = _offer(storage, name)
+            offer = read_note(storage, name, OFFER_FILE)
             if offer is None:
                 continue
-            if (offer.run, offer.round, offer.step) == (mine.run, mine.round, mine.step) and _fits(offer, mine):
+            if (offer.run, offer.round, offer.step) == (mine.run, mine.round, mine.step) and fits(offer, mine):
                 return name, offer
             seen.add(name)
         if limit.expired or pause(pause_s, stop, limit.clock):
@@ -114,14 +121,14 @@ def _names(storage: Storage) -> tuple[str, ...]:
         return ()
 
 
-def _offer(storage: Storage, temporary: str) -> Manifest | None:
-    """The offer in a temporary directory; None while there is none that is whole."""
+def read_note(storage: Storage, temporary: str, file: str) -> Manifest | None:
+    """The manifest that a writer left in a temporary directory for others; None while there is none that is whole."""
     try:
-        source = storage.source(temporary, OFFER_FILE)
+        source = storage.source(temporary, file)
     except OSError:
         return None
     try:
-        content = bytearray(min(source.size, _LONGEST_OFFER))
+        content = bytearray(min(source.size, _LONGEST_NOTE))
         if not source.read_into(memoryview(content), 0):
             return None
         return unseal(bytes(content), json.loads(content)["manifest"]["name"])

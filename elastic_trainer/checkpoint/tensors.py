@@ -5,14 +5,14 @@ torch and numpy are imported by the functions, not here. *Fails by* a problem in
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from elastic_trainer.checkpoint import sharded
+from elastic_trainer.checkpoint.goals import Goal
 from elastic_trainer.checkpoint.image import OnDevice
-from elastic_trainer.checkpoint.slices import TensorSlice
 from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed
 
 if TYPE_CHECKING:
@@ -54,8 +54,11 @@ def problem_with(tensor: torch.Tensor) -> tuple[str, str] | None:
 
     kind = type(tensor)
     if kind not in (torch.Tensor, torch.nn.Parameter):
-        whole = kind.__name__ == "DTensor"
-        hint = "save its .full_tensor()" if whole else "save the plain tensor that it stands for"
+        hint = (
+            "save it with the places that hold it, or its .full_tensor()"
+            if sharded.is_sharded(tensor)
+            else "save the plain tensor that it stands for"
+        )
         return f"it is a tensor of type {kind.__module__}.{kind.__qualname__}", hint
     if tensor.layout is not torch.strided:
         return f"it is a tensor of layout {tensor.layout}", "convert it with .to_dense()"
@@ -171,13 +174,69 @@ def arrays(placed: Sequence[Placed], slabs: Sequence[Slab]) -> dict[str, Any]:
     return found
 
 
-def scatter(part: TensorSlice, data: Any, whole: Placed, slabs: Sequence[Slab]) -> None:
-    """Put ``data``, the bytes of ``part``, where they belong in the tensor ``whole``."""
-    slab = slabs[bisect_right(slabs, whole.begin, key=lambda each: each.begin) - 1]
-    goal = slab.array[whole.begin - slab.begin : whole.end - slab.begin]
-    element = ELEMENT_SIZE[part.dtype]
-    box = tuple(slice(begin, begin + size) for begin, size in zip(part.offset, part.shape, strict=True))
-    goal.reshape(*part.whole, element)[box] = data.reshape(*part.shape, element)
+def goals_in(slabs: Sequence[Slab]) -> dict[str, Goal]:
+    """Where the data of each tensor in ``slabs`` go."""
+    return {each.name: _goal_in(slab, each) for slab in slabs for each in slab.tensors}
+
+
+def _goal_in(slab: Slab, tensor: Placed) -> Goal:
+    begin, element = tensor.begin - slab.begin, ELEMENT_SIZE[tensor.dtype]
+    array = slab.array[begin : begin + tensor.size].reshape(*tensor.shape, element)
+
+    def put(box: tuple[slice, ...], data: Any) -> None:
+        array[box] = data
+
+    return Goal((0,) * len(tensor.shape), tensor.shape, put, slab.view, begin)
+
+
+def goal_of(tensor: torch.Tensor) -> Goal:
+    """Where the data go of what this process holds of ``tensor``: its own memory, where that is plain."""
+    import torch
+
+    offset = sharded.box_of(cast("Any", tensor))[0] if sharded.is_sharded(tensor) else (0,) * tensor.dim()
+    held = sharded.local(tensor)
+
+    def put(box: tuple[slice, ...], data: Any) -> None:
+        with torch.no_grad():
+            held[box].copy_(torch.from_numpy(data.reshape(-1)).view(held.dtype).view(held[box].shape))
+
+    if held.device.type != "cpu" or not held.is_contiguous() or not held.numel():
+        return Goal(offset, tuple(held.shape), put)
+    plain: Any = held.reshape(-1).view(torch.uint8).numpy()
+    return Goal(offset, tuple(held.shape), put, memoryview(plain))
+
+
+def fits(tensor: Any, stored: Placed) -> bool:
+    """Whether ``stored`` can be read into ``tensor``: a tensor of its type and shape, whose elements are apart."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or problem_with(sharded.local(tensor)) is not None:
+        return False
+    held = sharded.local(tensor)
+    if tuple(tensor.shape) != stored.shape or _types().get(held.dtype) != stored.dtype:
+        return False
+    return all(stride or size < 2 for stride, size in zip(held.stride(), held.shape, strict=True))
+
+
+def new_like(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A tensor without content, sharded and on the device as ``tensor`` is."""
+    import torch
+
+    dtypes = {name: each for each, name in _types().items()}
+    return torch.empty_like(tensor.detach(), dtype=dtypes[dtype])
+
+
+def without_data(placed: Iterable[Placed], blobs: Collection[str]) -> dict[str, torch.Tensor]:
+    """Tensors of their types and shapes, on the meta device; zeros for those that stand for bytes."""
+    import torch
+
+    dtypes = {name: dtype for dtype, name in _types().items()}
+    return {
+        each.name: torch.empty(each.shape, dtype=dtypes[each.dtype], device="meta")
+        if each.name not in blobs
+        else torch.zeros(each.shape, dtype=torch.uint8)
+        for each in placed
+    }
 
 
 def build(placed: Sequence[Placed], slabs: Sequence[Slab]) -> dict[str, torch.Tensor]:

@@ -14,9 +14,16 @@ from fsspec import filesystem
 from elastic_trainer.checkpoint import CheckpointManager, Retention, SaveInfo, Soundness, codec, describe, sharing
 from elastic_trainer.checkpoint.checking import records
 from elastic_trainer.checkpoint.commit import check_writable, temporary_entry, write_file
-from elastic_trainer.checkpoint.image import from_bytes
+from elastic_trainer.checkpoint.image import Image, from_bytes
 from elastic_trainer.checkpoint.janitor import sweep
-from elastic_trainer.checkpoint.layout import OFFER_FILE, CheckpointName, temporary_name, trash_name
+from elastic_trainer.checkpoint.layout import (
+    MANIFEST_FILE,
+    OFFER_FILE,
+    CheckpointName,
+    temporary_name,
+    tensors_file,
+    trash_name,
+)
 from elastic_trainer.checkpoint.manifest import seal
 from elastic_trainer.checkpoint.storage import Storage, open_storage
 from elastic_trainer.checkpoint.storage.bucket import PART_SIZE, RequestLimits
@@ -96,6 +103,46 @@ def test_several_processes_write_one_checkpoint(place: Place) -> None:
     assert loaded is not None
     assert same(loaded.state, state)
     assert place().names() == (manifest.name,)
+
+
+def parts_of(state: dict[str, object]) -> tuple[Image, Image]:
+    """The files of two places."""
+    first, structure, second = codec.encode(state, parts=2).files
+    return Image((first, structure)), Image((second,))
+
+
+def test_two_places_write_their_files_of_one_checkpoint(place: Place) -> None:
+    """Each its own; the notes that they leave for each other are gone when it is published."""
+    state = {"large": torch.randn(3_000_000), "small": [torch.ones(3)]}
+    first, second = parts_of(state)
+    saver, helper = opened(place), opened(place)
+    done: list[tuple[str, ...]] = []
+    draft = helper.draft(SaveInfo(1))
+    thread = Thread(target=lambda: done.append(helper.help(second, draft, 0, Event())))
+    thread.start()
+    committed = saver.commit(first, saver.draft(SaveInfo(1)))
+    thread.join(60.0)
+    assert done == [(tensors_file(1, 2),)]
+    loaded = opened(place).load_newest()
+    assert loaded is not None
+    assert same(loaded.state, state)
+    assert place().names() == (committed.name,)
+    assert not any(place().files(committed.name) - {each.name for each in loaded.manifest.files} - {MANIFEST_FILE})
+
+
+def test_a_place_that_cannot_write_ends_the_save_at_once(place: Place) -> None:
+    """Its bytes have changed since they were sealed: nothing is left, and the checkpoint before is the newest."""
+    before = opened(place).save({"x": 1}, SaveInfo(1)).name
+    first, second = parts_of({"large": torch.zeros(3_000_000)})
+    saver, helper = opened(place), opened(place)
+    sealed = records(parts_of({"large": torch.ones(3_000_000)})[1])
+    draft = helper.draft(SaveInfo(2)).with_files(sealed)
+    thread = Thread(target=lambda: helper.help(second, draft, 0, Event()))
+    thread.start()
+    with pytest.raises(StorageError, match="place 1 could not write its shards"):
+        saver.commit(first, saver.draft(SaveInfo(2)))
+    thread.join(60.0)
+    assert place().names() == (before,)
 
 
 def test_a_checkpoint_is_unseen_until_it_is_published(place: Place) -> None:

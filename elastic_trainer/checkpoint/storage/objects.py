@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from elastic_trainer.checkpoint.layout import (
     MANIFEST_FILE,
     OFFER_FILE,
+    RECORD_PREFIX,
     Kind,
     kind_of,
     parse_checkpoint,
@@ -84,8 +85,12 @@ class ObjectStorage:
     def sink(self, name: str, file: str) -> Sink:
         if name in self._final and file == MANIFEST_FILE:
             return _Kept(self._manifests.setdefault(name, bytearray()))
-        place = name if file == OFFER_FILE else self._final.get(name, name)
-        return _ObjectSink(self._bucket.upload(f"{place}/{file}"), self.location)
+        return _ObjectSink(self._bucket.upload(self._key(name, file)), self.location)
+
+    def _key(self, name: str, file: str) -> str:
+        """Notes of writers to each other stay with the marks."""
+        note = file == OFFER_FILE or file.startswith(RECORD_PREFIX)
+        return f"{name if note else self._final.get(name, name)}/{file}"
 
     def join(self, temporary: str, name: str) -> None:
         self._final[temporary] = name
@@ -108,7 +113,7 @@ class ObjectStorage:
             self._bucket.delete([f"{temporary}/{file}"])
 
     def source(self, name: str, file: str) -> ByteSource:
-        return _ObjectSource(self._bucket, f"{name}/{file}")
+        return _ObjectSource(self._bucket, self._key(name, file))
 
     def publish(self, temporary: str, name: str) -> None:
         if self._lease.lost:

@@ -1,0 +1,72 @@
+"""Tensors that are there already, into which a checkpoint is read: no second copy of them in memory.
+
+A tensor of the state is read straight into the one at the same path of the live state, if type and shape are equal. Of
+a sharded one (DTensor) that is what this process holds; the rest of it is not read. Others come back as new tensors on
+the CPU, whole, unless ``like`` has one of equal shape for the path: then they come back sharded as that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from elastic_trainer.checkpoint import sharded, tensors
+from elastic_trainer.checkpoint.codec import Leaf
+from elastic_trainer.checkpoint.tensorfile import Placed
+
+if TYPE_CHECKING:
+    import torch
+
+Path = tuple[Any, ...]
+
+
+def _nothing(state: Mapping[str, Any]) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Live:
+    """What is there: ``state`` as its state dict, ``like`` by the path of what has no tensors yet.
+
+    The state of an optimizer that has made no step is empty; ``like`` then has its parameters, by the paths of their
+    states. ``check`` gets the stored state, without data, before anything is changed; it may raise.
+    """
+
+    state: Mapping[str, Any] = field(default_factory=dict)
+    like: Mapping[Path, torch.Tensor] = field(default_factory=dict)
+    check: Callable[[dict[str, Any]], None] = _nothing
+
+    def chosen(self, leaves: Mapping[Path, Leaf], found: Sequence[Placed]) -> dict[str, torch.Tensor]:
+        """The tensors to be filled, by the names of the stored ones."""
+        stored = {each.name: each for each in found}
+        result: dict[str, torch.Tensor] = {}
+        for path, leaf in leaves.items():
+            if leaf.mark != "tensor" or leaf.tensor is None or leaf.tensor in result:
+                continue
+            tensor = self._at(path, stored[leaf.tensor])
+            if tensor is not None:
+                result[leaf.tensor] = tensor
+        return result
+
+    def _at(self, path: Path, stored: Placed) -> torch.Tensor | None:
+        there = _found(self.state, path)
+        if tensors.fits(there, stored):
+            tensor: torch.Tensor = there
+            return tensor
+        model = self.like.get(path[:-1])
+        if model is None or tuple(model.shape) != stored.shape or not sharded.is_sharded(model):
+            return None
+        return tensors.new_like(model, stored.dtype)
+
+
+NOTHING_LIVE = Live()
+
+
+def _found(state: Any, path: Path) -> Any:
+    for key in path:
+        try:
+            state = state[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return state

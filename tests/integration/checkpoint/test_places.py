@@ -1,0 +1,145 @@
+"""Checkpoints of sharded state: real gloo ranks with FSDP2 and tensor parallel write them together, and load them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_trainer.checkpoint import CheckpointManager
+from elastic_trainer.cli.main import main
+from tests.integration.worker.launch import environment
+from tests.support.forked import Forked
+from tests.support.waiting import eventually
+from tests.unit.checkpoint.reader import read
+from tests.unit.checkpoint.states import same
+
+LIMIT_S = 90.0
+Start = Callable[..., list[Forked]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts one process for each rank of a shape; ``tmp_path/log-N`` has what rank N says."""
+    with ExitStack() as ends:
+
+        def begin(action: str, shape: str, step: int = 1) -> list[Forked]:
+            size = ranks(shape)
+            store = tmp_path / f"store-{len(list(tmp_path.glob('store-*')))}"
+            store.touch()
+            (tmp_path / "checkpoints").mkdir(exist_ok=True)
+            words = [
+                "-m",
+                "tests.integration.checkpoint.places",
+                action,
+                str(tmp_path / "checkpoints"),
+                shape,
+                str(step),
+            ]
+            found = []
+            for rank in range(size):
+                env = environment(RANK=str(rank), WORLD_SIZE=str(size), STORE=str(store))
+                log = tmp_path / f"log-{rank}"
+                log.unlink(missing_ok=True)
+                found.append(Forked(words, env, log, log, Path.cwd(), leashed=True))
+                ends.callback(found[-1].kill)
+            return found
+
+        yield begin
+
+
+def ranks(shape: str) -> int:
+    return sum(map(int, shape.split("+"))) if "+" in shape else torch.Size(map(int, shape.split("x"))).numel()
+
+
+def ended(processes: list[Forked], tmp_path: Path) -> list[str]:
+    """What each rank said, once all have ended well."""
+    for rank, each in enumerate(processes):
+        assert each.wait(LIMIT_S) == 0, (tmp_path / f"log-{rank}").read_text()
+    return [(tmp_path / f"log-{rank}").read_text() for rank in range(len(processes))]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("shape", ["4", "2x1", "2x2"])
+def test_what_some_places_write_others_load(start: Start, tmp_path: Path, shape: str) -> None:
+    """Bit by bit, at more places and fewer, and whole; each place has written its shards alone."""
+    directory = tmp_path / "checkpoints"
+    said = ended(start("save", shape), tmp_path)
+    assert "committed" in said[0]
+    assert all("wrote tensors-" in each for each in said[1:])
+    (entry,) = CheckpointManager(directory).entries()
+    parts = [each for each in entry.manifest.files if each.name.startswith("tensors")]
+    assert len(parts) == ranks(shape)
+    assert max(each.size for each in parts) < 0.8 * entry.manifest.size
+    reference = torch.load(directory / "reference1.pt", weights_only=False)
+    whole = CheckpointManager(directory).load(entry).state
+    assert same(whole, reference)
+    assert whole["model"]["again.weight"] is whole["model"]["first.weight"]
+    plain = read(entry.path)
+    assert plain["model"]["head.weight"].data == reference["model"]["head.weight"].numpy().tobytes()
+    for other in ("1", "2", "3", "3x2"):
+        assert "equal" in ended(start("load", other), tmp_path)[0], other
+
+
+@pytest.mark.timeout(180)
+def test_of_two_replicas_the_faster_rank_writes_a_place(start: Start, tmp_path: Path) -> None:
+    said = ended(start("save", "2+2"), tmp_path)
+    assert "committed" in said[0]
+    assert sum("wrote tensors-00002-of-00002.safetensors" in each for each in said) == 1
+    found = CheckpointManager(tmp_path / "checkpoints").load_newest()
+    assert found is not None
+    assert same(found.state, torch.load(tmp_path / "checkpoints" / "reference1.pt", weights_only=False))
+
+
+@pytest.mark.timeout(300)
+def test_a_place_that_is_killed_while_it_writes_leaves_the_checkpoint_before(start: Start, tmp_path: Path) -> None:
+    """Place 0 says which one did not come, leaves nothing behind, and the next save succeeds."""
+    directory = tmp_path / "checkpoints"
+    ended(start("save", "2x2", 1), tmp_path)
+    before = CheckpointManager(directory).newest()
+    *others, last = start("stall", "2x2", 2)
+    eventually((directory / "stalled").exists, "the last place never wrote")
+    os.kill(last.pid, signal.SIGKILL)
+    for each in others:
+        each.wait(LIMIT_S)
+    assert last.wait(LIMIT_S) == -signal.SIGKILL
+    assert "place 3 did not write its shards in time" in (tmp_path / "log-0").read_text()
+    assert CheckpointManager(directory).newest() == before
+    assert not list(directory.glob("tmp-*"))
+    ended(start("save", "2x2", 3), tmp_path)
+    assert "equal" in ended(start("load", "3", 3), tmp_path)[0]
+
+
+@pytest.mark.timeout(180)
+def test_the_commands_understand_a_sharded_checkpoint(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is verified, shown, compared, and exported as one file and as a folder."""
+    from safetensors.torch import load_file
+
+    directory = tmp_path / "checkpoints"
+    ended(start("save", "2x2", 1), tmp_path)
+    one = CheckpointManager(directory).newest()
+    ended(start("save", "4", 2), tmp_path)
+    two = CheckpointManager(directory).newest()
+    assert one is not None
+    assert two is not None
+    assert main(["checkpoints", "verify", "--all", str(directory)]) == 0
+    assert main(["checkpoints", "show", str(one.path), "--json"]) == 0
+    assert '"model/head.weight"' in capsys.readouterr().out
+    assert main(["checkpoints", "diff", str(one.path), str(two.path)]) == 1
+    goal = tmp_path / "model.safetensors"
+    assert main(["checkpoints", "export", str(one.path), str(goal), "--to", "safetensors"]) == 0
+    reference = torch.load(directory / "reference1.pt", weights_only=False)["model"]
+    found = load_file(goal)
+    assert set(found) == set(reference) - {"again.weight"}
+    assert all(torch.equal(each, reference[name]) for name, each in found.items())
+    folder = tmp_path / "folder"
+    words = ["--to", "huggingface", "--shard-size", "1000"]
+    assert main(["checkpoints", "export", str(two.path), str(folder), *words]) == 0
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
