@@ -11,7 +11,7 @@ from elastic_trainer.checkpoint.claim import Owner
 from elastic_trainer.checkpoint.events import Event, EventSink, Transition
 from elastic_trainer.checkpoint.faults import DamagedError, GoneError, UnreadableError
 from elastic_trainer.checkpoint.inventory import Description, Entry, Soundness, describe
-from elastic_trainer.checkpoint.live import Live
+from elastic_trainer.checkpoint.live import NOTHING_LIVE, Live
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed, Loaded, SaveInfo
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.checkpoint.retention import BestMode, Retention
@@ -19,6 +19,7 @@ from elastic_trainer.checkpoint.sharded import Places
 from elastic_trainer.checkpoint.snapshot import StateSnapshot
 
 __all__ = [
+    "NOTHING_LIVE",
     "Arena",
     "BackgroundSaves",
     "BestMode",

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 Path = tuple[Any, ...]
 
 
-def _nothing(state: Mapping[str, Any]) -> None:
-    return None
+def _anything(state: Mapping[str, Any]) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,12 +30,13 @@ class Live:
     """What is there: ``state`` as its state dict, ``like`` by the path of what has no tensors yet.
 
     The state of an optimizer that has made no step is empty; ``like`` then has its parameters, by the paths of their
-    states. ``check`` gets the stored state, without data, before anything is changed; it may raise.
+    states. ``fits`` gets the stored state, with tensors on the meta device, before anything is changed; it may raise.
+    Where it says no, all of the state comes back as new tensors.
     """
 
     state: Mapping[str, Any] = field(default_factory=dict)
     like: Mapping[Path, torch.Tensor] = field(default_factory=dict)
-    check: Callable[[dict[str, Any]], None] = _nothing
+    fits: Callable[[dict[str, Any]], bool] = _anything
 
     def chosen(self, leaves: Mapping[Path, Leaf], found: Sequence[Placed]) -> dict[str, torch.Tensor]:
         """The tensors to be filled, by the names of the stored ones."""

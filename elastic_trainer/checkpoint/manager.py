@@ -324,6 +324,8 @@ class CheckpointManager:
             name = next((text for text in map(str, committed(names)) if text not in tried), None)
             if name is None:
                 self._require_none_bad(failed, names)
+                if tried and live is not NOTHING_LIVE:
+                    raise CheckpointError("the last checkpoint was removed while it was read", hint="start again")
                 return None
             tried.add(name)
             try:

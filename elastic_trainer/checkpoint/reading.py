@@ -65,8 +65,8 @@ def read_state(storage: CheckpointFiles, manifest: Manifest, live: Live = NOTHIN
     found = whole_tensors(files, manifest)
     leaves = codec.outline(skeleton, where)
     blobs = {str(leaf.tensor) for leaf in leaves.values() if leaf.mark == "blob"}
-    live.check(codec.decode(skeleton, tensors.without_data(found, blobs), where))
-    held = live.chosen(leaves, found)
+    fits = live.fits(codec.decode(skeleton, tensors.without_data(found, blobs), where))
+    held = live.chosen(leaves, found) if fits else {}
     fresh = tensorfile.place([each for each in found if each.name not in held])
     slabs = tensors.allocate(fresh)
     goals = {name: tensors.goal_of(each) for name, each in held.items()} | tensors.goals_in(slabs)

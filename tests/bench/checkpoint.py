@@ -23,7 +23,7 @@ import numpy as np
 import structlog
 import torch
 
-from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Entry, SaveInfo
+from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Entry, Live, SaveInfo
 from elastic_trainer.checkpoint.retention import Retention
 from tests.bench.checkpoint_training import measure_training
 from tests.bench.checkpoint_writers import measure_writers
@@ -89,6 +89,7 @@ def _musts(size: str, figures: dict[str, Any]) -> list[Must]:
         at_most(f"{size}: warm load over warm raw read", ratios["warm_load_over_raw_read"], 1.1),
         at_most(f"{size}: memory for copies over the state", figures["copies_over_state"], 2.05),
         at_most(f"{size}: memory of a load beyond the state over it", figures["load_beyond_state"], 0.05),
+        at_most(f"{size}: memory of a load into live tensors over the state", figures["live_load_beyond_state"], 0.05),
     ]
 
 
@@ -137,8 +138,10 @@ def measure_speed(place: Path, megabytes: int, repeats: int) -> dict[str, Any]:
     beside.close()
     _write(place / "raw", raw)
     _torch_save(place / "torch.pt", state)
+    live = Live(training_state(megabytes))
     loads: dict[str, Callable[[], object]] = {
         "elastic_trainer": lambda: checkpoints.load(entry),
+        "elastic_trainer_live": lambda: checkpoints.load(entry, live),
         "raw_read": lambda: _read(place / "raw", size),
         "torch_load": lambda: torch.load(place / "torch.pt", weights_only=True),
     }
@@ -149,11 +152,13 @@ def measure_speed(place: Path, megabytes: int, repeats: int) -> dict[str, Any]:
     warm = alternate({name: partial(_clocked, act, size) for name, act in loads.items()}, repeats)
     copied = alternate({"memcpy": _memcpy(raw)}, repeats)
     more = _peak(lambda: checkpoints.load(entry)) / size - 1.0
+    more_live = _peak(lambda: checkpoints.load(entry, live)) / size
     shutil.rmtree(place)
     return {
         "bytes": size,
         "copies_over_state": copies,
         "load_beyond_state": more,
+        "live_load_beyond_state": more_live,
         **_summary(copied, saved, cold, warm),
     }
 
@@ -202,6 +207,8 @@ def _summary(
             "cold_load_over_raw_read": ratio(cold["elastic_trainer"], cold["raw_read"]),
             "cold_torch_load_over_raw_read": ratio(cold["torch_load"], cold["raw_read"]),
             "warm_load_over_raw_read": ratio(warm["elastic_trainer"], warm["raw_read"]),
+            "cold_live_load_over_raw_read": ratio(cold["elastic_trainer_live"], cold["raw_read"]),
+            "warm_live_load_over_raw_read": ratio(warm["elastic_trainer_live"], warm["raw_read"]),
             "warm_torch_load_over_raw_read": ratio(warm["torch_load"], warm["raw_read"]),
         },
     }

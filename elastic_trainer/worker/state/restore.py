@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_trainer.checkpoint import CheckpointManager, Loaded, StateSnapshot
+from elastic_trainer.checkpoint import NOTHING_LIVE, CheckpointManager, Live, Loaded, StateSnapshot
 from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import CheckpointError
@@ -59,9 +59,13 @@ class Inventory:
     """What this rank can offer; only one rank per node looks at its storage, and at the ``snapshot`` in its memory."""
 
     def __init__(
-        self, manager: CheckpointManager | None, tracker: HeartbeatReporter, snapshot: StateSnapshot | None = None
+        self,
+        manager: CheckpointManager | None,
+        tracker: HeartbeatReporter,
+        snapshot: StateSnapshot | None = None,
+        live: Live = NOTHING_LIVE,
     ) -> None:
-        self._manager, self._tracker, self._snapshot = manager, tracker, snapshot
+        self._manager, self._tracker, self._snapshot, self._live = manager, tracker, snapshot, live
         self._stored = manager is not None
         """Whether storage may hold a good checkpoint."""
         self._loaded: Loaded | None = None
@@ -97,7 +101,7 @@ class Inventory:
     def _from_storage(self, manager: CheckpointManager) -> Loaded | None:
         began = SYSTEM.monotonic()
         try:
-            loaded = manager.load_newest()
+            loaded = manager.load_newest(self._live)
         except CheckpointError as error:
             self.error, loaded = error, None
         self._tracker.operated("load", SYSTEM.monotonic() - began, ok=self.error is None)
@@ -106,7 +110,7 @@ class Inventory:
     def _from_memory(self, manager: CheckpointManager, snapshot: StateSnapshot) -> Loaded | None:
         """A damaged snapshot counts for nothing: there are others, and checkpoints."""
         try:
-            loaded = manager.load_snapshot(snapshot)
+            loaded = manager.load_snapshot(snapshot, self._live)
         except CheckpointError as error:
             logger().warning("snapshot.damaged", checkpoint=snapshot.manifest.name, reason=str(error))
             self._snapshot = None
@@ -124,13 +128,16 @@ def restore(
     check: Callable[[Origin], None],
     unfit: CheckpointError | None = None,
     snapshot: StateSnapshot | None = None,
+    live: Live = NOTHING_LIVE,
 ) -> Origin:
     """Bring all ranks to one state. ``collect`` gives this rank's present state, ``apply`` adopts a new one.
+
+    The winner reads into ``live`` tensors: whatever ends this before ``apply``, the state at hand is not to be used.
 
     ``unfit`` says why nobody may start from this rank's present state, if so; ``check`` raises, on all ranks, for a
     checkpoint that this job must not start from. ``snapshot`` is what earlier workers left in the node's memory.
     """
-    inventory = Inventory(manager, tracker, snapshot)
+    inventory = Inventory(manager, tracker, snapshot, live)
     source, loaded = _elect(control, inventory)
     if source is None:
         control.agree(inventory.error or unfit)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from elastic_trainer.checkpoint import Live
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.state import rng
@@ -110,6 +111,12 @@ class TrainingState:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
+    def live(self) -> Live:
+        """The tensors that a checkpoint of the same model and optimizer can be read into, before it is applied."""
+        average = None if self.average is None else self.average.state_dict(keep_vars=True)
+        state = {"model": self.module.state_dict(keep_vars=True), "average": average}
+        return Live({**state, "optimizer": {"state": self.optimizer.state_dict()}}, fits=self._fits)
+
     # ---- in
 
     def apply(self, state: Mapping[str, Any], *, first_rank: bool) -> None:
@@ -151,6 +158,17 @@ class TrainingState:
     def _optional(self) -> dict[str, Any]:
         return {"scheduler": self.scheduler, "scaler": self.scaler}
 
+    def _fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether nothing speaks against ``state``, whose tensors have no data: parts that check tensors cannot say."""
+        checking = [name for name, each in self.user.items() if hasattr(each, "check_state")]
+        if any(_has_tensors(state.get("user", {}).get(name)) for name in checking):
+            return False
+        try:
+            self._check(state)
+        except (CheckpointError, ConfigError):
+            return False
+        return True
+
     def _check(self, state: Mapping[str, Any]) -> None:
         if state.get("format") != FORMAT:
             raise CheckpointError(f"the state has format {state.get('format')!r}, not {FORMAT}", hint=_HINT)
@@ -167,6 +185,12 @@ class TrainingState:
                 raise CheckpointError(
                     f"the checkpoint {has} {name}, this job {'has no' if part is None else 'has'} one", hint=_HINT
                 )
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, torch.Tensor)
 
 
 def check_part(name: str, part: Any, taken: Mapping[str, Any]) -> None:

@@ -152,8 +152,8 @@ class Training:
             check_run(str(origin.name), origin.run, place.owner.run, place.options.allow_changed)
 
         self.saver.wait()
-        left = self.saver.left_in_memory()
-        self.origin = restore(control, place.manager, self.collect, take_over, place.tracker, check, unfit, left)
+        left, live, tracker = self.saver.left_in_memory(), self.state.live(), place.tracker
+        self.origin = restore(control, place.manager, self.collect, take_over, tracker, check, unfit, left, live)
         first = place.position.generation + 1 if self.origin.name is not None else 0
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))
         self.take_part(group, newest, self.origin.fields)

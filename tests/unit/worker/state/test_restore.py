@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.checkpoint import Arena, CheckpointManager, SaveInfo, StateSnapshot
+from elastic_trainer.checkpoint import Arena, CheckpointManager, Live, SaveInfo, StateSnapshot
 from elastic_trainer.checkpoint.checking import records
 from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.checkpoint.snapshot import DATA
@@ -51,6 +51,7 @@ class Rank:
             HeartbeatReporter(),
             lambda origin: None,
             snapshot=left,
+            live=Live({"value": self.state["value"]}),
         )
         return origin, float(self.state["value"][0])
 

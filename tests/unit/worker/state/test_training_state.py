@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
+from elastic_trainer.checkpoint import CheckpointManager, SaveInfo
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
+from elastic_trainer.worker.state.restore import whole
 from elastic_trainer.worker.state.training_state import Position, TrainingState
+from tests.unit.checkpoint.states import same
 from tests.unit.worker.toys import Counter, data
 
 CPU = torch.device("cpu")
@@ -65,6 +70,67 @@ def test_everything_comes_back() -> None:
     assert mine["param_groups"] == theirs["param_groups"]
     assert new.scheduler.state_dict() == old.scheduler.state_dict()
     assert (new.position, new.user["counter"].state_dict()) == (old.position, {"values": [1, 2]})
+
+
+def stored(state: TrainingState, directory: Path) -> CheckpointManager:
+    manager = CheckpointManager(directory)
+    manager.save(state.collect(), SaveInfo(3))
+    return manager
+
+
+def test_a_checkpoint_is_read_straight_into_model_average_and_optimizer(tmp_path: Path) -> None:
+    """They hold it before it is applied, in their own memory; a fresh optimizer takes what was read as its own."""
+    old, new = trained(), make(small)
+    old.average, new.average = AveragedModel(old.module), AveragedModel(new.module)
+    old.average.update_parameters(old.module)
+    manager = stored(old, tmp_path)
+    where = {name: each.data_ptr() for name, each in new.module.state_dict().items()}
+    loaded = manager.load_newest(new.live())
+    assert loaded is not None
+    assert same(dict(new.module.state_dict()), dict(old.module.state_dict()))
+    assert same(dict(new.average.state_dict()), dict(old.average.state_dict()))
+    new.apply(loaded.state, first_rank=True)
+    assert {name: each.data_ptr() for name, each in new.module.state_dict().items()} == where
+    assert all(each.requires_grad for each in new.module.parameters())
+    assert whole(new.collect()) == whole(old.collect())
+    moments = new.optimizer.state_dict()["state"][0]["exp_avg"]
+    moments.zero_()
+    again = manager.load_newest(new.live())
+    assert again is not None
+    assert again.state["optimizer"]["state"]["state"][0]["exp_avg"] is moments
+    assert moments.ne(0).any()
+
+
+class Particular(Counter):
+    """Knows a state that is not for it."""
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        if state["values"] == [1, 2]:
+            raise ConfigError("not mine")
+
+
+class Demanding(Counter):
+    """Looks at numbers of its state, which are not there before it is read."""
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        if float(state["tensor"].sum()) != 3.0:
+            raise ConfigError("not mine")
+
+
+@pytest.mark.parametrize("part", [Particular, Demanding], ids=["refuses", "looks at tensors"])
+def test_a_checkpoint_that_does_not_fit_or_may_not_leaves_the_live_model_alone(
+    tmp_path: Path, part: type[Counter]
+) -> None:
+    """It is read into new memory, and applying it says what is wrong, as without live tensors."""
+    old, new = trained(), make(small)
+    old.pending = {"other": {"values": [], "tensor": torch.ones(4)}}
+    new.user = {"counter" if part is Particular else "other": part()}
+    before = {name: each.clone() for name, each in new.module.state_dict().items()}
+    loaded = stored(old, tmp_path).load_newest(new.live())
+    assert loaded is not None
+    with pytest.raises(ConfigError, match="not mine"):
+        new.apply(loaded.state, first_rank=True)
+    assert same(dict(new.module.state_dict()), before)
 
 
 def test_other_ranks_keep_their_own_random_numbers() -> None:
@@ -142,14 +208,6 @@ def test_a_registered_part_that_refuses_its_state_undoes_the_others() -> None:
         state.apply(tree, first_rank=True)
     assert state.user["second"].state_dict() == {"values": []}
     assert state.scheduler.last_epoch == 0
-
-
-class Particular(Counter):
-    """Knows a state that is not for it."""
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        if state["values"] == [1, 2]:
-            raise ConfigError("not mine")
 
 
 def test_a_part_that_checks_its_state_is_asked_before_the_model_is_compared() -> None:
