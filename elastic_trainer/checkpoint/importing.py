@@ -14,12 +14,12 @@ import json
 import mmap
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elastic_trainer.checkpoint import codec, tensorfile, tensors
+from elastic_trainer.checkpoint import codec, dcp, tensorfile, tensors
 from elastic_trainer.checkpoint.claim import Owner
 from elastic_trainer.checkpoint.exporting import FIELDS, NOTE, replaced, write_tensors
 from elastic_trainer.checkpoint.faults import DamagedError
@@ -35,6 +35,8 @@ Value = TypeVar("Value")
 
 KNOWN = ("model", "state_dict", "model_state_dict", "module", "weights", "params")
 """Where programs put a model's state_dict among other things."""
+INDEX = ".safetensors.index.json"
+"""How the index of a Hugging Face folder ends."""
 PREFIXES = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put before each name."""
 
@@ -57,9 +59,11 @@ class Brought:
 
 
 def bring(source: Path, storage: Storage, part: str | None, *, force: bool) -> Brought:
-    """Import ``source``; of a file that holds more than weights, ``part`` names them."""
+    """Import ``source``, a file or a folder; of one that holds more than weights, ``part`` names them."""
+    if source.is_dir():
+        return _from_folder(source, storage, part, force=force)
     if not source.is_file():
-        raise ConfigError(f"there is no file {str(source)!r}", hint="give a .pt, .pth or .safetensors file")
+        raise ConfigError(f"there is no {str(source)!r}", hint="give a .pt, .pth or .safetensors file, or a folder")
     if source.suffix == ".safetensors":
         return _from_safetensors(source, storage, part, force=force)
     if source.suffix in (".pt", ".pth", ".bin", ".ckpt"):
@@ -70,20 +74,29 @@ def bring(source: Path, storage: Storage, part: str | None, *, force: bool) -> B
 # ---- safetensors
 
 
-def _from_safetensors(source: Path, storage: Storage, part: str | None, *, force: bool) -> Brought:
+def _from_safetensors(
+    source: Path, storage: Storage, part: str | None, *, force: bool, folder: Path | None = None
+) -> Brought:
+    """``folder`` is called as the weights are to be, if it is not the file."""
     data = _mapped(source)
     placed, notes, begin = _header(source, data)
     if NOTE in notes and part is None:
         return _restored(source, storage, placed, notes[NOTE], data[begin:])
     chosen, stripped = _stripped(_chosen(source, placed, part))
-    found = {
-        name: (Placed(name, each.dtype, each.shape), data[begin + each.begin : begin + each.end])
-        for name, each in chosen.items()
-    }
-    same_names = part is None and not stripped
-    about = {key: str(value) for key, value in notes.items() if same_names and key not in ("format", NOTE)}
+    found = {name: _value(name, each, data, begin) for name, each in chosen.items()}
+    about = _kept_notes(notes) if part is None and not stripped else {}
     left_out = tuple(each.name for each in placed if each not in chosen.values())
-    return _weights(source, storage, found, about, stripped, left_out, force=force)
+    return _weights(folder or source, storage, found, about, stripped, left_out, force=force)
+
+
+def _kept_notes(notes: Mapping[str, Any]) -> dict[str, str]:
+    """What still holds as long as the names are the same: further names of tensors."""
+    return {key: str(value) for key, value in notes.items() if key not in ("format", NOTE)}
+
+
+def _value(name: str, placed: Placed, data: memoryview, begin: int) -> tuple[Placed, memoryview]:
+    """A tensor of a mapped file, under the name ``name``."""
+    return Placed(name, placed.dtype, placed.shape), data[begin + placed.begin : begin + placed.end]
 
 
 def _chosen(source: Path, placed: tuple[Placed, ...], part: str | None) -> dict[str, Placed]:
@@ -102,7 +115,7 @@ def _mapped(source: Path) -> memoryview:
         with source.open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError) as error:
-        raise _unreadable(source, error) from error
+        raise dcp.unreadable(source, error) from error
 
 
 def _header(source: Path, data: memoryview) -> tuple[tuple[Placed, ...], Mapping[str, Any], int]:
@@ -136,6 +149,63 @@ def _restored(source: Path, storage: Storage, placed: tuple[Placed, ...], note: 
     return _committed(storage, run, info, lambda manager: image, len(placed))
 
 
+# ---- folders
+
+
+def _from_folder(source: Path, storage: Storage, part: str | None, *, force: bool) -> Brought:
+    if (source / dcp.METADATA).is_file():
+        folder = dcp.open_folder(source)
+        weights, left_out = _found(source, folder.state, part)
+        read = dict(zip(weights, folder.read(weights.values()), strict=True))
+        return _tensors(source, storage, read, left_out, force=force)
+    indices = sorted(source.glob(f"*{INDEX}"))
+    if len(indices) > 1:
+        raise ConfigError(f"{source} holds several models: {', '.join(each.name for each in indices)}", hint="keep one")
+    if indices:
+        return _from_shards(source, indices[0], storage, part, force=force)
+    files = sorted(source.glob("*.safetensors"))
+    if len(files) == 1:
+        return _from_safetensors(files[0], storage, part, force=force, folder=source)
+    raise ConfigError(
+        f"{source} is no folder of weights: it has {len(files) or 'no'} .safetensors files, and no index of them",
+        hint="give a Hugging Face folder with safetensors, a directory of torch's DCP, or a file",
+    )
+
+
+def _from_shards(source: Path, index: Path, storage: Storage, part: str | None, *, force: bool) -> Brought:
+    """A Hugging Face folder: its index says which file has which tensor."""
+    try:
+        where = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(where.values()))
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError("it names no files of this folder")
+    except OSError as error:
+        raise dcp.unreadable(index, error) from error
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{index} makes no sense as an index of weights", hint="fetch it again") from error
+    values: dict[str, tuple[Placed, memoryview]] = {}
+    about: dict[str, str] = {}
+    for name in names:
+        data = _mapped(source / name)
+        placed, notes, begin = _header(source / name, data)
+        about |= _kept_notes(notes)
+        values |= {each.name: _value(each.name, each, data, begin) for each in placed if where.get(each.name) == name}
+    missing = next((tensor for tensor in where if tensor not in values), None)
+    if missing is not None:
+        raise ConfigError(
+            f"{source / where[missing]} does not hold {missing!r}, as the index says", hint="fetch it again"
+        )
+    chosen, stripped = _stripped(_chosen(source, tuple(placed for placed, _ in values.values()), part))
+    found = {name: (Placed(name, each.dtype, each.shape), values[each.name][1]) for name, each in chosen.items()}
+    left_out = _others(source, [index.name, *names])
+    about = about if part is None and not stripped else {}
+    return _weights(source, storage, found, about, stripped, left_out, force=force)
+
+
+def _others(source: Path, known: Collection[str]) -> tuple[str, ...]:
+    return tuple(sorted(each.name for each in source.iterdir() if each.name not in known))
+
+
 # ---- torch
 
 
@@ -148,7 +218,12 @@ def _from_torch(source: Path, storage: Storage, part: str | None, *, force: bool
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{source}: what it says of the state makes no sense", hint="export it again") from error
         return _committed(storage, run, info, lambda manager: manager.encode(state, info), _count(state))
-    weights, left_out = _found(source, state, part)
+    return _tensors(source, storage, *_found(source, state, part), force=force)
+
+
+def _tensors(
+    source: Path, storage: Storage, weights: Mapping[str, Any], left_out: tuple[str, ...], *, force: bool
+) -> Brought:
     named, stripped = _stripped(weights)
     kept, aliases = _distinct(source, named)
     found = {name: (_described(name, each), _bytes(each)) for name, each in kept.items()}
@@ -177,7 +252,7 @@ def _loaded(source: Path) -> Any:
             hint="in the program that wrote it, save model.state_dict() by torch.save or safetensors",
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise _unreadable(source, error) from error
+        raise dcp.unreadable(source, error) from error
 
 
 def _found(source: Path, state: Any, part: str | None) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -253,7 +328,8 @@ def _weights(
 ) -> Brought:
     if "://" in storage.location:
         raise ConfigError(f"weights alone cannot be brought to {storage.location}", hint="give a directory")
-    goal = Path(storage.location) / f"{source.stem}.safetensors"
+    stem = source.resolve().name if source.is_dir() else source.stem
+    goal = Path(storage.location) / f"{stem}.safetensors"
     placed = tensorfile.place([each for each, _ in found.values()])
     with replaced(goal, force=force) as temporary:
         write_tensors(temporary, placed, (found[each.name][1] for each in placed), notes)
@@ -283,8 +359,3 @@ def _committed(
         manager.close()
     outranked = newest.name if newest is not None and newest.name != done.name else None
     return Brought(f"{storage.location}/{done.name}", count, done.size, done.name, info.step, outranked)
-
-
-def _unreadable(source: Path, error: Exception) -> ConfigError:
-    reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].partition(". ")[0].strip()
-    return ConfigError(f"{source} cannot be read: {reason or type(error).__name__}", hint="fetch it again")

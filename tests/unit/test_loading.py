@@ -10,6 +10,7 @@ import yaml
 PACKAGE = Path(__file__).parents[2] / "elastic_trainer"
 ALLOWED = {
     ("checkpoint/importing.py", "torch.load"),  # weights_only, see below
+    ("checkpoint/dcp.py", "_Unpickler"),  # it knows a few classes, see tests/integration/checkpoint/test_exchange.py
     ("data/tasks.py", "pickle.loads"),  # an exception of this node's own data worker, through a pipe to its parent
     ("local/launch.py", "cloudpickle.loads"),  # what the processes that it has started returned, in its own directory
     ("local/launched.py", "cloudpickle.loads"),  # the function that whoever started this process wants called
@@ -20,6 +21,7 @@ EXECUTING = {
     *("pickle.load", "pickle.loads", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "marshal.loads"),
     *("joblib.load", "dill.loads", "cloudpickle.loads", "pandas.read_pickle", "shelve.open", "eval", "exec"),
     *("dist.broadcast_object_list", "dist.all_gather_object", "dist.gather_object", "dist.scatter_object_list"),
+    *("pickle.Unpickler", "Unpickler", "_Unpickler"),
     *("torch.jit.load", "torch.package.PackageImporter", "torch.hub.load", "os.system"),
 }
 """Calls that run what they are given, torch's collectives of objects among them, which unpickle what peers send."""

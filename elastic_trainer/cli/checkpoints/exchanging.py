@@ -107,7 +107,8 @@ def _size(path: Path) -> int:
 def configure_import(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     add = parser.add_argument
-    add("source", metavar="SOURCE", type=Path, help="a .pt, .pth or .safetensors file; nothing in it is executed")
+    what = "a .pt, .pth or .safetensors file, a Hugging Face folder, or a directory of torch's DCP"
+    add("source", metavar="SOURCE", type=Path, help=f"{what}; nothing in it is executed")
     add("--into", required=True, metavar="DIR", help="the directory of checkpoints")
     add("--part", metavar="PART", help="where in the file the weights are, if it holds more than they")
     add("--force", action="store_true", help="replace an earlier import of weights")

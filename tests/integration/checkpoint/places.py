@@ -2,7 +2,8 @@
 
 SHAPE is that of the mesh: "4" for FSDP alone, "2x2" for FSDP times tensor parallel, "2+2" for two replicas of two.
 ``save`` trains two steps, commits, and leaves in ``reference.pt`` what all ranks together hold. ``stall`` does so
-too, but the last place never ends writing. ``load`` brings a fresh model to the newest checkpoint, and compares.
+too, but the last place never ends writing. ``dcp`` has torch save a fresh model. ``load`` brings a fresh model to the
+newest checkpoint, and compares.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FileStore
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -162,7 +164,12 @@ def main() -> None:
     store = FileStore(os.environ["STORE"], size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     try:
-        if action == "load":
+        if action == "dcp":
+            mesh = mesh_of(shape, rank)
+            whole = full(state := collect(*build(mesh, 1)))
+            save_dcp(state, checkpoint_id=f"{place}/dcp")
+            torch.save(whole, f"{place}/reference{step}.pt")
+        elif action == "load":
             load(Path(place), shape, int(step))
         else:
             save(Path(place), shape, int(step), stall=action == "stall")

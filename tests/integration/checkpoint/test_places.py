@@ -143,3 +143,19 @@ def test_the_commands_understand_a_sharded_checkpoint(
     words = ["--to", "huggingface", "--shard-size", "1000"]
     assert main(["checkpoints", "export", str(two.path), str(folder), *words]) == 0
     assert len(list(folder.glob("model-*.safetensors"))) > 1
+
+
+@pytest.mark.timeout(180)
+def test_what_torch_has_saved_of_a_sharded_model_is_imported(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights, as one file of whole tensors; the rest is named."""
+    from safetensors.torch import load_file
+
+    directory = tmp_path / "checkpoints"
+    ended(start("dcp", "2x2"), tmp_path)
+    assert main(["checkpoints", "import", str(directory / "dcp"), "--into", str(tmp_path / "weights")]) == 0
+    assert "left out: optimizer, note" in capsys.readouterr().out
+    reference = torch.load(directory / "reference1.pt", weights_only=False)["model"]
+    found = load_file(tmp_path / "weights" / "dcp.safetensors")
+    assert same(dict(sorted(found.items())), dict(sorted(reference.items())))

@@ -142,7 +142,7 @@ def test_one_is_shown_with_its_tensors_and_totals(directory: Path, capsys: pytes
         (["prune", "{}", "--keep-last", "1", "--keep-best", "1"], "--keep-best and --metric need each other"),
         (["export", "{}", "x", "--to", "onnx"], "argument --to: invalid choice: 'onnx'"),
         (["export", "{}", "x", "--to", "huggingface", "--all"], "--all and --to huggingface exclude each other"),
-        (["import", "{}/gone.pt", "--into", "{}"], "there is no file '{}/gone.pt'"),
+        (["import", "{}/gone.pt", "--into", "{}"], "there is no '{}/gone.pt'"),
         ([], "the following arguments are required: ACTION"),
         (["forget"], "argument ACTION: invalid choice: 'forget'"),
     ],
