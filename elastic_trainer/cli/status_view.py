@@ -29,6 +29,8 @@ STYLES = {
     "training": "green",
     "changing": "cyan",
     "recovering": "red",
+    "stopped": "cyan",
+    "abandoned": "bold red",
     "succeeded": "bold green",
     "failed": "bold red",
     "gone": "red",

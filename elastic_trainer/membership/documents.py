@@ -286,6 +286,17 @@ class RoundDocument(Document):
         return suspected and self.state is RoundState.BROKEN and self.member(node) is not None
 
 
+class Departure(Document):
+    """How the last node of a run left. Nodes that died at once leave none, and the next one that comes removes it."""
+
+    wall: float
+    node: str
+    planned: bool
+    """Whether somebody asked it to go; else it gave up."""
+    reason: str
+    exit_code: int
+
+
 class JournalEntry(Document):
     """One transition, kept for people (bounded)."""
 

@@ -19,6 +19,7 @@ from contextlib import nullcontext, suppress
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import (
     ConfigError,
+    ElasticTrainerError,
     JoinTimeoutError,
     OutcomeUnknownError,
     RunClosedError,
@@ -28,6 +29,7 @@ from elastic_trainer.errors import (
 from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Sightings, live_members
 from elastic_trainer.membership.core import LOOK_AGAIN_S, Core
 from elastic_trainer.membership.documents import (
+    Departure,
     DocumentError,
     NodeRecord,
     RoundDocument,
@@ -53,6 +55,7 @@ from elastic_trainer.membership.effects import (
 )
 from elastic_trainer.membership.leader_priority import first_names, oldest_keys, written_by_nodes
 from elastic_trainer.membership.outlook import LEASE_SLACK_S
+from elastic_trainer.membership.parting import parting
 from elastic_trainer.membership.presence import Presence, refuses
 from elastic_trainer.membership.probe import PROBE_TIMEOUT_S
 from elastic_trainer.membership.roll_call import RollCall, named, roll_call
@@ -72,6 +75,7 @@ from elastic_trainer.telemetry.logs import logger
 
 WRITE_TIMEOUT_S = 5.0
 ASK_LIMIT_S = 2.0
+PARTING_S = 2.0
 LOST_RACE_S = 0.1
 OUTAGE_S = 0.2
 """How long after a write that lost its compare, or that the store did not take, the core looks again."""
@@ -228,14 +232,26 @@ class Member:
                 return None
             self._view.wait_change(seen.serial, LOOK_AGAIN_S)
 
-    def leave(self) -> None:
-        """Take this node's key away and end all threads. Never raises."""
+    def leave(self, departure: Departure | None = None) -> None:
+        """Take this node's key away and end all threads; ``departure``: why, for the record. Never raises."""
         self._stop.set()
         self._view.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * WRITE_TIMEOUT_S)
         self._presence.close()
         self._view.close()
+        if departure is not None:
+            self._record(departure)
+
+    def _record(self, departure: Departure) -> None:
+        current = self._view.look().round
+        if self.create_revision() == 0 or (current is not None and current.state is RoundState.CLOSED):
+            return  # it was never in the run, or the end of the run says why
+        guards, if_last, else_ = parting(self._keys, departure, current)
+        try:
+            self._store.transact(guards, if_last, else_, deadline=Deadline.after(PARTING_S, self._clock))
+        except ElasticTrainerError as error:
+            logger().warning("departure.unwritten", error=str(error), reason=departure.reason)
 
     # ---- the deciding thread
 

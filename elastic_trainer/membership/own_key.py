@@ -155,7 +155,7 @@ class OwnKey:
 
     def _create(self, record: NodeRecord, put: Put, deadline: Deadline) -> Steps:
         waiting_until = Deadline.after(2 * self._lease.ttl_s + 2.0, self._clock)
-        guard, writes = absent(self._key), (put, self._oldest)
+        guard, writes = absent(self._key), (put, self._oldest, Delete(self._keys.departure))
         while True:
             result = _result((yield self._transaction(deadline, guard, writes, (Read(self._key),))))
             if result.succeeded:

@@ -42,6 +42,11 @@ class RunKeys:
         return f"{self.root}progress"
 
     @property
+    def departure(self) -> str:
+        """How the last node left, while there is none."""
+        return f"{self.root}departure"
+
+    @property
     def nodes(self) -> str:
         """The prefix of all node keys."""
         return f"{self.root}nodes/"

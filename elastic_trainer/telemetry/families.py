@@ -20,7 +20,10 @@ __all__ = ["FAMILIES", "PREFIX", "RANK", "Family", "MetricKind", "MetricSource"]
 PHASES: Final = tuple(str(each) for each in Phase)
 CAUSES: Final = tuple(str(each) for each in Cause)
 NODE_STATES: Final = ("warming", "ready", "draining", "finishing", "done")
-RUN_STATES: Final = ("gathering", "training", "changing", "recovering", "succeeded", "failed")
+RUN_STATES: Final = (
+    *("gathering", "training", "changing", "recovering"),
+    *("stopped", "abandoned", "succeeded", "failed"),
+)
 OPERATIONS: Final = ("save", "load")
 RESULTS: Final = ("ok", "failed")
 BOUNDS: Final = ("min", "max")

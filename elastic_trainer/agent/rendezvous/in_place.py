@@ -105,11 +105,11 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         closed with its name after some tries."""
         return super()._cannot_help() and self._led is not None and not self._led.conductor.met.is_set()
 
-    def shutdown(self) -> bool:
+    def _leave(self, error: BaseException | None) -> bool:
         led, self._led = self._led, None
         if led is not None:
             led.close()
-        done = super().shutdown()
+        done = super()._leave(error)
         if led is not None:
             led.channel.close()
             led.conductor.close()
@@ -253,7 +253,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         try:
             logs.last_words(f"elastic-trainer: {error}")
             kill_workers(self._run_id, str(error))
-            self.shutdown()
+            self._leave(error)
         finally:
             os._exit(error.exit_code)
 

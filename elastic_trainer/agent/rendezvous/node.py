@@ -8,6 +8,7 @@ from elastic_trainer.agent.health.service import HealthService
 from elastic_trainer.agent.rendezvous.addresses import LivenessPort
 from elastic_trainer.agent.workers.rescue import Rescue
 from elastic_trainer.agent.workers.supervisor import Supervisor
+from elastic_trainer.membership.documents import Departure
 from elastic_trainer.membership.member import Member
 from elastic_trainer.telemetry.logs import logger
 
@@ -22,8 +23,10 @@ class ArrivedNode:
     health: HealthService
     rescue: Rescue
 
-    def leave(self) -> bool:
-        """End this node's part: its key goes away, everybody else's stays. Whether its workers made steps."""
+    def leave(self, departure: Departure | None = None) -> bool:
+        """End this node's part: its key goes away, everybody else's stays. Whether its workers made steps.
+
+        ``departure``: why, where that is neither the end of the run nor of the process by force."""
         made_steps = False
         try:
             made_steps = self.health.made_steps
@@ -31,7 +34,7 @@ class ArrivedNode:
         except Exception:  # noqa: BLE001 - what reports health must not keep this node's key where others wait for it
             logger().exception("health.failed")
         last = self.member.look().round
-        self.member.leave()
+        self.member.leave(departure)
         self.rescue.close(last)
         self.supervisor.close()
         self.liveness.close()

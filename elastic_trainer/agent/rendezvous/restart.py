@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import socket
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from elastic_trainer.agent.health.service import HealthService
 from elastic_trainer.agent.rendezvous import sigterm
 from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPort, default_node_id, own_address
+from elastic_trainer.agent.rendezvous.departing import exit_code_after, parting_of
 from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, failures, local_workers
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
@@ -34,10 +33,11 @@ from elastic_trainer.agent.workers.false_starts import FalseStart, Starts
 from elastic_trainer.agent.workers.rescue import Rescue
 from elastic_trainer.agent.workers.supervisor import Supervisor
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
-from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, ConfigError, ElasticTrainerError, RunClosedError
+from elastic_trainer.errors import EXIT_CONFIG, ConfigError, ElasticTrainerError, RunClosedError
 from elastic_trainer.membership.admission import admit
 from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.documents import (
+    Departure,
     NodeRecord,
     NodeState,
     RoundDocument,
@@ -198,15 +198,31 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
+        return self._leave(self._ending())
+
+    def _ending(self) -> BaseException | None:
+        """What ends this process: an exception on its way through torchrun, or that which the interpreter reported."""
+        return sys.exc_info()[1] or getattr(sys, "last_value", None)
+
+    def _leave(self, error: BaseException | None) -> bool:
+        """End this node's part; ``error`` says in the store why."""
         node, self._node = self._node, None
         if node is not None:
-            self._worked = node.leave() or self._worked
+            self._worked = node.leave(self._departure(error, node)) or self._worked
         if self._port is not None:
             self._port.close()
             self._port = None
         self._starts.close()
         self._store.close()
         return True
+
+    def _departure(self, error: BaseException | None, node: ArrivedNode) -> Departure | None:
+        if error is None or self._finished:
+            return None
+        parting = parting_of(error, made_steps=self._worked or node.health.made_steps)
+        if parting is None:
+            return None
+        return Departure(wall=self._clock.wall(), node=self.node_id, **asdict(parting))
 
     def _at_exit(self) -> None:
         """The process ends, in whatever way: take this node's key away, and name the right exit code.
@@ -388,25 +404,6 @@ def round_is_over(mine: RoundDocument, seen: RoundDocument | None) -> bool:
     return seen.number > mine.number or (
         seen.number == mine.number and seen.state in (RoundState.BROKEN, RoundState.DRAINING)
     )
-
-
-def exit_code_after(error: BaseException | None, *, made_steps: bool) -> int | None:
-    """What this process must exit with, where torchrun's own exit code does not say it.
-
-    ``made_steps``: whether its workers have, so that their configuration was right.
-    """
-    if was_terminated(error):
-        return EXIT_LEFT
-    if made_steps:
-        return None
-    if isinstance(error, ChildFailedError) and any(each.exitcode == EXIT_CONFIG for each in error.failures.values()):
-        return EXIT_CONFIG
-    return None
-
-
-def was_terminated(error: BaseException | None) -> bool:
-    """Whether ``error``, which ended this process, is how torchrun takes a SIGTERM."""
-    return isinstance(error, SignalException) and error.sigval == signal.SIGTERM
 
 
 def end(error: ElasticTrainerError) -> NoReturn:

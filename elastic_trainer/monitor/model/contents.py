@@ -8,7 +8,7 @@ from functools import cached_property
 
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import JournalEntry, RoundDocument, RoundState, Spec
+from elastic_trainer.membership.documents import Departure, JournalEntry, RoundDocument, RoundState, Spec
 from elastic_trainer.membership.health import GONE, Incident, NodeHealth, Saved, added_up
 
 
@@ -23,6 +23,8 @@ class RunDocuments:
     spec: Spec | None = None
     round: RoundDocument | None = None
     progress: Progress | None = None
+    departure: Departure | None = None
+    """How the last node left, where that was its own doing."""
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
     health: Mapping[str, NodeHealth] = field(default_factory=dict)
     journal: tuple[JournalEntry, ...] = ()

@@ -11,6 +11,10 @@ GATHERING: Final = "gathering"
 TRAINING: Final = "training"
 CHANGING: Final = "changing"
 RECOVERING: Final = "recovering"
+STOPPED: Final = "stopped"
+"""Its last node left on request: it goes on when nodes come."""
+ABANDONED: Final = "abandoned"
+"""Its last node gave up: nothing happens until somebody starts nodes."""
 SUCCEEDED: Final = "succeeded"
 FAILED: Final = "failed"
 
@@ -23,6 +27,8 @@ def run_state(documents: RunDocuments) -> str:
     round_, live = documents.round, documents.live
     if documents.closed:
         return SUCCEEDED if round_ is not None and round_.result is RunResult.SUCCEEDED else FAILED
+    if not live and documents.departure is not None:
+        return STOPPED if documents.departure.planned else ABANDONED
     if round_ is None or not live:
         return GATHERING
     if round_.state is RoundState.BROKEN:

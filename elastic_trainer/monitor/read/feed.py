@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from elastic_trainer.clock import Deadline
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import DocumentError, JournalEntry, NodeRecord, RoundDocument, Spec
+from elastic_trainer.membership.documents import Departure, DocumentError, JournalEntry, NodeRecord, RoundDocument, Spec
 from elastic_trainer.membership.health import GONE, Incident, NodeHealth
 from elastic_trainer.model import is_name
 from elastic_trainer.monitor.model.contents import RunDocuments
@@ -54,7 +54,7 @@ class RunFeed:
     def read(self, deadline: Deadline) -> RunDocuments:
         """The run as it is now."""
         keys = self._keys
-        single = [Read(keys.spec), Read(keys.round), Read(keys.progress)]
+        single = [Read(keys.spec), Read(keys.round), Read(keys.progress), Read(keys.departure)]
         pages = [_page(keys.nodes), _page(keys.health), _page(keys.incidents, keys_only=True)]
         *found, nodes, health, incidents = self._ask([*single, *pages], deadline)
         self._single.replace(item for snapshot in found for item in snapshot.items)
@@ -127,12 +127,14 @@ class RunFeed:
             self._incidents,
         )
         single = {key: document for key, _, document in self._single.items}
-        spec, round_, progress = (single.get(key) for key in (self._keys.spec, self._keys.round, self._keys.progress))
+        keys = (self._keys.spec, self._keys.round, self._keys.progress, self._keys.departure)
+        spec, round_, progress, departure = (single.get(key) for key in keys)
         return RunDocuments(
             run=self._keys.run_id,
             spec=spec if isinstance(spec, Spec) else None,
             round=round_ if isinstance(round_, RoundDocument) else None,
             progress=progress if isinstance(progress, Progress) else None,
+            departure=departure if isinstance(departure, Departure) else None,
             nodes={view.id: view for view in self._nodes.documents},
             health={
                 name: document
@@ -151,6 +153,8 @@ class RunFeed:
             return Spec.decode(item.value, item.key)
         if item.key == self._keys.round:
             return RoundDocument.decode(item.value, item.key)
+        if item.key == self._keys.departure:
+            return Departure.decode(item.value, item.key)
         try:
             return Progress.model_validate_json(cleaned(item.value))
         except ValueError as error:

@@ -17,13 +17,12 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from elastic_trainer.agent import plugin
 from elastic_trainer.agent.health import service
 from elastic_trainer.agent.rendezvous.addresses import default_node_id
+from elastic_trainer.agent.rendezvous.departing import exit_code_after, was_terminated
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, local_workers
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.restart import (
     Etcd3RendezvousHandler,
-    exit_code_after,
     round_is_over,
-    was_terminated,
 )
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT, ConfigError
@@ -54,7 +53,7 @@ class Node(SimpleNamespace):
     def break_round(self, failure: RoundFailure, deadline: Deadline) -> None:
         self.broken.append(failure)
 
-    def leave(self) -> bool:
+    def leave(self, departure: object = None) -> bool:
         self.left += 1
         return True
 
@@ -111,7 +110,7 @@ def test_metrics_that_cannot_be_closed_keep_no_key() -> None:
     def part(name: str) -> Any:
         return SimpleNamespace(
             close=lambda *_: closed.append(name),
-            leave=lambda: closed.append(name),
+            leave=lambda *_: closed.append(name),
             look=lambda: SimpleNamespace(round=None),
         )
 

@@ -8,11 +8,15 @@ import pytest
 
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import RoundState, RunResult, Spec
+from elastic_trainer.membership.documents import Departure, RoundState, RunResult, Spec
 from elastic_trainer.monitor.model import state
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.telemetry.families import RUN_STATES
 from tests.support.monitored import health, rank, record, run
+
+
+def left(*, planned: bool) -> Departure:
+    return Departure(wall=1.0, node="n0", planned=planned, reason="SIGTERM", exit_code=143)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +29,10 @@ from tests.support.monitored import health, rank, record, run
         (run(state=RoundState.BROKEN), "recovering"),
         (run(1, state=RoundState.BROKEN, spec=Spec(min_nodes=2, max_nodes=2)), "gathering"),
         (run(0), "gathering"),
+        (run(0, departure=left(planned=True)), "stopped"),
+        (run(0, round=None, departure=left(planned=True)), "stopped"),
+        (run(0, departure=left(planned=False)), "abandoned"),
+        (run(1, departure=left(planned=True)), "training"),
         (run(0, state=RoundState.CLOSED, round_={"result": RunResult.SUCCEEDED}), "succeeded"),
         (run(state=RoundState.CLOSED, round_={"result": RunResult.FAILED}), "failed"),
     ],

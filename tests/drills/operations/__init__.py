@@ -1,0 +1,1 @@
+"""What operators do, what fails at night, and what they hear of it."""

@@ -1,0 +1,54 @@
+"""What the error that ends a node's process means for its run."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from elastic_trainer.agent.rendezvous.departing import Parting, parting_of
+from elastic_trainer.errors import EXIT_LEFT, JoinTimeoutError
+
+
+def exiting(code: int, cause: Exception | None = None) -> SystemExit:
+    error = SystemExit(code)
+    error.__cause__ = cause
+    return error
+
+
+def failed(exitcode: int) -> ChildFailedError:
+    first: Any = SimpleNamespace(exitcode=exitcode, timestamp=1, signal_name=lambda: "SIGKILL", local_rank=0)
+    error = ChildFailedError.__new__(ChildFailedError)
+    error.failures = cast("Any", {3: first})
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "parting"),
+    [
+        (None, None),
+        (exiting(0), None),
+        (SignalException("", signal.SIGTERM), Parting(True, "SIGTERM", EXIT_LEFT)),
+        (SignalException("", signal.SIGINT), Parting(True, "SIGINT", 1)),
+        (KeyboardInterrupt(), Parting(True, "SIGINT", 1)),
+        (exiting(EXIT_LEFT), Parting(True, "SIGTERM", EXIT_LEFT)),
+        (exiting(1, JoinTimeoutError("fewer than 2 nodes")), Parting(False, "fewer than 2 nodes", 1)),
+        (JoinTimeoutError("fewer than 2 nodes", hint="start more"), Parting(False, "fewer than 2 nodes", 1)),
+        (RuntimeError("a\nb"), Parting(False, "RuntimeError: a", 1)),
+        (
+            failed(-9),
+            Parting(False, "its workers failed, and no --max-restarts is left: rank 3 was killed by SIGKILL", 1),
+        ),
+        (
+            failed(78),
+            Parting(False, "its workers failed, and no --max-restarts is left: rank 3 ended with exit code 78", 78),
+        ),
+    ],
+)
+def test_who_was_asked_to_go_did_not_give_up(error: BaseException | None, parting: Parting | None) -> None:
+    """A signal is a request, a clean exit is neither, and all else is given up for a reason."""
+    assert parting_of(error, made_steps=False) == parting
