@@ -65,6 +65,8 @@ class Committed:
     entry: Entry
     size: int
     duration_s: float
+    free_bytes: int | None = None
+    """What was left then of the space for checkpoints, where that is known."""
 
     @property
     def name(self) -> str:
@@ -165,7 +167,7 @@ class CheckpointManager:
             self._failed(draft, error)
             raise
         saved = Entry(complete.name, f"{self._storage.location}/{complete.name}", complete)
-        result = Committed(saved, complete.size, self._clock.monotonic() - began)
+        result = Committed(saved, complete.size, self._clock.monotonic() - began, self._free_bytes())
         self._known[saved.name] = saved
         values = {"step": draft.step, "round": draft.round, "bytes": result.size, "duration_s": result.duration_s}
         self._announce(Event(Transition.COMMITTED, saved.name, values=values))
@@ -205,6 +207,12 @@ class CheckpointManager:
             require_space(self._storage, size)
         except StorageError:
             self.sweep()
+
+    def _free_bytes(self) -> int | None:
+        try:
+            return self._storage.free_bytes()
+        except StorageError:
+            return None
 
     def _retain(self, just_saved: str) -> None:
         try:

@@ -76,13 +76,16 @@ class Saved(BaseModel):
     """When (Unix time, of that node)."""
     bytes: int = 0
     duration_s: float = 0.0
+    free_bytes: int | None = None
+    """What was left then of the space for checkpoints; None where that is not known."""
 
 
 class NodeHealth(Document):
     """See the module. ``counters``: sums over this node's workers since it came, of those that are gone too.
 
-    Their names: ``seconds.<phase>``; ``samples``, ``steps``, ``nonfinite_steps``, ``differences``; ``ended.<cause>``
-    (rounds that this node has seen the end of first); ``save.ok``, ``save.failed``, ``load.ok``, ``load.failed``; and
+    Their names: ``seconds.<phase>``; ``samples``, ``steps``, ``nonfinite_steps``, ``differences``; ``left`` (the node,
+    on request); ``ended.<cause>`` (rounds that this node has seen the end of first); ``save.ok``, ``save.failed``,
+    ``load.ok``, ``load.failed``; and
     of the histograms ``save_s``, ``load_s``, ``recovery_s.failure``, ``recovery_s.planned``, ``recovery_s.start``:
     ``<name>.le.<bound>`` (not cumulative), ``<name>.sum``, ``<name>.count``.
     """

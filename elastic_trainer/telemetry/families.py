@@ -118,7 +118,10 @@ CHECKPOINT_DURATION = _run(
     values={"op": OPERATIONS},
     buckets=SAVE_BUCKETS,
 )
+CHECKPOINT_FREE = _run("checkpoint_free_bytes", "Free space where checkpoints are saved, after the last one.")
 CHECKPOINT_BYTES = _run("checkpoint_bytes", "The size of the last checkpoint.")
+NODES_LOST = _run("nodes_lost", "Nodes that a fault took from the run, and that none has replaced.")
+NODES_SPARE = _run("nodes_spare", "Nodes that are ready and in no round: they replace a lost one at once.")
 STRAGGLERS = _run("stragglers", "Ranks that compute much longer than the others.")
 MONITOR_STORE = Family(
     "monitor_store_last_success_timestamp_seconds",

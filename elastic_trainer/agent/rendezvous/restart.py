@@ -208,7 +208,10 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         """End this node's part; ``error`` says in the store why."""
         node, self._node = self._node, None
         if node is not None:
-            self._worked = node.leave(self._departure(error, node)) or self._worked
+            departure = self._departure(error, node)
+            if departure is not None and departure.planned:
+                node.health.pages.count("left")  # its last report says so: nobody misses it
+            self._worked = node.leave(departure) or self._worked
         if self._port is not None:
             self._port.close()
             self._port = None

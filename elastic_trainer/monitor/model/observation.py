@@ -84,6 +84,8 @@ class Observer:
         self._state: tuple[str, int] | None = None
         self._state_since: float | None = None
         self._gathering_wall: float | None = None
+        self._left_wall = 0.0
+        """When the run was last seen without nodes, since they had left by themselves."""
         self._over_since: float | None = None
         self._told: dict[str, tuple[NodeHealth, float]] = {}
         self._saved: tuple[Saved, float] | None = None
@@ -135,11 +137,13 @@ class Observer:
             self._told[name] = before if same and before is not None else (health, now)
 
     def _gathering(self, documents: RunDocuments, present: str, wall: float) -> float:
+        if present in (state.STOPPED, state.ABANDONED):
+            self._left_wall = wall
         if present not in (state.GATHERING, state.RECOVERING):
             self._gathering_wall = None
             return 0.0
         ended = state.ended_by(documents)
-        if ended is not None:
+        if ended is not None and ended.wall >= self._left_wall:  # else what ended it is not what it waits for now
             return ended.wall
         if self._gathering_wall is None:
             self._gathering_wall = wall

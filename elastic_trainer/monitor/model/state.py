@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from elastic_trainer.membership.documents import JournalEntry, RoundMember, RoundState, RunResult
+from elastic_trainer.membership.documents import JournalEntry, NodeState, RoundMember, RoundState, RunResult
 from elastic_trainer.monitor.model.contents import RunDocuments
 
 GATHERING: Final = "gathering"
@@ -57,6 +57,34 @@ def members(documents: RunDocuments) -> dict[str, RoundMember]:
     named = documents.round.members if documents.round is not None else ()
     live = documents.live
     return {each.node: each for each in named if each.node in live and live[each.node].incarnation == each.incarnation}
+
+
+def lost_nodes(documents: RunDocuments) -> list[str]:
+    """Nodes that a fault took from the run, less those that have come for them since.
+
+    The journal says who has trained together since the last planned change. Whoever left on request is not missed.
+    """
+    if documents.closed or run_state(documents) == STOPPED:
+        return []
+    asked = {name for name, health in documents.health.items() if health.counters.get("left")}
+    wanted: list[str] = []
+    planned = True
+    for entry in documents.journal:
+        if entry.state is RoundState.ACTIVE and (planned or len(entry.nodes) >= len(set(wanted) - asked)):
+            wanted = list(entry.nodes)
+        planned = entry.state is RoundState.DRAINING
+    expected = [name for name in wanted if name not in asked]
+    gone = [name for name in expected if name not in documents.live]
+    return gone[: max(0, len(expected) - len(documents.live))]
+
+
+def spares(documents: RunDocuments) -> list[str]:
+    """Nodes that are ready beside a round that is on."""
+    if run_state(documents) not in (TRAINING, CHANGING):
+        return []
+    within = members(documents)
+    live = documents.live.items()
+    return [name for name, node in live if node.record.state is NodeState.READY and name not in within]
 
 
 def current_step(documents: RunDocuments) -> int | None:

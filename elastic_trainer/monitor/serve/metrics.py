@@ -76,6 +76,8 @@ def gauges(run: RunReading) -> dict[str, dict[Labels, float]]:
         families.RUN_STATE.name: {(each,): each == seen.state for each in families.RUN_STATES},
         families.RENDEZVOUS_START.name: {(): seen.gathering_since_wall},
         families.CHECKPOINT_INTERVAL.name: {(): save_interval_s(documents)},
+        families.NODES_LOST.name: {(): len(state.lost_nodes(documents))},
+        families.NODES_SPARE.name: {(): len(state.spares(documents))},
         families.STRAGGLERS.name: {(): len(straggling(documents).ranks)},
     }
     if (spec := documents.spec) is not None:
@@ -83,6 +85,8 @@ def gauges(run: RunReading) -> dict[str, dict[Labels, float]]:
     if (saved := documents.saved) is not None:
         told[families.CHECKPOINT_SUCCESS.name] = {(): saved.wall}
         told[families.CHECKPOINT_BYTES.name] = {(): saved.bytes}
+        if saved.free_bytes is not None:
+            told[families.CHECKPOINT_FREE.name] = {(): saved.free_bytes}
     if (loss := state.current_loss(documents)) is not None:
         told[families.LOSS.name] = {(): loss}
     if (step := state.current_step(documents)) is not None:

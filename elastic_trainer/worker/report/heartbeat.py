@@ -286,8 +286,9 @@ class HeartbeatReporter:
                 self.count(name, amount)
         self._note()
 
-    def saved(self, step: int, size: int, duration_s: float) -> None:
-        self._notes["saved"] = {"step": step, "wall": self._clock.wall(), "bytes": size, "duration_s": duration_s}
+    def saved(self, step: int, size: int, duration_s: float, free_bytes: int | None = None) -> None:
+        saved = {"step": step, "wall": self._clock.wall(), "bytes": size, "duration_s": duration_s}
+        self._notes["saved"] = saved | ({} if free_bytes is None else {"free_bytes": free_bytes})
         self.operated("save", duration_s, ok=True)
 
     def count(self, name: str, amount: float = 1.0) -> None:

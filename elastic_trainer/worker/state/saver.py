@@ -323,7 +323,8 @@ class Saver:
                 if save.manifest.step == self._last_step:
                     self._last_step = None
             else:
-                self._tracker.saved(save.manifest.step, save.committed.size, save.committed.duration_s)
+                done = save.committed
+                self._tracker.saved(save.manifest.step, done.size, done.duration_s, done.free_bytes)
                 self._on_saved(save.committed)
             error = save.error if save.committed is None else None
             self.on_demand.settled(save.manifest.step, save.manifest.name, error)

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import Departure, RoundState, RunResult, Spec
+from elastic_trainer.membership.documents import Departure, JournalEntry, RoundState, RunResult, Spec
 from elastic_trainer.monitor.model import state
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.telemetry.families import RUN_STATES
@@ -84,3 +84,49 @@ def test_the_newest_step_and_loss_come_from_whoever_knows_them(
     documents = run(**more)
     assert state.current_step(documents) == step
     assert state.current_loss(documents) == loss
+
+
+def story(*rounds: tuple[str, str]) -> tuple[JournalEntry, ...]:
+    """Transitions: the state, and the nodes by their digits."""
+    return tuple(
+        JournalEntry(
+            wall=1.0,
+            by="n0",
+            round=1,
+            state=RoundState(name),
+            reason="",
+            nodes=tuple(f"n{each}" for each in nodes),
+            world_size=len(nodes),
+        )
+        for name, nodes in rounds
+    )
+
+
+@pytest.mark.parametrize(
+    ("live", "rounds", "asked", "lost"),
+    [
+        (2, [("active", "01")], (), []),
+        (2, [("active", "012"), ("broken", "012"), ("active", "01")], (), ["n2"]),
+        (2, [("active", "012"), ("draining", "012"), ("active", "01")], (), []),
+        (2, [("active", "012"), ("broken", "012"), ("active", "01")], ("n2",), []),
+        (3, [("active", "013"), ("broken", "013"), ("active", "01"), ("draining", "01"), ("active", "012")], (), []),
+        (2, [("active", "789"), ("broken", "789"), ("active", "01")], ("n7", "n8"), []),
+        (2, [("active", "789"), ("broken", "789"), ("active", "01")], ("n7",), []),
+        (1, [("active", "789"), ("broken", "789")], ("n7",), ["n8"]),
+        (0, [("active", "01")], (), ["n0", "n1"]),
+    ],
+)
+def test_nodes_that_a_fault_took_are_missed_until_others_come(
+    live: int, rounds: list[tuple[str, str]], asked: tuple[str, ...], lost: list[str]
+) -> None:
+    """A planned change sets the size anew, and who left on request is not missed."""
+    left_health = {name: health(name, counters={"left": 1.0}) for name in asked}
+    assert state.lost_nodes(run(live, journal=story(*rounds), health=left_health)) == lost
+
+
+def test_a_node_that_waits_beside_a_round_is_a_spare() -> None:
+    """Only where a round is on: before it, nodes are gathered."""
+    documents = run(3)
+    extra = NodeView("n9", 99, 99, record())
+    assert state.spares(run(3, nodes={**documents.nodes, "n9": extra})) == ["n9"]
+    assert state.spares(run(3, nodes={**documents.nodes, "n9": extra}, round=None)) == []
