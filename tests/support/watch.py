@@ -74,6 +74,7 @@ class Watch:
         nodes: Sequence[str] = (),
         monitors: Sequence[str] = (),
         nodes_from: str | None = None,
+        etcd: Sequence[str] = (),
         scale: float = 1 / 30,
         scrape_s: float = 0.5,
         least_ranges_s: Mapping[str, float] | None = None,
@@ -81,7 +82,7 @@ class Watch:
         self._prometheus_binary = needs("prometheus", "it scrapes a real job")
         self._alertmanager_binary = needs("prometheus-alertmanager", "it tells of alerts")
         self._directory, self.scale, self._scrape_s = directory, scale, scrape_s
-        self._nodes, self._monitors, self._nodes_from = nodes, monitors, nodes_from
+        self._nodes, self._monitors, self._nodes_from, self._etcd = nodes, monitors, nodes_from, etcd
         self._least_ranges_s = least_ranges_s
         self._processes: list[subprocess.Popen[bytes]] = []
         self.mailbox = Mailbox()
@@ -231,8 +232,9 @@ class Watch:
         pace = duration(self._scrape_s)
         config["global"] = {"scrape_interval": pace, "scrape_timeout": pace, "evaluation_interval": pace}
         config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [alertmanager]
-        monitor, nodes = config["scrape_configs"]
+        monitor, nodes, etcd = config["scrape_configs"]
         monitor["static_configs"] = [{"targets": list(self._monitors)}]
+        etcd["static_configs"] = [{"targets": list(self._etcd)}]
         del nodes["http_sd_configs"]
         nodes["static_configs"] = [{"targets": list(self._nodes)}]
         if self._nodes_from is not None:

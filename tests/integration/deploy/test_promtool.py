@@ -51,6 +51,7 @@ def test_each_fault_fires_its_alerts_and_all_else_is_silent(name: str, tmp_path:
     assert ran.returncode == 0, said(ran)
 
 
+RUN = "(cluster, namespace, run)"
 SPOILED = [
     # the scene that finds it, and what somebody might write
     ("stalled", "rules.yml", ", 5 * 60)", ", 50 * 60)"),
@@ -61,15 +62,24 @@ SPOILED = [
      "(time() + 0 * run:elastic_trainer_ranks:count)\n or"),
     ("slow-steps", "rules.yml", "10 * max", "0 * max"),
     ("etcd-away", "rules.yml", "< 2 * 60", "< 2000 * 60"),
-    ("end", "alerts.yml", "run:elastic_trainer_world_size:fresh - on (run) run:elastic_trainer_ranks:count > 0",
+    ("end", "alerts.yml", f"run:elastic_trainer_world_size:fresh - on {RUN} run:elastic_trainer_ranks:count > 0",
      "run:elastic_trainer_ranks:count offset 10m - on (run) run:elastic_trainer_ranks:count > 0"),
-    ("scale-down", "alerts.yml", "run:elastic_trainer_world_size:fresh - on (run) run:elastic_trainer_ranks:count > 0",
+    ("scale-down", "alerts.yml", f"run:elastic_trainer_world_size:fresh - on {RUN} run:elastic_trainer_ranks:count > 0",
      "run:elastic_trainer_ranks:count offset 10m - on (run) run:elastic_trainer_ranks:count > 0"),
     ("scale-up", "alerts.yml", '{reason=~"node_left|node_lost|contact_lost"}', "{}"),
     ("late-nodes", "alerts.yml", "> 15 * 60", "> 0 * 60"),
-    ("given-up", "alerts.yml", "and on (run) max_over_time(run:elastic_trainer_nodes:fresh[12h]) > 0", ""),
-    ("after-a-pause", "alerts.yml", "and on (run) run:elastic_trainer_checkpoint_due:bool == 1", ""),
-    ("etcd-blink", "alerts.yml", "timestamp_seconds) > 1 * 60\n        for: 1m", "timestamp_seconds) > 1 * 20\n"),
+    ("given-up", "alerts.yml", f"and on {RUN} max_over_time(run:elastic_trainer_nodes:fresh[12h]) > 0", ""),
+    ("after-a-pause", "alerts.yml", f"and on {RUN} run:elastic_trainer_checkpoint_due:bool == 1", ""),
+    ("etcd-blink", "rules.yml", "timestamp_seconds) > 1 * 60", "timestamp_seconds) >= 0 * 60"),
+    ("too-few-and-etcd-away", "rules.yml", ">= 2 * 60", ">= 2000 * 60"),
+    ("failed-and-etcd-away", "alerts.yml", '(elastic_trainer_run_state{state="failed"} == 1)',
+     '(run_state:elastic_trainer_run_state:fresh{state="failed"} == 1)'),
+    ("scaled-to-zero", "alerts.yml", 'fresh{state="stopped"}[15m]', 'fresh{state="failed"}[15m]'),
+    ("nodes-lost", "alerts.yml", "2 * run:elastic_trainer_nodes_lost", "0 * run:elastic_trainer_nodes_lost"),
+    ("spares-used-up", "alerts.yml", "fresh[6h]) > 0\n", "fresh[6h]) > 1\n"),
+    ("disk-fills-up", "alerts.yml", "5 * max by", "3 * max by"),
+    ("etcd-slow", "alerts.yml", ") > 0.5", ") > 1.5"),
+    ("etcd-nearly-full", "alerts.yml", ") > 0.8", ") > 0.9"),
     ("nan", "alerts.yml", "(increase(elastic_trainer_nonfinite_losses_total[15m])) > 0",
      "(increase(elastic_trainer_nonfinite_losses_total[15m])) > 9"),
     ("nan-unwatched", "alerts.yml", "(increase(elastic_trainer_nonfinite_steps_total[15m])) > 0",
@@ -121,7 +131,9 @@ def test_alertmanager_accepts_its_configuration() -> None:
     [
         (["severity=critical", "run=a"], "on-call"),
         (["severity=warning", "run=a"], "team"),
-        (["severity=critical", "component=monitor"], "on-call"),
+        (["severity=critical", "component=store"], "on-call"),
+        (["severity=info", "run=a"], "nobody"),
+        (["severity=none", "alertname=ElasticTrainerDeadMansSwitch"], "dead-mans-switch"),
         (["alertname=OfSomebodyElse"], "team"),
     ],
 )

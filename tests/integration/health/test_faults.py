@@ -65,15 +65,15 @@ class Alarm:
 
 
 def test_etcd_is_stopped(job: Watched) -> None:
-    """StoreUnreachable, for nodes and for the monitor; the training goes on, in the same processes."""
+    """StoreUnreachable, once for the outage and once for the run; the training goes on, in the same processes."""
     before, alarm = job.settled(), Alarm(job)
     server = job.stage.server
     server.kill()
     try:
         alarm.told("StoreUnreachable")
         job.watch.wait(
-            "the monitor's own alert",
-            lambda: any(each.labels.get("component") == "monitor" for each in job.watch.alerts()),
+            "the alert of the outage",
+            lambda: any(each.labels.get("component") == "store" for each in job.watch.alerts()),
         )
         steps = _steps(job)
         job.stage.until(lambda: _steps(job) > steps, "a step without etcd")

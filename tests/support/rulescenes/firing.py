@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from elastic_trainer.telemetry import families
-from tests.support.rulescenes.job import PlayedJob
+from tests.support.rulescenes.job import PlayedJob, Rank
 from tests.support.rulescenes.scene import Fires, Scene, into
 
 STALLED = Fires("Stalled", "critical")
@@ -23,9 +23,19 @@ DAMAGED = Fires("CheckpointFailing", "warning")
 NONFINITE = Fires("NonFiniteLoss", "critical")
 FAILED = Fires("RunFailed", "critical")
 STORE = Fires("StoreUnreachable", "critical")
-MONITOR_STORE = Fires("StoreUnreachable", "critical", of_run=False)
+STORE_OF_ALL = Fires("StoreUnreachable", "critical", of_run=False)
 NO_MONITOR = Fires("MonitorDown", "warning", of_run=False)
 UNWATCHED = Fires("MonitorDown", "warning")
+
+STOPPED = Fires("RunStopped", "info")
+LOST = Fires("NodesLost", "warning")
+SPARES = Fires("SparesUsedUp", "warning")
+SPACE = Fires("CheckpointSpaceLow", "warning")
+NO_LEADER = Fires("EtcdNoLeader", "critical", of_run=False)
+MEMBER_DOWN = Fires("EtcdMemberDown", "warning", of_run=False)
+ETCD_SPACE = Fires("EtcdSpaceLow", "warning", of_run=False)
+ETCD_SLOW = Fires("EtcdSlow", "warning", of_run=False)
+SWITCH = Fires("DeadMansSwitch", "none", of_run=False)
 
 FIRING: list[Scene] = []
 """All of them."""
@@ -242,7 +252,7 @@ def _node_without_etcd(job: PlayedJob, minute: float) -> None:
         job.cut_off = {"n1": job.now}
 
 
-@_scene("etcd-away", "nobody reaches etcd, and training goes on", 120, STORE, MONITOR_STORE, not_before=21)
+@_scene("etcd-away", "nobody reaches etcd, and training goes on", 120, STORE, STORE_OF_ALL, not_before=21, alone=True)
 def _etcd_away(job: PlayedJob, minute: float) -> None:
     if minute == 20:
         job.cut_off = dict.fromkeys(job.nodes, job.now)
@@ -259,3 +269,97 @@ def _monitor_gone(job: PlayedJob, minute: float) -> None:
 def _run_unwatched(job: PlayedJob, minute: float) -> None:
     if minute == 20:  # the monitor answers without the run: perhaps it reads another etcd
         job.exists = False
+
+
+@_scene("etcd-without-leader", "members of etcd have no leader", 40, NO_LEADER, not_before=22, alone=True)
+def _no_leader(job: PlayedJob, minute: float) -> None:
+    job.scrapes_etcd = True
+    for member in job.etcd:
+        member.leads = float(minute < 20)
+
+
+@_scene("etcd-member-down", "one member of etcd is down", 40, MEMBER_DOWN, not_before=22, alone=True)
+def _member_down(job: PlayedJob, minute: float) -> None:
+    job.scrapes_etcd = True
+    job.etcd[1].answers = minute < 20
+
+
+@_scene("etcd-nearly-full", "etcd is near its quota", 40, ETCD_SPACE, not_before=24, alone=True)
+def _etcd_fills_up(job: PlayedJob, minute: float) -> None:
+    job.scrapes_etcd = True
+    job.etcd[0].share = 0.1 if minute < 20 else 0.85
+
+
+@_scene("etcd-slow", "the disk of an etcd is slow", 60, ETCD_SLOW, not_before=29, alone=True)
+def _etcd_slow(job: PlayedJob, minute: float) -> None:
+    job.scrapes_etcd = True
+    job.etcd[2].slow_syncs = 0.0 if minute < 20 else 5.0
+
+
+@_scene("alive", "all is well, and the dead man's switch says so", 20, SWITCH, alone=True)
+def _alive(job: PlayedJob, minute: float) -> None:
+    """Train."""
+
+
+# ---- nodes and space that are missed
+
+
+@_scene("stopped", "a run is stopped on request, and nobody takes it up", 560, STOPPED, not_before=480)
+def _stopped(job: PlayedJob, minute: float) -> None:
+    if minute == 5:
+        job.state, job.nodes, job.ranks = "stopped", {}, {}
+
+
+@_scene("abandoned", "the last node gives up", 60, BELOW, LOST, not_before=21.5)
+def _abandoned(job: PlayedJob, minute: float) -> None:
+    if minute == 20:
+        job.state, job.nodes, job.ranks, job.lost = "gathering", {"n0": "ready"}, {}, 3
+    if minute == 30:
+        job.state, job.nodes = "abandoned", {}
+
+
+@_scene("nodes-lost", "two of four nodes are lost and none comes", 60, LOST, not_before=34)
+def _nodes_lost(job: PlayedJob, minute: float) -> None:
+    if minute == 20:
+        job.regroup({"n0": "ready", "n1": "ready"}, reason="node_lost")
+        job.lost = 2
+
+
+@_scene("spares-used-up", "the spare node replaces a lost one", 60, SPARES, not_before=29)
+def _spares_used_up(job: PlayedJob, minute: float) -> None:
+    if minute == 5:
+        job.nodes["n4"] = "ready"
+        job.ranks[4] = Rank("n4", phase="waiting", last_step=job.now, step_s=0.0, compute_s=0.0)
+        job.passive = {4}
+    if minute == 20:
+        job.passive = set()
+        job.regroup({"n0": "ready", "n1": "ready", "n2": "ready", "n4": "ready"}, reason="node_lost")
+
+
+@_scene("disk-fills-up", "there is room for four checkpoints", 60, SPACE, not_before=24)
+def _disk_fills_up(job: PlayedJob, minute: float) -> None:
+    job.free_bytes = 100e9 if minute < 20 else 4e9
+
+
+@_scene(
+    "too-few-and-etcd-away",
+    "etcd is away while too few nodes are left: that alert goes on, and is not sent anew",
+    60,
+    BELOW,
+    SLOW,
+    STORE_OF_ALL,
+    not_before=21.5,
+    alone=True,
+    lasts=(25.0, 55.0),
+)
+def _too_few_and_etcd_away(job: PlayedJob, minute: float) -> None:
+    _too_few(job, minute)
+    job.monitors[0].reads = not 30 <= minute < 40
+
+
+@_scene(
+    "failed-and-etcd-away", "etcd is away after a run has failed", 60, FAILED, STORE_OF_ALL, alone=True, lasts=(25, 55)
+)
+def _failed_and_etcd_away(job: PlayedJob, minute: float) -> None:
+    _fails(job, minute)
+    job.monitors[0].reads = not 30 <= minute < 40

@@ -47,6 +47,39 @@ class Monitor:
     """What it last read: it goes on showing that."""
 
 
+@dataclass
+class EtcdMember:
+    """One member of etcd as Prometheus sees it."""
+
+    instance: str
+    answers: bool = True
+    leads: float = 1.0
+    share: float = 0.1
+    """Of its quota."""
+    slow_syncs: float = 0.0
+    """Each second, of a hundred."""
+    synced: float = 0.0
+    slow: float = 0.0
+
+    def samples(self) -> dict[Key, float]:
+        """What it exports, and that it does."""
+        self.synced += 100 * TICK_S
+        self.slow += self.slow_syncs * TICK_S
+        place = (("instance", self.instance), ("job", "elastic-trainer-etcd"))
+        shown: dict[Key, float] = {("up", place): float(self.answers)}
+        if self.answers:
+            bucket = "etcd_disk_wal_fsync_duration_seconds_bucket"
+            shown |= {
+                ("etcd_server_has_leader", place): self.leads,
+                ("etcd_mvcc_db_total_size_in_bytes", place): self.share * 8e9,
+                ("etcd_server_quota_backend_bytes", place): 8e9,
+                (bucket, tuple(sorted((*place, ("le", "0.016"))))): self.synced - self.slow,
+                (bucket, tuple(sorted((*place, ("le", "1.024"))))): self.synced,
+                (bucket, tuple(sorted((*place, ("le", "+Inf"))))): self.synced,
+            }
+        return shown
+
+
 class PlayedJob:
     """See the module. Everything public may be changed between two ticks."""
 
@@ -57,7 +90,9 @@ class PlayedJob:
         bounds: tuple[int, int] = (2, 4),
         step_s: float = 0.2,
         interval_s: float = TICK_S,
+        namespace: str = "",
     ) -> None:
+        self.place = {"namespace": namespace} if namespace else {}
         self.run, self.bounds, self.step_s = run, bounds, step_s
         self.now = 0.0
         self.state, self.round = "training", 1
@@ -76,6 +111,11 @@ class PlayedJob:
         """Ranks that are shown and are not in the round: spare nodes."""
         self.counts: dict[Key, float] = {}
         self.monitors = [Monitor("monitor-0:9470")]
+        self.lost = 0
+        """Nodes that a fault took and that none has replaced."""
+        self.free_bytes = 100e9
+        self.etcd = [EtcdMember(f"{run}-etcd-{number}:2379") for number in range(3)]
+        self.scrapes_etcd = False
         self.exists = True
         """Whether anything of the run is left in the store."""
         self.samples: dict[Key, dict[int, float | None]] = {}
@@ -146,7 +186,7 @@ class PlayedJob:
     # ---- samples
 
     def _key(self, family: Family, labels: Mapping[str, str]) -> Key:
-        return family.full_name, tuple(sorted({"run": self.run, **labels}.items()))
+        return family.full_name, tuple(sorted({"run": self.run, **self.place, **labels}.items()))
 
     def _record(self) -> None:
         now: dict[Key, float] = {}
@@ -155,6 +195,9 @@ class PlayedJob:
                 now |= self._of_node(node)
         for monitor in self.monitors:
             now |= self._of_monitor(monitor)
+        if self.scrapes_etcd:
+            for member in self.etcd:
+                now |= member.samples()
         for key in {*now, *self.samples}:
             series = self.samples.setdefault(key, {})
             if key in now or (series and series[max(series)] is not STALE):
@@ -186,8 +229,9 @@ class PlayedJob:
         if monitor.reads:
             monitor.last_read = self.now
             monitor.seen = self._of_run() if self.exists else {}
-        place = (("instance", f"{self.run}-{monitor.instance}"), ("job", "elastic-trainer-monitor"))
-        shown = {(name, tuple(sorted((*labels, *place)))): value for (name, labels), value in monitor.seen.items()}
+        named = {"instance": f"{self.run}-{monitor.instance}", "job": "elastic-trainer-monitor", **self.place}
+        place = tuple(sorted(named.items()))
+        shown = {(name, tuple(sorted({*labels, *place}))): value for (name, labels), value in monitor.seen.items()}
         shown[families.MONITOR_STORE.full_name, place] = monitor.last_read
         return shown
 
@@ -200,6 +244,10 @@ class PlayedJob:
             self._key(families.PROGRESS, {}): self.step // 1,
             self._key(families.CHECKPOINT_SUCCESS, {}): self.saved_at,
             self._key(families.CHECKPOINT_INTERVAL, {}): self.interval_s,
+            self._key(families.CHECKPOINT_BYTES, {}): 1e9,
+            self._key(families.CHECKPOINT_FREE, {}): self.free_bytes,
+            self._key(families.NODES_LOST, {}): float(self.lost),
+            self._key(families.NODES_SPARE, {}): float(len(self.passive) if trains else 0),
         }
         for bound, limit in zip(families.BOUNDS, self.bounds, strict=True):
             shown[self._key(families.NODES_LIMIT, {"bound": bound})] = float(limit)

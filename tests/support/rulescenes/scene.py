@@ -14,7 +14,7 @@ Act = Callable[[PlayedJob, float], None]
 
 @dataclass(frozen=True)
 class Fires:
-    """One alert that fires. Without ``of_run`` it is about the monitor and has no label ``run``."""
+    """One alert that fires. Without ``of_run`` it is about monitors or etcd and has no label ``run``."""
 
     alert: str
     severity: str
@@ -37,6 +37,8 @@ class Scene:
     """Until this minute none fires."""
     alone: bool = False
     """Whether no other run may be in the same Prometheus: its monitor would answer in the place of this one's."""
+    lasts: tuple[float, ...] = ()
+    """From which minute to which the first alert fires without a gap."""
     job: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of PlayedJob."""
 
@@ -57,12 +59,13 @@ def into(
     *fires: Fires,
     not_before: float = 0.0,
     alone: bool = False,
+    lasts: tuple[float, ...] = (),
     **job: Any,
 ) -> Callable[[Act], Act]:
     """Decorates what happens in a scene, which is added to ``scenes``."""
 
     def add(act: Act) -> Act:
-        scenes.append(Scene(name, says, minutes, act, fires, not_before, alone, job))
+        scenes.append(Scene(name, says, minutes, act, fires, not_before, alone, lasts, job))
         return act
 
     return add

@@ -83,6 +83,16 @@ def _late_nodes(job: PlayedJob, minute: float) -> None:
 # ---- ends and pauses
 
 
+@_scene("scaled-to-zero", "a run is stopped on request, and its nodes come back one by one, an hour later", 120)
+def _scaled_to_zero(job: PlayedJob, minute: float) -> None:
+    if minute == 20:
+        job.state, job.nodes, job.ranks = "stopped", {}, {}
+    if minute == 80:
+        job.state, job.nodes, job.gathering_since = "gathering", {"n0": "ready"}, job.now
+    if minute == 84:
+        job.regroup({"n0": "ready", "n1": "ready", "n2": "ready", "n3": "ready"}, reason="node_joined", fresh=True)
+
+
 @_scene("old-nan", "a NaN of long ago gets another rank by a handover, and the run ends", 90)
 def _old_nan(job: PlayedJob, minute: float) -> None:
     if minute == 0:

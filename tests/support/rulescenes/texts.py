@@ -8,20 +8,30 @@ from dataclasses import dataclass, field
 from tests.support.rulescenes.firing import (
     BELOW,
     DAMAGED,
+    ETCD_SLOW,
+    ETCD_SPACE,
     EXHAUSTING,
     FAILED,
     FAILING,
     FLAPPING,
     GOODPUT,
     LOOP,
+    LOST,
+    MEMBER_DOWN,
     MISSING,
+    NO_LEADER,
     NO_MONITOR,
     NONFINITE,
     SLOW,
+    SPACE,
+    SPARES,
     STALE,
     STALLED,
+    STOPPED,
     STORE,
+    STORE_OF_ALL,
     STRAGGLER,
+    SWITCH,
     UNWATCHED,
 )
 from tests.support.rulescenes.scene import Fires
@@ -38,6 +48,8 @@ class Text:
     description: str
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels beside run, severity and family."""
+    cost: str = ""
+    """What it costs, where that has figures."""
 
 
 TEXTS: dict[str, Text] = {
@@ -110,8 +122,7 @@ TEXTS: dict[str, Text] = {
         STALE,
         "checkpoint",
         "Run RUN trains without saving",
-        "The last checkpoint of RUN is 20m 30s older than its last step (or none was ever "
-        "written). One is due every 30s. All that would be lost if every node went now.",
+        "The last checkpoint of RUN was saved 20m 30s ago. One is due every 30s.",
     ),
     "saves-fail": Text(
         30,
@@ -146,6 +157,7 @@ TEXTS: dict[str, Text] = {
         "progress",
         "Run RUN was closed as failed",
         "RUN has ended without success and will not go on by itself. elastic-trainer events RUN shows what closed it.",
+        cost="All steps after its last checkpoint are lost (saved 5m 30s ago), and its machines are idle.",
     ),
     "wasteful": Text(
         170,
@@ -155,6 +167,7 @@ TEXTS: dict[str, Text] = {
         "In the last hour 25% of the rank time of RUN went into training and evaluating (50 % is the limit). The "
         "rest: healing (3.00 ranks).",
         {"window": "1h"},
+        "25% of the time that is paid for trains; the rest does not.",
     ),
     "somewhat-wasteful": Text(
         390,
@@ -164,15 +177,91 @@ TEXTS: dict[str, Text] = {
         "In the last six hours 70% of the rank time of RUN went into training and evaluating (80 % is the limit),"
         " and it is no better now. The rest: data (1.20 ranks).",
         {"window": "6h"},
+        "70% of the time that is paid for trains; the rest does not.",
     ),
     "node-without-etcd": Text(
         30,
         STORE,
         "store",
-        "Node n1 of run RUN does not reach etcd",
-        "etcd has not answered node n1 of RUN for 10m 0s. Training goes on, but no node can come, go or be "
-        "replaced until it does. Nodes without etcd: 1.",
-        {"node": "n1"},
+        "1 node(s) of run RUN do not reach etcd",
+        "etcd has not answered 1 node(s) of RUN for more than two minutes, of 4. Training goes on, but none of them "
+        "can be replaced until it does.",
+    ),
+    "failed-and-etcd-away": Text(
+        35,
+        STORE_OF_ALL,
+        "store",
+        "etcd does not answer: no run can change",
+        "Nodes without etcd: none is seen, of 0 run(s). Alerts about nodes, rounds and saves keep silent meanwhile.",
+        {"component": "store"},
+    ),
+    "etcd-without-leader": Text(
+        30,
+        NO_LEADER,
+        "store",
+        "etcd has no leader",
+        "No member of etcd has had a leader for three minutes: a majority of them is away or apart. Members that "
+        "answer: 3.",
+    ),
+    "etcd-member-down": Text(
+        30,
+        MEMBER_DOWN,
+        "store",
+        "1 member(s) of etcd are down",
+        "1 of 3 member(s) of etcd have not answered for three minutes.",
+    ),
+    "etcd-nearly-full": Text(
+        30,
+        ETCD_SPACE,
+        "store",
+        "The database of etcd is at 85% of its quota",
+        "At 100 % etcd takes no write any more (alarm NOSPACE). Compaction keeps it small: see whether "
+        "--auto-compaction-retention is set, and forget runs that are over.",
+    ),
+    "etcd-slow": Text(
+        40,
+        ETCD_SLOW,
+        "store",
+        "The disk of etcd etcd-slow-etcd-2:2379 is slow",
+        "1 % of the syncs of etcd etcd-slow-etcd-2:2379 take longer than 822.4ms (0.5 s is the limit). Leases end and "
+        "leaders change when it gets worse.",
+        {"instance": "etcd-slow-etcd-2:2379"},
+    ),
+    "stopped": Text(
+        500,
+        STOPPED,
+        "progress",
+        "Run RUN was stopped and has not been started again",
+        "The last node of RUN left on request more than eight hours ago. It goes on where it was when its nodes are "
+        "started.",
+    ),
+    "nodes-lost": Text(
+        40,
+        LOST,
+        "membership",
+        "Run RUN lost 2 node(s) and got none back",
+        "A third or more of the nodes of RUN is gone by faults and was not replaced: 2 are left.",
+    ),
+    "spares-used-up": Text(
+        40,
+        SPARES,
+        "membership",
+        "Run RUN has no spare node left",
+        "RUN had 1 spare node(s) in the last six hours. They have replaced lost ones, or were lost.",
+    ),
+    "disk-fills-up": Text(
+        30,
+        SPACE,
+        "checkpoint",
+        "The disk for checkpoints of run RUN fills up",
+        "3.725GiB were free after the last save; one checkpoint has 953.7MiB.",
+    ),
+    "alive": Text(
+        5,
+        SWITCH,
+        "watch",
+        "Alerts are delivered",
+        "The way from Prometheus through Alertmanager to people works.",
     ),
     "monitor-gone": Text(
         30,

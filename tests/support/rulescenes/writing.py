@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from tests.support.deployment import rules
 from tests.support.rulescenes.firing import FIRING
 from tests.support.rulescenes.job import TICK_S, Key, PlayedJob
 from tests.support.rulescenes.notation import series, values
@@ -104,20 +105,36 @@ def _looks(scenes: Sequence[Scene]) -> Iterator[dict[str, Any]]:
     for scene in scenes:
         if scene.not_before:
             yield _look(scene.not_before, scene.name, ())
+        if scene.lasts:
+            yield _lasting(scene, *scene.lasts)
         yield _look(scene.minutes, scene.name, [each for each in scene.fires if each.of_run])
-    yield _look(max(scene.minutes for scene in scenes), "", [e for s in scenes for e in s.fires if not e.of_run])
+    yield _look(
+        max(scene.minutes for scene in scenes),
+        "",
+        [e for s in scenes for e in s.fires if not e.of_run and e.severity != "none"],
+    )
 
 
 def _look(minutes: float, run: str, fired: Sequence[Fires]) -> dict[str, Any]:
     of_run = f', run="{run}"' if run else ""
     return {
         "expr": "group by (alertname, run, severity) "
-        f'(last_over_time(ALERTS{{alertstate="firing", run="{run}"}}[12h]))',
+        f'(last_over_time(ALERTS{{alertstate="firing", run="{run}", severity!="none"}}[12h]))',
         "eval_time": f"{minutes * 60:.0f}s",
         "exp_samples": [
             {"labels": f'{{alertname="{NAMES}{each.alert}"{of_run}, severity="{each.severity}"}}', "value": 1}
             for each in fired
         ],
+    }
+
+
+def _lasting(scene: Scene, begin: float, end: float) -> dict[str, Any]:
+    """As many evaluations between two minutes found the scene's first alert as there were."""
+    found = f'ALERTS{{alertstate="firing", alertname="{NAMES}{scene.fires[0].alert}", run="{scene.name}"}}'
+    return {
+        "expr": f"sum(count_over_time({found}[{end - begin:.0f}m])) >= bool {(end - begin) * 60 / TICK_S:.0f}",
+        "eval_time": f"{end * 60:.0f}s",
+        "exp_samples": [{"labels": "{}", "value": 1}],
     }
 
 
@@ -130,6 +147,7 @@ def _alert_test(scene: Scene, said: Text) -> dict[str, Any]:
             {
                 "exp_labels": {"severity": said.alert.severity, "family": said.family, **run, **said.labels},
                 "exp_annotations": {
+                    **_ways_on(scene, said),
                     "summary": said.summary.replace("RUN", scene.name),
                     "description": said.description.replace("RUN", scene.name),
                     "runbook_url": f"{RUNBOOKS}/{NAMES}{said.alert.alert}.md",
@@ -139,6 +157,20 @@ def _alert_test(scene: Scene, said: Text) -> dict[str, Any]:
     }
 
 
+def _ways_on(scene: Scene, said: Text) -> dict[str, str]:
+    """Where to look on, which is alike for all runs, and what it costs, where that has no figures."""
+    labels = {"severity": said.alert.severity, "family": said.family, **said.labels}
+    (rule,) = [
+        each["annotations"]
+        for each in rules("alerts.yml")
+        if each["alert"] == NAMES + said.alert.alert
+        and each["labels"].items() <= labels.items()
+        and ("component" in each["labels"]) == ("component" in labels)
+    ]
+    told = {name: rule[name].replace("{{ $labels.run }}", scene.name) for name in ("cost", "page", "logs")}
+    return told | ({"cost": said.cost} if said.cost else {})
+
+
 def _indented(content: dict[str, Any]) -> Iterator[str]:
     for line in yaml.safe_dump(content, sort_keys=False, width=1000).splitlines():
         yield f"    {line}"
@@ -146,8 +178,8 @@ def _indented(content: dict[str, Any]) -> Iterator[str]:
 
 def write(directory: Path, files: Mapping[str, Sequence[Scene]] = FILES) -> None:
     """Put the rules and the tests ``files`` of them into ``directory``."""
-    for rules in ("rules.yml", "alerts.yml"):
-        shutil.copy(RULES / rules, directory)
+    for file in ("rules.yml", "alerts.yml"):
+        shutil.copy(RULES / file, directory)
     for name, scenes in files.items():
         (directory / name).write_text(text(scenes), encoding="utf-8")
 

@@ -18,14 +18,17 @@ ALERTS = rules("alerts.yml")
 EXPECTED = {
     *("Stalled", "RanksMissing", "BelowMinNodes", "RendezvousSlow", "RestartLoop", "RestartsExhausting"),
     *("MembershipFlapping", "Straggler", "CheckpointStale", "CheckpointFailing", "NonFiniteLoss", "GoodputLow"),
-    *("StoreUnreachable", "MonitorDown", "RunFailed"),
+    *("StoreUnreachable", "MonitorDown", "RunFailed", "RunStopped", "NodesLost", "SparesUsedUp"),
+    *("CheckpointSpaceLow", "EtcdNoLeader", "EtcdMemberDown", "EtcdSpaceLow", "EtcdSlow", "DeadMansSwitch"),
 }
 CRITICAL = {
     *("Stalled", "BelowMinNodes", "RestartLoop", "CheckpointStale", "CheckpointFailing", "NonFiniteLoss"),
-    *("StoreUnreachable", "RunFailed"),
+    *("StoreUnreachable", "RunFailed", "EtcdNoLeader"),
 }
 AT_ONCE = {"NonFiniteLoss", "RunFailed", "RestartLoop", "RestartsExhausting", "MembershipFlapping", "CheckpointFailing"}
+AT_ONCE |= {"DeadMansSwitch"}
 """They look at what was counted in a window, so the window is their patience."""
+NOT_KEPT = {"MonitorDown", "NonFiniteLoss", "RunStopped", "DeadMansSwitch"}
 HEADINGS = [
     *("Meaning", "What the system did by itself", "What to look at", "What to do"),
     "When it is not what it seems",
@@ -44,7 +47,7 @@ def test_all_alerts_are_there_with_their_severity() -> None:
     """Each alert of the design exists, and those that wake people are critical."""
     assert {short(alert) for alert in ALERTS} == EXPECTED
     assert {short(alert) for alert in ALERTS if alert["labels"]["severity"] == "critical"} == CRITICAL
-    assert {alert["labels"]["severity"] for alert in ALERTS} == {"critical", "warning"}
+    assert {alert["labels"]["severity"] for alert in ALERTS} == {"critical", "warning", "info", "none"}
     assert {alert["labels"]["window"] for alert in ALERTS if short(alert) == "GoodputLow"} == {"1h", "6h"}
 
 
@@ -57,18 +60,27 @@ def test_rules_ask_for_metrics_labels_and_values_that_exist(rule: dict[str, Any]
             assert mistakes(expression, recorded()) == []
 
 
+@pytest.mark.parametrize("rule", rules("rules.yml") + ALERTS, ids=lambda rule: rule.get("record") or identity(rule))
+def test_two_runs_of_one_name_stay_two(rule: dict[str, Any]) -> None:
+    """What is grouped or matched by run is so by cluster and namespace too, in what an alert asks for as well."""
+    text = " ".join((rule["expr"], *rule.get("annotations", {}).values()))
+    by_run = [found for found in re.findall(r"\b(?:by|on) \(([^)]*)\)", text) if "run" in found.split(", ")]
+    assert [each for each in by_run if not each.startswith("cluster, namespace, run")] == []
+    assert len(re.findall(r"run='%s'", text)) == text.count("cluster='%s',namespace='%s',run='%s'")
+
+
 @pytest.mark.parametrize("alert", ALERTS, ids=identity)
 def test_an_alert_says_what_how_bad_and_where_to_read_on(alert: dict[str, Any]) -> None:
     """Summary, description with values, page, family; and patience, by ``for`` or by its window."""
     annotations = alert["annotations"]
     assert alert["alert"].startswith(NAMES)
-    assert set(annotations) == {"summary", "description", "runbook_url"}
-    assert "{{" in annotations["description"]
+    assert set(annotations) == {"summary", "description", "cost", "page", "logs", "runbook_url"}
+    assert "{{" in annotations["description"] or short(alert).startswith(("Etcd", "Dead"))
     assert len(annotations["summary"]) < 150
     assert annotations["runbook_url"] == f"{RUNBOOK_URL}/{alert['alert']}.md"
     assert alert["labels"]["family"]
     assert ("for" not in alert) == (short(alert) in AT_ONCE)
-    assert "keep_firing_for" in alert or short(alert) in ("MonitorDown", "NonFiniteLoss", "RunFailed")
+    assert "keep_firing_for" in alert or short(alert) in NOT_KEPT
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
@@ -121,9 +133,10 @@ def test_scenes_evaluate_all_groups_in_order() -> None:
 def test_prometheus_scrapes_the_monitor_and_lists_nodes_through_it() -> None:
     """Nodes come from the monitor's list, keep the labels that they tell, and the rules are loaded."""
     config = load(PROMETHEUS / "prometheus.yml")
-    monitor, nodes = config["scrape_configs"]
+    monitor, nodes, etcd = config["scrape_configs"]
     assert monitor["static_configs"] == [{"targets": ["monitor:9470"]}]
     assert nodes["http_sd_configs"][0]["url"] == "http://monitor:9470/sd/nodes"
+    assert etcd["job_name"] == "elastic-trainer-etcd"
     assert monitor["honor_labels"]
     assert nodes["honor_labels"]
     assert config["rule_files"] == ["rules.yml", "alerts.yml"]

@@ -52,6 +52,8 @@ def test_alertmanagers_routes_stay_and_lead_to_the_test() -> None:
     assert [each["matchers"] for each in config["route"]["routes"]] == [
         each["matchers"] for each in shipped["route"]["routes"]
     ]
-    assert [each["name"] for each in config["receivers"]] == ["on-call", "team"]
+    assert [each["name"] for each in config["receivers"]] == [
+        *("on-call", "team", "nobody", "dead-mans-switch"),
+    ]
     assert config["route"]["group_wait"] == "200ms"
     assert "secrets" not in str(config)
