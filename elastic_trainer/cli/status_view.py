@@ -59,14 +59,26 @@ def list_view(listing: Listing) -> RenderableType:
     if not listing.runs:
         return Group(*_store(listing.store), Text("there are no runs"))
     table = Table()
-    for column in ("run", "state", "round", "ranks", "nodes", "step", "loss", "samples/s", "goodput", "last incident"):
+    for column in (
+        "run",
+        "state",
+        "round",
+        "ranks",
+        "nodes",
+        "step",
+        "loss",
+        "samples/s",
+        "goodput",
+        "needs attention",
+    ):
         table.add_column(column, overflow="fold")
     for each in listing.runs:
         limits = f"{each.nodes} of {_limits(each.min_nodes, each.max_nodes)}"
-        rate, last = number(each.samples_per_s), _brief(each.last_incident)
+        rate, needs = number(each.samples_per_s), Text(", ".join(concern.words for concern in each.attention))
+        needs.style = "bold red" if each.attention and each.attention[0].look == "bad" else "yellow"
         numbers = (number(each.round), str(each.world_size), limits, number(each.step), number(each.loss), rate)
         state = Text(each.state, style=STYLES.get(each.state, ""))
-        table.add_row(Text(each.run), state, *map(Text, numbers), percent(each.goodput), Text(last))
+        table.add_row(Text(each.run), state, *map(Text, numbers), percent(each.goodput), needs)
     return Group(*_store(listing.store), table)
 
 
@@ -83,7 +95,17 @@ def _head(run: RunSnapshot) -> list[RenderableType]:
     )
     present = sum(node.state != "gone" for node in run.nodes)
     nodes = f"{run.world_size} ranks, {present} nodes of {_limits(run.min_nodes, run.max_nodes)}"
-    return [first, Text(f"{nodes}, recovery {run.recovery or UNKNOWN}"), Text(_progress(run)), Text(_checkpoint(run))]
+    needs = [Text(f"needs attention: {', '.join(each.words for each in run.attention)}", style="bold red")]
+    head = [first, *(needs if run.attention else []), *_left(run)]
+    return [*head, Text(f"{nodes}, recovery {run.recovery or UNKNOWN}"), Text(_progress(run)), Text(_checkpoint(run))]
+
+
+def _left(run: RunSnapshot) -> list[RenderableType]:
+    """How the last node left."""
+    if (left := run.departure) is None:
+        return []
+    how = "left on request" if left["planned"] else "gave up"
+    return [Text(f"node {left['node']}, the last, {how} at {moment(left['wall'])}: {left['reason']}")]
 
 
 def _round(run: RunSnapshot) -> str:
@@ -117,13 +139,6 @@ def _checkpoint(run: RunSnapshot) -> str:
 
 def _limits(low: int | None, high: int | None) -> str:
     return UNKNOWN if low is None else f"{low}:{high}"
-
-
-def _brief(incident: Mapping[str, Any] | None) -> str:
-    if incident is None:
-        return ""
-    what = incident["cause"] or incident["kind"]
-    return f"{moment(incident['wall'])} {what}"
 
 
 def _ranks(run: RunSnapshot) -> Table:

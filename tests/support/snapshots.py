@@ -367,6 +367,7 @@ def _summary(run: Json) -> Json:
         "nodes": len(run["nodes"]),
         "stragglers": sum(each["straggler"] for of in run["nodes"] for each in of["ranks"]),
         "last_incident": run["incidents"][0] if run["incidents"] else None,
+        "attention": run.get("attention", []),
     }
 
 

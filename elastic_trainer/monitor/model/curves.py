@@ -19,7 +19,7 @@ class Point(NamedTuple):
     step: int | None
     loss: float | None
     step_s: float | None
-    world_size: int
+    world_size: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Curves:
     step: list[int | None]
     loss: list[float | None]
     step_s: list[float | None]
-    world_size: list[int]
+    world_size: list[int | None]
 
 
 class Recorder:

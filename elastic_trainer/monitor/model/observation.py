@@ -92,8 +92,8 @@ class Observer:
         self._samples, self._steps = Rate(), Rate()
         self._recorder = Recorder()
 
-    def look(self, documents: RunDocuments, now: float, wall: float) -> Observed:
-        """The run is as ``documents`` say."""
+    def look(self, documents: RunDocuments, now: float, wall: float, *, known: bool = True) -> Observed:
+        """The run is as ``documents`` say. Without ``known`` they are old: its curves have a gap."""
         present = state.run_state(documents)
         self._note_state(present, documents.round.number if documents.round is not None else 0, now)
         first = not self._looked
@@ -106,8 +106,12 @@ class Observer:
         self._samples.note(now, counted)
         self._steps.note(now, None if step is None else float(step))
         if not documents.closed:
-            ranks = state.world_size(documents)
-            self._recorder.note(Point(wall, step, state.current_loss(documents), step_s, ranks))
+            trains = known and bool(documents.live)
+            loss = state.current_loss(documents)
+            ranks = state.world_size(documents) if known else None
+            self._recorder.note(
+                Point(wall, step, loss, step_s, ranks) if trains else Point(wall, None, None, None, ranks)
+            )
         return Observed(
             now=now,
             wall=wall,

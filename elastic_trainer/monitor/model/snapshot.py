@@ -12,10 +12,11 @@ from typing import Any, Final
 from pydantic_core import to_json, to_jsonable_python
 
 from elastic_trainer.membership import stragglers
-from elastic_trainer.membership.documents import JournalEntry, RoundMember, RunResult
+from elastic_trainer.membership.documents import JournalEntry, RoundMember
 from elastic_trainer.membership.health import RANK_FIELDS, Incident, NodeHealth, RankHealth, goodput
 from elastic_trainer.membership.stragglers import Stragglers, find_stragglers
 from elastic_trainer.monitor.model import state
+from elastic_trainer.monitor.model.attention import ORDER, Concern, concerns
 from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.model.curves import Curves
 from elastic_trainer.monitor.model.observation import Observed
@@ -111,6 +112,11 @@ class RunSnapshot:
     incidents: tuple[Mapping[str, Any], ...]
     curves: Curves
     unreadable: tuple[str, ...]
+    lost: tuple[str, ...]
+    """Nodes that a fault took and that none has replaced."""
+    departure: Mapping[str, Any] | None
+    """How the last node left, where the run has none."""
+    attention: tuple[Concern, ...]
     wall: float
     store: StoreStatus = field(default=StoreStatus(True, 0.0))
 
@@ -134,11 +140,12 @@ class RunSummary:
     samples_per_s: float | None
     stragglers: int
     last_incident: Mapping[str, Any] | None
+    attention: tuple[Concern, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """``/api/runs``: runs that go on first, then by name."""
+    """``/api/runs``: runs that need a look first, then those that go on, each by name."""
 
     runs: tuple[RunSummary, ...]
     store: StoreStatus
@@ -187,15 +194,24 @@ def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = Store
         incidents=tuple(incident(each) for each in documents.incidents[: -MOST_INCIDENTS - 1 : -1]),
         curves=seen.curves,
         unreadable=documents.unreadable,
+        lost=tuple(state.lost_nodes(documents)),
+        departure=_departure(documents),
+        attention=concerns(documents, seen, len(straggling(documents).ranks)),
         wall=seen.wall,
         store=store,
     )
+
+
+def _departure(documents: RunDocuments) -> Mapping[str, Any] | None:
+    left = documents.departure if not documents.live else None
+    return None if left is None else left.model_dump(mode="json", exclude={"version"})
 
 
 def summary(documents: RunDocuments, seen: Observed) -> RunSummary:
     """The row of a run in the list."""
     spec = documents.spec
     last = documents.incidents[-1] if documents.incidents else None
+    slow = len(straggling(documents).ranks)
     return RunSummary(
         run=documents.run,
         state=seen.state,
@@ -210,15 +226,21 @@ def summary(documents: RunDocuments, seen: Observed) -> RunSummary:
         recovery=str(spec.recovery) if spec is not None else None,
         goodput=goodput(documents.counters),
         samples_per_s=seen.samples_per_s,
-        stragglers=len(straggling(documents).ranks),
+        stragglers=slow,
         last_incident=incident(last) if last is not None else None,
+        attention=concerns(documents, seen, slow),
     )
 
 
 def listing(runs: Sequence[RunSummary], store: StoreStatus, wall: float) -> Listing:
     """The list of all runs."""
-    over = (str(RunResult.SUCCEEDED), str(RunResult.FAILED))
-    return Listing(tuple(sorted(runs, key=lambda each: (each.state in over, each.run))), store, wall)
+    over = (state.SUCCEEDED, state.FAILED, state.STOPPED)
+
+    def place(each: RunSummary) -> tuple[int, bool, str]:
+        worst = ORDER.index(each.attention[0].look) if each.attention else len(ORDER)
+        return worst, each.state in over, each.run
+
+    return Listing(tuple(sorted(runs, key=place)), store, wall)
 
 
 def checkpoint(documents: RunDocuments, seen: Observed) -> CheckpointStatus | None:

@@ -125,13 +125,12 @@ def _parts(each: Json) -> tuple[Part, ...]:
 
 
 def _sentence(each: Json, lost: float | None) -> str:
-    said = (
-        "Nothing was lost."
-        if lost == 0
-        else ""
-        if lost is None
-        else f"{plural(int(lost), 'step was', 'steps were')} lost."
-    )
+    """Only of a run that trained again is it known what was lost, and for how long."""
+    if number(each.get("next_round")) is None:
+        return "" if each.get("open") else "The run did not go on from here."
+    said = ""
+    if lost is not None:
+        said = f"{plural(int(lost), 'step was', 'steps were')} lost." if lost else "Nothing was lost."
     total = number(each.get("total_s"))
     back = f"Training again after {duration(total)}." if total else ""
     return " ".join(part for part in (said, back) if part)

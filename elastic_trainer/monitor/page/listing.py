@@ -27,12 +27,15 @@ class RunRow:
     link: str
     state: Mapping[str, str]
     state_for: str
+    needs: str
+    """What needs attention; empty: nothing."""
+    look: str
+    """The worst of that."""
     step: str
     loss: str
     ranks: str
     nodes: str
     goodput: str
-    slow: str
     last: str
     last_when: Moment
 
@@ -44,18 +47,19 @@ def rows(listing: Json) -> list[RunRow]:
 
 def _row(each: Json) -> RunRow:
     run, last = text(each.get("run")), each.get("last_incident")
-    slow = number(each.get("stragglers"))
+    concerns = each.get("attention") or ()
     return RunRow(
         run=run or NONE,
         link=f"runs/{quote(run, safe='')}",
         state=named("states", each.get("state")),
         state_for=lasting(each.get("state_s")) if number(each.get("state_s")) is not None else "",
+        needs=", ".join(text(concern.get("words")) for concern in concerns),
+        look=text(concerns[0].get("look")) if concerns else "",
         step=count(each.get("step")),
         loss=measure(each.get("loss")),
         ranks=count(each.get("world_size")),
         nodes=_nodes(each),
         goodput=percent(each.get("goodput")),
-        slow=f"{count(slow)} slow" if slow else "",
         last=what_of(last)["label"] if last else "none",
         last_when=moment(last.get("wall") if last else None),
     )
@@ -78,4 +82,12 @@ def counted(found: list[RunRow]) -> str:
     for row in found:
         many[row.state["label"].lower()] = many.get(row.state["label"].lower(), 0) + 1
     told = ", ".join(f"{times} {state}" for state, times in sorted(many.items(), key=lambda item: -item[1]))
-    return f"{len(found)} {'run' if len(found) == 1 else 'runs'}: {told}."
+    sick = sum(1 for row in found if row.needs)
+    look = f" {sick} {'needs' if sick == 1 else 'need'} attention." if sick else ""
+    return f"{len(found)} {'run' if len(found) == 1 else 'runs'}: {told}.{look}"
+
+
+def title(found: list[RunRow]) -> str:
+    """With how many need attention."""
+    sick = sum(1 for row in found if row.needs)
+    return f"({sick}) Runs" if sick else "Runs"

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any, Final
 from urllib.parse import parse_qs
 
+from elastic_trainer.monitor.model import attention
 from elastic_trainer.monitor.page.words import (
     NONE,
     TIMES,
@@ -33,13 +34,6 @@ from elastic_trainer.telemetry.rank import GAUGES, Unit
 
 Json = Mapping[str, Any]
 
-AT_WORK: Final = ("training", "repeated", "data")
-"""Phases in which a rank makes progress every few seconds."""
-STILL_S: Final = 30.0
-STILL_STEPS: Final = 10.0
-"""A rank at work stands still after this many seconds, and this many of its own steps, without progress."""
-UNHEARD_S: Final = 30.0
-"""A node silent for this long is worth a look."""
 OPEN_RANKS: Final = 32
 """Up to this number of ranks, the table of each node's ranks is open from the start."""
 SHOWN: Final = 24
@@ -204,14 +198,13 @@ def summary(nodes: Sequence[NodeRow]) -> str:
 
 def standing_still(rank: Json) -> bool:
     """Whether it works and makes no progress."""
-    still, step = number(rank.get("still_s")), number(rank.get("step_s"))
-    return text(rank.get("phase")) in AT_WORK and still is not None and still > max(STILL_S, STILL_STEPS * (step or 0))
+    return attention.standing_still(text(rank.get("phase")), number(rank.get("still_s")), number(rank.get("step_s")))
 
 
 def unheard(node: Json) -> bool:
     """Whether its report is overdue."""
     age = number(node.get("age_s"))
-    return text(node.get("state")) not in ("gone", "done") and age is not None and age > UNHEARD_S
+    return text(node.get("state")) not in ("gone", "done") and age is not None and age > attention.UNHEARD_S
 
 
 def _node(node: Json, small: bool, choice: Choice) -> NodeRow:

@@ -23,7 +23,15 @@ ALL: Final = Choice()
 def runs_update(listing_: Json) -> Update:
     """The list of all runs (``/api/runs``), as it is now."""
     rows = listing.rows(listing_)
-    content = _render("runs_view.html", now=_now(listing_), rows=rows, counted=listing.counted(rows), root="")
+    content = _render(
+        "runs_view.html",
+        now=_now(listing_),
+        rows=rows,
+        counted=listing.counted(rows),
+        title=listing.title(rows),
+        stale=_stale(listing_),
+        root="",
+    )
     return Update(tuple(content.splitlines()), store=listing_.get("store"))
 
 
@@ -31,7 +39,9 @@ def run_update(snapshot: Json, choice: Choice = ALL) -> Update:
     """One run (``/api/runs/<run>``), as it is now."""
     now = _now(snapshot)
     since, attention = view.since(snapshot, now), view.attention(snapshot)
-    state = named("states", snapshot.get("state"))
+    state, stale = named("states", snapshot.get("state")), _stale(snapshot)
+    if stale:
+        state = {**state, "look": "other", "label": f"{state['label']} when last seen"}
     content = _render(
         "run_view.html",
         root="../",
@@ -46,7 +56,7 @@ def run_update(snapshot: Json, choice: Choice = ALL) -> Update:
         attention=attention,
         worst=view.worst(state["look"], attention),
         goodput=view.goodput(snapshot),
-        ended=text(snapshot.get("state")) in view.ENDED,
+        calm=view.calm(snapshot),
         incidents=history.incidents(snapshot),
         rounds=history.rounds(snapshot, now),
         nodes=nodes.table(snapshot, choice),
@@ -61,7 +71,7 @@ def run_update(snapshot: Json, choice: Choice = ALL) -> Update:
 
 def runs_page(listing_: Json) -> str:
     """The list as a page."""
-    return _page("Runs", "", listing_, runs_update(listing_))
+    return _page(listing.title(listing.rows(listing_)), "", listing_, runs_update(listing_))
 
 
 def run_page(snapshot: Json, choice: Choice = ALL) -> str:

@@ -30,7 +30,7 @@ from elastic_trainer.monitor.page.words import (
     text,
 )
 
-ENDED: Final = ("succeeded", "failed")
+ENDED: Final = ("stopped", "succeeded", "failed")
 OVERDUE: Final = 2.0
 """A checkpoint this many intervals old is late."""
 MOST_SAMPLES: Final = 12
@@ -149,6 +149,20 @@ def attention(snapshot: Json) -> list[Note]:
     return sorted(found, key=lambda note: order[note.look])
 
 
+def calm(snapshot: Json) -> str:
+    """What stands where nothing needs a look: only what is known."""
+    state, left = text(snapshot.get("state")), snapshot.get("departure") or {}
+    if not (snapshot.get("store") or {}).get("connected", True):
+        return "Not known: the monitor does not reach the store."
+    if state == "stopped":
+        return f"Stopped on request ({text(left.get('reason')) or 'by its nodes'}). It goes on when nodes come."
+    if state in ENDED:
+        return "The run has ended."
+    if state in ("training", "changing"):
+        return "Nothing: no node is missing, no rank is slow."
+    return "Nothing yet: nodes are on their way." if state == "gathering" else "Nothing: the next round is on its way."
+
+
 def worst(look: str, attention: Sequence[Note]) -> str:
     """The look of the whole: that of the state, or of something worse that needs a look."""
     first = attention[0].look if attention else look
@@ -166,6 +180,17 @@ def _missing(snapshot: Json, every: Sequence[Json]) -> list[Note]:
     found = []
     if least is not None and there < least:
         found.append(Note("bad", f"{plural(there, 'node is', 'nodes are')} there, {count(least)} are needed to train."))
+    left = snapshot.get("departure")
+    if left and text(snapshot.get("state")) == "abandoned":
+        why = f"{text(left.get('reason'))} (exit code {count(left.get('exit_code'))})"
+        found.append(
+            Note("bad", f"Node {text(left.get('node'))} was the last and gave up: {why}. Start nodes to go on.")
+        )
+    lost = [text(name) for name in snapshot.get("lost") or () if text(name) not in {n.get("node") for n in every}]
+    if lost:
+        found.append(
+            Note("warn", f"{plural(len(lost), 'node was', 'nodes were')} lost and not replaced: {listed(lost)}.")
+        )
     gone = [node for node in every if text(node.get("state")) == "gone"]
     if gone:
         look = "bad" if any(node.get("in_round") for node in gone) else "warn"
@@ -307,7 +332,10 @@ def course(snapshot: Json, now: float) -> tuple[str, ...]:
         if (begun := number(span.first.get("wall"))) is not None
     ]
     incidents = [_mark(each) for each in reversed(snapshot.get("incidents") or ()) if number(each.get("wall"))]
-    head = {"now": now, "ended": text(snapshot.get("state")) in ENDED}
+    store = snapshot.get("store") or {}
+    away = not store.get("connected", True)
+    known_at = now - (number(store.get("age_s")) or 0.0) if away else now
+    head = {"now": known_at, "ended": text(snapshot.get("state")) in ENDED}
     known = [point for point in points if point[0] is not None]
     return tuple(json.dumps(each, separators=(",", ":")) for each in (head, rounds, incidents, *known))
 

@@ -91,8 +91,8 @@ class _Followed:
         self._folded, self.documents = False, documents
         self.resting = not documents.nodes and now - self._changed_at >= QUIET_S
 
-    def look(self, now: float, wall: float, forget_s: float) -> RunReading:
-        reading = RunReading(self.documents, self._observer.look(self.documents, now, wall))
+    def look(self, now: float, wall: float, forget_s: float, *, known: bool) -> RunReading:
+        reading = RunReading(self.documents, self._observer.look(self.documents, now, wall, known=known))
         self.resting |= not self.documents.nodes and (reading.seen.over_s or 0.0) >= REST_S
         if self.resting and not self._folded and reading.forgotten(forget_s):
             self._folded, self.documents = True, self.documents.folded()
@@ -195,7 +195,9 @@ class Reader:
     def _reading(self) -> StoreReading:
         now, wall = self._clock.monotonic(), self._clock.wall()
         self._serial += 1
-        looked = {run: each.look(now, wall, self._forget_s) for run, each in self._followed.items()}
+        looked = {
+            run: each.look(now, wall, self._forget_s, known=not self._problem) for run, each in self._followed.items()
+        }
         runs = {run: reading for run, reading in looked.items() if reading.documents.is_run}
         age_s = None if self._read_at is None else now - self._read_at
         store = StoreStatus(connected=not self._problem, age_s=age_s)

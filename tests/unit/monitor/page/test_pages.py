@@ -184,6 +184,7 @@ def test_the_list_shows_every_run() -> None:
     assert rows[0] == [
         "gpt-small-07",
         "Training for 21 min",
+        "nothing",
         "48,210",
         "2.087",
         "6",
@@ -191,7 +192,12 @@ def test_the_list_shows_every_run() -> None:
         "96.8 %",
         "Worker lost 21 min ago",
     ]
-    assert rows[2][1] == "Training for 21 min 1 slow"
+    sick = snapshots.listing()
+    sick["runs"][2]["attention"] = [{"look": "bad", "words": "1 standing still"}, {"look": "warn", "words": "1 slow"}]
+    html = page.runs_page(sick)
+    assert "1 standing still, 1 slow" in html
+    assert "<title>(1) Runs, elastic-trainer</title>" in html
+    assert [row.get("class") for row in parsed(html).findall(".//tbody/tr")].count("sick look-bad") == 1
     assert "6 runs: 3 training" in page.runs_page(snapshots.listing())
 
 

@@ -1,0 +1,95 @@
+"""What somebody should look at in a run, in a few words each, the worst first. Pure.
+
+The list of runs, ``status`` and the API show these; the page of a run says more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from elastic_trainer.monitor.model import state
+from elastic_trainer.monitor.model.contents import RunDocuments
+from elastic_trainer.monitor.model.observation import Observed
+
+STILL_S: Final = 30.0
+STILL_STEPS: Final = 10.0
+"""A rank at work stands still after this many seconds, and this many of its own steps, without progress."""
+AT_WORK: Final = ("training", "repeated", "data")
+"""Phases in which a rank makes progress every few seconds."""
+UNHEARD_S: Final = 30.0
+"""A node silent for this long is worth a look."""
+OVERDUE: Final = 2.0
+"""A checkpoint this many intervals old is late."""
+REGROUP_S: Final = 60.0
+"""A run that has not found its next round after this long needs a look."""
+ORDER: Final = ("bad", "warn")
+
+
+@dataclass(frozen=True, slots=True)
+class Concern:
+    """``look``: bad (nothing is trained, or what was trained is at risk) or warn."""
+
+    look: str
+    words: str
+
+
+def concerns(documents: RunDocuments, seen: Observed, slow: int) -> tuple[Concern, ...]:
+    """All there is; ``slow``: how many ranks are stragglers."""
+    if seen.state == state.FAILED:
+        return (Concern("bad", "failed"),)
+    if seen.state in (state.SUCCEEDED, state.STOPPED):
+        return ()
+    found = [*_membership(documents, seen), *_ranks(documents, slow), *_saves(documents, seen)]
+    if documents.unreadable:
+        found.append(Concern("warn", "keys of another version"))
+    return tuple(sorted(found, key=lambda each: ORDER.index(each.look)))
+
+
+def _membership(documents: RunDocuments, seen: Observed) -> list[Concern]:
+    if seen.state == state.ABANDONED:
+        return [Concern("bad", "abandoned: its last node gave up")]
+    live, round_ = len(documents.live), documents.round
+    least = documents.spec.min_nodes if documents.spec is not None else 1
+    found = []
+    if live < least:
+        look = "bad" if round_ is not None else "warn"  # before its first round nodes are only on their way
+        found.append(Concern(look, f"{live} of {least} nodes needed"))
+    elif seen.state in (state.GATHERING, state.RECOVERING) and _lasted(seen) > REGROUP_S:
+        found.append(Concern("bad", "no round comes"))
+    elif lost := state.lost_nodes(documents):
+        found.append(Concern("warn", f"{len(lost)} lost, not replaced"))
+    silent = sum(1 for name in documents.live if seen.now - seen.arrived.get(name, seen.now) > UNHEARD_S)
+    if silent:
+        found.append(Concern("warn", f"{silent} silent"))
+    return found
+
+
+def _lasted(seen: Observed) -> float:
+    if seen.state_since is not None:
+        return seen.now - seen.state_since
+    return seen.wall - seen.gathering_since_wall if seen.gathering_since_wall else 0.0
+
+
+def _ranks(documents: RunDocuments, slow: int) -> list[Concern]:
+    number = documents.round.number if documents.round is not None else 0
+    ranks = [rank for name in documents.live if (told := documents.health.get(name)) is not None
+             and told.round == number for rank in told.ranks]  # fmt: skip
+    still = sum(standing_still(rank.phase, rank.still_s, rank.step_s) for rank in ranks)
+    found = [Concern("bad", f"{still} standing still")] if still else []
+    return [*found, Concern("warn", f"{slow} slow")] if slow else found
+
+
+def standing_still(phase: str, still_s: float | None, step_s: float | None) -> bool:
+    """Whether a rank works and makes no progress."""
+    return phase in AT_WORK and still_s is not None and still_s > max(STILL_S, STILL_STEPS * (step_s or 0))
+
+
+def _saves(documents: RunDocuments, seen: Observed) -> list[Concern]:
+    """Saves that fail count as long as none has succeeded since."""
+    every = max((each.save_interval_s for each in documents.health.values()), default=0.0)
+    late = every and seen.saved_s is not None and seen.saved_s > OVERDUE * every
+    failed = documents.counters.get("save.failed", 0.0)
+    if failed and (late or documents.saved is None):
+        return [Concern("bad", "saves fail")]
+    return [Concern("warn", "checkpoint late")] if late and seen.state == state.TRAINING else []

@@ -1,0 +1,68 @@
+"""What needs attention in a run, and which runs come first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic_trainer.membership.documents import Departure, RoundState, RunResult, Spec
+from elastic_trainer.membership.health import Saved
+from elastic_trainer.monitor.model.attention import Concern, concerns
+from elastic_trainer.monitor.model.observation import Observer
+from elastic_trainer.monitor.model.snapshot import StoreStatus, listing, summary
+from tests.support.monitored import health, rank, run
+
+TWO = Spec(min_nodes=2, max_nodes=4)
+GAVE_UP = Departure(wall=1.0, node="n0", planned=False, reason="no peer", exit_code=1)
+NO_SAVE = {"n0": health("n0", [rank(0)], {"save.failed": 2.0}, save_interval_s=5.0)}
+LATE = {"n0": health("n0", [rank(0)], {"save.failed": 2.0}, save_interval_s=5.0, saved=Saved(step=1, wall=900.0))}
+STILL = {"n0": health("n0", [rank(0, still_s=100.0), rank(1, still_s=1.0)])}
+
+
+@pytest.mark.parametrize(
+    ("documents", "found"),
+    [
+        (run(2, spec=TWO), []),
+        (run(1, spec=TWO), [("bad", "1 of 2 nodes needed")]),
+        (run(1, spec=TWO, round=None), [("warn", "1 of 2 nodes needed")]),
+        (run(0, spec=TWO, departure=GAVE_UP), [("bad", "abandoned: its last node gave up")]),
+        (run(0, spec=TWO, departure=GAVE_UP.model_copy(update={"planned": True})), []),
+        (run(2, state=RoundState.CLOSED, round_={"result": RunResult.FAILED}), [("bad", "failed")]),
+        (run(2, state=RoundState.CLOSED, round_={"result": RunResult.SUCCEEDED}), []),
+        (run(2, health=STILL), [("bad", "1 standing still")]),
+        (run(2, health=NO_SAVE), [("bad", "saves fail")]),
+        (run(2, health=LATE), [("bad", "saves fail")]),
+        (replace(run(2), unreadable=("/p/r/spec",)), [("warn", "keys of another version")]),
+    ],
+)
+def test_what_needs_attention(documents: Any, found: list[tuple[str, str]]) -> None:
+    """In a few words, with how bad it is."""
+    seen = Observer().look(documents, 100.0, 1000.0)
+    assert list(concerns(documents, seen, slow=0)) == [Concern(*each) for each in found]
+
+
+def test_sick_runs_come_first() -> None:
+    """Those that do not train, then those that limp, then the others, then those that are over."""
+    every = {
+        "a": run(2, spec=TWO),
+        "b": run(2, state=RoundState.CLOSED, round_={"result": RunResult.SUCCEEDED}),
+        "c": replace(run(2, spec=TWO), unreadable=("k",)),
+        "d": run(1, spec=TWO),
+    }
+    rows = [
+        summary(replace(documents, run=name), Observer().look(documents, 100.0, 1000.0))
+        for name, documents in every.items()
+    ]
+    assert [each.run for each in listing(rows, StoreStatus(True, 0.0), 1.0).runs] == ["d", "c", "a", "b"]
+
+
+def test_curves_have_a_gap_while_nothing_is_known() -> None:
+    """An outage of the store is no flat line."""
+    observer, documents = Observer(), run(2)
+    for second, known in enumerate((True, False, True)):
+        seen = observer.look(documents, 100.0 + second, 1000.0 + second, known=known)
+    assert seen.curves.world_size == [4, None, 4]
+    assert seen.curves.loss[1] is None
+    assert seen.curves.step[1] is None

@@ -1,0 +1,57 @@
+"""What the page of a run says in each state: only what is known, and nothing that is not so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_trainer.monitor import page
+from tests.support import snapshots
+from tests.unit.monitor.page.test_pages import part, words
+
+AWAY = {"connected": False, "age_s": 43.0}
+LEFT = {"node": "n1", "planned": True, "reason": "SIGTERM", "exit_code": 143, "wall": 1.0}
+GAVE_UP = LEFT | {"planned": False, "reason": "fewer than 2 nodes were ready within 600 s", "exit_code": 1}
+NOBODY: dict[str, Any] = {"nodes": [], "world_size": 0}
+
+
+def ended(**more: Any) -> dict[str, Any]:
+    """A run whose last round broke, and was followed by none."""
+    incident = {"kind": "round", "cause": "worker_lost", "round": 1, "next_round": None, "total_s": 31.0, "wall": 1.0}
+    return {"incidents": [incident | {"steps_lost": 0, "nodes": ["n1"], "ranks": [], "reason": ""} | more]}
+
+
+STATES = [
+    # what is there, the part of the page, what it says, what it must not say
+    ({}, "Needs a look", "Nothing: no node is missing", "Not known"),
+    ({"lost": ["node-9"]}, "Needs a look", "1 node was lost and not replaced: node-9.", "no node is missing"),
+    ({"store": AWAY}, "Needs a look", "Not known: the monitor does not reach the store.", "no node is missing"),
+    ({"state": "stopped", "departure": LEFT, **NOBODY}, "Needs a look", "Stopped on request (SIGTERM).", "needed"),
+    ({"state": "abandoned", "departure": GAVE_UP, **NOBODY}, "Needs a look",
+     "Node n1 was the last and gave up: fewer than 2 nodes were ready within 600 s (exit code 1).", "on its way"),
+    ({"state": "gathering", "min_nodes": 1}, "Needs a look", "nodes are on their way", "no node is missing"),
+    ({"state": "recovering"}, "Needs a look", "the next round is on its way", "no node is missing"),
+    ({"state": "succeeded"}, "Needs a look", "The run has ended.", "missing"),
+    ({"state": "failed", **ended()}, "Last incident", "The run did not go on from here.", "Training again"),
+    ({"state": "failed", **ended()}, "Last incident", "Worker lost", "Nothing was lost"),
+    ({"state": "recovering", **ended(open=True)}, "Last incident", "Worker lost", "did not go on"),
+    (ended(next_round=2), "Last incident", "Nothing was lost. Training again after 31 s.", "did not go on"),
+    (ended(next_round=2, steps_lost=3), "Last incident", "3 steps were lost.", "Nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("there", "name", "said", "unsaid"), STATES, ids=range(len(STATES)))
+def test_each_state_has_its_sentence(there: dict[str, Any], name: str, said: str, unsaid: str) -> None:
+    """The table of states."""
+    shown = words(part(page.run_page(snapshots.healthy(**there)), name))
+    assert said in shown
+    assert unsaid not in shown
+
+
+def test_a_state_that_is_old_is_called_so() -> None:
+    """While the store does not answer nothing is shown as if it were so now."""
+    html = page.run_page(snapshots.healthy(store=AWAY))
+    assert "Training when last seen" in html
+    assert "look-good" not in html.partition("</section>")[0]
+    assert "not known" in page.runs_page(snapshots.listing() | {"store": AWAY})
