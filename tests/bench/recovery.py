@@ -46,7 +46,7 @@ TUNED = {"last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_a
 KILLS = {"etcd3_restart": 50, "etcd3_in_place": 100, "c10d_default": 5, "torchft_tuned": 50}
 """Workers killed in a row, by column."""
 QUICK_KILLS = {"etcd3_restart": 1, "etcd3_in_place": 1}
-LIMIT_S, QUICK_LIMIT_S = 120.0, 60.0
+LIMIT_S, QUICK_LIMIT_S = 120.0, 30.0
 """After this a recovery has failed; stock torchrun's slowest takes about 50 s."""
 
 
