@@ -1,8 +1,9 @@
 """Saves in a training loop: how long one stops it, and what it costs in all until storage has it, ours and torch's.
 
 The model is a stack of wide layers with AdamW. What a save costs in all is the time from the call of save until the
-checkpoint is durable and the step at that moment has ended, less what as many steps take without a save. The loop
-trains with one thread, so that a second core, where there is one, is free as it is beside a GPU.
+checkpoint is durable and the step at that moment has ended, less what as many steps take without a save, before and
+after it. The same of no save at all says how much of that is the machine's own unrest. The loop trains with one thread,
+so that a second core, where there is one, is free as it is beside a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.bench.report import alternate, median
 
 WIDTH = 512
 TOKENS = 64
-STEPS_BEFORE = 5
+STEPS_BESIDE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ def measure_training(place: Path, megabytes: int, repeats: int) -> dict[str, Any
             "elastic_trainer": lambda: _cost(step, lambda: _ours(session, place / "ours")),
             "torch_save": lambda: _cost(step, lambda: _torch_save(place, state())),
             "dcp_async": lambda: _cost(step, lambda: _dcp(place / "dcp", state())),
+            "no_save": lambda: _cost(step, _nothing),
             "memcpy": _copier(size),
         }
         for warm_up in variants.values():  # makes the arena, and others' staging memory
@@ -100,7 +102,7 @@ def _cost(step: Callable[[], None], save: Callable[[], Callable[[], bool]]) -> C
     """Of ``save``, which returns what says whether the checkpoint is durable."""
     os.sync()
     step()
-    before = [_clocked(step) for _ in range(STEPS_BEFORE)]
+    usual = [_clocked(step) for _ in range(STEPS_BESIDE)]
     began = time.perf_counter()
     durable = save()
     stall_s = time.perf_counter() - began
@@ -108,7 +110,15 @@ def _cost(step: Callable[[], None], save: Callable[[], Callable[[], bool]]) -> C
     while not durable() or steps < 1:
         step()
         steps += 1
-    return Cost(stall_s, time.perf_counter() - began - steps * median(before))
+    took_s = time.perf_counter() - began
+    usual += [_clocked(step) for _ in range(STEPS_BESIDE)]
+    return Cost(stall_s, took_s - steps * median(usual))
+
+
+def _nothing() -> Callable[[], bool]:
+    """It lasts as many steps as the others are compared with."""
+    left = iter(range(STEPS_BESIDE))
+    return lambda: next(left, None) is None
 
 
 def _clocked(act: Callable[[], None]) -> float:
