@@ -1,8 +1,8 @@
 """One rank of a sharded training that saves or loads: ``ACTION DIRECTORY SHAPE STEP``, with RANK and STORE, a file.
 
 SHAPE is that of the mesh: "4" for FSDP alone, "2x2" for FSDP times tensor parallel, "2+2" for two replicas of two.
-``save`` trains two steps, commits, and leaves in ``reference.pt`` what all ranks together hold. ``stall`` does so
-too, but the last place never ends writing. ``dcp`` has torch save a fresh model. ``load`` brings a fresh model to the
+``save`` trains two steps, commits, and leaves in ``reference.pt`` what all ranks together hold. ``stallN`` does so
+too, but place N never ends writing. ``dcp`` has torch save a fresh model. ``load`` brings a fresh model to the
 newest checkpoint, and compares.
 """
 
@@ -95,7 +95,7 @@ class Stalled(PosixStorage):
         return super().sink(name, file)
 
 
-def save(directory: Path, shape: str, step: int, *, stall: bool) -> None:
+def save(directory: Path, shape: str, step: int, stalls: int | None = None) -> None:
     rank = dist.get_rank()
     mesh = mesh_of(shape, rank)
     model, optimizer = build(mesh, 1)
@@ -107,19 +107,19 @@ def save(directory: Path, shape: str, step: int, *, stall: bool) -> None:
     state, places = collect(model, optimizer), Places(mesh)
     whole = full(state)
     dist.barrier()
-    last = stall and rank == dist.get_world_size() - 1
-    storage = Stalled(directory) if last else None
+    storage = Stalled(directory) if rank == stalls else None
     manager = CheckpointManager(directory, storage=storage)
     image, draft = manager.encode(state, SaveInfo(step), places=places), manager.draft(SaveInfo(step))
     if rank == 0:
-        joint.LEAST_PATIENCE_S = 2.0 if stall else 60.0
+        joint.LEAST_PATIENCE_S = 60.0 if stalls is None else 2.0
         torch.save(whole, directory / f"reference{step}.pt")
         print("committed", manager.commit(image, draft).name)
     elif places.index:
         saved = threading.Event()  # training would set it at the next save: another replica may have written all
-        threading.Thread(target=watch, args=(manager, step, saved), daemon=True).start()
+        if stalls is None:
+            threading.Thread(target=watch, args=(manager, step, saved), daemon=True).start()
         print("wrote", *manager.help(image, draft, 0, saved))
-    if not stall:
+    if stalls is None:
         dist.barrier()
 
 
@@ -172,7 +172,7 @@ def main() -> None:
         elif action == "load":
             load(Path(place), shape, int(step))
         else:
-            save(Path(place), shape, int(step), stall=action == "stall")
+            save(Path(place), shape, int(step), int(action.removeprefix("stall")) if action != "save" else None)
     except CheckpointError as error:
         print("refused", error)
     finally:

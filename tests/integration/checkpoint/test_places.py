@@ -97,19 +97,28 @@ def test_of_two_replicas_the_faster_rank_writes_a_place(start: Start, tmp_path: 
 
 
 @pytest.mark.timeout(300)
-def test_a_place_that_is_killed_while_it_writes_leaves_the_checkpoint_before(start: Start, tmp_path: Path) -> None:
-    """Place 0 says which one did not come, leaves nothing behind, and the next save succeeds."""
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_place_that_is_killed_while_it_writes_leaves_the_checkpoint_before(
+    start: Start, tmp_path: Path, place: int
+) -> None:
+    """Place 0 says which one did not come; what it leaves if it dies itself is swept; the next save succeeds."""
     directory = tmp_path / "checkpoints"
     ended(start("save", "2x2", 1), tmp_path)
     before = CheckpointManager(directory).newest()
-    *others, last = start("stall", "2x2", 2)
-    eventually((directory / "stalled").exists, "the last place never wrote")
-    os.kill(last.pid, signal.SIGKILL)
-    for each in others:
+    processes = start(f"stall{place}", "2x2", 2)
+    eventually((directory / "stalled").exists, "the place never wrote")
+    victim = processes.pop(place)
+    os.kill(victim.pid, signal.SIGKILL)
+    assert victim.wait(LIMIT_S) == -signal.SIGKILL
+    for each in processes:
         each.wait(LIMIT_S)
-    assert last.wait(LIMIT_S) == -signal.SIGKILL
-    assert "place 3 did not write its shards in time" in (tmp_path / "log-0").read_text()
-    assert CheckpointManager(directory).newest() == before
+    if place:
+        assert f"place {place} did not write its shards in time" in (tmp_path / "log-0").read_text()
+    else:
+        assert all("wrote tensors-" in (tmp_path / f"log-{rank}").read_text() for rank in (1, 2, 3))
+    manager = CheckpointManager(directory)
+    assert manager.newest() == before
+    assert manager.sweep() == (place == 0)
     assert not list(directory.glob("tmp-*"))
     ended(start("save", "2x2", 3), tmp_path)
     assert "equal" in ended(start("load", "3", 3), tmp_path)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ from torch.distributed.tensor import empty as distributed
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastic_trainer.checkpoint import Places, codec
+from elastic_trainer.checkpoint import CheckpointManager, Live, Places, SaveInfo, codec
+from elastic_trainer.checkpoint.commit import CHUNK
 from elastic_trainer.checkpoint.layout import STATE_FILE, place_of
 from elastic_trainer.checkpoint.slices import TensorSlice, assemble
+from elastic_trainer.checkpoint.storage import ByteSource, PosixStorage
+from elastic_trainer.checkpoint.storage.posix_io import PosixSource
 from elastic_trainer.errors import CheckpointError
 
 
@@ -123,3 +127,44 @@ def test_without_places_a_sharded_tensor_is_refused() -> None:
         mesh = init_device_mesh("cpu", (2,))
         with pytest.raises(CheckpointError, match="save it with the places that hold it"):
             codec.encode({"t": distributed(4, device_mesh=mesh, placements=[Shard(0)])})
+
+
+class CountingSource(PosixSource):
+    """Notes the sizes of what is read."""
+
+    def __init__(self, path: Path, sizes: list[int]) -> None:
+        super().__init__(path)
+        self._sizes = sizes
+
+    def read_into(self, buffer: memoryview, offset: int) -> bool:
+        self._sizes.append(len(buffer))
+        return super().read_into(buffer, offset)
+
+
+class CountingStorage(PosixStorage):
+    """Knows how many bytes were read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.sizes: list[int] = []
+
+    def source(self, name: str, file: str) -> ByteSource:
+        return CountingSource(self._root / name / file, self.sizes)
+
+
+@pytest.mark.parametrize(("placement", "most"), [(Shard(0), 2), (Shard(1), 5)])
+def test_a_rank_reads_the_chunks_of_its_own_box_alone(tmp_path: Path, placement: Shard, most: int) -> None:
+    """A quarter of the rows is a quarter of the bytes, and the rest of the chunks at both ends; columns lie in all."""
+    whole = torch.randn(4096, 2560)
+    storage = CountingStorage(tmp_path)
+    manager = CheckpointManager(tmp_path, storage=storage)
+    image = manager.encode({"t": whole}, SaveInfo(1), parts=3)
+    entry = manager.commit(image, manager.draft(SaveInfo(1))).entry
+    storage.sizes.clear()
+    with rank(1, 4):
+        mesh = init_device_mesh("cpu", (4,))
+        live = distributed(4096, 2560, device_mesh=mesh, placements=[placement])
+        manager.load(entry, Live({"t": live}))
+        assert torch.equal(live.to_local(), whole.chunk(4, placement.dim)[1])
+    chunks = -(-whole.nbytes // CHUNK) + 2 if most == 5 else whole.nbytes // 4 // CHUNK + most
+    assert sum(storage.sizes) < chunks * CHUNK + (1 << 20)
