@@ -160,6 +160,8 @@ def headline(incident: Incident) -> str:
     what = str(incident.cause) if incident.cause is not None else incident.kind
     if incident.kind != "round":
         return f"{what} in round {incident.round}, step {incident.step}"
+    if incident.open:
+        return f"{what} in round {incident.round}, {incident.world_before} ranks, no round has followed yet"
     where = f"round {incident.round}" + (f" -> {incident.next_round}" if incident.next_round is not None else "")
     size = f"{incident.world_before} -> {incident.world_after} ranks, {incident.steps_lost} steps lost"
     parts = f"agreed {duration(incident.regroup_s)}, resumed {duration(incident.resume_s)}"

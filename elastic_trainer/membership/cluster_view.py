@@ -174,24 +174,24 @@ def next_number(view: ClusterView) -> int:
     return (0 if view.round is None else view.round.last_number) + 1
 
 
-def losses(view: ClusterView) -> list[str]:
-    """Why the present round cannot go on, one phrase for each member that is lost or has left unplanned.
+def losses(view: ClusterView) -> dict[str, str]:
+    """Why the present round cannot go on: a phrase for each member that is lost or has left unplanned.
 
     While a planned change is under way only those count that the next round needs, and whoever is found dead is lost.
     """
     current = view.round
     if current is None:
-        return []
+        return {}
     needed = current.next.members if current.next else current.members
     live = {member.node: node for member, node in live_members(view)}
-    phrases = []
+    phrases = {}
     for member in needed:
         node = live.get(member.node) or _newcomer(view, member)
         if node is None or (current.next is not None and node.id in view.suspects):
-            phrases.append(f"node {member.node} is gone")
+            phrases[member.node] = f"node {member.node} is gone"
         elif node.record.life > member.life or (node.record.acknowledged > current.number and not node.record.planned):
             cause = f": {node.record.cause}" if node.record.cause else ""
-            phrases.append(f"node {member.node} left the round{cause}")
+            phrases[member.node] = f"node {member.node} left the round{cause}"
     return phrases
 
 

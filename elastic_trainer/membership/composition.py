@@ -22,6 +22,7 @@ def broken(
     worker_failed: bool = False,
     cause: Cause | None = None,
     suspects: tuple[Ghost, ...] = (),
+    lost: tuple[str, ...] = (),
 ) -> RoundDocument:
     """The round document after a failure; ``suspects`` count for nothing unless they write their keys.
 
@@ -37,6 +38,7 @@ def broken(
         "ghosts": (*ghosts, *suspects),
         "worker_failed": worker_failed,
         "cause": cause,
+        "lost": lost or tuple(ghost.node for ghost in suspects),
     }
     return base.model_copy(update=update)
 

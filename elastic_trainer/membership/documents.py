@@ -260,6 +260,8 @@ class RoundDocument(Document):
     """Whether it was broken by a failure of workers, rather than by the loss of a node."""
     cause: Cause | None = None
     """What broke it, where that is known."""
+    lost: tuple[Name, ...] = ()
+    """Whose loss broke it, where that is known."""
     result: RunResult | None = None
     next: RoundDocument | None = None
 

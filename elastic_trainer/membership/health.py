@@ -121,7 +121,9 @@ class Incident(Document):
     cause: Cause | None = None
     kind: str = "round"
     """``round`` (a round ended), ``straggler``, ``checkpoint_failed``, ``nonfinite_loss``, ``ranks_differ``,
-    ``node_unfit``."""
+    ``node_unfit``, ``node_gave_up``, ``run_stopped``, ``worker_died``."""
+    open: bool = False
+    """A round ended, and none has followed yet."""
     round: int = 0
     """The round that ended, or in which it happened."""
     next_round: int | None = None

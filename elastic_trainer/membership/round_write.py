@@ -12,6 +12,7 @@ from elastic_trainer.membership.cluster_view import Limits
 from elastic_trainer.membership.composition import broken
 from elastic_trainer.membership.documents import Ghost, JournalEntry, NodeRecord, RoundDocument, RoundState
 from elastic_trainer.membership.effects import Transaction
+from elastic_trainer.membership.health import Incident
 from elastic_trainer.membership.rollback_guard import STATE_ORDER
 from elastic_trainer.model import Cause, RecoveryMode
 from elastic_trainer.store.api import Delete, Operation, Put, created_at, unchanged
@@ -58,9 +59,28 @@ def _writes(author: Author, document: RoundDocument, wall: float) -> list[Operat
     )
     number = len(RoundState) * document.number + STATE_ORDER[document.state]
     writes: list[Operation] = [Put(keys.round, document.encode()), Put(keys.event(number), entry.encode())]
+    if document.state is RoundState.BROKEN:
+        writes.append(Put(keys.open_incident, _opened(author, document, wall).encode()))
+    elif document.state in (RoundState.ACTIVE, RoundState.CLOSED):
+        writes.append(Delete(keys.open_incident))  # its whole record follows, by the next round's first node
     if number > JOURNAL_LENGTH:
         writes.append(Delete(keys.event(0), range_end=keys.event(number - JOURNAL_LENGTH)))
     return writes
+
+
+def _opened(author: Author, document: RoundDocument, wall: float) -> Incident:
+    """What is known of the end of a round at once: nobody may be left to say more."""
+    return Incident(
+        wall=wall,
+        by=author.node_id,
+        cause=document.cause,
+        round=document.number,
+        reason=document.reason,
+        nodes=document.lost or ((author.node_id,) if document.worker_failed else ()),
+        world_before=document.world_size,
+        step=document.last_step or 0,
+        open=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,9 +106,8 @@ def _next_round(view: ClusterView, current: RoundDocument, now: float) -> Decisi
     if current.state is RoundState.ACTIVE:
         if decision := _cannot_start(view, current):
             return decision
-        lost = "; ".join(losses(view))
-        if lost:
-            return Decision(Action.BREAK, lost, broken(current, lost, cause=Cause.NODE_LOST))
+        if lost := losses(view):
+            return _break(current, lost)
         return _planned(view, current, now)
     if current.state is RoundState.DRAINING and current.next is not None:
         return _switching(view, current, current.next)
@@ -150,6 +149,11 @@ def _failed(current: RoundDocument, reason: str) -> Decision:
     """The run ends."""
     update = {"state": RoundState.CLOSED, "result": RunResult.FAILED, "reason": reason, "next": None}
     return Decision(Action.CLOSE, reason, current.model_copy(update=update))
+
+
+def _break(current: RoundDocument, lost: dict[str, str]) -> Decision:
+    reason = "; ".join(lost.values())
+    return Decision(Action.BREAK, reason, broken(current, reason, cause=Cause.NODE_LOST, lost=tuple(lost)))
 
 
 def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
@@ -202,9 +206,8 @@ def _after_drain(view: ClusterView, current: RoundDocument, joining: list[str], 
 
 def _switching(view: ClusterView, current: RoundDocument, planned: RoundDocument) -> Decision:
     """A planned change is under way in place: it is over when all that stay have switched."""
-    lost = "; ".join(losses(view))
-    if lost:
-        return Decision(Action.BREAK, lost, broken(current, lost, cause=Cause.NODE_LOST))
+    if lost := losses(view):
+        return _break(current, lost)
     staying = [node for member, node in live_members(view) if planned.member(member.node) is not None]
     behind = [node.id for node in staying if node.record.reported <= current.number]
     if behind:

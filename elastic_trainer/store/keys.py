@@ -83,6 +83,11 @@ class RunKeys:
         """The prefix of the incidents."""
         return f"{self.root}incidents/"
 
+    @property
+    def open_incident(self) -> str:
+        """What ended the newest round, as long as no other has followed."""
+        return f"{self.incidents}open"
+
     def incident(self, number: int) -> str:
         """The key of an incident by its time (milliseconds since 1970); such keys sort as their numbers do."""
         if not 0 <= number < 10**_INCIDENT_DIGITS:

@@ -94,9 +94,9 @@ def _incident(each: Json) -> IncidentRow:
         who=_who(each),
         rounds=_change(each.get("round"), each.get("next_round")) if ended else count(each.get("round")),
         world=_change(each.get("world_before"), each.get("world_after")) if ended else NONE,
-        lost=count(lost) if ended else NONE,
-        total=duration(each.get("total_s")) if ended else NONE,
-        parts=_parts(each) if ended else (),
+        lost=count(lost) if ended and not each.get("open") else NONE,
+        total=duration(each.get("total_s")) if ended and not each.get("open") else NONE,
+        parts=_parts(each) if ended and not each.get("open") else (),
         reason=text(each.get("reason")),
         sentence=_sentence(each, lost) if ended else "",
     )
@@ -127,7 +127,7 @@ def _parts(each: Json) -> tuple[Part, ...]:
 def _sentence(each: Json, lost: float | None) -> str:
     """Only of a run that trained again is it known what was lost, and for how long."""
     if number(each.get("next_round")) is None:
-        return "" if each.get("open") else "The run did not go on from here."
+        return "No round has followed yet." if each.get("open") else "The run did not go on from here."
     said = ""
     if lost is not None:
         said = f"{plural(int(lost), 'step was', 'steps were')} lost." if lost else "Nothing was lost."

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from elastic_trainer.clock import Deadline
-from elastic_trainer.membership.documents import Departure, NodeRecord
+from elastic_trainer.membership.composition import broken
+from elastic_trainer.membership.documents import Departure, NodeRecord, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.health import Incident
 from elastic_trainer.membership.parting import parting
+from elastic_trainer.membership.round_write import Author, round_write
+from elastic_trainer.model import Cause
 from elastic_trainer.store.api import Delete, Put
 from elastic_trainer.store.keys import RunKeys
 from tests.support.memory_store import MemoryStore
@@ -57,3 +60,24 @@ def test_the_next_node_that_comes_takes_it_away() -> None:
     owner.store.transact([], [Put(KEYS.departure, departure(planned=True).encode())], deadline=owner.limit())
     owner.show(OLD)
     assert owner.store.get(KEYS.departure, owner.limit()).first is None
+
+
+def test_the_fault_that_ends_a_run_is_recorded_at_once() -> None:
+    """Who breaks a round opens its incident, with the lost node; the round that follows takes its place."""
+    author = Author(KEYS, "a", 11)
+    members = tuple(RoundMember(name, 11 + place, 1, place, 1) for place, name in enumerate(("a", "b")))
+    active = RoundDocument(number=1, nonce="n", state=RoundState.ACTIVE, members=members)
+
+    def opened(document: RoundDocument) -> list[Incident]:
+        write = round_write(author, document, 7, 5.0)
+        assert write is not None
+        puts = [each for each in write.success if isinstance(each, Put) and each.key == KEYS.open_incident]
+        return [Incident.decode(each.value, each.key) for each in puts]
+
+    (lost,) = opened(broken(active, "node b is gone", cause=Cause.NODE_LOST, lost=("b",)))
+    assert (lost.open, lost.cause, lost.nodes, lost.world_before) == (True, Cause.NODE_LOST, ("b",), 2)
+    (own,) = opened(broken(active, "node a left the round", worker_failed=True, cause=Cause.WORKER_LOST))
+    assert own.nodes == ("a",)
+    following = round_write(author, active.model_copy(update={"number": 2}), 7, 5.0)
+    assert following is not None
+    assert Delete(KEYS.open_incident) in following.success
