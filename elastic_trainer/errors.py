@@ -6,8 +6,11 @@ permanent -> report, with an exit code and a hint for the operator.
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
 
+LONGEST_LINE = 300
+"""Of what an error says of itself to others."""
 EXIT_FAILURE = 1
 """The job failed."""
 EXIT_UNAVAILABLE = 69
@@ -149,3 +152,10 @@ class StorageReadError(SampleError):
     """The storage did not give a sample, which another try or another node may get: not a mistake in the data."""
 
     exit_code = EXIT_FAILURE
+
+
+def last_line(error: BaseException) -> str:
+    """Type and message of ``error`` in one line; a full disk is called so."""
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said}"[:LONGEST_LINE] + (" (the disk is full)" if full else "")

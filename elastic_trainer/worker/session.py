@@ -39,7 +39,7 @@ from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import EpochPlan, LrRule
 from elastic_trainer.data.sampler import Batch, Collate
 from elastic_trainer.data.sources import checked_length
-from elastic_trainer.errors import ConfigError
+from elastic_trainer.errors import ConfigError, last_line
 from elastic_trainer.model import Cursor, Phase
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker import evaluation, forks
@@ -126,6 +126,8 @@ class Session:
             return
         if error is not None and is_collective_failure(error):
             process.place.tracker.describe(lost_peer=True)
+        elif error is not None and not isinstance(error, SystemExit):
+            process.place.tracker.describe(error=last_line(error))
         if error is not None or process.place.stopped:
             self._abandon(process)
             return

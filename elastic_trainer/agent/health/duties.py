@@ -186,6 +186,23 @@ class Health:
         )
         self._pending.append(incident)
 
+    def note(self, kind: str, reason: str, ranks: tuple[int, ...] = ()) -> None:
+        """Something that people should know of, for the next time that is published."""
+        current = self._round_now()
+        self._pending.append(
+            Incident(
+                wall=self._clock.wall(),
+                by=self._node,
+                kind=kind,
+                round=current.number if current is not None else 0,
+                reason=reason,
+                nodes=(self._node,),
+                ranks=ranks,
+                step=self._pages.reached,
+            )
+        )
+        self._writing.wake()
+
     # ---- publishing
 
     def publish(self) -> None:
@@ -245,16 +262,7 @@ class Health:
             self._seen[name] = value
             if value > before and now - self._reported_at.get(kind, -math.inf) >= REPEATED_INCIDENT_S:
                 self._reported_at[kind] = now
-                incident = Incident(
-                    wall=self._clock.wall(),
-                    by=self._node,
-                    kind=kind,
-                    round=current.number if current is not None else 0,
-                    reason=text,
-                    nodes=(self._node,),
-                    step=self._pages.reached,
-                )
-                self._pending.append(incident)
+                self.note(kind, text)
 
 
 def row(reading: Reading, now: float, waiting: hang_rules.Waiting | None = None) -> RankHealth:

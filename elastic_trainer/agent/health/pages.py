@@ -106,6 +106,12 @@ class Pages:
             noted = {each.pid for each in (*self.look(), *self._ended.values()) if each.notes.get("lost_peer")}
         return noted.issuperset(pids)
 
+    def said(self) -> dict[int, str]:
+        """The last line of the exception that ended a worker's Session, by process id."""
+        with self._lock:
+            every = (*self.look(), *self._ended.values())
+        return {each.pid: str(each.notes["error"]) for each in every if each.notes.get("error")}
+
     def nonfinite(self, reading: Reading) -> int:
         """Non-finite losses that the local rank of ``reading`` has found in all its lives."""
         with self._lock:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_LEFT, ElasticTrainerError
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_LEFT, ElasticTrainerError, last_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class Parting:
     exit_code: int
 
 
-def parting_of(error: BaseException | None, *, made_steps: bool) -> Parting | None:
-    """What ``error`` means for the run; None for a process that ends well."""
+def parting_of(error: BaseException | None, *, made_steps: bool, died: str = "") -> Parting | None:
+    """What ``error`` means for the run; None for a process that ends well. ``died``: how its worker did."""
     if isinstance(error, SignalException):
         name = signal.Signals(error.sigval).name
         return Parting(True, name, EXIT_LEFT if error.sigval == signal.SIGTERM else EXIT_FAILURE)
@@ -34,8 +34,8 @@ def parting_of(error: BaseException | None, *, made_steps: bool) -> Parting | No
     if error is None:
         return None
     code = exit_code_after(error, made_steps=made_steps)
-    reason = worker_failure(error) if isinstance(error, ChildFailedError) else f"{type(error).__name__}: {error}"
-    return Parting(False, reason.partition("\n")[0], EXIT_FAILURE if code is None else code)
+    reason = f"{died}, and no --max-restarts is left" if isinstance(error, ChildFailedError) else last_line(error)
+    return Parting(False, reason, EXIT_FAILURE if code is None else code)
 
 
 def _of_exit(error: SystemExit) -> Parting | None:
@@ -46,13 +46,6 @@ def _of_exit(error: SystemExit) -> Parting | None:
         return Parting(True, "SIGTERM", code)
     why = error.__cause__ or error.__context__
     return Parting(False, why.message if isinstance(why, ElasticTrainerError) else "it cannot go on", code)
-
-
-def worker_failure(error: ChildFailedError) -> str:
-    """The failure that torchrun found first, where its ``--max-restarts`` are used up."""
-    rank, first = error.get_first_failure()
-    how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with exit code {first.exitcode}"
-    return f"its workers failed, and no --max-restarts is left: rank {rank} {how}"
 
 
 def exit_code_after(error: BaseException | None, *, made_steps: bool) -> int | None:

@@ -135,6 +135,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         last = member.look().round if conductor.life else None
         if last is not None:
             led.arrived.rescue.begin(last, in_place=True)
+        self._how_workers_died(led.arrived)
         start = self._starts.end(failures(), stepped=conductor.met.is_set())
         record = conductor.begin(workers.count)
         member.announce(with_false_start(record, start) if start is not None else record, deadline)

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from elastic_trainer.agent.health.service import HealthService
@@ -29,6 +30,7 @@ from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.preflight_gate import NodeCandidate, ensure_fit
 from elastic_trainer.agent.rendezvous.sizes import allowed_sizes
 from elastic_trainer.agent.suspicion.questions import Notice
+from elastic_trainer.agent.workers.deaths import Deaths, leave_word
 from elastic_trainer.agent.workers.false_starts import FalseStart, Starts
 from elastic_trainer.agent.workers.rescue import Rescue
 from elastic_trainer.agent.workers.supervisor import Supervisor
@@ -111,7 +113,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._current: RoundDocument | None = None
         self._life = 0
         self._finished = False
-        self._starts = Starts(clock)
+        self._starts, self._deaths = Starts(clock), Deaths()
         logs.bind(run=run_id, node=self.node_id, role="agent")
 
     @classmethod
@@ -222,9 +224,14 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     def _departure(self, error: BaseException | None, node: ArrivedNode) -> Departure | None:
         if error is None or self._finished:
             return None
-        parting = parting_of(error, made_steps=self._worked or node.health.made_steps)
+        made_steps = self._worked or node.health.made_steps
+        died = ""
+        if isinstance(error, ChildFailedError):
+            died = self._deaths.told(error.failures, node.health.pages.said())
+        parting = parting_of(error, made_steps=made_steps, died=died)
         if parting is None:
             return None
+        leave_word(parting.reason)
         return Departure(wall=self._clock.wall(), node=self.node_id, **asdict(parting))
 
     def _at_exit(self) -> None:
@@ -291,18 +298,27 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             undo.pop_all()
         return self._node
 
+    def _how_workers_died(self, node: ArrivedNode) -> str:
+        """The workers that failed are why torchrun calls: note it where people look; "" if none has."""
+        if not (failed := failures()):
+            return ""
+        told = self._deaths.told(failed, node.health.pages.said())
+        logs.logger().warning("worker.died", reason=told)
+        node.health.health.note("worker_died", told, tuple(sorted(failed)))
+        return told
+
     def _leave_round(self, node: ArrivedNode, deadline: Deadline) -> tuple[bool, str]:
         """Say that this node has left its round, if it was still on; whether by agreement, and why."""
         if self._current is None:
             return True, ""
-        member, hung = node.member, node.health.verdicts.take_any()
+        member, hung, died = node.member, node.health.verdicts.take_any(), self._how_workers_died(node)
         false_start = self._starts.end(failures(), stepped=self._made_steps)
         seen = member.look().round
         if seen is None or round_is_over(self._current, seen):
             return True, ""
         if false_start is not None and self._others_too(member, self._current, false_start, deadline):
             return True, ""
-        cause = "its workers failed" if hung is None else f"a worker was ended: {hung}"
+        cause = f"its workers failed{f': {died}' if died else ''}" if hung is None else f"a worker was ended: {hung}"
         reason = f"node {self.node_id} left the round: {cause}"
         kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
         member.break_round(RoundFailure(self._current.number, reason, worker_failed=True, cause=kind), deadline)

@@ -38,17 +38,17 @@ def failed(exitcode: int) -> ChildFailedError:
         (exiting(EXIT_LEFT), Parting(True, "SIGTERM", EXIT_LEFT)),
         (exiting(1, JoinTimeoutError("fewer than 2 nodes")), Parting(False, "fewer than 2 nodes", 1)),
         (JoinTimeoutError("fewer than 2 nodes", hint="start more"), Parting(False, "fewer than 2 nodes", 1)),
-        (RuntimeError("a\nb"), Parting(False, "RuntimeError: a", 1)),
+        (RuntimeError("a\nb"), Parting(False, "RuntimeError: a b", 1)),
         (
             failed(-9),
-            Parting(False, "its workers failed, and no --max-restarts is left: rank 3 was killed by SIGKILL", 1),
+            Parting(False, "worker 0 died, and no --max-restarts is left", 1),
         ),
         (
             failed(78),
-            Parting(False, "its workers failed, and no --max-restarts is left: rank 3 ended with exit code 78", 78),
+            Parting(False, "worker 0 died, and no --max-restarts is left", 78),
         ),
     ],
 )
 def test_who_was_asked_to_go_did_not_give_up(error: BaseException | None, parting: Parting | None) -> None:
     """A signal is a request, a clean exit is neither, and all else is given up for a reason."""
-    assert parting_of(error, made_steps=False) == parting
+    assert parting_of(error, made_steps=False, died="worker 0 died") == parting

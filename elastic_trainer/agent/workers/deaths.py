@@ -1,0 +1,77 @@
+"""Why workers died: exit code or signal, the last line of their exception, and whether the kernel ran out of memory.
+
+*Runs in* torchrun's main thread. *Owns* the last count of kills for memory in this cgroup.
+*Fails by* nothing: what the kernel or the worker did not write is not known.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from elastic_trainer.errors import LONGEST_LINE
+
+TERMINATION_LOG: Final = Path("/dev/termination-log")
+"""Where Kubernetes reads a container's last words."""
+
+
+class Deaths:
+    """See the module. ``cgroup`` is this process's own; kills there are of this node's workers."""
+
+    def __init__(self, cgroup: Path | None = None) -> None:
+        self._events = (cgroup if cgroup is not None else _own_cgroup()) / "memory.events"
+        self._killed = self._kills()
+
+    def told(self, failures: Mapping[int, ProcessFailure], said: Mapping[int, str]) -> str:
+        """Of the worker that failed first; ``said``: the last line of its exception, by process id."""
+        if not failures:
+            return ""
+        rank, first = min(failures.items(), key=lambda item: (item[1].timestamp, item[0]))
+        before, self._killed = self._killed, self._kills()
+        if first.exitcode < 0:
+            how = f"was killed by {signal.Signals(-first.exitcode).name}"
+            if -first.exitcode == signal.SIGKILL and self._killed > before:
+                how += ", since the memory of its cgroup was used up"
+        else:
+            how = f"ended with exit code {first.exitcode}"
+        why = said.get(first.pid, "") or _recorded(first)
+        return f"worker {first.local_rank} (rank {rank}) {how}" + (f": {why}" if why else "")
+
+    def _kills(self) -> int:
+        try:
+            lines = self._events.read_text(encoding="ascii").splitlines()
+            return int(dict(line.split() for line in lines).get("oom_kill", "0"))
+        except (OSError, ValueError):
+            return 0
+
+
+def _own_cgroup() -> Path:
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    return Path("/sys/fs/cgroup") / path
+
+
+def _recorded(failure: ProcessFailure) -> str:
+    """What a script whose main() has torch's @record has written."""
+    said: Any = failure.error_file_data.get("message")
+    said = said.get("message") if isinstance(said, dict) else None
+    return " ".join(said.split())[:LONGEST_LINE] if isinstance(said, str) else ""
+
+
+def leave_word(reason: str, file: Path = TERMINATION_LOG) -> None:
+    """Have Kubernetes show ``reason`` as the pod's termination message; elsewhere there is no such file."""
+    try:
+        if file.exists():
+            descriptor = os.open(file, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK)
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(reason.encode()[:4096])
+    except OSError:
+        pass

@@ -1,0 +1,61 @@
+"""What people read of a worker's death, by what the kernel and the worker have left."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_trainer.agent.workers.deaths import Deaths, leave_word
+from elastic_trainer.errors import last_line
+
+
+def failure(exitcode: int, message: object = "<NONE>", pid: int = 7, at: int = 1) -> Any:
+    return SimpleNamespace(exitcode=exitcode, pid=pid, local_rank=1, timestamp=at, error_file_data={"message": message})
+
+
+@pytest.mark.parametrize(
+    ("failures", "said", "told"),
+    [
+        ({}, {}, ""),
+        ({3: failure(1)}, {}, "worker 1 (rank 3) ended with exit code 1"),
+        ({3: failure(1)}, {7: "ValueError: bad"}, "worker 1 (rank 3) ended with exit code 1: ValueError: bad"),
+        ({3: failure(1, {"message": "KeyError:\n 4"})}, {}, "worker 1 (rank 3) ended with exit code 1: KeyError: 4"),
+        ({3: failure(-11)}, {}, "worker 1 (rank 3) was killed by SIGSEGV"),
+        ({3: failure(-15, at=2), 4: failure(2, at=1)}, {}, "worker 1 (rank 4) ended with exit code 2"),
+    ],
+)
+def test_a_death_has_its_cause(failures: Any, said: dict[int, str], told: str, tmp_path: Path) -> None:
+    """Of the worker that failed first: the others follow it."""
+    assert Deaths(tmp_path).told(failures, said) == told
+
+
+def test_a_kill_for_memory_is_told_from_others(tmp_path: Path) -> None:
+    """By the count of the cgroup, which grows with each; a kill of somebody else's leaves it."""
+    events = tmp_path / "memory.events"
+    events.write_text("low 0\noom 1\noom_kill 1\n")
+    deaths = Deaths(tmp_path)
+    assert deaths.told({0: failure(-9)}, {}) == "worker 1 (rank 0) was killed by SIGKILL"
+    events.write_text("low 0\noom 2\noom_kill 2\n")
+    assert deaths.told({0: failure(-9)}, {}).endswith("SIGKILL, since the memory of its cgroup was used up")
+    assert deaths.told({0: failure(-9)}, {}) == "worker 1 (rank 0) was killed by SIGKILL"
+
+
+def test_a_full_disk_is_called_so() -> None:
+    """In one line, however long the message is."""
+    assert last_line(OSError(errno.ENOSPC, "No space left on device")).endswith("(the disk is full)")
+    assert last_line(ValueError("a\nb")) == "ValueError: a b"
+    assert len(last_line(ValueError("x" * 10_000))) <= 300
+
+
+def test_the_last_words_go_where_kubernetes_reads_them(tmp_path: Path) -> None:
+    """Only where there is such a file."""
+    file = tmp_path / "termination-log"
+    leave_word("it died", file)
+    assert not file.exists()
+    file.write_text("an older and longer word")
+    leave_word("it died", file)
+    assert file.read_text() == "it died"
