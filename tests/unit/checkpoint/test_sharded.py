@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic_trainer.checkpoint import CheckpointManager, Live, Places, SaveInfo, codec
-from elastic_trainer.checkpoint.commit import CHUNK
+from elastic_trainer.checkpoint.checking import CHUNK
 from elastic_trainer.checkpoint.layout import STATE_FILE, place_of
 from elastic_trainer.checkpoint.slices import TensorSlice, assemble
 from elastic_trainer.checkpoint.storage import ByteSource, PosixStorage
