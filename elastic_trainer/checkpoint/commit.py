@@ -61,11 +61,11 @@ def require_space(storage: Storage, size: int) -> None:
 
 
 def check_writable(storage: Storage) -> None:
-    """StorageError unless a checkpoint could be written now; leaves nothing behind."""
+    """StorageError unless a checkpoint could be written now; leaves nothing behind, and does not wait for the disk."""
     storage.prepare()
     require_space(storage, 0)
     with temporary_entry(storage) as temporary:
-        write_file(storage, temporary, from_bytes(MANIFEST_FILE, b"\0" * 4096))
+        write_file(storage, temporary, from_bytes(MANIFEST_FILE, b"\0" * 4096), durable=False)
         _discard(storage, temporary)
 
 
@@ -102,7 +102,7 @@ def _discard(storage: Storage, name: str) -> None:
         return  # a broken disk: the error that led here says so; what is left is swept when this process is gone
 
 
-def write_file(storage: Storage, entry: str, file: FileImage) -> FileRecord:
+def write_file(storage: Storage, entry: str, file: FileImage, *, durable: bool = True) -> FileRecord:
     """Write ``file``; its checksums, unless it has them, are of the very bytes that are handed to the kernel."""
     sink = storage.sink(entry, file.name)
     try:
@@ -113,7 +113,7 @@ def write_file(storage: Storage, entry: str, file: FileImage) -> FileRecord:
                 sink.write(piece)
         else:
             file = _write_body(sink, file)
-        sink.finish()
+        sink.finish(durable=durable)
     finally:
         sink.abandon()
     return record(file)

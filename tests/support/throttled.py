@@ -34,8 +34,8 @@ class ThrottledSink:
         self._bucket.take(len(data))
         self._sink.write(data)
 
-    def finish(self) -> None:
-        self._sink.finish()
+    def finish(self, *, durable: bool = True) -> None:
+        self._sink.finish(durable=durable)
 
     def abandon(self) -> None:
         self._sink.abandon()

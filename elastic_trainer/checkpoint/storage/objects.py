@@ -216,7 +216,7 @@ class _Kept:
     def write(self, data: memoryview) -> None:
         self._content += data
 
-    def finish(self) -> None:
+    def finish(self, *, durable: bool = True) -> None:
         return None
 
     def abandon(self) -> None:
@@ -242,7 +242,7 @@ class _ObjectSink:
                 with self._writing():
                     self._upload.add(part)
 
-    def finish(self) -> None:
+    def finish(self, *, durable: bool = True) -> None:
         with self._writing():
             self._upload.finish(self._part)
         self._finished = True

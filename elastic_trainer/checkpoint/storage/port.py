@@ -17,8 +17,8 @@ class Sink(Protocol):
 
     def write(self, data: memoryview) -> None: ...
 
-    def finish(self) -> None:
-        """Make it durable and close it."""
+    def finish(self, *, durable: bool = True) -> None:
+        """Make it ``durable``, unless nothing depends on it, and close it."""
         ...
 
     def abandon(self) -> None:

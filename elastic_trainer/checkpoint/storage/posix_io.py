@@ -50,11 +50,12 @@ class PosixSink:
         except OSError as error:
             raise self._explain(error) from error
 
-    def finish(self) -> None:
+    def finish(self, *, durable: bool = True) -> None:
         try:
             self._write_rest()
             descriptor = self._opened()
-            os.fsync(descriptor)
+            if durable:
+                os.fsync(descriptor)
             if self._written > _KEPT_IN_CACHE:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             self._descriptor = None
