@@ -24,6 +24,7 @@ from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm.codecs import JSON, Codec, bytes_of
 from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.model import ema
+from elastic_trainer.worker.model.replica import Part
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.steps.boundary import Turn
 from elastic_trainer.worker.steps.training import Training
@@ -66,6 +67,7 @@ class Collectives:
         control.sum(Purpose.SAVE)
         if best:
             place.position.best = values
+        training.saver.together()
         mine = control.rank == 0
         name, problem = self._saved(training.saver, values, best=best, wait=wait) if mine else (None, None)
         if not mine:
@@ -111,15 +113,16 @@ class Collectives:
         present = self._place.present
         self._place.tracker.change(Phase.EVALUATION)
         present.control.sum(Purpose.EVALUATE)
-        module = model
+        module, part = model, Part(present.control.rank, present.control.world_size)
         if self._training is not None:
             replica, average = self._training.replica, self._training.state.average
             module = replica.unwrap(model)
             replica.align_buffers(present.control)
             if average is not None:
                 ema.align_buffers(average, replica.module)
+            part = replica.part(present.control)
         present.boundaries.begin_phase()
-        result = method(module, fetch, batch_size, control=present.control, turn=self._turn)
+        result = method(module, fetch, batch_size, control=present.control, turn=self._turn, part=part)
         present.boundaries.begin_phase()
         return result
 

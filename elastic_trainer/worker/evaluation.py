@@ -19,6 +19,7 @@ from elastic_trainer.data.sampler import Batch, Fetcher
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.codecs import packed_tensor, unpacked_tensor
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.model.replica import Part
 
 Number = float | int | torch.Tensor
 Predict = Callable[[nn.Module, Batch], torch.Tensor]
@@ -32,6 +33,7 @@ def evaluate(
     measure: Measure,
     control: Control,
     turn: Callable[[], None],
+    part: Part,
 ) -> dict[str, float]:
     """``{name: sum / count}`` over all samples of ``fetch``; nan where nothing was counted.
 
@@ -39,12 +41,19 @@ def evaluate(
     ranks.
     """
     with evaluating(module), torch.no_grad():
-        measured = [_detached(measure(module, batch)) for batch in _shard(fetch, batch_size, control, turn)]
+        drawn = _shard(fetch, batch_size, part, turn)
+        measured = [found for batch, counts in drawn if (found := _detached(measure(module, batch))) and counts]
     return reduced(measured, control)
 
 
 def predict(
-    module: nn.Module, fetch: Fetcher, batch_size: int, fn: Predict, control: Control, turn: Callable[[], None]
+    module: nn.Module,
+    fetch: Fetcher,
+    batch_size: int,
+    fn: Predict,
+    control: Control,
+    turn: Callable[[], None],
+    part: Part,
 ) -> torch.Tensor:
     """``fn(module, batch)`` of all samples of ``fetch``, on the CPU, in the data set's order, on all ranks.
 
@@ -52,12 +61,13 @@ def predict(
     """
     parts: list[torch.Tensor] = []
     with evaluating(module), torch.no_grad():
-        for batch in _shard(fetch, batch_size, control, turn):
+        for batch, counts in _shard(fetch, batch_size, part, turn):
             rows = fn(module, batch)
             if not isinstance(rows, torch.Tensor) or rows.dim() < 1 or len(rows) != len(batch):
                 got = tuple(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__
                 raise ConfigError(f"the prediction for {len(batch)} samples is {got}", hint="return one row per sample")
-            parts.append(rows.detach().cpu())
+            if counts:
+                parts.append(rows.detach().cpu())
     return _joined(parts, control)
 
 
@@ -71,19 +81,22 @@ def _joined(parts: Sequence[torch.Tensor], control: Control) -> torch.Tensor:
     return torch.cat(tensors)
 
 
-def _shard(fetch: Fetcher, batch_size: int, control: Control, turn: Callable[[], None]) -> Iterator[Batch]:
-    """This rank's contiguous part of the batches; ``turn`` is called after each, equally often on all ranks.
+def _shard(fetch: Fetcher, batch_size: int, part: Part, turn: Callable[[], None]) -> Iterator[tuple[Batch, bool]]:
+    """This rank's contiguous part of the batches, and whether each counts.
+
+    ``turn`` is called after each, equally often on all ranks.
 
     Batch boundaries do not depend on the number of ranks, since results may depend on them.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}", hint="it must be at least 1")
     batches = -(-fetch.length // batch_size)
-    begin, end = cut(batches, control.world_size, control.rank)
-    for number in range(begin, begin + -(-batches // control.world_size)):
-        if number < end:
+    begin, end = cut(batches, part.world, part.rank)
+    for turns in range(begin, begin + -(-batches // part.world)):
+        number, counts = (turns, part.first) if turns < end else (0, False)
+        if turns < end or part.even:
             ids = np.arange(number * batch_size, min((number + 1) * batch_size, fetch.length))
-            yield Batch(fetch, ids, ids)
+            yield Batch(fetch, ids, ids), counts
         turn()
 
 

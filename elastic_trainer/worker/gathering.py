@@ -33,7 +33,7 @@ class OneGathering:
 
     def __init__(self, environment: WorkerEnvironment, timeout_s: float) -> None:
         self._formation = place_in(environment)
-        self._timeouts = FormTimeouts(min(settings.GROUP_TIMEOUT_S, timeout_s), timeout_s)
+        self.timeouts = FormTimeouts(min(settings.GROUP_TIMEOUT_S, timeout_s), timeout_s)
         self._sockets = Sockets()
         self.descriptors = self._sockets.descriptors
 
@@ -58,7 +58,7 @@ class OneGathering:
         with place.tracker.during(Phase.RENDEZVOUS):
             self._sockets.forming(groups.store_ends(self._formation))
             waits = InterruptibleWaits(place.tracker)
-            group = groups.form(self._formation, place.placement, self._timeouts, waits)
+            group = groups.form(self._formation, place.placement, self.timeouts, waits)
             self._sockets.formed(group.listening)
         place.arrive(group)
         place.context = RankContext(group, Boundaries(group.control, place.signals))
@@ -75,7 +75,7 @@ class InPlaceGathering:
     """More than one; the number is not known yet."""
 
     def __init__(self, environment: WorkerEnvironment, timeout_s: float, tracker: HeartbeatReporter) -> None:
-        self._timeouts = FormTimeouts(environment.form_timeout, timeout_s)
+        self.timeouts = FormTimeouts(environment.form_timeout, timeout_s)
         self._escape = Escape(tracker)
         self._link = ChannelLink(environment, self._escape.over)
         self.stop_requested, self.report, self.close = self._link.evicted, self._link.report, self._link.close
@@ -90,7 +90,9 @@ class InPlaceGathering:
         """Ranks meet only once there is a model."""
 
     def round_end(self, training: Training) -> InPlaceRecovery:
-        return InPlaceRecovery(Rounds(self._link, self._escape, training.place.placement, self._timeouts), training)
+        return InPlaceRecovery(
+            Rounds(self._link, self._escape, training.place.placement, self.timeouts, training.replica.layout), training
+        )
 
 
 def gathering(

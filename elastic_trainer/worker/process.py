@@ -40,7 +40,16 @@ class Process:
             signals = Signals(
                 self._patience_s, self._gathering.broken, lambda: tracker.saving, self._gathering.stop_requested
             )
-            self.place = Workplace(options, environment, self._gathering.report, asked, position, tracker, signals)
+            self.place = Workplace(
+                options,
+                environment,
+                self._gathering.report,
+                asked,
+                position,
+                tracker,
+                signals,
+                self._gathering.timeouts,
+            )
             undo.pop_all()
         signals.open()
 

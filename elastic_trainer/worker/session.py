@@ -20,7 +20,7 @@ when stopped, 73 when the last save failed and ``require_last_save`` was asked f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Any, Self
 import structlog
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer import settings
@@ -47,6 +48,7 @@ from elastic_trainer.worker.collectives import Collectives
 from elastic_trainer.worker.comm.codecs import JSON, TENSOR
 from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.comm.failures import is_collective_failure
+from elastic_trainer.worker.comm.lasting import ShardLayout, checked_shape
 from elastic_trainer.worker.model.replica import Reduction
 from elastic_trainer.worker.process import Process
 from elastic_trainer.worker.state.cadence import Cadence
@@ -101,6 +103,7 @@ class Session:
         self._process: Process | None = None
         self._training: Training | None = None
         """None before :meth:`wrap`."""
+        self._layout: ShardLayout | None = None
         self._foreign = False
         """Whether this process was forked from the one that trains."""
 
@@ -264,6 +267,29 @@ class Session:
             check_part(name, part, self._user)
             self._user[name] = part
 
+    def init_device_mesh(self, shape: Sequence[int], *, mesh_dim_names: Sequence[str]) -> DeviceMesh:
+        """A mesh over processes of this node, to shard the model with; the session's replicas are on other nodes.
+
+        As torch.distributed.device_mesh.init_device_mesh, but before any rank is known, and for all rounds. -1 is what
+        the other dimensions leave of the node's processes. Alone (without torchrun) each dimension is 1.
+        """
+        process, environment = self._require_open(), self.environment
+        if self._layout is not None or self._training is not None:
+            raise ConfigError("a second device mesh", hint="make one mesh before session.wrap(), and take parts of it")
+        size = environment.local_world_size
+        sizes, names = checked_shape(shape, mesh_dim_names, size, launched=environment.launched)
+        device = process.place.placement.device.type
+        self._layout = ShardLayout(device, sizes, names, environment.local_rank, size)
+        return self._layout.mesh
+
+    @contextmanager
+    def parallelizing(self) -> Iterator[None]:
+        """Apply ``parallelize_module(..., src_data_rank=None)`` and ``fully_shard(...)`` in here, with the mesh."""
+        if self._layout is None:
+            raise ConfigError("there is no device mesh yet", hint="call session.init_device_mesh(...) first")
+        with self._layout.parallelizing():
+            yield
+
     def wrap(
         self,
         model: nn.Module,
@@ -297,6 +323,7 @@ class Session:
                 reduction,
                 average,
                 ddp_options or {},
+                self._layout,
                 self._user,
                 self._pending,
             )

@@ -51,6 +51,8 @@ class Purpose(IntEnum):
     PLAN = 10
     TRAINED = 11
     COMPARE = 12
+    NORM = 13
+    COMMIT = 14
 
 
 class Pending:
@@ -71,11 +73,16 @@ class Control:
     """The collectives. Without a group the process is alone and answers itself."""
 
     def __init__(
-        self, group: Any = None, rank: int = 0, world_size: int = 1, works: InterruptibleWaits | None = None
+        self,
+        group: Any = None,
+        rank: int = 0,
+        world_size: int = 1,
+        works: InterruptibleWaits | None = None,
+        transfer_limit: timedelta = timedelta(0),
     ) -> None:
         self._group, self.rank, self.world_size = group, rank, world_size
         self.works = works if works is not None else InterruptibleWaits()
-        self._transfer_limit = timedelta(0)
+        self._transfer_limit = transfer_limit
         """Limit for sending and receiving; 0: the timeout that the group was made with."""
 
     @property

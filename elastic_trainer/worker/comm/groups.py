@@ -30,9 +30,12 @@ from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm import sever
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.failures import collective
+from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import NCCL, Placement
 from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress
 from elastic_trainer.worker.comm.sever import End, resolved
+from elastic_trainer.worker.comm.shard_groups import FormTimeouts as FormTimeouts
+from elastic_trainer.worker.comm.shard_groups import ShardGroups, form_shard_groups
 from elastic_trainer.worker.comm.store_handshake import meet
 from elastic_trainer.worker.comm.waits import Aside, InterruptibleWaits
 
@@ -52,18 +55,13 @@ class Group:
     """A connection of this round only; severing it frees a rank that blocks while forming."""
     listening: frozenset[End] = frozenset()
     """Addresses at which the ranks' gloo listens."""
+    shards: ShardGroups | None = None
+    fresh: Any = None
+    """The store under a prefix of this round only."""
 
     @property
     def formed(self) -> bool:
         return self.store is not None
-
-
-@dataclass(frozen=True, slots=True)
-class FormTimeouts:
-    """Limits for forming the groups, and for later operations on them."""
-
-    forming_s: float
-    working_s: float
 
 
 def form(formation: RoundPlace, placement: Placement, patience: FormTimeouts, works: InterruptibleWaits) -> Group:
@@ -95,6 +93,7 @@ def _formed(
     fresh: PrefixStore,
     patience: FormTimeouts,
     works: InterruptibleWaits,
+    layout: ShardLayout | None = None,
 ) -> Group:
     """Form both groups through ``fresh``, a store prefix that was never used before.
 
@@ -110,6 +109,10 @@ def _formed(
     # torch numbers the groups of a process, and ranks find each other by that number. A failed attempt counts only on
     # ranks that came that far: they would then wait for each other under different numbers.
     distributed_c10d._world.group_count = 0
+    control, shards = Control(made.result, rank, world_size, works), None
+    control.set_timeout(working)
+    if layout is not None:
+        shards = form_shard_groups(layout, fresh, control, patience, nccl=placement.backend == NCCL)
     dist.init_process_group(
         placement.backend,
         store=PrefixStore("data", fresh),
@@ -118,9 +121,8 @@ def _formed(
         timeout=working,
         device_id=placement.device if placement.backend == NCCL else None,
     )
-    control = Control(made.result, rank, world_size, works)
-    control.set_timeout(working)
-    return Group(formation, control, store, _listening(fresh, control))
+    names = shards.names if shards is not None else ()
+    return Group(formation, control, store, _listening(fresh, control, names), shards, fresh)
 
 
 def leave(group: Group) -> None:
@@ -148,6 +150,7 @@ def form_in_place(
     begun: Callable[[], None],
     over: Callable[[], str | None],
     works: InterruptibleWaits,
+    layout: ShardLayout | None = None,
 ) -> Group:
     """The groups of a round in place, through a store connection of their own and the round's own prefix.
 
@@ -168,12 +171,12 @@ def form_in_place(
         fresh.wait(["go"], working)
     begun()
     with collective("forming"):
-        return _formed(formation, placement, store, fresh, patience, works)
+        return _formed(formation, placement, store, fresh, patience, works, layout)
 
 
-def _listening(fresh: PrefixStore, control: Control) -> frozenset[End]:
+def _listening(fresh: PrefixStore, control: Control, more: tuple[str, ...] = ()) -> frozenset[End]:
     """All ranks' gloo addresses: each rank finds its own in what its gloo has published to the store."""
-    keys = [f"control/0/{control.rank}"]
+    keys = [f"control/0/{control.rank}", *more]
     if dist.get_backend() != NCCL:
         keys.append(f"data/0//cpu//0/{control.rank}")
     # Another version of torch may use other keys: then all listening sockets count.

@@ -84,6 +84,10 @@ class InterruptibleWaits:
         self._open[id(work)] = work
         return work
 
+    def ended(self, work: Work) -> None:
+        """``work`` has ended, whatever it says."""
+        self._open.pop(id(work), None)
+
     def wait(self, work: Work) -> None:
         """Wait until ``work`` has ended: within its group's timeout, and in place no longer than the round lasts."""
         if self._tracker is not None:

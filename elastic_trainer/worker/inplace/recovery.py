@@ -22,6 +22,7 @@ from elastic_trainer.ipc.messages import Ready, StateReport
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.codecs import Codec
+from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.groups import Group
 from elastic_trainer.worker.comm.round_place import RoundPlace
 from elastic_trainer.worker.inplace.call_replay import NEWCOMER, CallReplay
@@ -105,13 +106,16 @@ class InPlaceRecovery:
         place, training, position, control = self._place, self._training, self._place.position, group.control
         place.tracker.change(Phase.HEALING)
         place.arrive(group)
+        training.replica.join(group)
+        self._meet_peers(control)
         mine = identity(training.state.committed(), position.lineage, position.step) if self._valid else None
         least = max(group.formation.round, position.generation + 1)
         attempted = self._given_up.number if self._given_up is not None else 0
         trainable, cut = training.steps.trainable, place.feed.fields
         fields = cut or dict(training.origin.fields)
         notes = {"fields": fields, "cut": cut, "attempted": attempted, "frozen": trainable.frozen}
-        healed = heal(control, mine, least, self, notes, self._calls.count)
+        alike = training.replica.alike(control) if training.replica.layout is not None else None
+        healed = heal(control, mine, least, self, notes, self._calls.count, alike)
         behind = control.rank in healed.behind
         if behind:
             training.origin = Origin(None, healed.notes["fields"])
@@ -122,15 +126,35 @@ class InPlaceRecovery:
         if healed.source is None:
             self._valid = False
             check_storage(place.manager, control, place.environment)
-            training.resume(group, self._unfit())
+            training.resume(group, self._unfit(torn=healed.torn))
             training.steps.dirty, self._valid = False, True
         else:
             given = healed.notes.get("cut") if behind else None
             training.take_part(group, healed.generation, training.origin.fields, given)
         self._given_up = None
 
-    def _unfit(self) -> CheckpointError | None:
+    def _meet_peers(self, control: Control) -> None:
+        """Shards of one group commit together: a prepared rank whose peer has committed the step makes it too.
+
+        All sums of a prepared rank are complete, so what it commits has the bits of its replicas.
+        """
+        training, position = self._training, self._place.position
+        if training.replica.layout is None:
+            return
+        rows = control.gather([position.lineage, position.step] if self._valid else [-1, -1])
+        committed = [position.generation, training.steps.prepared] in rows
+        step = training.steps.settle(committed=committed)
+        if step is not None:
+            self._place.record(step, round=step.generation, rank=step.rank, world=step.world_size)
+            self._given_up = None
+
+    def _unfit(self, *, torn: bool) -> CheckpointError | None:
         """Why training cannot start from this rank's state, if so."""
+        if torn:
+            return CheckpointError(
+                "no shards are left that make one whole state, and there is no checkpoint",
+                hint="give Session a checkpoint_dir",
+            )
         if not self._training.steps.dirty:
             return None
         return CheckpointError(

@@ -21,6 +21,7 @@ from elastic_trainer.ipc.messages import Drain, Ready
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm.failures import is_collective_failure, summary, trail
+from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.comm.round_place import RoundPlace
 from elastic_trainer.worker.inplace.agent_link import ChannelLink
@@ -38,7 +39,15 @@ class Formed:
 class Rounds:
     """See the module."""
 
-    def __init__(self, link: ChannelLink, escape: Escape, placement: Placement, timeouts: groups.FormTimeouts) -> None:
+    def __init__(
+        self,
+        link: ChannelLink,
+        escape: Escape,
+        placement: Placement,
+        timeouts: groups.FormTimeouts,
+        layout: ShardLayout | None = None,
+    ) -> None:
+        self._layout = layout
         self._link, self._escape, self._placement, self._timeouts = link, escape, placement, timeouts
         self._group: groups.Group | None = None
         """None between two rounds."""
@@ -89,7 +98,9 @@ class Rounds:
         started = SYSTEM.monotonic()
         try:
             over = partial(self._link.broken, formation.round)
-            group = groups.form_in_place(formation, self._placement, self._timeouts, limit.start, over, works)
+            group = groups.form_in_place(
+                formation, self._placement, self._timeouts, limit.start, over, works, self._layout
+            )
             self._group = group
             self._escape.sockets.formed(group.listening)
         finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -21,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.comm.groups import all_reduce
+from elastic_trainer.worker.comm.groups import Group, all_reduce
+from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import Placement
 from elastic_trainer.worker.model.buffers import Buffers
 from elastic_trainer.worker.model.ddp_sums import Gradients
@@ -56,6 +58,21 @@ class Runner(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.__dict__["through"](*inputs, **named)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of the data a rank draws: part ``rank`` of ``world``, as do ``alike`` ranks together.
+
+    ``first``: it is the one of them that counts the samples. ``even``: the model computes together with other ranks, so
+    all need equally many forward passes.
+    """
+
+    rank: int
+    world: int
+    alike: int = 1
+    first: bool = True
+    even: bool = False
 
 
 class Replica:
@@ -114,6 +131,35 @@ class Replica:
         self._company.counts = counts
         if self.tree is not None and self._buffers is not None:
             self._buffers.restore()
+
+    layout: ShardLayout | None = None
+    """How the model is sharded, if it is."""
+
+    def join(self, group: Group) -> None:
+        """A round was formed."""
+
+    def alike(self, control: Control) -> Control:
+        """The ranks that must hold what this one holds."""
+        return control
+
+    def part(self, control: Control) -> Part:
+        """What this rank draws of each global batch."""
+        return Part(control.rank, control.world_size)
+
+    @property
+    def peers(self) -> Control | None:
+        """The ranks that hold one whole state together with this one."""
+        return None
+
+    def share_buffers(self) -> None:
+        """Before a step; DistributedDataParallel does it in the forward pass."""
+
+    def commit_together(self, number: int) -> None:
+        """Before the update of step ``number``: wait for ranks that must make it together with this one."""
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
+        return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def undo(self) -> None:
         if self._buffers is not None:
@@ -237,6 +283,11 @@ class Replica:
             if control.rank != 0:
                 with torch.no_grad():
                     buffer.copy_(copy)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether parameters of ``module`` are DTensors."""
+    return any(hasattr(each, "device_mesh") for each in module.parameters())
 
 
 def forwards_buffers(parallel: DistributedDataParallel) -> bool:

@@ -67,7 +67,7 @@ class Trainable:
         """The parameters that must be equal on all ranks (a model can exclude some from DDP)."""
         ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
         pairs = zip(self._names, self.parameters, strict=True)
-        return [(name, each) for name, each in pairs if name not in ignored]
+        return [(name, local(each)) for name, each in pairs if name not in ignored]
 
     # ---- between ranks
 
@@ -96,6 +96,12 @@ class Trainable:
             f" rank {0 if rows[rank][place] else rank}",
             hint="freeze and unfreeze parameters at the same step on all ranks",
         )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of ``tensor`` that this rank holds: a DTensor's own shard, else all of it."""
+    held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return held
 
 
 def check_members(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:

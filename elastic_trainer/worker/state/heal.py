@@ -17,7 +17,7 @@ another. A healed rank receives all of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from elastic_trainer.errors import CheckpointError
 from elastic_trainer.model import StateIdentity
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.state.restore import StateCandidate, choose, whole
+from elastic_trainer.worker.state.restore import StateCandidate, whole
 from elastic_trainer.worker.state.transfer import share_state
 
 FEW = 3
@@ -56,11 +56,28 @@ class Healed:
     notes: Mapping[str, Any]
     done: tuple[int, ...]
     """The counts of all ranks, by rank."""
+    torn: bool = False
+    """Whether ranks hold shards, but not all of one state."""
 
 
 def identity(committed: Mapping[str, Any], lineage: int, step: int) -> StateIdentity:
     """The name of the state with these parts, ``committed`` in generation ``lineage`` after ``step`` steps."""
     return StateIdentity(lineage, step, f"{fingerprint(committed):016x}")
+
+
+def choose_by_place(moments: Sequence[StateCandidate | None], size: int) -> tuple[int, ...] | None:
+    """The lowest rank of each of the ``size`` places that holds the newest state of which all places have a holder.
+
+    Rank r is at place r modulo ``size``. None if there is no such state. Pure.
+    """
+    for moment in sorted({each for each in moments if each is not None}, reverse=True):
+        found = [
+            next((rank for rank in range(place, len(moments), size) if moments[rank] == moment), None)
+            for place in range(size)
+        ]
+        if None not in found:
+            return tuple(rank for rank in found if rank is not None)
+    return None
 
 
 def heal(
@@ -70,8 +87,12 @@ def heal(
     patient: Patient,
     notes: Mapping[str, Any],
     done: int,
+    alike: Control | None = None,
 ) -> Healed:
     """Bring all ranks to one state, if any rank holds a valid one.
+
+    ``alike`` are the ranks that hold the same shard as this one, if the model is sharded: ranks of one place. Then all
+    adopt the newest state of which each place has a holder; each place has a source of its own, and all heal at once.
 
     ``generation`` is the least that this rank can continue with; the source's ``notes`` come with its state. ``done``
     is a count of this rank that all ranks learn.
@@ -81,11 +102,17 @@ def heal(
     states = [StateIdentity(r, s, f"{d:016x}") if held else None for held, r, s, d, _, _ in rows]
     newest, counts = max(each[4] for each in rows), tuple(each[5] for each in rows)
     moments = [None if each is None else StateCandidate(each.round, each.step) for each in states]
-    source = choose(moments)
-    behind = () if source is None else tuple(rank for rank, each in enumerate(states) if each != states[source])
-    if source is None or not behind:
+    size = control.world_size // alike.world_size if alike is not None else 1
+    sources = choose_by_place(moments, size)
+    if sources is None:
+        return Healed(None, (), newest, {}, counts, torn=any(moments))
+    place = control.rank % size
+    source = sources[place]
+    behind = tuple(rank for rank, each in enumerate(states) if each != states[sources[rank % size]])
+    mine_behind = tuple(rank // size for rank in behind if rank % size == place)
+    received = give(alike or control, source // size, mine_behind, patient, notes) if mine_behind else {}
+    if not behind:
         return Healed(source, (), newest, {}, counts)
-    received = give(control, source, behind, patient, notes)
     apart = [rank for rank in behind if moments[rank] == moments[source]]
     if apart and control.rank == 0:  # the same step, and yet a different state
         logger().warning("ranks.differed", step=rows[source][2], ranks=apart, source=source)

@@ -129,10 +129,12 @@ def restore(
     unfit: CheckpointError | None = None,
     snapshot: StateSnapshot | None = None,
     live: Live = NOTHING_LIVE,
+    alike: Control | None = None,
 ) -> Origin:
     """Bring all ranks to one state. ``collect`` gives this rank's present state, ``apply`` adopts a new one.
 
     The winner reads into ``live`` tensors: whatever ends this before ``apply``, the state at hand is not to be used.
+    ``alike``: the ranks that hold the same shard as this one, if the model is sharded.
 
     ``unfit`` says why nobody may start from this rank's present state, if so; ``check`` raises, on all ranks, for a
     checkpoint that this job must not start from. ``snapshot`` is what earlier workers left in the node's memory.
@@ -141,15 +143,16 @@ def restore(
     source, loaded = _elect(control, inventory)
     if source is None:
         control.agree(inventory.error or unfit)
-    mine = control.rank == (source or 0)
+    over = alike if alike is not None and source is None else control  # what is stored is whole
+    mine = over.rank == (source or 0)
     origin = _origin_of(control, source, loaded)
     check(origin)
     tree = (loaded.state if loaded is not None else collect()) if mine else None
-    shared = share_state(control, source or 0, tree)
+    shared = share_state(over, source or 0, tree)
     with control.agreed():
         if source is not None or not mine:
             apply(shared)
-    _compare(control, collect)
+    _compare(alike if alike is not None else control, collect)
     return origin
 
 

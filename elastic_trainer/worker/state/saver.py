@@ -33,7 +33,7 @@ from elastic_trainer.errors import CheckpointError, NonFiniteError
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.comm.round_place import RoundPlace
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.cadence import FIELD, Cadence, Experience, Memory
@@ -129,10 +129,11 @@ class Saver:
         self._saves = BackgroundSaves(manager, self._arena) if manager is not None else None
         self._copied_s, self._copy_took_s = self._last_s, 0.0
         self._memory_short = self._failed = self._refused = self._prepared = False
-        self._shares = Shares()
+        self._shares, self._puts_together = Shares(), False
 
-    def serve(self, *, saves: bool, world_size: int = 1, shares: Shares = ALONE) -> None:
-        """Whether this rank ``saves`` from now on, and with whom."""
+    def serve(self, *, saves: bool, world_size: int = 1, shares: Shares = ALONE, puts_together: bool = False) -> None:
+        """Whether this rank ``saves`` from now on, and with whom; see :meth:`together`."""
+        self._puts_together = puts_together
         self._manager, self._world_size = self._held if saves else None, world_size
         self._shares = shares
 
@@ -149,6 +150,11 @@ class Saver:
     def possible(self) -> bool:
         """Whether there is a checkpoint directory."""
         return self._held is not None
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank can save without others."""
+        return self._state.sharding is None
 
     def due_by_step(self, step: int) -> bool:
         return self._cadence.every_steps is not None and step % self._cadence.every_steps == 0
@@ -186,8 +192,22 @@ class Saver:
 
     def copy_if_due(self) -> None:
         """Copy the state into the agent's memory, if that was not done for long enough; it is not committed."""
-        if self._clock.monotonic() - self._copied_s >= self._memory.apart_s(self._copy_took_s):
+        if self._state.sharding is None and self._clock.monotonic() - self._copied_s >= self._memory.apart_s(
+            self._copy_took_s
+        ):
             self._copy(SnapshotPurpose.KEEP)
+
+    def together(self, peers: Control | None = None) -> None:
+        """Before a save, on all ranks: those of the first shard group put the state together.
+
+        With ``peers``, its ranks, only if the one of them that saves has something to save.
+        """
+        if self._state.sharding is None or not self._puts_together:
+            return
+        if peers is None or peers.sum(Purpose.SAVE, [float(self.unsaved)])[0]:
+            self._state.gather()
+            if self._manager is None:
+                self._state.forget_whole()
 
     def help(self) -> None:
         """Rank 0 saves: write a part of it, on one rank of each of the other nodes."""
@@ -260,7 +280,7 @@ class Saver:
         purpose: SnapshotPurpose = SnapshotPurpose.COMMIT,
     ) -> Save:
         state, shares = self._state, self._shares
-        position = state.position
+        position, tree = state.position, state.collect_whole()
         info = SaveInfo(
             step=position.step,
             round=position.generation,
@@ -273,7 +293,7 @@ class Saver:
         )
         parts = shares.parts if shares.worthwhile(state.module) else 1
         image = manager.encode(
-            state.collect(), info, watched=watched(state.module), parts=parts, own=not_shared(state.module)
+            tree, info, watched=watched(state.module, tree), parts=parts, own=not_shared(state.module)
         )
         try:
             save = saves.submit(image, manager.draft(info), purpose, shares.turn)
@@ -283,7 +303,7 @@ class Saver:
                 logger().warning("checkpoint.not_beside", reason=str(error), effect="training waits for each save")
             if purpose is not SnapshotPurpose.COMMIT:
                 return Save(manager.draft(info), purpose)
-            check_finite(state.module)
+            check_finite(state.module, tree)
             return saves.at_once(image, manager.draft(info))
         self._copied_s = self._clock.monotonic()
         return save
@@ -409,13 +429,14 @@ def _goes_on(manager: CheckpointManager, environment: WorkerEnvironment) -> bool
         return False
 
 
-def watched(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters that must be finite, by name."""
-    return {name: each for name, each in module.named_parameters() if each.is_floating_point() and each.numel()}
+def watched(module: torch.nn.Module, tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The parameters that must be finite, by name, as the state ``tree`` holds them."""
+    held = ((name, tree["model"].get(name, each)) for name, each in module.named_parameters())
+    return {name: each for name, each in held if each.is_floating_point() and each.numel()}
 
 
-def check_finite(module: torch.nn.Module) -> None:
+def check_finite(module: torch.nn.Module, tree: Mapping[str, Any]) -> None:
     """NonFiniteError naming the first parameter that holds a NaN or an infinity."""
-    for name, each in watched(module).items():
+    for name, each in watched(module, tree).items():
         if not bool(torch.isfinite(each.detach()).all()):
             raise not_finite(name)

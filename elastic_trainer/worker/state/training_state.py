@@ -40,6 +40,18 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
+class Sharding(Protocol):
+    """The functions of :mod:`elastic_trainer.worker.state.shards`, which is slow to import."""
+
+    def shards_of(self, tree: Any) -> Any: ...
+
+    def whole_of(self, tree: Any) -> Any: ...
+
+    def placed_model(self, saved: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def placed_optimizer(self, saved: Mapping[str, Any], parameters: list[torch.Tensor]) -> dict[str, Any]: ...
+
+
 @dataclass(slots=True)
 class Position:
     """How far training has come. ``generation`` orders the states of different lives of the job."""
@@ -66,11 +78,41 @@ class TrainingState:
     pending: dict[str, Any]
     device: torch.device
     average: AveragedModel | None = None
+    sharding: Sharding | None = None
+    """How to take a sharded state apart and put it together; None: it is whole."""
+    _whole: dict[str, Any] | None = None
+    """The state for the next save, of a sharded model."""
 
     # ---- out
 
     def collect(self) -> dict[str, Any]:
-        """The state; tensors are the live ones, not copies."""
+        """The state, of a sharded model this rank's shards; tensors are the live ones, not copies."""
+        return self._shards_of(self._collected())
+
+    def _shards_of(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state if self.sharding is None else self.sharding.shards_of(state)
+
+    def gather(self) -> None:
+        """Put a sharded state together; all ranks of a shard group do it at once, before one of them saves."""
+        self._whole = None if self.sharding is None else self.sharding.whole_of(self._collected())
+
+    def collect_whole(self) -> dict[str, Any]:
+        """The state to be saved; of a sharded model as :meth:`gather` left it, once."""
+        if self.sharding is None:
+            return self._collected()
+        state, self._whole = self._whole, None
+        if state is None:
+            raise CheckpointError(
+                "a sharded state can be saved only when all ranks of its group do it together",
+                hint="call session.save() on all ranks",
+            )
+        return state
+
+    def forget_whole(self) -> None:
+        """On ranks that do not save."""
+        self._whole = None
+
+    def _collected(self) -> dict[str, Any]:
         cursor = self.position.cursor
         return {
             "format": FORMAT,
@@ -104,12 +146,13 @@ class TrainingState:
 
     def committed(self) -> dict[str, Any]:
         """The parts that only the commit of a step changes."""
-        return {
+        committed = {
             "parameters": {name: each.detach() for name, each in self.module.named_parameters()},
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
+        return self._shards_of(committed)
 
     def live(self) -> Live:
         """The tensors that a checkpoint of the same model and optimizer can be read into, before it is applied."""
@@ -121,6 +164,8 @@ class TrainingState:
 
     def apply(self, state: Mapping[str, Any], *, first_rank: bool) -> None:
         """Make ``state`` the present one. Only the first rank adopts the random generators."""
+        if self.sharding is not None:
+            state = self._placed(state, self.sharding)
         self._check(state)
         waiting = {name: part for name, part in state["user"].items() if name not in self.user}
         small = [(self.user[name], state["user"][name]) for name in self.user if name in state["user"]]
@@ -138,6 +183,20 @@ class TrainingState:
         self.position.cursor, self.position.best = Cursor(where["epoch"], where["samples"]), dict(where["best"])
         if first_rank:
             set_random_state(state["random"], self.device)
+
+    def _placed(self, state: Mapping[str, Any], sharding: Sharding) -> Mapping[str, Any]:
+        """The ``state`` (shards or whole tensors) sharded as the live one is."""
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        kept = state["optimizer"]
+        average = state.get("average")
+        if average is not None and self.average is not None:
+            average = sharding.placed_model(average, self.average.state_dict())
+        return {
+            **state,
+            "model": sharding.placed_model(state["model"], self.module.state_dict()),
+            "optimizer": {**kept, "state": sharding.placed_optimizer(kept["state"], parameters)},
+            "average": average,
+        }
 
     def _apply_average(self, average: AveragedModel, state: Mapping[str, Any]) -> None:
         """Without an average in the checkpoint it begins at the parameters."""

@@ -125,7 +125,7 @@ class StepBoundaries(Boundaries):
         return self._follow(agreed, saved=saved or self._saved_at >= asked_at)  # a save since then has met the wish
 
     def save_due(self, step: int) -> None:
-        if self._duties.saver.due_by_step(step) and self._duties.saver.unsaved:
+        if self._duties.saver.alone and self._duties.saver.due_by_step(step) and self._duties.saver.unsaved:
             self._save()
 
     def end(self) -> None:
@@ -167,6 +167,7 @@ class StepBoundaries(Boundaries):
     def _save(self) -> None:
         self._saved_at = self._crossing
         self._signals.save_requested = False
+        self._duties.saver.together()
         if self._rank0:
             saver = self._duties.saver
             problem = saver.attempt()

@@ -54,6 +54,10 @@ class Steps:
         """Between the optimizer's first change and the commit: the state is neither the old nor the new one."""
         self._before: closures.Before | None = None
         """The state before an update that uses collectives."""
+        self._prepared: tuple[Step, bool] | None = None
+        """The step that peers may commit from now on, and whether with an update."""
+        self._rolls = False
+        """During an update that a peer has made before."""
         self.replica, self.position, self.control = replica, state.position, Control()
         self.scaling = Scaling(state.scaler, state.optimizer)
         self._optimizer, self._scheduler, self._average = state.optimizer, state.scheduler, state.average
@@ -105,7 +109,7 @@ class Steps:
         self._drop_gradients()
         batch = step.batch
         if batch is None:
-            self._seed_all(rng.key(self.position.step, self.control.rank, start=self._stream))
+            self._seed_all(rng.key(self.position.step, self.replica.part(self.control).rank, start=self._stream))
         else:
             self._seed(batch)
 
@@ -113,6 +117,7 @@ class Steps:
         """Compare plans. If the round ends here, the error is raised in the body: only there it can be absorbed."""
         try:
             self._feed.accord.at_step(self.position.cursor.epoch)
+            self.replica.share_buffers()
         except RoundBrokenError as error:
             return error
         return None
@@ -157,9 +162,12 @@ class Steps:
             return False
         try:
             if error is None and not step.committed and self.scaling.skipped():
+                self._prepare(step, updates=False)
                 self._commit(step)
             if step.committed:
                 self.scaling.after_update()
+        except RoundBrokenError as broken:
+            error = broken
         finally:
             self._current = None
             self._restore_lr()
@@ -191,8 +199,10 @@ class Steps:
     def undo(self) -> None:
         """Undo what an uncommitted step left behind: gradients, buffers, the scaler's stage.
 
-        An incomplete update stays (:attr:`dirty`) unless the state before it was kept.
+        An incomplete update stays (:attr:`dirty`) unless the state before it was kept. So does a prepared one.
         """
+        if self._prepared is not None:
+            return
         if self._before is not None:
             self._before.restore()
             self._before, self.dirty = None, False
@@ -230,14 +240,68 @@ class Steps:
         if step is None:
             raise ConfigError("optimizer.step() outside session.step()", hint="wrap the step in `with session.step()`")
         closure, changed = closures.of(args, kwargs), None
+        if self._rolls:
+            self._begin_update(optimizer)
+            return None
         if closure is None:
             self._check(step)
+        elif self.replica.layout is not None:
+            raise ConfigError(
+                "a sharded model does not go with a closure", hint="call optimizer.step() after step.backward(loss)"
+            )
         else:
             changed = (optimizer,), {**kwargs, "closure": self._called(step, closure, optimizer)}
         self.scaling.before_update()
+        self._prepare(step, updates=True)
+        self._begin_update(optimizer)
+        return changed
+
+    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         self._scale_lr(optimizer)
         self.dirty = True
-        return changed
+
+    def _prepare(self, step: Step, *, updates: bool) -> None:
+        """All ranks of a shard group commit ``step``, or none does.
+
+        From here on the gradients stay until it is known whether a peer has committed it: see :meth:`settle`.
+        """
+        if self.replica.layout is None:
+            return
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            raise ConfigError(
+                "a GradScaler with a fused optimizer does not go with a sharded model", hint="leave fused=True out"
+            )
+        self._prepared = step, updates
+        self.replica.commit_together(step.number)
+
+    @property
+    def prepared(self) -> int:
+        """The number of the step that a peer may have committed; 0 if there is none."""
+        return self._prepared[0].number if self._prepared is not None else 0
+
+    def settle(self, *, committed: bool) -> Step | None:
+        """A round ended when this rank was prepared: make the update too if a peer has ``committed`` it, else undo it.
+
+        Returns the step if it was committed here.
+        """
+        if self._prepared is None:
+            return None
+        (step, updates), self._prepared = self._prepared, None
+        if not committed:
+            self.undo()
+            return None
+        self._current, self._rolls = step, True
+        try:
+            if updates:
+                self._optimizer.step()
+            else:
+                self._commit(step)
+            self.scaling.after_update()
+        finally:
+            self._current, self._rolls = None, False
+            self._restore_lr()
+        logger().info("step.rolled_forward", step=step.number)
+        return step
 
     def _check(self, step: Step) -> None:
         self.check_round()
@@ -304,14 +368,14 @@ class Steps:
     def _commit(self, step: Step) -> None:
         if self._average is not None:
             self._average.update_parameters(self.replica.module)
-        self._before, self.dirty = None, False
+        self._before, self._prepared, self.dirty = None, None, False
         self.position.step += 1
         self.position.lineage = self.position.generation
         step.committed = True
         if step.batch is not None:
             step.batch.used = True
             self.position.cursor = step.batch.following or self.position.cursor
-        samples = len(step.batch.ids) if step.batch is not None else 0
+        samples = len(step.batch.ids) if step.batch is not None and step.counts else 0
         self._tracker.committed(self.position.step, samples, self.position.cursor)
         if not self.scaling.enabled:
             self._unchecked += step.finite_evidence()

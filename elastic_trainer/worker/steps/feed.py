@@ -26,6 +26,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.model.replica import Part
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.fields import check_fields
 from elastic_trainer.worker.state.training_state import Position
@@ -64,7 +65,7 @@ class DataFeed:
         self._drawn_at: tuple[Cursor, int, int] | None = None
         self.fields: dict[str, Any] = {}
         self._resumed: Mapping[str, Any] = {}
-        self._control = Control()
+        self._part = Part(0, 1)
         self._even = self._fixed = False
         self._last_epoch: int | None = None
         """The number of epochs, inside epochs()."""
@@ -79,14 +80,21 @@ class DataFeed:
         """Ranks and micro-batches at the last warning about idle ranks."""
 
     def bind(
-        self, control: Control, resumed: Mapping[str, Any], given: Mapping[str, Any], *, even: bool, fixed: bool
+        self,
+        control: Control,
+        part: Part,
+        resumed: Mapping[str, Any],
+        given: Mapping[str, Any],
+        *,
+        even: bool,
+        fixed: bool,
     ) -> None:
-        """Draw for this rank of the present round.
+        """Draw this ``part`` in the present round.
 
         ``resumed``: the fields of the checkpoint that it began from. ``given``: those of the plan of the rank that this
         one was healed from, if any. ``fixed``: nothing drawn may depend on the number of ranks.
         """
-        self._control, self._resumed, self._even, self._fixed = control, resumed, even, fixed
+        self._part, self._resumed, self._even, self._fixed = part, resumed, even, fixed
         self.accord.bind(control, given)
 
     def redraw(self) -> None:
@@ -101,8 +109,8 @@ class DataFeed:
 
     @property
     def _place(self) -> tuple[Cursor, int, int]:
-        """All that decides this rank's part: position, rank, number of ranks."""
-        return self._position.cursor, self._control.rank, self._control.world_size
+        """All that decides this rank's part: position, its number, how many there are."""
+        return self._position.cursor, self._part.rank, self._part.world
 
     @property
     def next_size(self) -> int:
@@ -111,7 +119,7 @@ class DataFeed:
         left = int(fields.get("length", 0)) - self._position.cursor.samples
         size = int(fields.get("global_batch", 0))
         if self._sampler is not None:
-            size = self._sampler.plan.at(self._control.world_size).global_batch
+            size = self._sampler.plan.at(self._part.world).global_batch
         return max(0, min(size, left))
 
     def _cut(self) -> Plan:
@@ -119,7 +127,7 @@ class DataFeed:
 
     def lr_factor(self) -> float:
         """Factor for the learning rate at the present number of ranks."""
-        return 1.0 if self._sampler is None else self._sampler.plan.lr_factor(self._control.world_size)
+        return 1.0 if self._sampler is None else self._sampler.plan.lr_factor(self._part.world)
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs from the position's to ``total - 1``; the position advances when the body of one ends."""
@@ -159,7 +167,7 @@ class DataFeed:
             )
         self.accord.check(asdict(plan))
         self.fields = check_fields(plan, self._resumed, self.fields, self._allow_changed)
-        self._tracker.describe(length=plan.length, batch=plan.at(self._control.world_size).global_batch)
+        self._tracker.describe(length=plan.length, batch=plan.at(self._part.world).global_batch)
         source = self._source_of(dataset, collate, loading, plan)
         until = epochs if epochs is not None else self._last_epoch or 0
         timed: Source = source if source.immediate else Awaited(source, self._tracker)

@@ -105,6 +105,8 @@ class Step:
             steps.control.rank,
             steps.control.world_size,
         )
+        self.counts = steps.replica.part(steps.control).first
+        """Whether this rank's samples count: others may have computed with the same ones."""
         self.number = steps.position.step + 1
 
     def __enter__(self) -> Step:
@@ -178,7 +180,7 @@ class Step:
         if replica.tree is not None:
             self._grow(replica.tree, fraction, loss.detach() * weight)
         if pending is not None:
-            self._normalize(pending.wait()[0])
+            self._normalize(pending.wait()[0] / replica.part(self._control).alike)
         if self._wanted and not self._open_parts and self._mean is None:
             # After the pass: it has just synchronised the ranks, and its kernels are queued on the device.
             self._pending = self._sum_losses()
@@ -199,7 +201,8 @@ class Step:
         if self._normalized:
             raise ConfigError("a second backward(loss, count) of one batch", hint="add the losses up first")
         self._count_here = (self._count_here or 0.0) + (count if counts else 0.0)
-        world = 1 if self._steps.replica.tree is not None else self._control.world_size
+        replica = self._steps.replica
+        world = 1 if replica.tree is not None else replica.part(self._control).world
         return world / self._items if counts else 0.0
 
     @property
@@ -251,7 +254,7 @@ class Step:
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
         self._steps.scaling.unscale(self._steps.trainable.outside)
-        return torch.nn.utils.clip_grad_norm_(self._steps.replica.module.parameters(), max_norm)
+        return self._steps.replica.clip(max_norm)
 
     @property
     def loss(self) -> float:

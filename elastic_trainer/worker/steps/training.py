@@ -11,20 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from elastic_trainer.checkpoint import NOTHING_LIVE
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.comm.groups import Group
+from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.model import ema
 from elastic_trainer.worker.model.arithmetic import FIELD, arithmetic, check_ranks, check_resumed
-from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer
+from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer, is_sharded
 from elastic_trainer.worker.state.cadence import Memory
 from elastic_trainer.worker.state.fields import check_run
 from elastic_trainer.worker.state.heal import give
@@ -55,8 +58,43 @@ class Wrapped:
     reduction: str
     average: float | AveragedModel | None
     ddp_options: Mapping[str, Any]
+    layout: ShardLayout | None
     user: dict[str, Stateful]
     pending: dict[str, Any]
+
+
+def _replica(place: Workplace, wrapped: Wrapped) -> Replica:
+    reduction, lasting = one_of(Reduction, wrapped.reduction, "reduction"), place.environment.in_place
+    if not is_sharded(wrapped.model):
+        return Replica(
+            wrapped.model,
+            place.placement,
+            wrapped.ddp_options,
+            place.tracker,
+            sync=wrapped.sync_batchnorm,
+            lasting=lasting,
+            reduction=reduction,
+        )
+    for option, given in (
+        ("reduction='tree'", reduction is Reduction.TREE),
+        ("ddp_options", bool(wrapped.ddp_options)),
+        ("sync_batchnorm", wrapped.sync_batchnorm),
+    ):
+        if given:
+            raise ConfigError(
+                f"{option} does not go with a sharded model", hint="leave it out: FSDP sums the gradients there"
+            )
+    if wrapped.layout is None:
+        raise ConfigError(
+            "the model is sharded, and not over a mesh of the session's",
+            hint="shard it with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
+        )
+    # slow to import, and what most jobs do not need
+    from elastic_trainer.worker.model.sharded import ShardedReplica
+
+    return ShardedReplica(
+        wrapped.model, place.placement, place.tracker, wrapped.layout, place.timeouts, lasting=lasting
+    )
 
 
 class Training:
@@ -68,15 +106,8 @@ class Training:
         check_optimizer(wrapped.optimizer, wrapped.model)
         self.place, options, position, tracker = place, place.options, place.position, place.tracker
         self.origin = Origin()
-        self.replica = Replica(
-            wrapped.model,
-            place.placement,
-            wrapped.ddp_options,
-            tracker,
-            sync=wrapped.sync_batchnorm,
-            lasting=place.environment.in_place,
-            reduction=one_of(Reduction, wrapped.reduction, "reduction"),
-        )
+        self.replica = _replica(place, wrapped)
+        sharded = self.replica.layout is not None
         self.state = TrainingState(
             module=self.replica.module,
             optimizer=wrapped.optimizer,
@@ -87,6 +118,7 @@ class Training:
             pending=wrapped.pending,
             device=place.placement.device,
             average=ema.averaged(self.replica.module, wrapped.average),
+            sharding=import_module("elastic_trainer.worker.state.shards") if sharded else None,
         )
         self._claims: dict[str, Any] = {}
         """Further fields of checkpoints, beside the cut of the data."""
@@ -151,9 +183,12 @@ class Training:
         def check(origin: Origin) -> None:
             check_run(str(origin.name), origin.run, place.owner.run, place.options.allow_changed)
 
+        self.replica.join(group)
         self.saver.wait()
-        left, live, tracker = self.saver.left_in_memory(), self.state.live(), place.tracker
-        self.origin = restore(control, place.manager, self.collect, take_over, tracker, check, unfit, left, live)
+        left, tracker = self.saver.left_in_memory(), place.tracker
+        sharded = self.replica.layout is not None
+        alike, live = (self.replica.alike(control), NOTHING_LIVE) if sharded else (None, self.state.live())
+        self.origin = restore(control, place.manager, self.collect, take_over, tracker, check, unfit, left, live, alike)
         first = place.position.generation + 1 if self.origin.name is not None else 0
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))
         self.take_part(group, newest, self.origin.fields)
@@ -179,9 +214,11 @@ class Training:
             reseed(place.options.seed, position, rank, device)
         self.replica.bind(control)
         self.steps.bind(control)
-        place.feed.bind(control, fields, given or {}, even=self.replica.even, fixed=tree)
-        shares = Shares.among(group.formation, Writers(place.options.saving.writers))
-        self.saver.serve(saves=rank == 0, world_size=world, shares=shares)
+        part, layout = self.replica.part(control), self.replica.layout
+        place.feed.bind(control, part, fields, given or {}, even=self.replica.even, fixed=tree)
+        shares = Shares.among(group.formation, Writers(place.options.saving.writers)) if layout is None else Shares()
+        together = layout is not None and rank < layout.size
+        self.saver.serve(saves=rank == 0, world_size=world, shares=shares, puts_together=together)
         place.context = RankContext(group, self._boundaries(control))
         place.ledger.identify(rank=rank, local_rank=place.environment.local_rank, world=world, round=generation)
         where = {"epoch": position.cursor.epoch, "resumed_from": self.origin.name}
@@ -189,15 +226,15 @@ class Training:
         logs.logger().info("session.opened", world=world, round=generation, step=position.step, **where)
 
     def _boundaries(self, control: Control) -> StepBoundaries:
-        place, checks = self.place, self.place.options.checks
+        place, checks, alike = self.place, self.place.options.checks, self.replica.alike(control)
 
         def heal(found: Difference) -> None:
-            give(control, found.source, found.others, self, {})
+            give(alike, found.source, found.others, self, {})
             step = place.position.step
             logs.logger().info("ranks.healed", step=step, ranks=list(found.others), source=found.source)
 
         mend = heal if checks.on_difference == OnDifference.HEAL else None
-        comparison = Comparison(control, self.steps.trainable, checks.compare_every_steps, place.tracker, mend)
+        comparison = Comparison(alike, self.steps.trainable, checks.compare_every_steps, place.tracker, mend)
         duties = Duties(
             self.saver,
             self.steps,
@@ -231,6 +268,7 @@ class Training:
 
         SystemExit 73 on all if rank 0 cannot and the job requires it, or if the fault is not the storage's.
         """
+        self._put_together()
         problem = self.saver.settle()
         refused = isinstance(problem, StorageError)
         flags = [float(problem is not None), float(problem is not None and not refused)]
@@ -242,13 +280,21 @@ class Training:
                 raise SystemExit(EXIT_CANNOT_WRITE) from problem
         self.place.closed(status)
 
+    def _put_together(self) -> None:
+        if not self.saver.alone:
+            self.saver.wait()
+            self.saver.together(self.replica.peers)
+
     def save_before_waiting(self) -> None:
         """Too few nodes will remain: save what is only in memory while all ranks wait."""
         with self.place.tracker.during(Phase.CHECKPOINT):
+            self._put_together()
             self.saver.settle()
             self.place.present.control.sum(Purpose.STOP)
 
     def save_alone(self) -> None:
-        """Save what is only in memory, without a round; one rank of each node can."""
+        """Save what is only in memory, without a round; one rank of each node can, unless it holds a shard only."""
+        if not self.saver.alone:
+            return
         self.saver.serve(saves=True)
         self.saver.settle()

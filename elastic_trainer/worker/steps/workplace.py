@@ -56,7 +56,9 @@ class Workplace:
         position: Position,
         tracker: HeartbeatReporter,
         signals: Signals,
+        timeouts: groups.FormTimeouts,
     ) -> None:
+        self.timeouts = timeouts
         self.options, self.environment, self.placement, self.position = options, environment, placement, position
         self.tracker, self.signals, self._report = tracker, signals, report
         self.context: RankContext | None = None
@@ -132,7 +134,7 @@ class Workplace:
             **place,
             step=step.number,
             epoch=batch.epoch if batch is not None else self.position.cursor.epoch,
-            samples=[int(each) for each in batch.ids] if batch is not None else [],
+            samples=[int(each) for each in batch.ids] if batch is not None and step.counts else [],
             global_samples=batch.global_size if batch is not None else 0,
             loss=step.local_mean(),
         )

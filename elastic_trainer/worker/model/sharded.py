@@ -1,0 +1,315 @@
+"""This rank's part of a model that FSDP2 or tensor parallel has sharded within a node, with replicas on other nodes.
+
+FSDP sums gradients over the shard group; its hook starts the second sum, over the replicas. All sums are plain: the
+share of the global batch is in the loss, so that the number of replicas may change. Native HSDP would put that number
+into every DTensor.
+
+The hook may start the second sum only if FSDP neither casts nor adds up what it then stores as ``.grad``; else finished
+gradients are summed after the last pass.
+
+*Runs in* the worker's main thread; on CUDA the hook runs in autograd's.
+*Fails by* ConfigError for a model that is not wholly sharded over the session's mesh, RoundBrokenError when a peer is
+lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from elastic_trainer.errors import ConfigError, RoundBrokenError
+from elastic_trainer.worker.comm.control import Control, Purpose
+from elastic_trainer.worker.comm.failures import collective
+from elastic_trainer.worker.comm.groups import Group
+from elastic_trainer.worker.comm.lasting import LastingMesh, ShardLayout
+from elastic_trainer.worker.comm.placement import NCCL, Placement
+from elastic_trainer.worker.comm.shard_groups import FormTimeouts, ShardGroups, form_shard_groups
+from elastic_trainer.worker.model.replica import Part, Replica
+from elastic_trainer.worker.model.trainable import local
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+
+
+class ShardedReplica(Replica):
+    """See the module. ``layout`` is that of the session's mesh; ``patience`` limits the forming of groups."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        placement: Placement,
+        tracker: HeartbeatReporter,
+        layout: ShardLayout,
+        patience: FormTimeouts,
+        *,
+        lasting: bool,
+    ) -> None:
+        _check(module, layout)
+        super().__init__(module, placement, {}, tracker, sync=False, lasting=lasting)
+        self.even, self.layout, self._layout, self._patience = True, layout, layout, patience
+        self._fsdp = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        for each in self._fsdp:
+            each.set_gradient_divide_factor(1.0)
+            each.set_force_sum_reduction_for_comms(True)
+            each.set_all_reduce_hook(partial(self._reduced, each))
+        self._parameters = [each for each in module.parameters() if isinstance(each, DTensor)]
+        self._data_dims = self._sharded_by_fsdp()
+        self._groups: ShardGroups | None = None
+        self._begun: list[Any] = []
+        self._begun_in: set[int] = set()
+        """Memory whose sum over the replicas was started."""
+        self._starts = self._holds = self._summed = False
+        self._share, self._control = 1.0, Control()
+        kept = ((each, tuple(each._buffers.keys() - each._non_persistent_buffers_set)) for each in module.modules())
+        self._with_buffers = [(each, tuple(sorted(names))) for each, names in kept if names]
+
+    def _sharded_by_fsdp(self) -> frozenset[int]:
+        """The dimensions of the mesh along which ranks draw different samples."""
+        names = {name for group in self._param_groups() for name in group.mesh_info.mesh.mesh_dim_names or ()}
+        return frozenset(dim for dim, name in enumerate(self._layout.names) if name in names)
+
+    def _param_groups(self) -> Iterator[Any]:
+        for each in self._fsdp:
+            yield from each._get_fsdp_state()._fsdp_param_groups
+
+    # ---- rounds
+
+    @property
+    def groups(self) -> ShardGroups:
+        """Those of the present round."""
+        if self._groups is None:
+            raise RoundBrokenError("the round of this rank has been left")
+        return self._groups
+
+    def join(self, group: Group) -> None:
+        groups = group.shards
+        if groups is None:
+            nccl = self._placement.backend == NCCL and not group.control.alone
+            groups = form_shard_groups(self._layout, group.fresh, group.control, self._patience, nccl=nccl)
+        self._groups, self._begun = groups, []
+        self._layout.enter(groups.whole, groups.dims, groups.works)
+
+    def alike(self, control: Control) -> Control:
+        return self.groups.copies
+
+    @property
+    def peers(self) -> Control | None:
+        return self.groups.peers
+
+    def part(self, control: Control) -> Part:
+        mine, size = 0, 1
+        for dim in sorted(self._data_dims):
+            mine, size = mine * self._layout.shape[dim] + self._layout.coordinate[dim], size * self._layout.shape[dim]
+        first = all(
+            self._layout.coordinate[dim] == 0 for dim in range(len(self._layout.shape)) if dim not in self._data_dims
+        )
+        groups, alike = self.groups, self._layout.size // size
+        return Part(groups.number * size + mine, groups.count * size, alike, first=first, even=True)
+
+    def bind(self, control: Control) -> None:
+        self._check_trainable()
+        self._share, self._control = 1.0 / self.part(control).world, control
+
+    def release(self) -> None:
+        """FSDP may be anywhere inside a pass. Finished gradients stay: a peer may have committed the step."""
+        self._groups = None
+        self._begun = []
+        self._reset()
+        self._layout.leave()
+
+    def _reset(self) -> None:
+        for group in self._param_groups():
+            group._all_gather_result = None  # of a round that is over: nobody waits for it
+        for each in self._fsdp:
+            if each._get_fsdp_state()._is_root:
+                each.reset_iter_state()
+        self._clear_stale()
+
+    def _clear_stale(self) -> None:
+        """torch's reset leaves gradients of *unsharded* parameters, and the repeated step would be added to them."""
+        for group in self._param_groups():
+            for parameter in group.fsdp_params:
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                if unsharded is not None:
+                    unsharded.grad = None
+                parameter.unsharded_accumulated_grad = None
+
+    @property
+    def fitted(self) -> bool:
+        return True
+
+    def fit(self, control: Control, change: str) -> None:
+        raise ConfigError(
+            f"{change} after session.wrap(), and a sharded model keeps what is trained",
+            hint="freeze parameters before fully_shard(); lr=0 holds a group still",
+        )
+
+    # ---- steps
+
+    def begin_step(self, *, counts: bool = True) -> None:
+        super().begin_step(counts=counts)
+        self._summed = self._holds = False
+        self.reshard()
+
+    def reshard(self) -> None:
+        """A forward pass without a backward pass (an evaluation) leaves the root's parameters whole."""
+        for each in self._fsdp:
+            each.reshard()
+
+    def undo(self) -> None:
+        super().undo()
+        self._summed = self._holds = False
+
+    @property
+    def share(self) -> float:
+        return self._share
+
+    @property
+    def summed(self) -> bool:
+        return self._summed
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        self._holds = True
+        try:
+            yield
+        finally:
+            self._holds = False
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Backward passes sum over the shard group only: the whole gradient has no place in memory."""
+        return self._held()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self._summed and self.groups.count > 1:  # the sum will be summed again together with what is new
+            self.scale_gradients(1.0 / self.groups.count)
+        self._starts = not self._holds and all(each.grad is None for each in self._parameters)
+        self._begun_in.clear()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if not self._holds:
+            self._sum_over_replicas()
+            self._summed = True
+
+    def _reduced(self, module: FSDPModule, output: torch.Tensor) -> None:
+        """FSDP has summed a parameter group's gradient over the shard group; ``.grad`` will be views of ``output``."""
+        groups = self.groups
+        params = [each for group in module._get_fsdp_state()._fsdp_param_groups for each in group.fsdp_params]
+        if groups.replicas is None or not self._starts:
+            return
+        if any(each.offload_to_cpu or (each.orig_dtype or output.dtype) != output.dtype for each in params):
+            return
+        with collective("all_reduce"):
+            work = groups.works.begun(groups.replicas.allreduce([output]))
+            if output.is_cuda:
+                work.wait()  # on the stream only
+            else:
+                self._begun.append(work)
+        self._begun_in.add(output.untyped_storage().data_ptr())
+
+    def _sum_over_replicas(self) -> None:
+        groups = self.groups
+        self._placed()
+        begun, self._begun = self._begun, []
+        with collective("all_reduce"):
+            for work in begun:
+                groups.works.wait(work)
+        if groups.replicas is None:
+            return
+        left: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for gradient in self._gradients_here():
+            if gradient.untyped_storage().data_ptr() not in self._begun_in and gradient.numel():
+                left.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+        for gradients in left.values():
+            flat = torch.cat([each.reshape(-1) for each in gradients])
+            with collective("all_reduce"):
+                groups.works.wait(groups.works.begun(groups.replicas.allreduce([flat])))
+            parts = torch.split(flat, [each.numel() for each in gradients])
+            torch._foreach_copy_(gradients, [part.view_as(each) for part, each in zip(parts, gradients, strict=True)])
+
+    def _placed(self) -> None:
+        """Tensor parallel alone may leave gradients that its ranks have not added up."""
+        for each in self._parameters:
+            if isinstance(each.grad, DTensor) and each.grad.placements != each.placements:
+                each.grad = each.grad.redistribute(placements=each.placements)
+
+    def _gradients_here(self) -> list[torch.Tensor]:
+        return [local(each.grad) for each in self._parameters if each.grad is not None]
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        grads = self._gradients_here()
+        if grads and factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """As torch.nn.utils.clip_grad_norm_, over all shards; parameters may be on different parts of the mesh."""
+        held = [(local(each.grad), self._copies_of(each)) for each in self._parameters if each.grad is not None]
+        squares = [float(norm) ** 2 / copies for (_, copies), norm in zip(held, self._norms(held), strict=True)]
+        total = self.groups.peers.sum(Purpose.NORM, [sum(squares)])[0] ** 0.5
+        self.scale_gradients(min(1.0, max_norm / (total + 1e-6)))
+        return torch.tensor(total, dtype=torch.float32)
+
+    def _norms(self, held: list[tuple[torch.Tensor, int]]) -> list[float]:
+        norms = torch._foreach_norm([each.detach() for each, _ in held], 2, dtype=torch.float64) if held else ()
+        found: list[float] = torch.stack([each.cpu() for each in norms]).tolist() if norms else []
+        return found
+
+    def _copies_of(self, parameter: DTensor) -> int:
+        """How many ranks of the shard group hold what this one does."""
+        shape, placements = parameter.device_mesh.shape, parameter.placements
+        sharded = [size for size, each in zip(shape, placements, strict=True) if not isinstance(each, Replicate)]
+        return self._layout.size // int(torch.Size(sharded).numel())
+
+    def commit_together(self, number: int) -> None:
+        """The commit barrier: passed by one rank of the shard group only when all are ready to commit step ``number``.
+
+        A shard that is behind its peers is in no whole state.
+        """
+        self.groups.peers.sum(Purpose.COMMIT, [float(number)])
+
+    # ---- buffers
+
+    def share_buffers(self) -> None:
+        """Give all ranks rank 0's, as DistributedDataParallel does; those that are saved."""
+        if self._control.alone:
+            return
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for module, names in self._with_buffers:
+            for buffer in (module._buffers[name] for name in names):
+                if buffer is not None:
+                    kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
+        for buffers in kinds.values():
+            flat = torch.cat([each.reshape(-1) for each in buffers]).cpu()
+            self._control.broadcast(flat, 0)
+            parts = torch.split(flat, [each.numel() for each in buffers])
+            torch._foreach_copy_(buffers, [part.view_as(each) for part, each in zip(parts, buffers, strict=True)])
+
+    def align_buffers(self, control: Control) -> None:
+        self.reshard()
+        self.share_buffers()
+
+
+def _check(module: nn.Module, layout: ShardLayout) -> None:
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"parameter {name!r} is not sharded, and others are",
+                hint="call fully_shard() on the whole model too, or give its module a place in parallelize_module()",
+            )
+        mesh = parameter.device_mesh
+        if not isinstance(mesh, LastingMesh) or mesh._get_root_mesh() != layout.mesh:
+            raise ConfigError(
+                f"parameter {name!r} is sharded over another mesh than the session's",
+                hint="shard with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
+            )
+        if local(parameter).device.type == "meta":
+            raise ConfigError(
+                f"parameter {name!r} is on the meta device",
+                hint="call model.to_empty(device=session.device) and initialise the model before session.wrap()",
+            )
