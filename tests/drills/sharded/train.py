@@ -2,8 +2,7 @@
 
 Options: ``steps`` (None: until the file ``stop`` appears), ``pace_s``, ``mesh`` and ``names``, ``tp`` (tensor parallel
 too), ``meta``, ``micro`` (the size of micro-batches), ``policy`` ("fp32", "bf16" or "reduced"), ``average``,
-``scaler``, ``activations`` (recomputed), ``save_every``, ``keeps_stale`` (the clearing of gradients is switched off),
-``fault``: what happens once on a node, see Fault.
+``scaler``, ``activations`` (recomputed), ``save_every``, ``keeps_stale`` (the clearing of gradients is switched off).
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from elastic_trainer import Session
 from elastic_trainer.checkpoint.fingerprint import fingerprint
-from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker.model.sharded import ShardedReplica
 from elastic_trainer.worker.model.trainable import local
 
@@ -92,37 +90,61 @@ def built(session: Session, options: dict[str, Any]) -> nn.Module:
     return model
 
 
-class Fault:
-    """``{"node", "step", "kind"}``: at the commit barrier of that step a worker of that node kills itself.
+class Faults:
+    """Dies, or loses the round, at the moment that the file ``fault`` names: ``{"id", "node", "step", "kind"}``.
 
-    ``barrier``: as it enters; its shard peer waits there for it, or has not come yet. ``half``: on other nodes the
-    second worker loses the round in the barrier, though all have passed it, and its peer commits.
+    A worker of ``node`` kills itself in that step once a worker of the other node has come to the moment:
+
+    ``barrier``: a shard peer is prepared and waits in the commit barrier, this one has not entered it.
+    ``half``: all have passed the barrier and the peer commits; this one does not hear of it.
+    ``backward``: in the middle of the backward pass, with gradients that are not sharded yet.
     """
 
-    def __init__(self, fault: dict[str, Any], directory: Path) -> None:
-        self._fault, self._mark = fault, directory / "struck"
-        self._here = os.environ.get("ELASTIC_TRAINER_NODE") == fault["node"]
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._node = directory, os.environ.get("ELASTIC_TRAINER_NODE")
         self._place = int(os.environ.get("LOCAL_RANK", "0"))
-        self._meet = ShardedReplica.commit_together
-        ShardedReplica.commit_together = self.commit_together  # type: ignore[method-assign]
+        self._due: dict[str, Any] = {}
+        self._meet, self._reduce = ShardedReplica.commit_together, ShardedReplica._reduced
+        faults = self
+        ShardedReplica.commit_together = lambda self, number: faults.commit_together(self, number)  # type: ignore[method-assign]
+        ShardedReplica._reduced = lambda self, *sums: faults.reduced(self, *sums)  # type: ignore[method-assign]
 
-    def commit_together(self, number: int) -> None:
-        """In place of the barrier."""
-        replica = self.replica
-        due = number == self._fault["step"] and not self._mark.exists() and replica.groups.count > 1
-        if due and self._here and self._place == 1:
-            if self._fault["kind"] == "half":
-                self._meet(replica, number)
-            time.sleep(0.3)
-            self._mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if due and not self._here and self._place == 1 and self._fault["kind"] == "half":
-            self._meet(replica, number)  # all are prepared, and its peer commits
+    def look(self, step: int) -> None:
+        """Before step ``step``."""
+        file = self._directory / "fault"
+        due = json.loads(file.read_text()) if file.exists() else {"step": 0}
+        self._due = due if due["step"] == step and not self._mark(due).exists() else {}
+
+    def _mark(self, due: dict[str, Any]) -> Path:
+        return self._directory / f"came-{due['id']}"
+
+    def _strike(self, replica: ShardedReplica) -> None:
+        """Here, if this is the node."""
+        due, self._due = self._due, {}
+        if due["node"] != self._node:
+            self._mark(due).touch()
             replica.groups.works.wait(replica.groups.works.begun(Never()))
-            raise RoundBrokenError("unreachable")
-        self._meet(replica, number)
+        elif self._place == 1:
+            limit = time.monotonic() + 20.0
+            while not self._mark(due).exists() and time.monotonic() < limit:
+                time.sleep(0.01)
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    replica: ShardedReplica
+    def commit_together(self, replica: ShardedReplica, number: int) -> None:
+        """In place of the barrier."""
+        kind = self._due.get("kind") if replica.groups.count > 1 and self._place == 1 else None
+        if kind == "barrier":
+            self._strike(replica)
+        self._meet(replica, number)
+        if kind == "half":
+            self._strike(replica)
+
+    def reduced(self, replica: ShardedReplica, *sums: Any) -> None:
+        """In place of the hook of FSDP."""
+        if self._due.get("kind") == "backward" and replica.groups.count > 1:
+            self._strike(replica)
+        self._reduce(replica, *sums)
 
 
 class Never:
@@ -141,7 +163,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.get("keeps_stale"):
         ShardedReplica._clear_stale = lambda self: None  # type: ignore[method-assign]
-    fault = Fault(options["fault"], directory) if options.get("fault") else None
+    faults = Faults(directory)
     source = torch.Generator().manual_seed(3)
     data = torch.utils.data.TensorDataset(
         torch.randn(SAMPLES, WIDTH, generator=source), torch.randn(SAMPLES, 7, generator=source)
@@ -155,19 +177,15 @@ def main() -> None:
         checkpoint_every_s=None,
     ) as session:
         model = built(session, options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5) if options.get("scaler") else None
         model = session.wrap(model, optimizer=optimizer, scaler=scaler, average=options.get("average"))
-        if fault is not None:
-            training = session._training
-            assert training is not None
-            assert isinstance(training.replica, ShardedReplica)
-            fault.replica = training.replica
         seen = -1
         batches = session.batches(
             data, global_batch_size=BATCH, micro_batch_size=options.get("micro"), epochs=1_000_000
         )
         for batch in batches:
+            faults.look(session.step_number + 1)
             with session.step() as step:
                 for micro in step.micro_batches(batch):
                     step.backward(((model(micro.x) - micro.y) ** 2).mean())
