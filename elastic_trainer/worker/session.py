@@ -21,7 +21,7 @@ when stopped, 73 when the last save failed and ``require_last_save`` was asked f
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -48,11 +48,11 @@ from elastic_trainer.worker.collectives import Collectives
 from elastic_trainer.worker.comm.codecs import JSON, TENSOR
 from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.comm.failures import is_collective_failure
-from elastic_trainer.worker.comm.lasting import ShardLayout, checked_shape
 from elastic_trainer.worker.model.replica import Reduction
 from elastic_trainer.worker.process import Process
 from elastic_trainer.worker.state.cadence import Cadence
 from elastic_trainer.worker.state.training_state import Position, Stateful, check_part
+from elastic_trainer.worker.steps.meshes import Meshes
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions, one_of
 from elastic_trainer.worker.steps.step import Step
 from elastic_trainer.worker.steps.training import Training, Wrapped
@@ -103,7 +103,7 @@ class Session:
         self._process: Process | None = None
         self._training: Training | None = None
         """None before :meth:`wrap`."""
-        self._layout: ShardLayout | None = None
+        self._meshes = Meshes()
         self._foreign = False
         """Whether this process was forked from the one that trains."""
 
@@ -268,27 +268,16 @@ class Session:
             self._user[name] = part
 
     def init_device_mesh(self, shape: Sequence[int], *, mesh_dim_names: Sequence[str]) -> DeviceMesh:
-        """A mesh over processes of this node, to shard the model with; the session's replicas are on other nodes.
+        """A mesh over processes of this node, to shard the model with; replicas on other nodes are the session's.
 
-        As torch.distributed.device_mesh.init_device_mesh, but before any rank is known, and for all rounds. -1 is what
-        the other dimensions leave of the node's processes. Alone (without torchrun) each dimension is 1.
+        As torch's, but before any rank is known, and for all rounds. -1 is what the other dimensions leave of the
+        node's processes; alone (without torchrun) each dimension is 1.
         """
-        process, environment = self._require_open(), self.environment
-        if self._layout is not None or self._training is not None:
-            raise ConfigError("a second device mesh", hint="make one mesh before session.wrap(), and take parts of it")
-        size = environment.local_world_size
-        sizes, names = checked_shape(shape, mesh_dim_names, size, launched=environment.launched)
-        device = process.place.placement.device.type
-        self._layout = ShardLayout(device, sizes, names, environment.local_rank, size)
-        return self._layout.mesh
+        return self._meshes.make(self._require_open().place, shape, mesh_dim_names)
 
-    @contextmanager
-    def parallelizing(self) -> Iterator[None]:
+    def parallelizing(self) -> AbstractContextManager[None]:
         """Apply ``parallelize_module(..., src_data_rank=None)`` and ``fully_shard(...)`` in here, with the mesh."""
-        if self._layout is None:
-            raise ConfigError("there is no device mesh yet", hint="call session.init_device_mesh(...) first")
-        with self._layout.parallelizing():
-            yield
+        return self._meshes.parallelizing(self._require_open().place)
 
     def wrap(
         self,
@@ -323,7 +312,7 @@ class Session:
                 reduction,
                 average,
                 ddp_options or {},
-                self._layout,
+                self._meshes.layout,
                 self._user,
                 self._pending,
             )

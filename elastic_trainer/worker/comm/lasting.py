@@ -14,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.failures import collective
 from elastic_trainer.worker.comm.waits import InterruptibleWaits
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of ``tensor`` that this rank holds: a DTensor's own shard, else all of it."""
+    held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return held
+
 
 _NUMBERS = itertools.count()
 _ALONE = timedelta(seconds=60)
@@ -73,6 +82,8 @@ def real_group(store: Any, rank: int, size: int, timeout: timedelta, *, nccl: bo
     kind = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
     group._set_default_backend(kind)
+    if torch.cuda.is_available() and not nccl:
+        group._register_backend(torch.device("cuda"), kind, group._get_backend(torch.device("cpu")))
     if nccl:
         backend = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, dist.ProcessGroupNCCL.Options())
         group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
@@ -126,7 +137,8 @@ class LastingGroup(dist.ProcessGroup):
     def _present(self) -> Any:
         if self._real is None:
             raise ConfigError(
-                "a sharded model was used outside of a round", hint="compute with it after session.wrap() only"
+                "a sharded model communicates before it is wrapped",
+                hint="in parallelize_module() say src_data_rank=None, and compute after session.wrap() only",
             )
         return self._real
 
@@ -136,7 +148,7 @@ class LastingGroup(dist.ProcessGroup):
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> _Awaited:
         """As gloo does it (all-reduce a copy, take one's part): the wait for gloo's own cannot be interrupted."""
-        if output.is_cuda:
+        if not isinstance(self._present()._get_backend(output.device), dist.ProcessGroupGloo):
             return self._call("_reduce_scatter_base", output, source, *([] if options is None else [options]))
         whole, how = source.clone(), dist.AllreduceOptions()
         if options is not None:
@@ -165,9 +177,21 @@ class LastingMesh(DeviceMesh):
     DeviceMesh looks itself up by torch's global rank, which is none before the first round and changes with each.
     """
 
+    gate: threading.Event | None = None
+    """Set while groups may be taken: in parallelizing(), and once there was a round."""
+
     def __init__(self, *arguments: Any, _rank: int, **named: Any) -> None:
         self._place = _rank
         super().__init__(*arguments, _rank=_rank, _init_backend=False, **named)
+
+    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
+        gate = self._get_root_mesh().gate  # type: ignore[attr-defined]
+        if gate is not None and not gate.is_set():
+            raise ConfigError(
+                "a model is sharded outside of session.parallelizing()",
+                hint="call fully_shard() and parallelize_module() inside `with session.parallelizing():`",
+            )
+        return super().get_group(mesh_dim)
 
     def get_rank(self) -> int:
         return self._place
@@ -225,6 +249,8 @@ class ShardLayout:
         self.mesh = LastingMesh(device, numbers, mesh_dim_names=self.names, _rank=self.place)
         self.mesh._dim_group_names = [group.group_name for group in self.dims]
         self.mesh._pg_registry.update({group.group_name: group for group in self.dims})
+        self.mesh.gate = self._gate = threading.Event()
+        self._met = False
 
     def members(self, dim: int) -> tuple[int, ...]:
         """The places that differ from this one in ``dim`` only."""
@@ -236,15 +262,30 @@ class ShardLayout:
     @contextmanager
     def parallelizing(self) -> Iterator[None]:
         """The shard group stands in for torch's default group, which FSDP over tensor parallel asks for its rank."""
-        before = c10d.GroupMember.WORLD
+        self._gate.set()
+        before, joins = c10d.GroupMember.WORLD, DeviceMesh._concatenate
         c10d._update_default_pg(self.whole)
+        DeviceMesh._concatenate = staticmethod(partial(self._joined, joins))  # type: ignore[method-assign]
         try:
             yield
         finally:
             c10d._update_default_pg(before)
+            DeviceMesh._concatenate = joins  # type: ignore[method-assign]
+            if not self._met:
+                self._gate.clear()
+
+    def _joined(self, joins: Callable[[list[DeviceMesh]], DeviceMesh], parts: list[DeviceMesh]) -> DeviceMesh:
+        """FSDP over tensor parallel joins parts of a mesh; the result must last like these."""
+        joined = joins(parts)
+        if isinstance(parts[0], LastingMesh):
+            joined.__class__ = LastingMesh
+            joined._place = self.place  # type: ignore[attr-defined]
+        return joined
 
     def enter(self, whole: Any, dims: Sequence[Any], works: InterruptibleWaits) -> None:
         """A round begins, with these real groups."""
+        self._met = True
+        self._gate.set()
         for lasting, real in zip((self.whole, *self.dims), (whole, *dims), strict=True):
             lasting.register()
             lasting.point_at(real, works)

@@ -22,9 +22,16 @@ def averaged(module: nn.Module, wanted: float | AveragedModel | None) -> Average
         return None
     if isinstance(wanted, AveragedModel):
         return wanted.to(next(module.parameters()).device)
+    return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(checked_decay(wanted)))  # type: ignore[no-untyped-call]
+
+
+def checked_decay(wanted: float | AveragedModel) -> float:
+    """ConfigError for what is no decay."""
+    if isinstance(wanted, AveragedModel):
+        raise ConfigError("an AveragedModel of a sharded model", hint="give a decay, such as average=0.999")
     if not 0.0 < wanted < 1.0:
         raise ConfigError(f"average is {wanted:g}", hint="give a decay between 0 and 1, such as 0.999")
-    return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(wanted))  # type: ignore[no-untyped-call]
+    return wanted
 
 
 def align_buffers(average: AveragedModel, module: nn.Module) -> None:

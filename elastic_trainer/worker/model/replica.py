@@ -138,6 +138,9 @@ class Replica:
     def join(self, group: Group) -> None:
         """A round was formed."""
 
+    def level(self) -> None:
+        """Before a state that is in no checkpoint is begun with."""
+
     def alike(self, control: Control) -> Control:
         """The ranks that must hold what this one holds."""
         return control

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
@@ -28,11 +29,10 @@ from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.comm.failures import collective
 from elastic_trainer.worker.comm.groups import Group
-from elastic_trainer.worker.comm.lasting import LastingMesh, ShardLayout
+from elastic_trainer.worker.comm.lasting import ShardLayout, local
 from elastic_trainer.worker.comm.placement import NCCL, Placement
 from elastic_trainer.worker.comm.shard_groups import FormTimeouts, ShardGroups, form_shard_groups
 from elastic_trainer.worker.model.replica import Part, Replica
-from elastic_trainer.worker.model.trainable import local
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
 
@@ -273,7 +273,15 @@ class ShardedReplica(Replica):
         """
         self.groups.peers.sum(Purpose.COMMIT, [float(number)])
 
-    # ---- buffers
+    # ---- what places share
+
+    def level(self) -> None:
+        """Give all places of the shard group the first one's values of parameters that they have in common."""
+        for each in self._parameters:
+            held = dict(zip(each.device_mesh.mesh_dim_names or (), each.placements, strict=True))
+            for dim, name in enumerate(self._layout.names):
+                if isinstance(held.get(name, Replicate()), Replicate):
+                    self._layout.dims[dim].broadcast([local(each.detach())], dist.BroadcastOptions()).wait()
 
     def share_buffers(self) -> None:
         """Give all ranks rank 0's, as DistributedDataParallel does; those that are saved."""
@@ -302,8 +310,8 @@ def _check(module: nn.Module, layout: ShardLayout) -> None:
                 f"parameter {name!r} is not sharded, and others are",
                 hint="call fully_shard() on the whole model too, or give its module a place in parallelize_module()",
             )
-        mesh = parameter.device_mesh
-        if not isinstance(mesh, LastingMesh) or mesh._get_root_mesh() != layout.mesh:
+        used = getattr(parameter.device_mesh, "_dim_group_names", None) or [""]
+        if not {group.group_name for group in layout.dims}.issuperset(used):
             raise ConfigError(
                 f"parameter {name!r} is sharded over another mesh than the session's",
                 hint="shard with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",

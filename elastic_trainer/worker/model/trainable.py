@@ -20,6 +20,7 @@ from torch import nn
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control, Likeness, Purpose
+from elastic_trainer.worker.comm.lasting import local
 
 _required = attrgetter("requires_grad")
 
@@ -96,12 +97,6 @@ class Trainable:
             f" rank {0 if rows[rank][place] else rank}",
             hint="freeze and unfreeze parameters at the same step on all ranks",
         )
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``tensor`` that this rank holds: a DTensor's own shard, else all of it."""
-    held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return held
 
 
 def check_members(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from elastic_trainer.errors import CheckpointError
-from elastic_trainer.worker.model.trainable import local
+from elastic_trainer.worker.comm.lasting import local
 
 SHARD, SHAPE = "elastic_trainer.shard", "shape"
 Tree = Mapping[str, Any]

@@ -117,7 +117,7 @@ class Training:
             user=wrapped.user,
             pending=wrapped.pending,
             device=place.placement.device,
-            average=ema.averaged(self.replica.module, wrapped.average),
+            average=self._average(wrapped.average),
             sharding=import_module("elastic_trainer.worker.state.shards") if sharded else None,
         )
         self._claims: dict[str, Any] = {}
@@ -140,6 +140,13 @@ class Training:
         self._second = (
             SecondOptimizers(self.replica.module, wrapped.optimizer, wrapped.user, self.steps) if lasts else None
         )
+
+    def _average(self, wanted: float | AveragedModel | None) -> AveragedModel | None:
+        if self.replica.layout is None or wanted is None:
+            return ema.averaged(self.replica.module, wanted)
+        from elastic_trainer.worker.model.sharded_average import ShardedAverage
+
+        return ShardedAverage(self.replica.module, ema.checked_decay(wanted))
 
     def close(self, limit_s: float | None) -> None:
         """The session ends. Pending saves may take ``limit_s``; None: as long as they take."""
@@ -184,6 +191,7 @@ class Training:
             check_run(str(origin.name), origin.run, place.owner.run, place.options.allow_changed)
 
         self.replica.join(group)
+        self.replica.level()
         self.saver.wait()
         left, tracker = self.saver.left_in_memory(), place.tracker
         sharded = self.replica.layout is not None

@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from elastic_trainer import Session
 from elastic_trainer.checkpoint.fingerprint import fingerprint
+from elastic_trainer.worker.comm.lasting import local
 from elastic_trainer.worker.model.sharded import ShardedReplica
-from elastic_trainer.worker.model.trainable import local
 
 SAMPLES, BATCH, WIDTH, BLOCKS = 96, 12, 48, 3
 POLICIES: dict[str, dict[str, Any]] = {

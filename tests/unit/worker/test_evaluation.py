@@ -15,8 +15,20 @@ from elastic_trainer.data.sampler import Fetcher
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.evaluation import evaluate, predict
+from elastic_trainer.worker.model.replica import Part
 from elastic_trainer.worker.state.saver import check_storage
 from tests.unit.worker.ranks import outcome, run_ranks
+
+ALL = Part(0, 1)
+
+
+def _nothing() -> None:
+    """No turn."""
+
+
+def whole(control: Control) -> Part:
+    """Each rank's share where models are not sharded."""
+    return Part(control.rank, control.world_size)
 
 
 @pytest.mark.parametrize(("count", "world"), [(10, 1), (10, 3), (2, 4), (1, 3), (7, 2)])
@@ -33,7 +45,7 @@ def test_each_sample_is_counted_once_over_uneven_and_empty_shards(count: int, wo
             return {"mean": (batch.x.sum(), len(batch)), "none": (1.0, 0)}
 
         fetch = Fetcher(data, torch.device("cpu"))
-        result = evaluate(nn.Identity(), fetch, 2, measure, control, lambda: turns.append(1))
+        result = evaluate(nn.Identity(), fetch, 2, measure, control, lambda: turns.append(1), whole(control))
         return result, len(turns), seen
 
     results = run_ranks(world, body)
@@ -65,7 +77,9 @@ def test_predictions_come_in_the_order_of_the_data_set(count: int, world: int) -
         def both(module: nn.Module, batch: Any) -> torch.Tensor:
             return torch.stack([batch.x, batch.x * 2], dim=1).to(torch.bfloat16)
 
-        return predict(nn.Identity(), Fetcher(data, torch.device("cpu")), 2, both, control, lambda: None)
+        return predict(
+            nn.Identity(), Fetcher(data, torch.device("cpu")), 2, both, control, lambda: None, whole(control)
+        )
 
     expected = torch.stack([torch.arange(float(count)), 2 * torch.arange(float(count))], dim=1).to(torch.bfloat16)
     for result in run_ranks(world, body):
@@ -75,5 +89,27 @@ def test_predictions_come_in_the_order_of_the_data_set(count: int, world: int) -
 def test_a_prediction_without_a_row_for_each_sample_is_refused() -> None:
     """A mean over the batch cannot be put in order."""
     fetch = Fetcher(TensorDataset(torch.arange(6.0)), torch.device("cpu"))
-    error = outcome(lambda: predict(nn.Identity(), fetch, 4, lambda m, b: b.x.mean(), Control(), lambda: None))
+    error = outcome(lambda: predict(nn.Identity(), fetch, 4, lambda m, b: b.x.mean(), Control(), _nothing, ALL))
     assert error.startswith("ConfigError: the prediction for 4 samples is ()")
+
+
+@pytest.mark.parametrize(("count", "world"), [(10, 3), (2, 4), (1, 2)])
+def test_ranks_that_compute_together_make_equally_many_forward_passes(count: int, world: int) -> None:
+    """A shard group would wait for ever for a rank without samples; results of fillers and of peers do not count."""
+    data = TensorDataset(torch.arange(float(count)))
+
+    def body(control: Control) -> tuple[dict[str, float], int]:
+        passes: list[int] = []
+
+        def measure(module: nn.Module, batch: Any) -> dict[str, Any]:
+            passes.append(1)
+            return {"sum": (batch.x.sum(), 1)}
+
+        half, peer = divmod(control.rank, 2)
+        part = Part(half, world, 2, first=peer == 0, even=True)
+        fetch = Fetcher(data, torch.device("cpu"))
+        return evaluate(nn.Identity(), fetch, count, measure, control, lambda: None, part), len(passes)
+
+    results = run_ranks(2 * world, body)
+    assert {result["sum"] for result, _ in results} == {count * (count - 1) / 2}
+    assert {passes for _, passes in results} == {1}
