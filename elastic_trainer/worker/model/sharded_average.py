@@ -21,10 +21,11 @@ from elastic_trainer.worker.comm.lasting import local
 class _Averaged(nn.Module):
     """The live module, computing with the averaged parameters; without gradients."""
 
-    def __init__(self, live: nn.Module, averaged: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, live: nn.Module) -> None:
         super().__init__()
         self.live = live
-        self._averaged = dict(averaged)
+        self.parameters_here = list(live.parameters())
+        self.averaged = [each.detach().clone() for each in self.parameters_here]
 
     @torch.no_grad()
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -34,9 +35,9 @@ class _Averaged(nn.Module):
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         self._reshard()
-        held = [local(each.detach()) for each in self.live.parameters()]
+        held = [local(each.detach()) for each in self.parameters_here]
         own = [each.clone() for each in held]
-        torch._foreach_copy_(held, [local(each) for each in self._averaged.values()])
+        torch._foreach_copy_(held, [local(each) for each in self.averaged])
         try:
             yield
         finally:
@@ -49,12 +50,19 @@ class _Averaged(nn.Module):
                 each.reshard()
 
     def state_dict(self, *arguments: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
-        return {name: self._averaged.get(name, each) for name, each in self.live.state_dict().items()}
+        return {name: mine if mine is not None else each.detach() for name, each, mine in self._kept()}
+
+    def _kept(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+        """Live tensors and their averages, under their names in a state dict: wrappers change the other names."""
+        mine = {id(own): each for own, each in zip(self.parameters_here, self.averaged, strict=True)}
+        for name, each in self.live.state_dict(keep_vars=True).items():
+            yield name, each, mine.get(id(each))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], *arguments: Any, **named: Any) -> Any:
-        for name, each in self._averaged.items():
-            each.copy_(state_dict[name])
+        for name, _, mine in self._kept():
+            if mine is not None:
+                mine.copy_(state_dict[name])
 
 
 class ShardedAverage(AveragedModel):
@@ -63,15 +71,13 @@ class ShardedAverage(AveragedModel):
     def __init__(self, module: nn.Module, decay: float) -> None:
         nn.Module.__init__(self)
         self._decay = decay
-        self._pairs = [(each.detach().clone(), each) for each in module.parameters()]
-        names = [name for name, _ in module.named_parameters()]
-        self.module = _Averaged(module, dict(zip(names, [mine for mine, _ in self._pairs], strict=True)))
+        self.module = self._inner = _Averaged(module)
         self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long))
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        mine = [local(each) for each, _ in self._pairs]
-        present = [local(each.detach()) for _, each in self._pairs]
+        mine = [local(each) for each in self._inner.averaged]
+        present = [local(each.detach()) for each in self._inner.parameters_here]
         if self.n_averaged == 0:
             torch._foreach_copy_(mine, present)
         else:

@@ -431,7 +431,8 @@ def _goes_on(manager: CheckpointManager, environment: WorkerEnvironment) -> bool
 
 def watched(module: torch.nn.Module, tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The parameters that must be finite, by name, as the state ``tree`` holds them."""
-    held = ((name, tree["model"].get(name, each)) for name, each in module.named_parameters())
+    named = module.state_dict(keep_vars=True).items()
+    held = ((name, tree["model"].get(name, each)) for name, each in named if isinstance(each, torch.nn.Parameter))
     return {name: each for name, each in held if each.is_floating_point() and each.numel()}
 
 

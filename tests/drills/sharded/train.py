@@ -2,7 +2,8 @@
 
 Options: ``steps`` (None: until the file ``stop`` appears), ``pace_s``, ``mesh`` and ``names``, ``tp`` (tensor parallel
 too), ``meta``, ``micro`` (the size of micro-batches), ``policy`` ("fp32", "bf16" or "reduced"), ``average``,
-``scaler``, ``activations`` (recomputed), ``save_every``, ``keeps_stale`` (the clearing of gradients is switched off).
+``scaler``, ``sgd``, ``activations`` (recomputed), ``save_every``, ``keeps_stale`` (the clearing of gradients is
+switched off).
 """
 
 from __future__ import annotations
@@ -88,6 +89,13 @@ def built(session: Session, options: dict[str, Any]) -> nn.Module:
         model.to_empty(device=session.device)
         model.init_weights()
     return model
+
+
+def optimized(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
+    """AdamW would make a full step of the rounding errors of a 16-bit type."""
+    if options.get("sgd"):
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
 class Faults:
@@ -177,7 +185,7 @@ def main() -> None:
         checkpoint_every_s=None,
     ) as session:
         model = built(session, options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        optimizer = optimized(model, options)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5) if options.get("scaler") else None
         model = session.wrap(model, optimizer=optimizer, scaler=scaler, average=options.get("average"))
         seen = -1

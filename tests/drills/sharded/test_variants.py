@@ -1,0 +1,41 @@
+"""Every kind of sharded training, under plain torchrun, against a loop of torch alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.drills.sharded.variants import KINDS
+from tests.integration.worker.launch import run, standalone
+
+SCRIPT = Path(__file__).with_name("variants.py")
+CLOSE, ROUGH = 5e-6, 3e-3
+TWO = [name for name in KINDS if name not in ("tp", "compiled")]
+
+
+def found(directory: Path, ranks: int, *names: str) -> dict[str, list[dict[str, float]]]:
+    run(standalone(ranks, str(SCRIPT), directory, *names), directory / "log", {"PYTHONPATH": str(Path.cwd())})
+    return {
+        name: [json.loads((directory / f"{name}-{rank}.json").read_text()) for rank in range(ranks)] for name in names
+    }
+
+
+def test_each_kind_of_sharded_training_does_what_a_loop_of_torch_does(tmp_path: Path) -> None:
+    """Accumulated, clipped, in bfloat16, recomputed, averaged, scaled (one shard overflows), saved and resumed; metrics
+    and predictions alike on both ranks. A model that begins on the meta device is initialised by shards."""
+    results = found(tmp_path, 2, *TWO)
+    for meta in results.pop("meta"):
+        assert meta == {"alike": 0.0, "moved": 0.0}
+    for name, ranks in results.items():
+        limit = ROUGH if name in ("bf16", "reduced") else CLOSE
+        for each in ranks:
+            assert each["parameters"] < limit, (name, each)
+            assert each["rows"] < 50 * limit, (name, each)
+    assert results["resumed"][0]["stored"] == 0.0
+
+
+def test_tensor_parallel_within_sharding_does_too(tmp_path: Path) -> None:
+    """2 x 2 ranks: peers of tensor parallel draw the same samples, those of sharding different ones."""
+    for each in found(tmp_path, 4, "tp")["tp"]:
+        assert each["parameters"] < 2 * CLOSE
+        assert each["rows"] < 100 * CLOSE

@@ -1,0 +1,174 @@
+"""Under torchrun: ``variants.py DIRECTORY NAMES...``: sharded trainings of each kind, and a loop of torch alone.
+
+Each rank writes what it found: the greatest difference of a parameter, and of predictions and metrics. The last variant
+is ``resumed``: it is saved in the middle, and continued by another session.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from elastic_trainer import Session
+from elastic_trainer.checkpoint import CheckpointManager
+from elastic_trainer.data.plan import EpochPlan
+from elastic_trainer.worker.comm.lasting import local
+from tests.drills.sharded.train import BATCH, SAMPLES, WIDTH, Net, built, optimized
+
+STEPS, CLIP, DECAY = SAMPLES // BATCH, 1.0, 0.8
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"micro": 2},
+    "uneven": {"micro": 5},
+    "summed": {"count": True, "micro": 3},
+    "bf16": {"policy": "bf16", "sgd": True},
+    "reduced": {"policy": "reduced", "micro": 3, "sgd": True},
+    "recomputed": {"activations": True},
+    "compiled": {"compile": True},
+    "averaged": {"average": DECAY},
+    "scaled": {"scaler": True},
+    "tp": {"mesh": [2, 2], "names": ["dp_shard", "tp"]},
+    "meta": {"meta": True},
+    "resumed": {"save": True},
+}
+OVERFLOW = 1e38
+"""Times the first scale of 64, this is infinite."""
+
+
+def data() -> torch.utils.data.TensorDataset:
+    source = torch.Generator().manual_seed(3)
+    return torch.utils.data.TensorDataset(
+        torch.randn(SAMPLES, WIDTH, generator=source), torch.randn(SAMPLES, 7, generator=source)
+    )
+
+
+def plain(model: nn.Module, options: dict[str, Any]) -> tuple[nn.Module, torch.Tensor]:
+    """The loop of torch alone; the model, and the predictions (of its average if there is one)."""
+    half, tensors = options.get("policy") is not None, data().tensors
+    optimizer, average = optimized(model, options), None
+    plan = EpochPlan(SAMPLES, BATCH, None, 1, True)
+    order = torch.from_numpy(plan.order(0).astype("int64"))
+
+    def computed(x: torch.Tensor) -> torch.Tensor:
+        if not half:
+            return model(x)  # type: ignore[no-any-return]
+        short = {name: each.to(torch.bfloat16) for name, each in model.named_parameters()}
+        return functional_call(model, short, (x.to(torch.bfloat16),))  # type: ignore[no-any-return]
+
+    for number in range(1 if options.get("scaler") else 0, STEPS):  # the scaler's first step overflows
+        ids = order[number * BATCH :][:BATCH]
+        optimizer.zero_grad()
+        ((computed(tensors[0][ids]) - tensors[1][ids]) ** 2).mean().backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        if options.get("average"):
+            own = [each.detach().clone() for each in model.parameters()]
+            before = own if average is None else average
+            average = [a * DECAY + b * (1 - DECAY) for a, b in zip(before, own, strict=True)]
+    with torch.no_grad():
+        if average is None:
+            return model, computed(tensors[0]).float()
+        names = [name for name, _ in model.named_parameters()]
+        return model, functional_call(model, dict(zip(names, average, strict=True)), (tensors[0],))
+
+
+def trained(session: Session, model: nn.Module, options: dict[str, Any], until: int) -> nn.Module:
+    """The loop with the session."""
+    optimizer = optimized(model, options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if options.get("scaler") else None
+    model = session.wrap(model, optimizer=optimizer, scaler=scaler, average=options.get("average"))
+    for batch in session.batches(data(), global_batch_size=BATCH, micro_batch_size=options.get("micro"), epochs=9):
+        with session.step() as step:
+            for micro in step.micro_batches(batch):
+                error = (model(micro.x) - micro.y) ** 2
+                if scaler is not None and step.number == 1 and session.rank == session.world_size - 1:
+                    error = error * OVERFLOW  # in one shard's samples
+                if options.get("count"):
+                    step.backward(error.mean(1).sum(), len(micro))
+                else:
+                    step.backward(error.mean())
+            step.clip(CLIP)
+            scaler.step(optimizer) if scaler is not None else optimizer.step()
+        assert step.loss == step.loss
+        if session.step_number == until:
+            break
+    if options.get("save"):
+        session.save(wait=True)
+    return model
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.detach().full_tensor() for name, each in model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def begun(session: Session, model: nn.Module) -> dict[str, float]:
+    """Of a model from the meta device: whether places drew the same numbers, and how far wrap() moved them."""
+    before = whole_of_shards(model)
+    session.wrap(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    moved = max(float((a - b).abs().max()) for a, b in zip(before, whole_of_shards(model), strict=True))
+    first, second = whole(model)["blocks.0.up.weight"].chunk(2)
+    return {"alike": float((first - second).abs().max() < 0.01), "moved": moved}
+
+
+def whole_of_shards(model: nn.Module) -> list[torch.Tensor]:
+    return [local(each.detach()).clone() for each in model.parameters()]
+
+
+def checked(name: str, directory: Path) -> dict[str, float]:
+    """One variant; how far it is from the plain loop."""
+    options = KINDS[name]
+    found: dict[str, float] = {}
+    checkpoints = directory / "checkpoints" if options.get("save") else None
+    for until in (STEPS // 2, STEPS) if options.get("save") else (STEPS,):
+        with Session(checkpoints, seed=1, device="cpu", checkpoint_every_s=None) as session:
+            model = built(session, options)
+            if options.get("compile"):
+                for block in model.blocks:  # type: ignore[union-attr]
+                    block.compile()
+            if options.get("meta"):
+                return begun(session, model)
+            trained(session, model, options, until)
+            mine = whole(session.module)
+            used = session.average if options.get("average") else session.module
+            rows = session.predict(used, data(), 7, lambda model, batch: model(batch.x).float())
+            count = session.evaluate(used, data(), 5, lambda model, batch: {"n": (model(batch.x).shape[0], 1)})["n"]
+            assert count == SAMPLES / -(-SAMPLES // 5)
+    torch.manual_seed(0)
+    reference, expected = plain(Net(), options)
+    for key, each in reference.named_parameters():
+        other = mine[key if key in mine else _wrapped(key)]
+        found["parameters"] = max(found.get("parameters", 0.0), float((other - each).abs().max()))
+    found["rows"] = float((rows - expected).abs().max())
+    if checkpoints is not None and session.environment.rank == 0:
+        loaded = CheckpointManager(checkpoints).load_newest()
+        assert loaded is not None
+        bare = Net()
+        bare.load_state_dict(loaded.state["model"])  # of names and shapes as without a session
+        found["stored"] = max(float((a - b).abs().max()) for a, b in zip(bare.parameters(), mine.values(), strict=True))
+    return found
+
+
+def _wrapped(name: str) -> str:
+    """The name that checkpoint_wrapper gives."""
+    first, number, rest = name.split(".", 2)
+    return f"{first}.{number}._checkpoint_wrapped_module.{rest}"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    directory = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        (place := directory / name).mkdir(exist_ok=True)
+        found = checked(name, place)
+        (directory / f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The shape of a device mesh, from what a script asks for and what a node has."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.comm.lasting import checked_shape
+
+TWO = ("dp_shard", "tp")
+
+
+def test_one_dimension_may_be_what_the_others_leave() -> None:
+    """And a process without a launcher is alone."""
+    assert checked_shape((2, 2), TWO, 8, launched=True) == ((2, 2), TWO)
+    assert checked_shape((-1, 2), TWO, 8, launched=True) == ((4, 2), TWO)
+    assert checked_shape((-1,), ("dp_shard",), 1, launched=True) == ((1,), ("dp_shard",))
+    assert checked_shape((4, 2), TWO, 1, launched=False) == ((1, 1), TWO)
+
+
+@pytest.mark.parametrize("shape", [(3,), (16,), (0,), (-2,), (-1, -1), (-1, 3), (-1, 16)])
+def test_a_mesh_that_does_not_divide_the_node_is_refused(shape: tuple[int, ...]) -> None:
+    """A shard group never spans two nodes: they die one by one."""
+    with pytest.raises(ConfigError, match="does not divide the 8 processes of this node"):
+        checked_shape(shape, TWO[: len(shape)], 8, launched=True)
+
+
+@pytest.mark.parametrize("names", [None, ("a",), ("a", "a"), ()])
+def test_each_dimension_has_a_name(names: tuple[str, ...] | None) -> None:
+    """The session knows by it which ranks draw the same samples."""
+    with pytest.raises(ConfigError, match="name each dimension"):
+        checked_shape((2, 2), names, 4, launched=True)
