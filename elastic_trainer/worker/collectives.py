@@ -24,7 +24,7 @@ from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm.codecs import JSON, Codec, bytes_of
 from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.model import ema
-from elastic_trainer.worker.model.replica import Part
+from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.steps.boundary import Turn
 from elastic_trainer.worker.steps.training import Training
@@ -113,7 +113,7 @@ class Collectives:
         present = self._place.present
         self._place.tracker.change(Phase.EVALUATION)
         present.control.sum(Purpose.EVALUATE)
-        module, part = model, Part(present.control.rank, present.control.world_size)
+        module, part = model, DataPart(present.control.rank, present.control.world_size)
         if self._training is not None:
             replica, average = self._training.replica, self._training.state.average
             module = replica.unwrap(model)

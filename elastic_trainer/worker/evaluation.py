@@ -19,7 +19,7 @@ from elastic_trainer.data.sampler import Batch, Fetcher
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.codecs import packed_tensor, unpacked_tensor
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.model.replica import Part
+from elastic_trainer.worker.model.replica import DataPart
 
 Number = float | int | torch.Tensor
 Predict = Callable[[nn.Module, Batch], torch.Tensor]
@@ -33,7 +33,7 @@ def evaluate(
     measure: Measure,
     control: Control,
     turn: Callable[[], None],
-    part: Part,
+    part: DataPart,
 ) -> dict[str, float]:
     """``{name: sum / count}`` over all samples of ``fetch``; nan where nothing was counted.
 
@@ -53,7 +53,7 @@ def predict(
     fn: Predict,
     control: Control,
     turn: Callable[[], None],
-    part: Part,
+    part: DataPart,
 ) -> torch.Tensor:
     """``fn(module, batch)`` of all samples of ``fetch``, on the CPU, in the data set's order, on all ranks.
 
@@ -81,7 +81,7 @@ def _joined(parts: Sequence[torch.Tensor], control: Control) -> torch.Tensor:
     return torch.cat(tensors)
 
 
-def _shard(fetch: Fetcher, batch_size: int, part: Part, turn: Callable[[], None]) -> Iterator[tuple[Batch, bool]]:
+def _shard(fetch: Fetcher, batch_size: int, part: DataPart, turn: Callable[[], None]) -> Iterator[tuple[Batch, bool]]:
     """This rank's contiguous part of the batches, and whether each counts.
 
     ``turn`` is called after each, equally often on all ranks.

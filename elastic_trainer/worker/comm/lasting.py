@@ -93,13 +93,13 @@ def real_group(store: Any, rank: int, size: int, timeout: timedelta, *, nccl: bo
 class LastingGroup(dist.ProcessGroup):
     """See the module. Ranks are places in the group, not ranks of a round."""
 
-    def __init__(self, name: str, rank: int, size: int) -> None:
+    def __init__(self, name: str, rank: int, size: int, *, nccl: bool = False) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = c10d.GroupName(f"elastic/{next(_NUMBERS)}/{name}")
         self._real: Any = None
         self._works = InterruptibleWaits()
         if size == 1:  # needs no round
-            self._real = real_group(HashStore(), 0, 1, _ALONE)
+            self._real = real_group(HashStore(), 0, 1, _ALONE, nccl=nccl)
         self.register()
 
     def register(self) -> None:
@@ -241,9 +241,10 @@ class ShardLayout:
         self.place = local_rank % self.size
         numbers = torch.arange(self.size).reshape(self.shape)
         self.coordinate = tuple(int(each) for each in (numbers == self.place).nonzero()[0])
-        self.whole = LastingGroup("all", self.place, self.size)
+        nccl = device == "cuda"
+        self.whole = LastingGroup("all", self.place, self.size, nccl=nccl)
         self.dims = [
-            LastingGroup(name, mine, size)
+            LastingGroup(name, mine, size, nccl=nccl)
             for name, mine, size in zip(self.names, self.coordinate, self.shape, strict=True)
         ]
         self.mesh = LastingMesh(device, numbers, mesh_dim_names=self.names, _rank=self.place)

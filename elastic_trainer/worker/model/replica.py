@@ -61,7 +61,7 @@ class Runner(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DataPart:
     """Which part of the data a rank draws: part ``rank`` of ``world``, as do ``alike`` ranks together.
 
     ``first``: it is the one of them that counts the samples. ``even``: the model computes together with other ranks, so
@@ -145,9 +145,9 @@ class Replica:
         """The ranks that must hold what this one holds."""
         return control
 
-    def part(self, control: Control) -> Part:
+    def part(self, control: Control) -> DataPart:
         """What this rank draws of each global batch."""
-        return Part(control.rank, control.world_size)
+        return DataPart(control.rank, control.world_size)
 
     @property
     def peers(self) -> Control | None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from elastic_trainer.errors import ConfigError, RoundBrokenError
@@ -32,7 +32,8 @@ from elastic_trainer.worker.comm.groups import Group
 from elastic_trainer.worker.comm.lasting import ShardLayout, local
 from elastic_trainer.worker.comm.placement import NCCL, Placement
 from elastic_trainer.worker.comm.shard_groups import FormTimeouts, ShardGroups, form_shard_groups
-from elastic_trainer.worker.model.replica import Part, Replica
+from elastic_trainer.worker.comm.waits import InterruptibleWaits
+from elastic_trainer.worker.model.replica import DataPart, Replica
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
 
@@ -50,6 +51,8 @@ class ShardedReplica(Replica):
         lasting: bool,
     ) -> None:
         _check(module, layout)
+        if lasting:
+            warm_up(placement.device)
         super().__init__(module, placement, {}, tracker, sync=False, lasting=lasting)
         self.even, self.layout, self._layout, self._patience = True, layout, layout, patience
         self._fsdp = [each for each in module.modules() if isinstance(each, FSDPModule)]
@@ -101,7 +104,7 @@ class ShardedReplica(Replica):
     def peers(self) -> Control | None:
         return self.groups.peers
 
-    def part(self, control: Control) -> Part:
+    def part(self, control: Control) -> DataPart:
         mine, size = 0, 1
         for dim in sorted(self._data_dims):
             mine, size = mine * self._layout.shape[dim] + self._layout.coordinate[dim], size * self._layout.shape[dim]
@@ -109,7 +112,7 @@ class ShardedReplica(Replica):
             self._layout.coordinate[dim] == 0 for dim in range(len(self._layout.shape)) if dim not in self._data_dims
         )
         groups, alike = self.groups, self._layout.size // size
-        return Part(groups.number * size + mine, groups.count * size, alike, first=first, even=True)
+        return DataPart(groups.number * size + mine, groups.count * size, alike, first=first, even=True)
 
     def bind(self, control: Control) -> None:
         self._check_trainable()
@@ -301,6 +304,17 @@ class ShardedReplica(Replica):
     def align_buffers(self, control: Control) -> None:
         self.reshard()
         self.share_buffers()
+
+
+def warm_up(device: torch.device) -> None:
+    """Make the first step of FSDP, with its imports, before others wait for this process: it takes up to a second."""
+    alone, toy = ShardLayout(device.type, (1,), ("alone",), 0, 1), nn.Linear(2, 2, device=device)
+    with alone.parallelizing():
+        fully_shard(toy, mesh=alone.mesh)
+    alone.enter(None, [None], InterruptibleWaits())
+    toy(torch.ones(1, 2, device=device)).sum().backward()
+    torch.optim.AdamW(toy.parameters()).step()
+    alone.leave()
 
 
 def _check(module: nn.Module, layout: ShardLayout) -> None:

@@ -27,7 +27,7 @@ LONGEST_S: Final = 1800.0
 _SMOOTHING: Final = 0.3
 LEAST_APART_S: Final = 5.0
 _SHARE: Final = 0.01
-"""Part of the training time that snapshots in memory may take."""
+"""DataPart of the training time that snapshots in memory may take."""
 
 
 @dataclass(frozen=True, slots=True)

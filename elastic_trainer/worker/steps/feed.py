@@ -26,7 +26,7 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.model.replica import Part
+from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.fields import check_fields
 from elastic_trainer.worker.state.training_state import Position
@@ -65,7 +65,7 @@ class DataFeed:
         self._drawn_at: tuple[Cursor, int, int] | None = None
         self.fields: dict[str, Any] = {}
         self._resumed: Mapping[str, Any] = {}
-        self._part = Part(0, 1)
+        self._part = DataPart(0, 1)
         self._even = self._fixed = False
         self._last_epoch: int | None = None
         """The number of epochs, inside epochs()."""
@@ -82,7 +82,7 @@ class DataFeed:
     def bind(
         self,
         control: Control,
-        part: Part,
+        part: DataPart,
         resumed: Mapping[str, Any],
         given: Mapping[str, Any],
         *,

@@ -131,7 +131,7 @@ def checked(name: str, directory: Path) -> dict[str, float]:
             model = built(session, options)
             if options.get("compile"):
                 for block in model.blocks:  # type: ignore[union-attr]
-                    block.compile()
+                    block.compile(backend="aot_eager")
             if options.get("meta"):
                 return begun(session, model)
             trained(session, model, options, until)

@@ -12,7 +12,7 @@ from torch import nn
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
-from elastic_trainer.worker.model.replica import Part
+from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.session import Session
 from tests.unit.worker.toys import data, linear, loss_of
 
@@ -89,12 +89,12 @@ def test_more_ranks_than_micro_batches_are_logged_once(monkeypatch: pytest.Monke
         linear(session)
         feed = session._here.feed
         batches = session.batches(data(), global_batch_size=8, micro_batch_size=4, epochs=1)
-        feed._part = Part(0, 5)
+        feed._part = DataPart(0, 5)
         for _ in range(3):
             batch = next(batches)
             batch.used = True
             session._position.cursor = batch.following or Cursor(0, 0)
-        feed._part = Part(0, 1)
+        feed._part = DataPart(0, 1)
     assert said == [("ranks.idle", {"idle": 3, "world_size": 5, "micro_batches": 2})]
 
 

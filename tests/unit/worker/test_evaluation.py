@@ -15,20 +15,20 @@ from elastic_trainer.data.sampler import Fetcher
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.evaluation import evaluate, predict
-from elastic_trainer.worker.model.replica import Part
+from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.state.saver import check_storage
 from tests.unit.worker.ranks import outcome, run_ranks
 
-ALL = Part(0, 1)
+ALL = DataPart(0, 1)
 
 
 def _nothing() -> None:
     """No turn."""
 
 
-def whole(control: Control) -> Part:
+def whole(control: Control) -> DataPart:
     """Each rank's share where models are not sharded."""
-    return Part(control.rank, control.world_size)
+    return DataPart(control.rank, control.world_size)
 
 
 @pytest.mark.parametrize(("count", "world"), [(10, 1), (10, 3), (2, 4), (1, 3), (7, 2)])
@@ -106,7 +106,7 @@ def test_ranks_that_compute_together_make_equally_many_forward_passes(count: int
             return {"sum": (batch.x.sum(), 1)}
 
         half, peer = divmod(control.rank, 2)
-        part = Part(half, world, 2, first=peer == 0, even=True)
+        part = DataPart(half, world, 2, first=peer == 0, even=True)
         fetch = Fetcher(data, torch.device("cpu"))
         return evaluate(nn.Identity(), fetch, count, measure, control, lambda: None, part), len(passes)
 
