@@ -121,22 +121,23 @@ class Faults:
         """Before step ``step``."""
         file = self._directory / "fault"
         due = json.loads(file.read_text()) if file.exists() else {"step": 0}
-        self._due = due if due["step"] == step and not self._mark(due).exists() else {}
+        self._due = due if due["step"] == step and not self._mark(due, "struck").exists() else {}
 
-    def _mark(self, due: dict[str, Any]) -> Path:
-        return self._directory / f"came-{due['id']}"
+    def _mark(self, due: dict[str, Any], what: str) -> Path:
+        return self._directory / f"{what}-{due['id']}"
 
     def _strike(self, replica: ShardedReplica) -> None:
         """Here, if this is the node."""
         due, self._due = self._due, {}
         if due["node"] != self._node:
-            self._mark(due).touch()
+            self._mark(due, "came").touch()
             replica.groups.works.wait(replica.groups.works.begun(Never()))
         elif self._place == 1:
             limit = time.monotonic() + 20.0
-            while not self._mark(due).exists() and time.monotonic() < limit:
+            while not self._mark(due, "came").exists() and time.monotonic() < limit:
                 time.sleep(0.01)
             time.sleep(0.1)
+            self._mark(due, "struck").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def commit_together(self, replica: ShardedReplica, number: int) -> None:
@@ -159,7 +160,7 @@ class Never:
     """An operation that only the end of the round ends."""
 
     def wait(self, timeout: Any = None) -> bool:
-        time.sleep(timeout.total_seconds())
+        time.sleep(timeout.total_seconds() if timeout is not None else 0.0)
         raise RuntimeError("not yet")
 
     def is_completed(self) -> bool:
