@@ -35,6 +35,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "averaged": {"average": DECAY},
     "scaled": {"scaler": True},
     "tp": {"mesh": [2, 2], "names": ["dp_shard", "tp"]},
+    "twice": {"mesh": [2]},
+    "twice, accumulated": {"mesh": [2], "micro": 2, "average": DECAY},
+    "twice, reduced": {"mesh": [2], "policy": "reduced", "sgd": True},
     "meta": {"meta": True},
     "resumed": {"save": True},
 }
