@@ -34,7 +34,7 @@ FORCED = max(1, KILLS // 10)
 PLACES = 2
 CLOSE, FAR = 5e-6, 1e-3
 """To one process after exactly as many steps; and what gradients that are counted twice make of it."""
-ROUGH = 0.02
+ROUGH = 2e-3
 """The same of bfloat16, whose last bit is worth 0.004 of a gradient."""
 KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "plain": ({}, CLOSE),
@@ -126,7 +126,7 @@ class Sharded:
         (reference,) = (torch.load(each) for each in alone.glob("result-*"))
         for each in results:
             for mine, expected in zip(each["metrics"], reference["metrics"], strict=True):
-                assert not exact or mine == pytest.approx(expected, rel=0.05)
+                assert not exact or mine == pytest.approx(expected, rel=0.1)
         print({"steps": steps, "rounds": max(line.round for line in job.lines())})
         return max(
             float((each["parameters"][name] - whole).abs().max())

@@ -92,9 +92,9 @@ def built(session: Session, options: dict[str, Any]) -> nn.Module:
 
 
 def optimized(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
-    """AdamW would make a full step of the rounding errors of a 16-bit type."""
+    """AdamW would make a full step of the rounding errors of a 16-bit type, and momentum add them up."""
     if options.get("sgd"):
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(model.parameters(), lr=0.02)
     return torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
