@@ -66,6 +66,8 @@ def form_shard_groups(
         group = real_group(PrefixStore(name, store), rank, members, forming, nccl=nccl)
         group._get_backend(torch.device("cpu"))._set_default_timeout(working)
         published.append(f"{name}/0/{rank}")
+        if nccl:
+            works.abort_with(group._get_backend(torch.device("cuda")).abort)
         return group
 
     def make() -> tuple[Any, list[Any], Any]:

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from elastic_trainer.errors import RoundBrokenError
+from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
 MOMENT_S = 0.02
@@ -79,6 +80,7 @@ class InterruptibleWaits:
         self._over = threading.Event()
         self._why = ""
         self._open: dict[int, Work] = {}
+        self._aborts: list[Callable[[], object]] = []
 
     def begun(self, work: Work) -> Work:
         self._open[id(work)] = work
@@ -128,6 +130,18 @@ class InterruptibleWaits:
         """End all waits, because of ``why``. From any thread."""
         self._why = self._why or why
         self._over.set()
+
+    def abort_with(self, act: Callable[[], object]) -> None:
+        """``act`` frees what no wait can: a device's kernels that wait for a lost peer."""
+        self._aborts.append(act)
+
+    def abort(self) -> None:
+        """Do that, when the round is over in the middle of a collective. From any thread."""
+        for act in self._aborts:
+            try:
+                act()
+            except RuntimeError as error:
+                logger().warning("nccl.not_aborted", error=str(error).partition("\n")[0])
 
     def outlive(self) -> int:
         """Wait until all operations have ended, however they end; how many there were."""

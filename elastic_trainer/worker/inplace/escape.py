@@ -58,6 +58,7 @@ class Escape:
         """Rounds up to ``number`` are over: free the main thread if it is in one of them."""
         if self._inside.is_set() and number >= self.number:
             groups.abort_nccl()
+            self._works.abort()
             self.free("the round ended in the middle of a collective")
             threading.Thread(target=self._sever_until_free, args=(self.number,), name="sever", daemon=True).start()
 
