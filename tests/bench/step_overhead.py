@@ -23,6 +23,7 @@ from tests.bench.calibration import Calibration, calibrate
 from tests.bench.machine import STEADY
 from tests.bench.report import Options, Report, at_most, at_most_time, emit, median, note, parse
 
+ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).with_name("step_overhead_job.py")
 LIMIT_S = 300.0
 
@@ -93,8 +94,10 @@ def compared(taken: dict[str, list[list[float]]]) -> dict[str, float]:
     }
 
 
-def trained(directory: Path, endpoint: str, mode: str, shape: Shape) -> dict[str, list[list[float]]]:
-    """Run one job to its end; what its rank 0 wrote."""
+def trained(
+    directory: Path, endpoint: str, mode: str, shape: Shape, *, job: Path = JOB, workers: int = 1
+) -> dict[str, list[list[float]]]:
+    """Run one ``job`` to its end; what its rank 0 wrote."""
     directory.mkdir()
     result = directory / "result.json"
     numbers = (shape.width, shape.batch, shape.alternations, shape.steps)
@@ -102,11 +105,12 @@ def trained(directory: Path, endpoint: str, mode: str, shape: Shape) -> dict[str
         run=directory.name,
         directory=directory,
         endpoint=endpoint,
-        entry=[str(JOB), str(result), *map(str, numbers)],
+        entry=[str(job), str(result), *map(str, numbers)],
         min_nodes=shape.nodes,
         max_nodes=shape.nodes,
+        workers=workers,
         options={"last_call": "1", **MODES[mode]},
-        environment=STEADY,
+        environment=STEADY | {"PYTHONPATH": str(ROOT)},
     )
     with LocalCluster(spec) as cluster:
         cluster.start(shape.nodes)

@@ -1,0 +1,96 @@
+"""Sharded models in place: steps against torch's HSDP by hand, the commit barrier, kills and joins.
+
+Two nodes of two ranks share this machine: a step, and what follows a fault, take several times what they would on
+machines of their own. The loops take turns in the same processes.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.clock import SYSTEM, pause
+from elastic_trainer.local.cluster import Node
+from elastic_trainer.local.etcd import EtcdServer
+from elastic_trainer.local.ledger import LineKind
+from tests.bench.calibration import calibrate
+from tests.bench.report import Report, at_most, at_most_time, emit, median, note, parse
+from tests.bench.step_overhead import Shape, compared, trained
+from tests.drills.sharded.test_sharded import Sharded
+
+JOB = Path(__file__).with_name("sharded_job.py")
+PLACES = 2
+AT_50_MS, QUICK = Shape(2, 768, 256, 20, 5), Shape(2, 128, 8, 2, 3)
+FAULTS, QUICK_FAULTS = 10, 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and report."""
+    options = parse("sharded", __doc__, argv, repeats=3)
+    shape, faults = (QUICK, QUICK_FAULTS) if options.quick else (AT_50_MS, FAULTS)
+    steps, calibrations = [], []
+    with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, EtcdServer(Path(place, "etcd")) as etcd:
+        for repeat in range(options.repeats):
+            note(f"steps: {repeat + 1} of {options.repeats}")
+            directory = Path(place, f"steps-{repeat}")
+            taken = trained(directory, etcd.endpoint, "in_place", shape, job=JOB, workers=PLACES)
+            waits = [1e3 * wait for wait, _ in taken.pop("barrier")]
+            found = compared(taken) | {"barrier_ms": median(waits)}
+            steps.append(found | {"barrier_percent": 100.0 * found["barrier_ms"] / found["bare_step_ms"]})
+            calibrations.append(calibrate())
+        gaps = struck(Path(place), etcd.endpoint, faults)
+        calibrations.append(calibrate())
+    figures: dict[str, Any] = {
+        "steps": {name: median([each[name] for each in steps]) for name in steps[0]} | {"repeats": steps},
+        "gaps_s": gaps,
+        "median_gaps_s": {name: median(each) for name, each in gaps.items()},
+    }
+    musts = [
+        at_most("steps longer than HSDP by hand, %", figures["steps"]["longer_by_percent"], 3.0),
+        at_most("commit barrier, % of a step", figures["steps"]["barrier_percent"], 1.0),
+        *(at_most_time(f"{name}: survivors' pause, s", median(each), 0.3) for name, each in gaps.items()),
+    ]
+    return emit(Report(options, figures, musts, calibrations=calibrations))
+
+
+def struck(place: Path, endpoint: str, faults: int) -> dict[str, list[float]]:
+    """Kill a worker, then a node that another replaces, ``faults`` times: how long the other node stood still."""
+    gaps: dict[str, list[float]] = {"worker_kill": [], "node_kill": [], "join": []}
+    (directory := place / "faults").mkdir()
+    sharded = Sharded(directory, endpoint, "sharded", pace_s=0.0)
+    with sharded.job as job:
+        job.start(2)
+        sharded.await_together()
+        for number in range(faults):
+            note(f"faults: {number + 1} of {faults}")
+            victim, other = job.running
+            began = SYSTEM.monotonic()
+            victim.kill_worker(1)
+            sharded.await_together()
+            gaps["worker_kill"].append(_longest_gap(sharded, other, began, within_s=1.0))
+            began = SYSTEM.monotonic()
+            victim.kill()
+            pause(1.0)
+            gaps["node_kill"].append(_longest_gap(sharded, other, began))
+            began = SYSTEM.monotonic()
+            job.add()
+            sharded.await_together()
+            gaps["join"].append(_longest_gap(sharded, other, began))
+        job.finish()
+    return gaps
+
+
+def _longest_gap(sharded: Sharded, node: Node, began: float, within_s: float = float("inf")) -> float:
+    """Between two steps of ``node``, of which the second came after ``began`` (at most ``within_s`` after it)."""
+    pause(0.3)
+    steps = [line for line in sharded.job.lines() if line.event is LineKind.STEP and line.local_rank == 0]
+    times = sorted(line.t for line in steps if line.node == node.name)
+    return max(b - a for a, b in pairwise(times) if b > began and a < began + within_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

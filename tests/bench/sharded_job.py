@@ -1,0 +1,88 @@
+"""The job of the sharded benchmark: a session's loop over FSDP and two loops by hand over torch's HSDP, in turn.
+
+``sharded_job.py RESULT WIDTH BATCH ALTERNATIONS STEPS``: rank 0 writes what each block of steps took, and each wait in
+the commit barrier.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+
+from elastic_trainer import Session
+from elastic_trainer.settings import ENV_LEDGER_DIR
+from elastic_trainer.worker.model.sharded import ShardedReplica
+from tests.bench.step_overhead_job import CLASSES, FEATURES, SAMPLES, WARM_UP, bare_steps, block, build, session_steps
+
+
+def sharded(model: nn.Module, mesh: Any) -> nn.Module:
+    """Each large layer, and the root."""
+    for layer in model.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def timed(waits: list[float]) -> None:
+    """Let each commit barrier add its seconds to ``waits``."""
+    meet: Callable[..., None] = ShardedReplica.commit_together
+
+    def commit_together(self: ShardedReplica, number: int) -> None:
+        began = time.perf_counter()
+        meet(self, number)
+        waits.append(time.perf_counter() - began)
+
+    ShardedReplica.commit_together = commit_together  # type: ignore[method-assign]
+
+
+def run(result: Path, width: int, batch: int, alternations: int, count: int) -> None:
+    """Train in all ways in turn."""
+    torch.set_num_threads(1)
+    os.environ.pop(ENV_LEDGER_DIR, None)
+    waits: list[float] = []
+    timed(waits)
+    generator = torch.Generator().manual_seed(2)
+    data = TensorDataset(
+        torch.randn(SAMPLES, FEATURES, generator=generator), torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    )
+    with Session(device="cpu") as session:
+        mesh = session.init_device_mesh((-1,), mesh_dim_names=("dp_shard",))
+        with session.parallelizing():
+            model = sharded(build(width)[0], mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        wrapped = session.wrap(model, optimizer=optimizer)
+        loops: dict[str, Iterator[None]] = {"session": session_steps(session, wrapped, optimizer, data, batch)}
+        places = int(os.environ["LOCAL_WORLD_SIZE"])
+        by_hand = init_device_mesh("cpu", (session.world_size // places, places), mesh_dim_names=("copy", "shard"))
+        for name in ("bare", "bare again"):
+            twin = sharded(build(width)[0], by_hand)
+            loops[name] = bare_steps(
+                session, twin, torch.optim.SGD(twin.parameters(), lr=1e-3, momentum=0.9), data, batch
+            )
+        for steps in loops.values():
+            block(steps, WARM_UP)
+        waits.clear()
+        names = list(loops)
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        for turn in range(alternations):
+            for place in range(len(names)):
+                name = names[(turn + place) % len(names)]
+                taken[name].append(block(loops[name], count))
+        if session.is_rank0:
+            result.write_text(json.dumps(taken | {"barrier": [[wait, 0.0] for wait in waits]}))
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), *map(int, sys.argv[2:6]))
