@@ -44,7 +44,11 @@ def install(preload: str) -> None:
     names = _FIRST if preload == AUTOMATIC else tuple(preload.split(":"))
     marks = (ENV_LEDGER_DIR,)  # of all processes of a local cluster
     environment = {name: value for name, value in os.environ.items() if name in marks or not of_one_worker(name)}
-    starter = Starter(names, sorted(OPTIONS), environment, learn=preload == AUTOMATIC)
+    try:
+        starter = Starter(names, sorted(OPTIONS), environment, learn=preload == AUTOMATIC)
+    except OSError as error:  # no process, descriptor or memory left, or no right to /dev/null
+        logger().warning("template.refused", reason=str(error))
+        return
     atexit.register(starter.close)
     handler: Any = SubprocessHandler
     handler._popen = warm(starter, start)
@@ -58,7 +62,7 @@ def warm(starter: Starter, cold: Start, clock: Clock = SYSTEM) -> Start:
         stdout, stderr = (each.fileno() if each else number for number, each in ((1, self._stdout), (2, self._stderr)))
         try:
             worker = starter.start(Wish([str(word) for word in args], env, 0, stdout, stderr))
-        except Cold as reason:
+        except (Cold, OSError) as reason:
             logger().info("worker.started", warm=False, local_rank=self.local_rank_id, reason=str(reason))
             return cold(self, args, env)
         took_s = round(clock.monotonic() - began, 3)

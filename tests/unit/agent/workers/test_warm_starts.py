@@ -66,6 +66,21 @@ def test_a_torch_that_starts_workers_otherwise_is_left_alone(monkeypatch: pytest
     assert [each["event"] for each in logs] == ["template.refused"]
 
 
+def test_a_machine_that_starts_no_template_starts_workers_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch does; one event says why."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "/dev/null")
+
+    before = SubprocessHandler.__dict__["_popen"]
+    monkeypatch.setattr(warm_starts, "Starter", refuse)
+    with capture_logs() as logs:
+        warm_starts.install("auto")
+    assert SubprocessHandler.__dict__["_popen"] is before
+    assert [each["event"] for each in logs] == ["template.refused"]
+    assert "/dev/null" in logs[0]["reason"]
+
+
 def test_off_leaves_torch_alone() -> None:
     """And makes no template."""
     before = SubprocessHandler.__dict__["_popen"]
