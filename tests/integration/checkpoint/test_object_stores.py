@@ -242,11 +242,11 @@ def test_a_second_job_is_refused_with_the_name_of_the_first(s3_url: str, monkeyp
 @pytest.mark.usefixtures("s3")
 def test_the_lease_of_a_dead_holder_expires(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It died on a machine that cannot be asked: of those that wait, exactly one takes over, and none before."""
-    monkeypatch.setattr(lease, "TAKEOVER_S", 4.0)
     bucket_at(s3_url).put(f"{lease.DIRECTORY}{7:012d}.json", ELSEWHERE.encode())
     managers = [CheckpointManager(s3_url, owner=Owner(f"run-{number}")) for number in range(3)]
     with pytest.raises(StorageError, match=r"in use by run 'a' \(process 1 on far"):
         managers[0].save({"x": 1}, SaveInfo(1))
+    monkeypatch.setattr(lease, "TAKEOVER_S", 4.0)
 
     def attempt(each: CheckpointManager) -> bool:
         try:

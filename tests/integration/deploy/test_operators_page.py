@@ -62,7 +62,7 @@ def test_the_page_leads_to_a_job_that_is_watched(tmp_path: Path) -> None:
     said = shell(tmp_path, "".join(commands))
     assert "run digits  succeeded" in said
     assert re.search(r'elastic_trainer_run_state\{.*run="digits".*\} => 1', said), said[-2000:]
-    assert "ElasticTrainer" not in said  # no alert
+    assert set(re.findall(r"ElasticTrainer\w+", said)) == {"ElasticTrainerDeadMansSwitch"}  # which always fires
     results = [json.loads(line) for line in (tmp_path / "runs/digits/metrics.jsonl").read_text().splitlines()]
     assert results[-1]["metrics"]["accuracy"] > 0.9
     for node in "abc":  # on a slow machine the third one is there from the beginning
