@@ -156,6 +156,10 @@ def test_whatever_is_killed_the_survivors_go_on_and_no_step_is_lost(
     print(f"{SEED}={seed}")
     chance = random.Random(seed)
     options, close = KINDS[kind]
+    if (
+        COUNT in os.environ
+    ):  # over thousands of steps AdamW amplifies the last bit of a sum until nothing can be compared
+        options = options | {"sgd": True}
     sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=0.01, **options)
     with sharded.job as job:
         job.start(2)
