@@ -23,7 +23,17 @@ from torch.utils.data import TensorDataset
 from elastic_trainer import Session
 from elastic_trainer.settings import ENV_LEDGER_DIR
 from elastic_trainer.worker.model.sharded import ShardedReplica
-from tests.bench.step_overhead_job import CLASSES, FEATURES, SAMPLES, WARM_UP, bare_steps, block, build, session_steps
+from tests.bench.step_overhead_job import (
+    CLASSES,
+    FEATURES,
+    SAMPLES,
+    WARM_UP,
+    bare_steps,
+    block,
+    build,
+    in_turn,
+    session_steps,
+)
 
 
 def sharded(model: nn.Module, mesh: Any) -> nn.Module:
@@ -74,12 +84,7 @@ def run(result: Path, width: int, batch: int, alternations: int, count: int) -> 
         for steps in loops.values():
             block(steps, WARM_UP)
         waits.clear()
-        names = list(loops)
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-        for turn in range(alternations):
-            for place in range(len(names)):
-                name = names[(turn + place) % len(names)]
-                taken[name].append(block(loops[name], count))
+        taken = in_turn(loops, alternations, count)
         if session.is_rank0:
             result.write_text(json.dumps(taken | {"barrier": [[wait, 0.0] for wait in waits]}))
 

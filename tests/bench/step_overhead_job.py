@@ -67,6 +67,17 @@ def block(steps: Iterator[None], count: int) -> tuple[float, float]:
     return (time.perf_counter() - wall) / count, (time.thread_time() - used) / count
 
 
+def in_turn(loops: dict[str, Iterator[None]], alternations: int, count: int) -> dict[str, list[tuple[float, float]]]:
+    """What each block of ``count`` steps took, by loop; each loop comes first as often as the others."""
+    names = list(loops)
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for turn in range(alternations):
+        for place in range(len(names)):
+            name = names[(turn + place) % len(names)]
+            taken[name].append(block(loops[name], count))
+    return taken
+
+
 def run(result: Path, width: int, batch: int, alternations: int, count: int) -> None:
     """Train both ways in turn."""
     torch.set_num_threads(1)
@@ -87,12 +98,7 @@ def run(result: Path, width: int, batch: int, alternations: int, count: int) -> 
             )
         for steps in loops.values():
             block(steps, WARM_UP)
-        names = list(loops)
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-        for turn in range(alternations):
-            for place in range(len(names)):
-                name = names[(turn + place) % len(names)]
-                taken[name].append(block(loops[name], count))
+        taken = in_turn(loops, alternations, count)
         if session.is_rank0:
             result.write_text(json.dumps(taken))
 
