@@ -30,31 +30,44 @@ def duration(value_s: float) -> str:
     return f"{max(1, round(value_s * 1000))}ms"
 
 
-def shortened_expression(expression: str, scale: float, least_range_s: float = 0.0) -> str:
-    """All times multiplied by ``scale``; ranges stay at least ``least_range_s``, or rates would find no two samples."""
+def shortened_expression(
+    expression: str, scale: float, range_scale: float | None = None, least_range_s: float = 0.0
+) -> str:
+    """All times multiplied by ``scale``, ranges by ``range_scale`` if it is given.
+
+    Ranges stay at least ``least_range_s``, or rates would find no two samples.
+    """
+    range_scale = scale if range_scale is None else range_scale
     text = _LENGTH.sub(lambda found: f"{int(found[1]) * int(found[2]) * scale:.6g}", expression)
-    text = _RANGE.sub(lambda found: f"[{duration(max(seconds(found[1]) * scale, least_range_s))}]", text)
+    text = _RANGE.sub(lambda found: f"[{duration(max(seconds(found[1]) * range_scale, least_range_s))}]", text)
     return _OFFSET.sub(lambda found: f"offset {duration(seconds(found[1]) * scale)}", text)
 
 
 def shortened_rules(
-    rules: dict[str, Any], scale: float, least_range_s: float = 0.0, least_ranges_s: Mapping[str, float] | None = None
+    rules: dict[str, Any], scale: float, least_range_s: float = 0.0, scales: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
     """The content of a file of rules, with all times times ``scale``, those of queries in annotations too.
 
-    ``least_ranges_s``: what the ranges of some recording rules are at least, by what they record.
+    ``scales``: for some rules, by what they record or alert, by what their ranges and their ``for`` are multiplied
+    instead. Rules of one name keep their order: the one that is due first inhibits the others.
     """
     groups = []
     for group in rules["groups"]:
         changed = []
         for rule in group["rules"]:
-            least_s = max(least_range_s, (least_ranges_s or {}).get(rule.get("record", ""), 0.0))
-            new = {**rule, "expr": shortened_expression(rule["expr"], scale, least_s)}
+            own_scale = (scales or {}).get(rule.get("record") or rule["alert"], scale)
+            new = {**rule, "expr": shortened_expression(rule["expr"], scale, own_scale, least_range_s)}
             if "annotations" in rule:
                 new["annotations"] = {
-                    name: shortened_expression(text, scale, least_s) for name, text in rule["annotations"].items()
+                    name: shortened_expression(text, scale, own_scale, least_range_s)
+                    for name, text in rule["annotations"].items()
                 }
-            new |= {name: duration(seconds(rule[name]) * scale) for name in ("for", "keep_firing_for") if name in rule}
+            wait_scales = {"for": own_scale, "keep_firing_for": scale}
+            new |= {
+                name: duration(seconds(rule[name]) * wait_scale)
+                for name, wait_scale in wait_scales.items()
+                if name in rule
+            }
             changed.append(new)
         groups.append({**group, "rules": changed})
     return {**rules, "groups": groups}

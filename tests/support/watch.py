@@ -68,7 +68,8 @@ class Watch:
     """See the module.
 
     ``nodes`` and ``monitors`` are ``host:port``; ``nodes_from`` is the URL of a list of nodes (http_sd), instead of or
-    beside ``nodes``. All times of the rules are multiplied by ``scale``: 1/30 makes two seconds of a minute.
+    beside ``nodes``. All times of the rules are multiplied by ``scale``: 1/30 makes two seconds of a minute; for
+    ``scales`` see :func:`tests.support.shortened.shortened_rules`.
     """
 
     def __init__(
@@ -81,13 +82,13 @@ class Watch:
         etcd: Sequence[str] = (),
         scale: float = 1 / 30,
         scrape_s: float = 0.5,
-        least_ranges_s: Mapping[str, float] | None = None,
+        scales: Mapping[str, float] | None = None,
     ) -> None:
         self._prometheus_binary = needs("prometheus", "it scrapes a real job")
         self._alertmanager_binary = needs("prometheus-alertmanager", "it tells of alerts")
         self._directory, self.scale, self._scrape_s = directory, scale, scrape_s
         self._nodes, self._monitors, self._nodes_from, self._etcd = nodes, monitors, nodes_from, etcd
-        self._least_ranges_s = least_ranges_s
+        self._scales = scales
         self._processes: list[subprocess.Popen[bytes]] = []
         self.mailbox = Mailbox()
         try:
@@ -210,9 +211,7 @@ class Watch:
         config = redirected(load(DEPLOY / "alertmanager/alertmanager.yml"), self.mailbox.url, 0.2)
         self._write("alertmanager.yml", config)
         for name in ("rules.yml", "alerts.yml"):
-            self._write(
-                name, shortened_rules(load(PROMETHEUS / name), self.scale, 4 * self._scrape_s, self._least_ranges_s)
-            )
+            self._write(name, shortened_rules(load(PROMETHEUS / name), self.scale, 4 * self._scrape_s, self._scales))
         self._write("prometheus.yml", self._config(f"{HOST}:{alertmanager_port}"))
         self._spawn(
             self._alertmanager_binary,

@@ -17,6 +17,8 @@ from tests.support.watch import Sample, Watch
 
 SCALE = 1 / 20
 """Three seconds are a minute of the rules: still more than the two from one word of a node to the next."""
+OUTAGE = {"ElasticTrainerStoreUnreachable": 1 / 4}
+"""A busy machine can let nobody ask etcd for six seconds, but not for 15 more as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +61,14 @@ class Watched:
 
 
 @contextmanager
-def watched(setting: Setting, directory: Path, ranges_s: Mapping[str, float] | None = None) -> Iterator[Watched]:
-    """Start everything, and wait until the job trains and is seen; ``ranges_s``: see :class:`Watch`."""
+def watched(setting: Setting, directory: Path, scales: Mapping[str, float] | None = None) -> Iterator[Watched]:
+    """Start everything, and wait until the job trains and is seen; ``scales``: see :class:`Watch`."""
     with staged(setting, directory / "job") as stage, monitor(stage.server.endpoint) as (_, port):
         stage.settled()  # how long this machine takes to start is no rendezvous that anybody should be told of
         address = f"127.0.0.1:{port}"
         nodes_from = f"http://{address}/sd/nodes"
-        with Watch(
-            directory / "watch", monitors=[address], nodes_from=nodes_from, scale=SCALE, least_ranges_s=ranges_s
-        ) as watch:
+        scales = OUTAGE | dict(scales or {})
+        with Watch(directory / "watch", monitors=[address], nodes_from=nodes_from, scale=SCALE, scales=scales) as watch:
             job = Watched(stage, watch)
             job.settled()
             yield job

@@ -44,6 +44,22 @@ def test_shipped_rules_keep_everything_but_their_times(name: str) -> None:
             assert re.findall(r"(?<![\w.])\d+[mhd]\b", new["expr"]) == []
 
 
+def test_a_rule_with_a_scale_of_its_own_keeps_its_place() -> None:
+    """Of two alerts of one name the store's is due first, also where both wait longer: it inhibits the run's."""
+    name = "ElasticTrainerStoreUnreachable"
+    short = shortened_rules(load(PROMETHEUS / "alerts.yml"), 0.05, scales={name: 0.25})
+    waits = [seconds(rule["for"]) for group in short["groups"] for rule in group["rules"] if rule.get("alert") == name]
+    shipped = [
+        seconds(rule["for"])
+        for group in load(PROMETHEUS / "alerts.yml")["groups"]
+        for rule in group["rules"]
+        if rule["alert"] == name
+    ]
+    assert waits == [pytest.approx(each / 4) for each in shipped]
+    assert waits == sorted(set(waits))
+    assert len(waits) == 2
+
+
 def test_alertmanagers_routes_stay_and_lead_to_the_test() -> None:
     """Matchers, receivers and inhibitions are the shipped ones; nobody outside is told."""
     shipped = load(DEPLOY / "alertmanager/alertmanager.yml")
