@@ -1,0 +1,213 @@
+"""What a framework iterates over in place of its DataLoader: the session's batches, cut as one process would see them.
+
+The global batch is the loader's batch, times the micro-batches that the framework accumulates. Each rank computes its
+part of it in as many passes, so that the framework's counters are right at any number of ranks.
+
+*Runs in* the worker's main thread.
+*Fails by* ConfigError for a loader that a session cannot stand in for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from elastic_trainer.data.sampler import Batch
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker import alone
+from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.driven import DrivenStep
+from elastic_trainer.worker.steps.step import Step
+
+
+def require_hidden(framework: str) -> None:
+    """ConfigError unless the ranks are hidden already, as the framework has looked by now."""
+    if not alone.hidden():
+        raise ConfigError(
+            f"{framework} has seen the ranks of torchrun",
+            hint="call session.hide_ranks() right after opening the session",
+        )
+
+
+class SessionLoader:
+    """Gives each whole step once, as its first micro-batch; the step takes the others itself (see train).
+
+    ``begun(steps)`` is called before the first batch of an epoch, with the steps of it that are made already;
+    ``epoch()`` says which one it is, for a framework that does not begin with 0 in each process.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        loader: DataLoader[Any],
+        passes: int = 1,
+        begun: Callable[[int], object] = lambda steps: None,
+        epoch: Callable[[], int] | None = None,
+    ) -> None:
+        dataset: Any = loader.dataset
+        self.session, self.dataset, self.batch_size = session, dataset, loader.batch_size or 0
+        self.passes, self._loader, self._begun, self._epoch, self._epochs = passes, loader, begun, epoch, 0
+        self.sampler, self.batch_sampler, self.num_workers = None, None, loader.num_workers
+        self.reached = False
+        """Whether the program has come to the epoch that the session is in."""
+        if not self.batch_size or isinstance(loader.dataset, IterableDataset):
+            raise ConfigError(
+                "a session draws samples by their numbers: it needs a map-style data set and a batch_size",
+                hint="use session.batches() with a SeekableStream for what comes as a stream",
+            )
+        if type(loader.sampler) not in (RandomSampler, SequentialSampler):
+            raise ConfigError(
+                f"the DataLoader has a {type(loader.sampler).__name__}, and a session deals out samples itself",
+                hint="say shuffle=True or shuffle=False instead of a sampler",
+            )
+        self.global_batch = self.batch_size * passes
+
+    def __len__(self) -> int:
+        return -(-len(self.dataset) // self.global_batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The next epoch of the program: what is left of it, nothing if it is trained already.
+
+        In the body of session.epochs() it is the epoch of that.
+        """
+        cursor = self.session.cursor
+        if self.session.within_epochs:
+            self._epochs = cursor.epoch + 1
+        else:
+            self._epochs = 1 + (self._epochs if self._epoch is None else self._epoch())
+        self.reached = cursor.epoch < self._epochs
+        made = -(-cursor.samples // self.global_batch) if cursor.epoch == self._epochs - 1 else 0
+        return self._given(self._batches(), made)
+
+    def _batches(self) -> Iterator[Batch]:
+        return self.session.batches(
+            self.dataset,
+            global_batch_size=self.global_batch,
+            passes=self.passes,
+            shuffle=isinstance(self._loader.sampler, RandomSampler),
+            collate=self._loader.collate_fn,
+            epochs=None if self.session.within_epochs else self._epochs,
+            workers=self._loader.num_workers,
+            prefetch=self._loader.prefetch_factor or 2,
+        )
+
+    def _given(self, batches: Iterator[Batch], made: int) -> Iterator[Any]:
+        self._begun(made)
+        for batch in batches:
+            yield batch.micro_batches[0].data
+
+    def set_epoch(self, epoch: int) -> None:
+        """The program is in this epoch."""
+        self._epochs = epoch
+
+
+class PassLoader(SessionLoader):
+    """Gives each pass of a step, and begins the step with the first; the framework's loop calls :meth:`update`.
+
+    ``counting(last)`` is called before each pass. A step whose round ends gives as many passes, and comes again.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        loader: DataLoader[Any],
+        passes: int = 1,
+        counting: Callable[[bool], object] = lambda last: None,
+    ) -> None:
+        super().__init__(session, loader, passes)
+        self._counting = counting
+        self._step: DrivenStep | None = None
+        self.last = False
+        """Whether this pass is the last one of its step."""
+
+    def __len__(self) -> int:
+        return -(-len(self.dataset) // self.batch_size)
+
+    @property
+    def step(self) -> DrivenStep:
+        """The present one."""
+        if self._step is None:
+            raise ConfigError("there is no batch to train on", hint="loop over the DataLoader that was prepared")
+        return self._step
+
+    def update(self) -> bool:
+        """Make the update, if this pass is the last one; whether the step counts."""
+        if not self.last:
+            return False
+        self.step.update()
+        return self.step.end()
+
+    def _given(self, batches: Iterator[Batch], made: int) -> Iterator[Any]:
+        for batch in batches:
+            step = self._step = self.session.begin_step()
+            left, data = len(batch.micro_batches), None
+            try:
+                for part in step.micro_batches():
+                    left -= 1
+                    self.last = left == 0
+                    self._counting(self.last)
+                    data = part.data if not step.lost else data
+                    yield data
+            except GeneratorExit:
+                step.abandon()
+                raise
+            if not step.ended:
+                raise ConfigError("a batch was trained on without optimizer.step()", hint="call it for each batch")
+
+
+def train(session: Session, compute: Callable[[Step, Batch, bool], None], update: Callable[[Step], None]) -> Step:
+    """Make the step about the batch at hand until it counts: a round may end in the middle of it.
+
+    ``compute(step, part, first)`` makes one pass on ``part.data``; ``first``: on what the loader gave. ``update(step)``
+    makes the update.
+    """
+    first = True
+    while True:
+        with session.step() as step:
+            for part in step.micro_batches():
+                compute(step, part, first and not part.outdated)
+                first = False
+            update(step)
+        if step.committed or step.batch is None or step.batch.used:
+            return step
+
+
+class Still(torch.optim.Optimizer):
+    """What a framework steps in place of ``optimizer``, whose update is the session's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, update: Callable[[], object] = lambda: None) -> None:
+        self.optimizer, self._update = optimizer, update
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients are dropped when a step begins."""
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: Any) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+
+class Advanced:
+    """What a framework steps in place of a ``scheduler`` that the session advances."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Each step of the session advances it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["scheduler"], name)
