@@ -129,6 +129,14 @@ class Container:
         asked = self.manifest[name]["httpGet"]
         return asked["path"], self.ports.get(asked["port"], asked["port"])
 
+    def asks_file(self, name: str) -> str:
+        """The file whose time a probe looks at."""
+        program, option, words = self.manifest[name]["exec"]["command"]
+        found = re.fullmatch(r'test -n "\$\(find (\S+) -mmin -1\)"', words)
+        assert (program, option) == ("sh", "-c")
+        assert found is not None, words
+        return found[1]
+
     def patience_s(self, name: str) -> int:
         """How long a probe may fail before it has an effect."""
         probe = self.manifest[name]

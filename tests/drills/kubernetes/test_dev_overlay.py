@@ -11,7 +11,7 @@ from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.local.ledger import audit
 from elastic_trainer.model import Cause
 from tests.drills.kubernetes import paced
-from tests.drills.kubernetes.scene import JOB, OWNER, Scene, change_job_file, check_left, rendered
+from tests.drills.kubernetes.scene import JOB, OWNER, Scene, add_options, change_job_file, check_left, rendered
 from tests.support.kubelet import images
 from tests.support.kubelet.cluster import Cluster, check_possible
 from tests.support.kubelet.job_rules import Condition
@@ -27,10 +27,12 @@ KILLED = 128 + signal.SIGKILL
 def test_an_elastic_job_from_start_to_completion(tmp_path: Path) -> None:
     """Two pods, four, three; one is evicted, one killed, etcd's container ends and is started again. The Job completes
     by its success policy: every sample of every epoch counted once, and no committed step was made twice. The monitor
-    answers by its Service's name throughout. The job's own file is used but for the pace and the number of epochs."""
+    answers by its Service's name throughout. The job's own file is used but for the pace and the number of epochs, its
+    options but for warm starts: no worker of a pod is started twice."""
     check_possible()
     documents = rendered()
     change_job_file(documents, {"task": paced.NAME, "epochs": EPOCHS})
+    add_options(documents, preload="off")
     with Cluster(tmp_path, replacement_delay_s=1.0) as cluster:
         scene = Scene(cluster)
         scene.start(documents)

@@ -59,10 +59,17 @@ class HttpGet(Part):
     path: str
 
 
+class Exec(Part):
+    """A command in the container, whose exit code is the answer."""
+
+    command: list[str]
+
+
 class Probe(Part):
     """How the kubelet asks a container how it is. One good answer is enough."""
 
-    http_get: HttpGet
+    http_get: HttpGet | None = None
+    exec: Exec | None = None
     period_seconds: float
     timeout_seconds: float
     failure_threshold: int

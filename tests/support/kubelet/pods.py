@@ -196,7 +196,7 @@ class Pod:
         sandbox = Sandbox(around.enter, self.identity.hostname, self._hosts, around.directory, self.log)
         found, mounts = image(self.container.image), volumes.mounts(self.spec)
         self._process = Process(self.spec, found, sandbox, started.command, started.environment, mounts)
-        self._prober = Prober(self.container, self.address)
+        self._prober = Prober(self.container, self.address, self._process.inside)
         self._asked_at, self._killed = None, False
         self.phase = Phase.RUNNING
 

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import http.client
+import subprocess
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from queue import Empty, SimpleQueue
@@ -66,6 +68,7 @@ class Prober:
 
     container: Container
     address: str
+    inside: Callable[[Sequence[str]], tuple[list[str], dict[str, str]]]
     health: Health = Health()
     last_bad: str = ""
     _next: dict[Kind, float] = field(default_factory=dict)
@@ -98,13 +101,20 @@ class Prober:
     def _ask(self, kind: Kind, probe: Probe) -> None:
         try:
             why = self._complaint(probe)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, subprocess.SubprocessError) as error:
             why = f"{type(error).__name__}: {error}"
         self._answers.put((kind, why))
 
     def _complaint(self, probe: Probe) -> str:
         """What is wrong; empty if nothing is."""
+        if probe.exec is not None:
+            words, environment = self.inside(probe.exec.command)
+            ran = subprocess.run(
+                words, env=environment, capture_output=True, timeout=probe.timeout_seconds, check=False
+            )
+            return "" if ran.returncode == 0 else f"exit code {ran.returncode}"
         asked = probe.http_get
+        assert asked is not None
         port = self.container.port(asked.port)
         connection = http.client.HTTPConnection(self.address, port, timeout=probe.timeout_seconds)
         try:

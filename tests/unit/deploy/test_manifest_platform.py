@@ -123,6 +123,8 @@ def test_liveness_never_depends_on_others_and_readiness_does() -> None:
     }
     for site, started in asked.items():
         for probe, status in {"startupProbe": 200, "livenessProbe": 200, "readinessProbe": 503}.items():
+            if "exec" in started.manifest[probe]:  # a node's: the time of a file
+                continue
             answer = site.answer(Request("GET", started.probe(probe)[0], {"host": "10.1.2.3:9471"}))
             assert isinstance(answer, Answer)
             assert answer.status == status

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import subprocess
 from collections.abc import Callable
 from itertools import combinations, permutations
 from pathlib import Path
@@ -62,7 +64,7 @@ def test_everything_that_can_be_rendered_is_known_here() -> None:
         for name in OVERLAYS
         for part in load(K8S / "overlays" / name / "kustomization.yaml").get("components", ())
     }
-    assert {f"components/{name}" for name in used} == components
+    assert {f"components/{name}" for name in used | {"kueue"}} == components  # that one: test_render
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
@@ -111,6 +113,20 @@ def put(manifest: Any, path: str, value: object) -> None:
 def test_pods_satisfy_the_restricted_standard_and_have_no_token(folder: str) -> None:
     """What the namespace enforces, and beyond it: a read-only root, a numeric user, nothing of the API server's."""
     assert [f"{name}: {problem}" for name, pod in pods(rendered(folder)) for problem in violations(pod["spec"])] == []
+
+
+@pytest.mark.parametrize(("age_s", "well"), [(0, True), (50, True), (70, False), (None, False)])
+def test_the_probe_of_a_node_looks_at_the_age_of_its_file(age_s: int | None, well: bool, tmp_path: Path) -> None:
+    """The command of the rendered probe, carried out: no port is asked, which strangers could fill."""
+    job = named(rendered("jobs/mnist"), "Job", "mnist")
+    (trainer,) = job["spec"]["template"]["spec"]["containers"]
+    assert trainer["startupProbe"]["exec"] == trainer["livenessProbe"]["exec"]
+    alive = tmp_path / "alive"
+    if age_s is not None:
+        alive.touch()
+        os.utime(alive, (alive.stat().st_mtime - age_s,) * 2)
+    words = [word.replace("/tmp/alive", str(alive)) for word in trainer["livenessProbe"]["exec"]["command"]]
+    assert (subprocess.run(words, capture_output=True, check=False).returncode == 0) is well
 
 
 SPOILED: dict[str, Callable[[dict[str, Any]], object]] = {

@@ -1,0 +1,321 @@
+"""`elastic-trainer k8s render`: valid for every API server, in one piece with the folders of k8s/, and strict."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from elastic_trainer.cli.k8s import rendering, scaling
+from elastic_trainer.cli.k8s.making import values
+from elastic_trainer.cli.k8s.values import KubernetesRun, MountedFile
+from elastic_trainer.cli.main import main, whole_parser
+from elastic_trainer.errors import EXIT_CONFIG, ConfigError
+from tests.support.agreement import Training, disagreements
+from tests.support.deployment import ROOT
+from tests.support.jobfolders import COMMANDS, command
+from tests.support.manifests import Manifest, combined, named, of_kind, pods, rendered, settings_of
+from tests.support.podsecurity import violations
+
+VERSIONS = [f"1.{minor}" for minor in range(31, 38)]
+GIVEN = ["--name", "gpt", "--nodes", "2:8", "--image", "elastic-trainer:latest"]
+SCRIPT = "elastic_trainer/tasks/scripts/session_script.py"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def asked(*words: str) -> KubernetesRun:
+    """The run that a command line describes."""
+    parser, _ = whole_parser(["k8s"])
+    return values(parser.parse_args(["k8s", "render", *words]))
+
+
+def objects_of(run: KubernetesRun) -> list[Manifest]:
+    """What is printed for it."""
+    return list(yaml.safe_load_all(rendering.stream(run)))
+
+
+def by_name(objects: list[Manifest]) -> dict[tuple[str, str], Manifest]:
+    return {(each["kind"], each["metadata"]["name"]): each for each in objects}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_folders_of_jobs_are_what_render_makes(name: str) -> None:
+    """File by file; after a change of the templates `python -m tests.support.jobfolders` writes them anew."""
+    made = rendering.folder(asked(*command(name)[2:]))
+    directory = ROOT / "k8s/jobs" / name
+    assert {path.name: path.read_text(encoding="utf-8") for path in directory.iterdir()} == made
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_folder_and_the_stream_hold_the_same_objects(name: str) -> None:
+    """`kubectl apply -k` of the one and `kubectl apply -f -` of the other do the same, the ConfigMap included."""
+    assert by_name(objects_of(asked(*command(name)[2:]))) == by_name(rendered(f"jobs/{name}"))
+
+
+def test_the_overlay_of_production_is_what_options_make() -> None:
+    """Its four components and their options change the same things in the same way."""
+    replaced = {"--cpu", "--memory", "--shm", "--image"}
+    pairs = itertools.pairwise(["", *command("gpt")[2:]])
+    words = [word for before, word in pairs if before not in replaced and word not in replaced]
+    own = ["--image", "registry.example.com/elastic-trainer:0.1.0-cuda", "--namespace", "elastic-trainer"]
+    own += ["--gpus", "8", "--tls-secret", "etcd-client-tls"]
+    own += ["--user-secret", "etcd-user-gpt", "--network-policy"]
+    made, overlay = by_name(objects_of(asked(*own, *words))), by_name(rendered("overlays/production-gpt"))
+    assert sorted(made) == sorted(overlay)
+    for objects in (made, overlay):  # lists whose order means nothing
+        pod = objects["Job", "gpt"]["spec"]["template"]["spec"]
+        pod["volumes"].sort(key=lambda each: str(each["name"]))
+        pod["containers"][0]["volumeMounts"].sort(key=lambda each: str(each["name"]))
+        pod["containers"][0]["env"].sort(key=lambda each: str(each["name"]))
+    assert made == overlay
+
+
+def test_the_component_for_kueue_is_what_an_option_makes(tmp_path: Path) -> None:
+    """Queue, least number of pods from the budget as a text, and both numbers set together."""
+    (job,) = of_kind(combined(tmp_path, ["jobs/gpt"], ["components/kueue"]), "Job")
+    words = command("gpt")[2:]
+    (made,) = of_kind(objects_of(asked("--queue", "training", *words)), "Job")
+    assert job == made
+    assert job["metadata"]["annotations"]["kueue.x-k8s.io/job-min-parallelism"] == "2"
+
+
+NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,20}[a-z0-9])?", fullmatch=True)
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=20)
+WORDS = st.one_of(TEXTS, st.sampled_from(["--lr=1e-3", "yes", "1", "null", "a: b", "it's", '"', "#", "- x", "{a}"]))
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> KubernetesRun:
+    """Runs of all sizes and kinds that the command line can describe."""
+    least = draw(st.integers(1, 64))
+    most = draw(st.integers(least, 64))
+    gpus = draw(st.sampled_from([0, 0, 1, 4, 8]))
+    workers = gpus or draw(st.integers(1, 8))
+    name = draw(NAMES)
+    words = tuple(draw(st.lists(WORDS.filter(lambda word: "$(" not in word), max_size=3)))
+    options: dict[str, Any] = {
+        "endpoint": "etcd-0.etcd:2379,etcd-1.etcd:2379",
+        "tls_secret": draw(NAMES),
+        "user_secret": draw(NAMES),
+        "queue": draw(NAMES),
+        "namespace": draw(NAMES),
+        "priority_class": draw(NAMES),
+        "ttl_s": draw(st.integers(0, 10**6)),
+        "network_policy": True,
+        "data_claim": draw(NAMES),
+        "storage_class": draw(NAMES),
+        "checkpoint_claim": draw(NAMES),
+        "conf": {"preflight": "refuse", "join_timeout": "86400"},
+        "spread": ("kubernetes.io/hostname", "topology.kubernetes.io/zone"),
+        "source": MountedFile(name="train.py", key="train.py", text=draw(TEXTS) + "\n" + draw(TEXTS)),
+        "environment": draw(st.dictionaries(st.from_regex(r"[A-Z_]{1,8}X", fullmatch=True), WORDS, max_size=2)),
+        "shutdown_s": draw(st.integers(60, 3600)),
+        "recovery": "restart",
+    }
+    chosen = draw(st.sets(st.sampled_from(sorted(options))))
+    return KubernetesRun(
+        name=name,
+        image="registry.example.com:5000/a/b:1",
+        least=least,
+        most=most,
+        pods=draw(st.integers(least, most)),
+        gpus=gpus,
+        workers=workers,
+        cpu=(str(workers), str(2 * workers)),
+        memory=("2Gi", f"{4 * workers}Gi"),
+        shm="1Gi",
+        words=("/app/train.py", *words),
+        **{key: value for key, value in options.items() if key in chosen},
+    )
+
+
+@settings(max_examples=60, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+@given(run=runs(), version=st.sampled_from(VERSIONS))
+def test_whatever_is_rendered_is_accepted(run: KubernetesRun, version: str) -> None:
+    """1 to 64 pods, with and without GPUs, TLS, users and queues: Kubernetes' schemas, Pod Security *restricted*, and
+    all rules about what a Job must agree on."""
+    objects = objects_of(run)
+    for each in objects:
+        kubernetes_validate.validate(each, version, strict=True)
+        assert each["metadata"].get("namespace") == run.namespace
+        assert each["metadata"]["labels"]["app.kubernetes.io/part-of"] == "elastic-trainer"
+    ((_, pod),) = pods(objects)
+    assert violations(pod["spec"]) == []
+    (job,) = of_kind(objects, "Job")
+    budgets = of_kind(objects, "PodDisruptionBudget")
+    assert bool(budgets) is (run.pods > run.least)
+    known = settings_of(objects)
+    assert disagreements(Training(job, known, budgets[0] if budgets else None)) == []
+    command_ = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert tuple(command_[-len(run.words) :]) == run.words
+    if run.source is not None:
+        assert named(objects, "ConfigMap", run.name)["data"] == {"train.py": run.source.text}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_example_of_the_help_is_accepted_by_each_version(version: str) -> None:
+    """Also with everything switched on, which the draws above may miss for one of the versions."""
+    secured = ["--tls-secret", "t", "--user-secret", "u", "--network-policy", "--queue", "q", "--ttl", "60"]
+    for more in ([], ["--gpus", "8"], secured):
+        for each in objects_of(asked(*GIVEN, *more, "--", SCRIPT)):
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_kubectl_reads_texts_as_texts() -> None:
+    """Its YAML takes more for numbers, yes and no than PyYAML: ``1e-3`` would be refused as a word of a command."""
+    run = asked(
+        "--name", "yes", "--nodes", "1:2", "--image", "a", "--service-account", "1e3", "--", SCRIPT, "1e-3", "y"
+    )
+    text = rendering.stream(run)
+    for line in ("name: 'yes'", 'name: "yes"', 'serviceAccountName: "1e3"', '- "1e-3"\n', '- "y"\n'):
+        assert line in text
+    assert ": yes\n" not in text
+
+
+def test_variables_of_the_user_take_the_place_of_those_of_the_pod() -> None:
+    """Two of one name are refused by ``kubectl apply --server-side``."""
+    (job,) = of_kind(objects_of(asked(*GIVEN, "--env", "OMP_NUM_THREADS=4", "--", SCRIPT)), "Job")
+    values_ = [
+        each["value"] for each in job["spec"]["template"]["spec"]["containers"][0]["env"] if "OMP" in each["name"]
+    ]
+    assert values_ == ["4"]
+
+
+def test_the_job_file_of_a_user_is_not_the_manifest_of_the_job(tmp_path: Path) -> None:
+    """Both are called job.yaml, and lie in one folder."""
+    mine = tmp_path / "job.yaml"
+    mine.write_text((ROOT / "elastic_trainer/tasks/mnist.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+    files = rendering.folder(asked(*GIVEN, "--", str(mine), "checkpoint.directory=/checkpoints/gpt"))
+    assert yaml.safe_load(files["job.yaml"])["kind"] == "Job"
+    assert yaml.safe_load(files["kustomization.yaml"])["configMapGenerator"][0]["files"] == ["job.yaml=source.yaml"]
+    assert files["source.yaml"] == mine.read_text(encoding="utf-8")
+
+
+def test_a_script_decides_how_it_recovers_and_a_bucket_needs_no_volume() -> None:
+    """In place for one with a Session; a task's checkpoints go where the pods see them."""
+    assert asked(*GIVEN, "--", SCRIPT).recovery == "in_place"
+    assert asked(*GIVEN, "--", "tests/support/plainjob.py").recovery == "restart"
+    assert asked(*GIVEN, "--", "mnist").words[2:] == ("mnist", "checkpoint.directory=/checkpoints/gpt")
+    run = asked(*GIVEN, "--checkpoint-dir", "s3://bucket/runs", "--", "mnist")
+    assert run.words[-1] == "checkpoint.directory=s3://bucket/runs/gpt"
+    assert not of_kind(objects_of(run), "PersistentVolumeClaim")
+    assert asked(*GIVEN, "--checkpoint-claim", "mine", "--", "mnist").checkpoint_size is None
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "no job": ([], "nothing to run was given"),
+    "no file": (["--", "nowhere.py"], "'nowhere.py' cannot be read: No such file"),
+    "no task": (["--", "mnst"], "mnst"),
+    "a name of a label": (["--name", "GPT_2", "--", "mnist"], "--name is 'GPT_2': at most 52 lower-case letters"),
+    "too many pods": (["--pods", "9", "--", "mnist"], "9 pods are not within --nodes 2:8"),
+    "nodes": (["--nodes", "8:2", "--", "mnist"], "--nodes '8:2' is not MIN:MAX"),
+    "memory": (["--memory", "4 GB", "--", "mnist"], "--memory is '4 GB': not a quantity"),
+    "a request": (["--cpu", "4:2", "--", "mnist"], "--cpu is '4:2': the request is larger than the limit"),
+    "shm": (["--shm", "8Gi", "--", "mnist"], "--shm 8Gi is more than half of the memory, 4Gi"),
+    "fewer than no GPUs": (["--gpus", "-1", "--", "mnist"], "--gpus -1 is below 0"),
+    "no workers": (["--nproc-per-node", "0", "--", "mnist"], "--nproc-per-node 0 is below 1"),
+    "workers": (["--gpus", "8", "--nproc-per-node", "4", "--", "mnist"], "4 workers for 8 GPUs"),
+    "conf": (["--rdzv-conf", "tll=3", "--", "mnist"], "unknown key 'tll'"),
+    "ours": (["--rdzv-conf", "node_id=a", "--", "mnist"], "node_id cannot be given"),
+    "shutdown": (["--shutdown-timeout", "5", "--", "mnist"], "--shutdown-timeout is 5: input should be"),
+    "startup": (["--startup-timeout", "20", "--", "mnist"], "--startup-timeout 20 is below what a start takes, 270"),
+    "a bucket": (["--checkpoint-dir", "/nfs", "--", "mnist"], "is no URL of a bucket"),
+    "both": (
+        ["--checkpoint-dir", "s3://b", "--checkpoint-claim", "c", "--", "mnist"],
+        "which needs no claim",
+    ),
+    "lost": (["--", "mnist", "checkpoint.directory=/data/x"], "would go with the pod"),
+    "a variable": (["--env", "A", "--", "mnist"], "--env 'A' is not NAME=VALUE"),
+    "a variable of the pod": (["--env", "POD_IP=1", "--", "mnist"], "--env is {'POD_IP': '1'}: 'POD_IP' cannot be"),
+    "a name of a file": (["--", "my train.py"], "'my train.py' is no name for a file in a pod"),
+    "injection": (["--queue", "a\n  b: c", "--", "mnist"], "--queue is 'a\\n  b: c': only lower-case"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_one_sentence(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is printed to standard output, which may be a pipe into kubectl."""
+    words, sentence = WRONG[case]
+    assert main(["k8s", "render", *GIVEN, *words]) == EXIT_CONFIG
+    said = capsys.readouterr()
+    assert sentence in said.err
+    assert said.out == ""
+    assert "Traceback" not in said.err
+
+
+def test_files_that_options_name_are_looked_for_in_the_pod_alone() -> None:
+    """They are not here: a token that a Secret mounts must not be asked for on the machine that renders."""
+    run = asked(*GIVEN, "--rdzv-conf", "metrics_token_file=/etc/token", "--", "mnist")
+    assert "metrics_token_file=/etc/token" in run.rendezvous
+
+
+def test_a_script_that_is_too_large_for_a_config_map_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("#" * 1_000_001)
+    with pytest.raises(ConfigError, match="too large for a ConfigMap"):
+        asked(*GIVEN, "--", str(tmp_path / "train.py"))
+
+
+@pytest.mark.parametrize(("size", "spared"), [(8, 6), (3, 1), (2, 0)])
+def test_scaling_changes_what_depends_on_the_size(size: int, spared: int) -> None:
+    """`maxFailedIndexes` is what the run can do without, and never above `completions`, which the API refuses."""
+    (job,) = of_kind(objects_of(asked(*GIVEN, "--pods", "4", "--", "mnist")), "Job")
+    decided = scaling.decide(job, size)
+    assert (decided.pods, decided.may_fail) == (size, spared)
+    job["spec"].update(yaml.safe_load(decided.patch)["spec"])
+    assert disagreements(Training(job, settings_of([]))) == []
+
+
+def test_scaling_refuses_what_the_run_would_not_take() -> None:
+    """A size outside of --nnodes, a Job of something else, a Job whose size is Kueue's."""
+    (job,) = of_kind(objects_of(asked(*GIVEN, "--", "mnist")), "Job")
+    for size in (1, 9):
+        with pytest.raises(ConfigError, match="2:8"):
+            scaling.decide(job, size)
+    (queued,) = of_kind(objects_of(asked(*GIVEN, "--queue", "q", "--", "mnist")), "Job")
+    with pytest.raises(ConfigError, match="Kueue"):
+        scaling.decide(queued, 4)
+    job["spec"]["template"]["spec"]["containers"][0]["command"] = ["sleep"]
+    with pytest.raises(ConfigError, match="no torchrun"):
+        scaling.decide(job, 4)
+
+
+KUBECTL = """#!/bin/sh
+echo "$@" >> {directory}/calls
+case "$*" in
+*missing*) echo 'Error from server (NotFound): jobs.batch "missing" not found' >&2; exit 1 ;;
+*"get job"*) cat {directory}/job.json ;;
+esac
+"""
+
+
+def test_scale_patches_through_kubectl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One look, one patch in the right namespace; a dry run changes nothing; kubectl's own words are passed on."""
+    tool = tmp_path / "kubectl"
+    tool.write_text(KUBECTL.format(directory=tmp_path))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (job,) = of_kind(objects_of(asked(*GIVEN, "--pods", "4", "--", "mnist")), "Job")
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    assert main(["k8s", "scale", "gpt", "6", "--namespace", "ml", "--dry-run"]) == 0
+    patch = '{"spec":{"parallelism":6,"completions":6,"maxFailedIndexes":4}}'
+    assert capsys.readouterr().out == f"kubectl --namespace=ml patch job gpt --type=merge -p '{patch}'\n"
+    assert main(["k8s", "scale", "gpt", "6", "--namespace", "ml"]) == 0
+    get = "--namespace=ml get job gpt --output=json"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == [get, get, f"--namespace=ml patch job gpt --type=merge -p {patch}"]
+    assert "4 -> 6 pods" in capsys.readouterr().err
+    assert main(["k8s", "scale", "missing", "6"]) == 1
+    assert "not found" in capsys.readouterr().err
