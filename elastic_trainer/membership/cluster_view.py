@@ -29,6 +29,8 @@ class Limits:
     stalled_rounds: int = 10
     sizes: tuple[int, ...] = ()
     """The numbers of nodes that a round may have, rising, from ``min_nodes`` to ``max_nodes``; empty: all of these."""
+    shard_nodes: int = 1
+    """How many nodes hold one sharded model together; all numbers of nodes are multiples of it."""
 
     def fitting(self, count: int) -> int:
         """The most nodes of ``count`` that a round may have; 0 if they are too few."""
@@ -99,7 +101,7 @@ def by_seniority(nodes: Iterable[NodeView]) -> list[NodeView]:
 
 def is_ghost(view: ClusterView, node: NodeView) -> bool:
     """Whether this key was left behind by an excluded node and has not changed since."""
-    return view.round is not None and node.ghost in view.round.ghosts
+    return view.round is not None and bool(view.round.ghosts) and node.ghost in view.round.ghosts
 
 
 def live_members(view: ClusterView) -> list[tuple[RoundMember, NodeView]]:
@@ -154,7 +156,7 @@ def is_behind(view: ClusterView, node: NodeView) -> bool:
 def same_life(view: ClusterView, node: NodeView) -> bool:
     """Whether the present round means this very life of the node."""
     member = view.round.member(node.id) if view.round else None
-    return member is not None and member.incarnation == node.incarnation
+    return member is not None and (member.create_revision, member.life) == (node.create_revision, node.record.life)
 
 
 def number_of(view: ClusterView) -> int:

@@ -91,6 +91,7 @@ class Spec(Document):
     max_nodes: int = Field(ge=1)
     recovery: RecoveryMode = RecoveryMode.RESTART
     sizes: tuple[int, ...] = ()
+    shard_nodes: int = Field(default=1, ge=1)
 
     def disagreement(self, other: Spec) -> str | None:
         """The first point in which ``other`` differs, in words, or None."""
@@ -98,6 +99,7 @@ class Spec(Document):
             ("min nodes", self.min_nodes, other.min_nodes),
             ("max nodes", self.max_nodes, other.max_nodes),
             ("recovery", str(self.recovery), str(other.recovery)),
+            ("shard_nodes", self.shard_nodes, other.shard_nodes),
             ("sizes", _listed(self.sizes), _listed(other.sizes)),
         ):
             if mine != theirs:
@@ -151,6 +153,8 @@ class NodeRecord(Document):
     probe_port: int = Field(ge=0, le=65535)
     """A port that the agent listens on: a refused connection shows that the agent is dead."""
     metrics_port: int = 0
+    place: int | None = Field(default=None, ge=0)
+    """In place, with shard groups of several nodes: which place of a group its workers hold the shards of."""
     state: NodeState = NodeState.WARMING
     life: int = Field(default=0, ge=0)
     acknowledged: int = Field(default=0, ge=0)

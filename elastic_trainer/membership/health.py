@@ -98,6 +98,8 @@ class NodeHealth(Document):
     """How often it is written."""
     metrics: str = ""
     """``scheme://host:port`` of the node's endpoint; empty if it has none that others reach."""
+    logs: str = ""
+    """Where its output goes (see agent/health/log_place); empty if that is not known."""
     round: int = 0
     ranks: Ranks = ()
     counters: Mapping[str, float] = Field(default_factory=dict)

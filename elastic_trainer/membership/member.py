@@ -55,7 +55,7 @@ from elastic_trainer.membership.effects import (
 )
 from elastic_trainer.membership.leader_priority import first_names, oldest_keys, written_by_nodes
 from elastic_trainer.membership.outlook import LEASE_SLACK_S
-from elastic_trainer.membership.parting import parting
+from elastic_trainer.membership.parting import closing, is_left, parting
 from elastic_trainer.membership.presence import Presence, refuses
 from elastic_trainer.membership.probe import PROBE_TIMEOUT_S
 from elastic_trainer.membership.roll_call import RollCall, named, roll_call
@@ -68,8 +68,9 @@ from elastic_trainer.membership.round_write import (
     is_on,
     round_write,
 )
+from elastic_trainer.membership.shard_groups import has_places
 from elastic_trainer.membership.view import Observation, RunView
-from elastic_trainer.store.api import Read, Store
+from elastic_trainer.store.api import Read, Store, TransactionResult
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.logs import logger
 
@@ -248,10 +249,26 @@ class Member:
         if self.create_revision() == 0 or (current is not None and current.state is RoundState.CLOSED):
             return  # it was never in the run, or the end of the run says why
         guards, if_last, else_ = parting(self._keys, departure, current)
+        deadline = Deadline.after(PARTING_S, self._clock)
         try:
-            self._store.transact(guards, if_last, else_, deadline=Deadline.after(PARTING_S, self._clock))
+            left = self._store.transact(guards, if_last, else_, deadline=deadline)
+            if left.succeeded:
+                self._close_incident(left, departure)
         except ElasticTrainerError as error:
             logger().warning("departure.unwritten", error=str(error), reason=departure.reason)
+
+    def _close_incident(
+        self, read: TransactionResult, departure: Departure | None, following: RoundDocument | None = None
+    ) -> None:
+        """Move the open incident that was ``read`` into the history."""
+        found = read.reads[0].first
+        if found is None:
+            return
+        try:
+            writes = closing(self._keys, found, departure, following)
+            self._store.transact(*writes, deadline=Deadline.after(PARTING_S, self._clock))
+        except ElasticTrainerError as error:
+            logger().warning("incident.unclosed", error=str(error))
 
     # ---- the deciding thread
 
@@ -358,7 +375,8 @@ class Member:
         author = Author(self._keys, self.node_id, self._presence.key.create_revision)
         with self._presence.writing(record) if record is not None else nullcontext() as put:
             more = [put] if put is not None else []
-            write = round_write(author, document, seen.round_revision, self._clock.wall(), *more, limit_s=limit_s)
+            wall, left = self._clock.wall(), document.state is RoundState.ACTIVE and is_left(seen.round, document)
+            write = round_write(author, document, seen.round_revision, wall, *more, limit_s=limit_s, left=left)
             if write is None:
                 return False
             try:
@@ -371,6 +389,8 @@ class Member:
         if result.succeeded:
             _note(document, reason)
             self._view.note_round(document, result.revision, seen)
+            if left:
+                self._close_incident(result, None, document)
         return result.succeeded
 
     def join_timeout(self, join_timeout_s: float) -> JoinTimeoutError:
@@ -387,8 +407,9 @@ class Member:
 
     def _join_timeout(self, join_timeout_s: float, roll: RollCall) -> JoinTimeoutError:
         least = self.limits.min_nodes
+        grouped = f" in whole shard groups of {self.limits.shard_nodes}" if has_places(self.limits) else ""
         return JoinTimeoutError(
-            f"fewer than {least} nodes were ready within {join_timeout_s:g} s (present: {roll.present})",
+            f"fewer than {least} nodes{grouped} were ready within {join_timeout_s:g} s (present: {roll.present})",
             hint="start more nodes, lower the minimum of --nnodes, or raise --rdzv-conf join_timeout",
         )
 

@@ -6,9 +6,22 @@ that comes, leaves none.
 
 from __future__ import annotations
 
-from elastic_trainer.membership.documents import Departure, RoundDocument
+from typing import Any
+
+from elastic_trainer.membership.documents import Departure, RoundDocument, RoundState
 from elastic_trainer.membership.health import Incident
-from elastic_trainer.store.api import Compare, Field, Operation, Put, Relation, prefix_end
+from elastic_trainer.store.api import (
+    Compare,
+    Delete,
+    Field,
+    KeyValue,
+    Operation,
+    Put,
+    Read,
+    Relation,
+    prefix_end,
+    unchanged,
+)
 from elastic_trainer.store.keys import RunKeys
 
 GAVE_UP = "node_gave_up"
@@ -18,28 +31,55 @@ STOPPED = "run_stopped"
 def parting(
     keys: RunKeys, departure: Departure, current: RoundDocument | None
 ) -> tuple[tuple[Compare, ...], tuple[Operation, ...], tuple[Operation, ...]]:
-    """Guards, what to write for the last node, and what for any other. The node's own key is gone by then."""
+    """Guards, what to do for the last node, and what for any other. The node's own key is gone by then.
+
+    The last one reads the open incident, which nobody will complete: see :func:`closing`.
+    """
     nobody = Compare(keys.nodes, Field.CREATE_REVISION, Relation.EQUAL, 0, range_end=prefix_end(keys.nodes))
     number = int(departure.wall * 1000.0)
-    left = Put(keys.departure, departure.encode())
-    if not departure.planned:
-        gave_up = Put(keys.incident(number), _incident(GAVE_UP, departure, current).encode())
-        return (nobody,), (left, gave_up), (gave_up,)
-    return (nobody,), (left, Put(keys.incident(number), _incident(STOPPED, departure, current).encode())), ()
+    said = Put(keys.incident(number), _incident(departure, current).encode())
+    if_last = (Put(keys.departure, departure.encode()), said, Read(keys.open_incident))
+    return (nobody,), if_last, () if departure.planned else (said,)
 
 
-def _incident(kind: str, departure: Departure, current: RoundDocument | None) -> Incident:
-    reason = (
-        f"the last node left on request: {departure.reason}"
-        if departure.planned
-        else f"node {departure.node} gave up: {departure.reason} (exit code {departure.exit_code})"
-    )
+def closing(
+    keys: RunKeys, found: KeyValue, departure: Departure | None, following: RoundDocument | None = None
+) -> tuple[tuple[Compare, ...], tuple[Operation, ...]]:
+    """Guards and writes that close the incident ``found``, which nobody will complete.
+
+    Either the run ends with ``departure``, or the round ``following`` is of other nodes.
+    """
+    opened = Incident.decode(found.value, found.key)
+    how = _reason(departure) if departure is not None else "all its nodes were lost"
+    update: dict[str, Any] = {"open": False, "reason": f"{opened.reason}; {how}"}
+    if following is not None:
+        update |= {"next_round": following.number, "world_after": following.world_size}
+    closed = opened.model_copy(update=update)
+    put = Put(keys.incident(int(opened.wall * 1000.0)), closed.encode())
+    return (unchanged(found.key, found.mod_revision),), (put, Delete(found.key))
+
+
+def is_left(before: RoundDocument | None, following: RoundDocument) -> bool:
+    """Whether no node of the broken round ``before`` goes on in ``following``: none can say how it went on."""
+    if before is None or before.state is not RoundState.BROKEN:
+        return False
+    keys = {(member.node, member.create_revision) for member in before.members}
+    return keys.isdisjoint((member.node, member.create_revision) for member in following.members)
+
+
+def _reason(departure: Departure) -> str:
+    if departure.planned:
+        return f"the last node left on request: {departure.reason}"
+    return f"node {departure.node} gave up: {departure.reason} (exit code {departure.exit_code})"
+
+
+def _incident(departure: Departure, current: RoundDocument | None) -> Incident:
     return Incident(
         wall=departure.wall,
         by=departure.node,
-        kind=kind,
+        kind=STOPPED if departure.planned else GAVE_UP,
         round=current.number if current is not None else 0,
-        reason=reason,
+        reason=_reason(departure),
         nodes=(departure.node,),
         world_before=current.world_size if current is not None else 0,
         step=(current.last_step or 0) if current is not None else 0,

@@ -15,7 +15,7 @@ from elastic_trainer.membership.effects import Transaction
 from elastic_trainer.membership.health import Incident
 from elastic_trainer.membership.rollback_guard import STATE_ORDER
 from elastic_trainer.model import Cause, RecoveryMode
-from elastic_trainer.store.api import Delete, Operation, Put, created_at, unchanged
+from elastic_trainer.store.api import Delete, Operation, Put, Read, created_at, unchanged
 from elastic_trainer.store.keys import RunKeys
 
 ATTEMPT_S = 1.5
@@ -33,20 +33,27 @@ class Author:
 
 
 def round_write(
-    author: Author, document: RoundDocument, over: int, wall: float, *more: Put, limit_s: float = ATTEMPT_S
+    author: Author,
+    document: RoundDocument,
+    over: int,
+    wall: float,
+    *more: Put,
+    limit_s: float = ATTEMPT_S,
+    left: bool = False,
 ) -> Transaction | None:
     """The write of ``document`` over the one at mod-revision ``over``, with ``more``; None for a node without a key.
 
-    ``wall``: Unix time, for the journal.
+    ``wall``: Unix time, for the journal. ``left``: the open incident is read and stays, as the round before has no
+    survivor who could write its whole record.
     """
     if author.create_revision == 0:
         return None  # who is not shown decides nothing; and as a guard it would mean that the key is absent
     keys = author.keys
     guards = (unchanged(keys.round, over), created_at(keys.node(author.node_id), author.create_revision))
-    return Transaction(guards, (*_writes(author, document, wall), *more), limit_s=limit_s)
+    return Transaction(guards, (*_writes(author, document, wall, left), *more), limit_s=limit_s)
 
 
-def _writes(author: Author, document: RoundDocument, wall: float) -> list[Operation]:
+def _writes(author: Author, document: RoundDocument, wall: float, left: bool) -> list[Operation]:
     keys = author.keys
     entry = JournalEntry(
         wall=wall,
@@ -61,6 +68,8 @@ def _writes(author: Author, document: RoundDocument, wall: float) -> list[Operat
     writes: list[Operation] = [Put(keys.round, document.encode()), Put(keys.event(number), entry.encode())]
     if document.state is RoundState.BROKEN:
         writes.append(Put(keys.open_incident, _opened(author, document, wall).encode()))
+    elif left:
+        writes.append(Read(keys.open_incident))
     elif document.state in (RoundState.ACTIVE, RoundState.CLOSED):
         writes.append(Delete(keys.open_incident))  # its whole record follows, by the next round's first node
     if number > JOURNAL_LENGTH:

@@ -26,6 +26,7 @@ from elastic_trainer.membership.composition import broken, compose
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.failure_budget import FailureBudget, count, count_lives
 from elastic_trainer.membership.reachability import apart, left_out
+from elastic_trainer.membership.shard_groups import has_places, in_groups, newest_groups
 from elastic_trainer.model import Cause, RecoveryMode
 
 FALSE_STARTS = 2
@@ -83,19 +84,24 @@ def _turn(view: ClusterView, now: float) -> float | None:
 
 def _first_round(view: ClusterView, now: float) -> Decision:
     """Nobody of an earlier round is left: gather min to max nodes, with a last call."""
-    limits, ready, seen = view.limits, candidates(view), view.sightings
+    limits, ready, seen = view.limits, in_groups(view, candidates(view)), view.sightings
     if decision := _cannot_begin(view):
         return decision
     if len(ready) >= limits.max_nodes:
         return _form(view, ready, f"all {limits.max_nodes} nodes are here")
     if len(ready) < limits.min_nodes or seen.enough_since is None:
-        return Decision(Action.WAIT, f"{len(ready)} of at least {limits.min_nodes} nodes are ready")
+        return _too_few(view, len(ready))
     quiet = seen.candidates_since + limits.last_call_s - now
     bound = seen.enough_since + limits.last_call_limit_s - now
     left = min(quiet, bound)
     if left <= 0.0:
         return _form(view, ready, f"{len(ready)} nodes are here and the last call is over")
     return Decision(Action.WAIT, "last call for more nodes", again_in_s=left)
+
+
+def _too_few(view: ClusterView, usable: int) -> Decision:
+    grouped = f" in whole groups of {view.limits.shard_nodes}" if has_places(view.limits) else ""
+    return Decision(Action.WAIT, f"{usable} of at least {view.limits.min_nodes} nodes are ready{grouped}")
 
 
 def _next_round(view: ClusterView, current: RoundDocument, now: float) -> Decision:
@@ -158,11 +164,14 @@ def _break(current: RoundDocument, lost: dict[str, str]) -> Decision:
 
 def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     """An active round in which all is well: let nodes leave, take newcomers in, in batches."""
-    leaving = [node.id for _, node in live_members(view) if node.record.state is NodeState.DRAINING]
+    alive = [node for _, node in live_members(view)]
+    leaving = [node.id for node in alive if node.record.state is NodeState.DRAINING]
     fresh = [node for node in newcomers(view) if not _tried_without(view, current, node)]
     staying = len(current.members) - len(leaving)
-    size = view.limits.fitting(staying + len(fresh))
-    joining = [node.id for node in fresh[: max(0, size - staying)]]
+    able = in_groups(view, [node for node in alive if node.id not in leaving] + fresh)
+    size = view.limits.fitting(len(able))
+    chosen = able[: size if has_places(view.limits) else max(size, staying)]
+    joining = [node.id for node in chosen if node in fresh]
     spare = (
         0 < size < staying
     )  # in the middle of a call of the script's all survivors went on, whatever sizes are allowed
@@ -175,9 +184,14 @@ def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
         )
         if left > 0.0 and len(current.members) >= view.limits.min_nodes:
             return Decision(Action.WAIT, "collecting newcomers", again_in_s=left)
-    changes = (_verb(leaving, "leave"), _verb(joining, "join"), f"a round may have {size} nodes" if spare else "")
+    dropped = [node.id for node in alive if node.id not in leaving and node not in chosen]
+    changes = (
+        _verb(leaving, "leave"),
+        _verb(joining, "join"),
+        _spare(view, dropped) if has_places(view.limits) else f"a round may have {size} nodes" if spare else "",
+    )
     reason = "; ".join(change for change in changes if change)
-    update = {"state": RoundState.DRAINING, "reason": reason, "next": _after_drain(view, current, joining, reason)}
+    update = {"state": RoundState.DRAINING, "reason": reason, "next": _after_drain(view, current, chosen, reason)}
     return Decision(Action.DRAIN, reason, current.model_copy(update=update))
 
 
@@ -187,19 +201,29 @@ def _tried_without(view: ClusterView, current: RoundDocument, node: NodeView) ->
     return restarts and current.left_out == node.id and node.record.ended_by is not None
 
 
+def _spare(view: ClusterView, names: list[str]) -> str:
+    """Who has no whole group any more."""
+    places = (f"{name} (place {view.nodes[name].record.place})" for name in names)
+    return f"without a whole shard group: {', '.join(places)}" if names else ""
+
+
 def _verb(names: list[str], verb: str) -> str:
     if not names:
         return ""
     return f"node {names[0]} {verb}s" if len(names) == 1 else f"nodes {', '.join(names)} {verb}"
 
 
-def _after_drain(view: ClusterView, current: RoundDocument, joining: list[str], reason: str) -> RoundDocument | None:
+def _after_drain(
+    view: ClusterView, current: RoundDocument, chosen: list[NodeView], reason: str
+) -> RoundDocument | None:
     """In place: the complete next round. None where workers are restarted, or too few nodes would be left."""
     if view.limits.recovery is RecoveryMode.RESTART:
         return None
-    staying = [node for _, node in live_members(view) if node.record.state is NodeState.READY]
-    chosen = staying + [view.nodes[name] for name in joining]
-    if not staying or view.limits.fitting(len(chosen)) != len(chosen):
+    members = {node.id for _, node in live_members(view)}
+    chosen = in_groups(
+        view, [node for node in chosen if node.id not in members or node.record.state is NodeState.READY]
+    )
+    if not members.intersection(node.id for node in chosen) or view.limits.fitting(len(chosen)) != len(chosen):
         return None  # the state must be made durable before the last who hold it in memory are gone
     return compose(view, chosen, reason, FailureBudget(current.last_step, current.failures, current.stalled))
 
@@ -233,8 +257,8 @@ def _regroup(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     if silent:
         return Decision(Action.WAIT, f"waiting for {', '.join(silent)} to be free", again_in_s=min(left))
     ready = candidates(view)
-    if len(ready) < view.limits.min_nodes:
-        return Decision(Action.WAIT, f"{len(ready)} of at least {view.limits.min_nodes} nodes are ready")
+    if (usable := len(in_groups(view, ready))) < view.limits.min_nodes:
+        return _too_few(view, usable)
     return _follow(view, current, ready)
 
 
@@ -247,8 +271,9 @@ def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeVi
     """
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
     if not all(node.record.joinable for node in survivors):
-        return survivors
-    return ready[: max(view.limits.min_nodes, len(survivors), len(current.members))]
+        return in_groups(view, survivors)
+    most = max(view.limits.min_nodes, len(survivors), len(current.members))
+    return in_groups(view, ready)[: most - most % view.limits.shard_nodes]
 
 
 def _bound_s(view: ClusterView, current: RoundDocument, node: NodeView) -> float:
@@ -281,13 +306,21 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
     if verdict and suspect is None:
         return _failed(current, f"{verdict}: {reason}")
     absent = suspect or left_out(ready, tally.stalled, view.limits.min_nodes)
-    if absent is not None:
-        ready = [node for node in ready if node is not absent]
+    others = [node for node in ready if node is not absent]
+    if absent is not None and (restarts or _without_haste(view, current, others)):
+        ready = others
         why = "which others cannot reach" if suspect is None else f"whose workers alone failed: {verdict}"
         reason = f"node {absent.id} is left out, {why}: {reason}"
+    else:
+        absent = None
     ready = _fitting(view, ready if restarts else _without_haste(view, current, ready))
+    if not ready:
+        return Decision(Action.WAIT, "the survivors make no whole group for the call of the script's that they are in")
     if (pair := apart(ready)) is not None:
         return Decision(Action.WAIT, f"nodes {pair[0]} and {pair[1]} cannot reach each other, and both are needed")
+    if has_places(view.limits):
+        spares = [node.id for node in candidates(view) if same_life(view, node) and node not in ready]
+        reason = "; ".join(filter(None, (reason, _spare(view, spares))))
     document = compose(
         view,
         ready,
@@ -307,9 +340,7 @@ def _fitting(view: ClusterView, ready: list[NodeView]) -> list[NodeView]:
     if not all(node.record.joinable for node in ready if same_life(view, node)):
         return ready[: view.limits.max_nodes]
     held = {node.id: identity.step for node in ready if (identity := node.record.identity) and same_life(view, node)}
-    newest_first = sorted(ready, key=lambda node: -held.get(node.id, -1))
-    chosen = {node.id for node in newest_first[: view.limits.fitting(len(ready))]}
-    return [node for node in ready if node.id in chosen]
+    return newest_groups(view.limits, ready, view.limits.fitting(len(ready)), held)
 
 
 def _suspect(view: ClusterView, tally: FailureBudget, ready: list[NodeView]) -> NodeView | None:

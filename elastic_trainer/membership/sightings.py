@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic_trainer.membership.cluster_view import ClusterView, Sightings, candidates, losses, newcomers
+from elastic_trainer.membership.shard_groups import in_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,9 @@ class Tracker:
         round_changed = round_revision != self.round_revision
         after = Sightings(
             candidates_since=now if names != self.candidates else before.candidates_since,
-            enough_since=_since(before.enough_since, len(ready) >= view.limits.min_nodes, now, restart=round_changed),
+            enough_since=_since(
+                before.enough_since, len(in_groups(view, ready)) >= view.limits.min_nodes, now, restart=round_changed
+            ),
             newcomers_since=_since(before.newcomers_since, bool(newcomers(view)), now, restart=round_changed),
             round_since=now if round_changed else before.round_since,
             failing_since=_since(before.failing_since, bool(losses(view)), now, restart=round_changed),

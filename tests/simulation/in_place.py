@@ -6,17 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_trainer.errors import LeaseLostError, TransientError
+from elastic_trainer.membership.cluster_view import ClusterView, NodeView, Sightings
 from elastic_trainer.membership.documents import Ghost, NodeRecord, NodeState, RoundDocument, RoundMember
 from elastic_trainer.membership.documents import RoundState as State
 from elastic_trainer.membership.round_write import RoundFailure
+from elastic_trainer.membership.shard_groups import has_places, move, place_of
 from elastic_trainer.model import Cause
 from tests.simulation.agents import Agent, Watcher
 from tests.simulation.loop import Process, Signal
-from tests.simulation.node import SimNode
+from tests.simulation.node import KEYS, SimNode
 
 CHANNEL_S = 0.001
 """Between an agent and its worker."""
 LOOK_AGAIN_S = 1.0
+PATIENCE_S = 4.0
+"""How long a spare that holds state waits for its place in a group to be made whole by others."""
 
 
 class InPlace(Agent):
@@ -34,7 +38,9 @@ class InPlace(Agent):
         self._wanted = Signal()
         self._new_worker()
         node.see = self._see
+        self._named_since: float | None = None
         node.start()
+        self._look_for_place_later()
         self.host.start(self._write())
         self._publish()
         self._warm_up()
@@ -48,11 +54,47 @@ class InPlace(Agent):
         self._waits = False
         """Whether the worker is free and waits for a place."""
         self._formation: RoundDocument | None = None
+        self._take_place()
+
+    def _take_place(self) -> None:
+        """With shard groups of several nodes: as the agent does before its workers start."""
+        if has_places(self.node.limits):
+            place = place_of(self._run().nodes.values(), self.name, self.node.limits.shard_nodes)
+            self.base = self.base.model_copy(update={"place": place})
+
+    def _run(self) -> ClusterView:
+        """What a read of the whole run gives."""
+        read, reached = self.node.etcd.read, self.node.link.whole and not self.node.etcd.down
+        nodes = {}
+        for item in read(KEYS.nodes, KEYS.nodes + "\x7f") if reached else ():
+            if (name := KEYS.node_id(item.key)) is not None:
+                record = NodeRecord.decode(item.value, item.key)
+                nodes[name] = NodeView(name, item.create_revision, item.mod_revision, record)
+        found = read(KEYS.round, None) if reached else ()
+        document = RoundDocument.decode(found[0].value, KEYS.round) if found else None
+        return ClusterView(self.name, nodes, document, self.node.limits, Sightings(), "")
+
+    def _look_for_place_later(self) -> None:
+        if self.alive and has_places(self.node.limits):
+            self.loop.after(LOOK_AGAIN_S, lambda: self.host.deliver(self._look_for_place))
+
+    def _look_for_place(self) -> None:
+        """Begin anew at another place if that makes one more group whole, and stays so."""
+        self._look_for_place_later()
+        found = move(self._run()) if self.place is None and not self._ended else None
+        if found is None or found[0].id != self.name:
+            self._named_since = None
+        elif self._named_since is None:
+            self._named_since = self.loop.now
+        elif self.loop.now - self._named_since >= (PATIENCE_S if self.step is not None else 0.0):
+            self._named_since, self.step = None, None
+            self.crash_worker()
 
     def _warm_up(self) -> None:
         self.soon(self.chance.uniform(0.1, 0.8), self._start)
 
     def _start(self) -> None:
+        self._take_place()
         self._ended = False
         self._worker_is_free(planned=False)
 

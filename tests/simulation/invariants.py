@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from elastic_trainer.membership.cluster_view import Limits
-from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
+from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.rollback_guard import position
 from elastic_trainer.model import Incarnation
 
@@ -16,6 +16,7 @@ NO_REPLACED = "an incarnation that was replaced never trains in a later round"
 STAYS_CLOSED = "a closed run stays closed"
 KEEP_ORDER = "survivors keep their order, newcomers come behind"
 WITHIN_LIMITS = "a round has a number of nodes that is allowed"
+WHOLE_GROUPS = "a round is made of whole groups, and a node keeps its place while its workers live"
 LIVENESS = "training goes on, or the run is closed with a reason"
 
 
@@ -38,6 +39,8 @@ class Invariants:
         self._entered: dict[str, int] = {}
         self._former: set[str] = set()
         """Rounds of the store as it was before it went back."""
+        self._places: dict[tuple[str, int], int | None] = {}
+        """By node and life."""
         self._rounds: dict[int, tuple[str, tuple[RoundMember, ...]]] = {}
         self.restored()
         self._went_back = False
@@ -50,6 +53,14 @@ class Invariants:
         self._rounds = {}
         self._incarnations: dict[str, Incarnation] = {}
         self._closed: int | None = None
+
+    def shows(self, name: str, record: NodeRecord) -> None:
+        """A node's key was written. A node may look for its place until its workers have sharded the model."""
+        if record.state is NodeState.WARMING:
+            return
+        known = self._places.setdefault((name, record.life), record.place)
+        if known != record.place:
+            raise Violation(WHOLE_GROUPS, f"{name} goes from place {known} to {record.place}")
 
     def wrote(self, document: RoundDocument) -> None:
         """The round document was written."""
@@ -87,6 +98,10 @@ class Invariants:
         if document.members and self._limits.fitting(len(document.members)) != len(document.members):
             raise Violation(WITHIN_LIMITS, f"round {document.number} has {len(document.members)} nodes")
         self._check_order(document)
+        size = self._limits.shard_nodes
+        for at, member in enumerate(document.members if size > 1 else ()):
+            if (place := self._places.get((member.node, member.life))) != at % size:
+                raise Violation(WHOLE_GROUPS, f"{_words(document)}: {member.node} of place {place} is number {at}")
         for member in document.members:
             if self._went_back and self._created(member.node) != member.create_revision:
                 continue  # decided on what was seen before the restore: it means a key of the former history
@@ -96,11 +111,16 @@ class Invariants:
             self._incarnations[member.node] = member.incarnation
 
     def _check_order(self, document: RoundDocument) -> None:
+        """Of groups, those that both rounds have keep theirs."""
         _, before = self._rounds.get(document.number - 1, ("", ()))
-        place = {(member.node, member.create_revision): at for at, member in enumerate(before)}
-        places = [place.get((member.node, member.create_revision), len(place)) for member in document.members]
+        place = {group: at for at, group in enumerate(self._groups(before))}
+        places = [place.get(group, len(place)) for group in self._groups(document.members)]
         if places != sorted(places):
             raise Violation(KEEP_ORDER, f"{_words(document)}: {places} of the round before")
+
+    def _groups(self, members: Sequence[RoundMember]) -> list[tuple[tuple[str, int], ...]]:
+        size, keys = self._limits.shard_nodes, [(member.node, member.create_revision) for member in members]
+        return [tuple(keys[first : first + size]) for first in range(0, len(keys), size)]
 
     def entered(self, name: str, number: int) -> None:
         """The worker of node ``name`` has begun to form a round."""

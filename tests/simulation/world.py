@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic_trainer.membership.cluster_view import Limits
-from elastic_trainer.membership.documents import Ghost, Identity, RoundDocument, RoundState, RunResult
+from elastic_trainer.membership.documents import Ghost, Identity, NodeRecord, RoundDocument, RoundState, RunResult
 from elastic_trainer.model import Incarnation, RecoveryMode
 from elastic_trainer.store.api import EventKind, WatchEvent
 from tests.simulation.agents import Agent, Place
@@ -67,7 +67,7 @@ class World:
             failure_limit=chance.choice([3, 1000, 1000, 1000]),
             stalled_rounds=chance.choice([10, 1000, 1000, 1000]),
         )
-        self.limits = limits if limits is not None else random_limits
+        self.limits = limits if limits is not None else _grouped(random_limits, random.Random(f"groups {seed}"))
         self.loop = Loop()
         self.etcd = Etcd(self.loop, chance)
         self.etcd.on_write = self._wrote
@@ -164,6 +164,8 @@ class World:
 
     def _wrote(self, events: Sequence[WatchEvent]) -> None:
         for event in events:
+            if event.kind is EventKind.PUT and (name := KEYS.node_id(event.item.key)) in self.agents:
+                self.invariants.shows(name, NodeRecord.decode(event.item.value, event.item.key))
             if event.item.key == KEYS.round and event.kind is EventKind.PUT:
                 self.round = RoundDocument.decode(event.item.value, event.item.key)
                 self.counts.rounds += self.round.state is RoundState.ACTIVE
@@ -437,6 +439,16 @@ class World:
                 f"key={agent.node.key.create_revision} lost={agent.node.key.lost} {_short(agent)}"
             )
         return "\n".join(lines)
+
+
+def _grouped(limits: Limits, chance: random.Random) -> Limits:
+    """``limits``, of some schedules with shard groups of several nodes."""
+    size = chance.choice([1, 1, 1, 2, 2, 3])
+    if size == 1 or limits.recovery is RecoveryMode.RESTART:
+        return limits
+    least, most = chance.choice([(1, 1), (1, 2), (1, 2), (1, 3), (2, 3)])
+    sizes = tuple(size * count for count in range(least, most + 1))
+    return replace(limits, min_nodes=sizes[0], max_nodes=sizes[-1], sizes=sizes, shard_nodes=size)
 
 
 def _short(agent: Agent) -> str:

@@ -1,20 +1,30 @@
 """Which numbers of nodes a round may have, from ``--nnodes`` and the options. Pure.
 
-*Fails by* ConfigError if none is left.
+*Fails by* ConfigError if none is left, and for numbers that do not divide into shard groups.
 """
 
 from __future__ import annotations
+
+import math
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import RendezvousOptions
 
 
 def allowed_sizes(options: RendezvousOptions, low: int, high: int) -> tuple[int, ...]:
-    """Those from ``low`` to ``high`` that ``sizes`` and ``multiple_of`` allow, rising; empty: all."""
-    if options.sizes is None and options.multiple_of == 1:
+    """Those from ``low`` to ``high`` that ``sizes``, ``multiple_of`` and ``shard_nodes`` allow, rising; empty: all."""
+    named = {int(size) for size in options.sizes.split(":")} if options.sizes else None
+    group = options.shard_nodes
+    for given, counts in ((f"--nnodes {low}:{high}", {low, high}), (f"sizes={options.sizes}", named or ())):
+        if any(count % group for count in counts):
+            raise ConfigError(
+                f"{given} does not divide into shard groups of {group} nodes (--rdzv-conf shard_nodes={group})",
+                hint=f"these numbers count nodes, not groups: give multiples of {group}",
+            )
+    if named is None and options.multiple_of == group == 1:
         return ()
-    named = {int(size) for size in options.sizes.split(":")} if options.sizes else range(low, high + 1)
-    allowed = tuple(sorted(size for size in named if low <= size <= high and size % options.multiple_of == 0))
+    step = math.lcm(options.multiple_of, group)
+    allowed = tuple(size for size in sorted(named or range(low, high + 1)) if low <= size <= high and size % step == 0)
     if not allowed:
         given = f"sizes={options.sizes}" if options.sizes else f"multiple_of={options.multiple_of}"
         raise ConfigError(

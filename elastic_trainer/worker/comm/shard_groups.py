@@ -72,12 +72,10 @@ def form_shard_groups(
 
     def make() -> tuple[Any, list[Any], Any]:
         whole = made(f"shards/{number}", place, size)
-        dims = [whole]
-        if len(layout.shape) > 1:
-            dims = [
-                made(f"{name}/{number}/{layout.members(dim)[0]}", layout.coordinate[dim], layout.shape[dim])
-                for dim, name in enumerate(layout.names)
-            ]
+        dims = [  # never the whole group: where ranks call the model unequally often, its sums find that out
+            made(f"{name}/{number}/{layout.members(dim)[0]}", layout.coordinate[dim], layout.shape[dim])
+            for dim, name in enumerate(layout.names)
+        ]
         return whole, dims, made(f"copies/{place}", number, count)
 
     aside = Aside(make, brief=True)
@@ -103,4 +101,9 @@ def _check_alike(layout: ShardLayout, control: Control) -> None:
     if mine != rows[0]:
         raise ConfigError(
             f"the device mesh {described} of this rank is not that of rank 0", hint="make the same mesh on all nodes"
+        )
+    if control.rank % layout.size != layout.place and all(row == mine for row in rows):
+        raise ConfigError(
+            f"rank {control.rank} holds the shards of place {layout.place}, and is needed at another",
+            hint="start all nodes with one --rdzv-conf shard_nodes",
         )

@@ -159,3 +159,5 @@ def test_a_disagreement_is_reported_in_words() -> None:
     assert mine.disagreement(in_place) == "recovery in_place here, restart in the run"
     pairs = Spec(min_nodes=2, max_nodes=4, sizes=(2, 4))
     assert mine.disagreement(pairs) == "sizes 2, 4 here, all in the run"
+    grouped = pairs.model_copy(update={"shard_nodes": 2})
+    assert mine.disagreement(grouped) == "shard_nodes 2 here, 1 in the run"

@@ -8,10 +8,10 @@ from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.composition import broken
 from elastic_trainer.membership.documents import Departure, NodeRecord, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.health import Incident
-from elastic_trainer.membership.parting import parting
+from elastic_trainer.membership.parting import closing, is_left, parting
 from elastic_trainer.membership.round_write import Author, round_write
 from elastic_trainer.model import Cause
-from elastic_trainer.store.api import Delete, Put
+from elastic_trainer.store.api import Delete, Put, TransactionResult
 from elastic_trainer.store.keys import RunKeys
 from tests.support.memory_store import MemoryStore
 from tests.unit.membership.test_own_key import OLD, Owner
@@ -23,10 +23,14 @@ def departure(*, planned: bool) -> Departure:
     return Departure(wall=5.0, node="a", planned=planned, reason="SIGTERM" if planned else "no peer", exit_code=143)
 
 
+def leave(store: MemoryStore, departure: Departure) -> TransactionResult:
+    guards, if_last, else_ = parting(KEYS, departure, None)
+    return store.transact(guards, if_last, else_, deadline=Deadline.after(5.0))
+
+
 def left(store: MemoryStore, *, planned: bool) -> tuple[Departure | None, list[str]]:
     """What is in the store when node a has left: the departure, and what incidents say."""
-    guards, if_last, else_ = parting(KEYS, departure(planned=planned), None)
-    store.transact(guards, if_last, else_, deadline=Deadline.after(5.0))
+    leave(store, departure(planned=planned))
     found = store.get(KEYS.departure, Deadline.after(5.0)).first
     incidents = store.range(KEYS.incidents, Deadline.after(5.0)).items
     said = [Incident.decode(each.value, each.key).reason for each in incidents]
@@ -52,6 +56,45 @@ def test_a_node_that_leaves_others_behind_is_no_end(planned: bool) -> None:
     assert len(said) == (0 if planned else 1)
     store.transact([], [Delete(KEYS.node("b"))], deadline=Deadline.after(5.0))
     assert left(store, planned=planned)[0] is not None
+
+
+def test_the_last_node_closes_what_no_round_will() -> None:
+    """A round was broken and none followed: its incident says how the run ended, and is not open for ever."""
+    store = MemoryStore()
+    lost = Incident(wall=3.0, by="a", cause=Cause.NODE_LOST, reason="b is gone", nodes=("b",), open=True)
+    store.transact([], [Put(KEYS.open_incident, lost.encode())], deadline=Deadline.after(5.0))
+    found = leave(store, departure(planned=False)).reads[0].first
+    assert found is not None
+    store.transact(*closing(KEYS, found, departure(planned=False)), deadline=Deadline.after(5.0))
+    items = store.range(KEYS.incidents, Deadline.after(5.0)).items
+    closed, gave_up = (Incident.decode(each.value, each.key) for each in items)
+    assert gave_up.kind == "node_gave_up"
+    assert closed == lost.model_copy(
+        update={"open": False, "reason": "b is gone; node a gave up: no peer (exit code 143)"}
+    )
+
+
+def test_a_round_of_other_nodes_closes_what_nobody_else_can() -> None:
+    """All nodes of a broken round were killed: its incident is in the history, with the round that followed."""
+    store, author = MemoryStore(), Author(KEYS, "c", 1)
+    active = RoundDocument(number=1, nonce="n", state=RoundState.ACTIVE, members=(RoundMember("a", 11, 1, 0, 1),))
+    gone = broken(active, "a is silent", cause=Cause.NODE_LOST, lost=("a",))
+    following = active.model_copy(update={"number": 2, "members": (RoundMember("a", 21, 1, 0, 1),)})
+    assert is_left(gone, following)
+    assert not is_left(gone, active.model_copy(update={"number": 2}))
+    assert not is_left(active, following)
+    for document, left_ in ((gone, False), (following, True)):
+        write = round_write(author, document, 0, 5.0, left=left_)
+        assert write is not None
+        result = store.transact([], write.success, deadline=Deadline.after(5.0))
+    (read,) = result.reads
+    assert read.first is not None
+    store.transact(*closing(KEYS, read.first, None, following), deadline=Deadline.after(5.0))
+    (item,) = store.range(KEYS.incidents, Deadline.after(5.0)).items
+    told = Incident.decode(item.value, item.key)
+    assert (told.open, told.next_round, told.world_after, told.nodes) == (False, 2, 1, ("a",))
+    assert told.reason == "a is silent; all its nodes were lost"
+    assert store.get(KEYS.open_incident, Deadline.after(5.0)).first is None
 
 
 def test_the_next_node_that_comes_takes_it_away() -> None:

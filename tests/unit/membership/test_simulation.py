@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_trainer.membership import cluster_view, composition, core, own_key, round_write, rules
+from elastic_trainer.membership import cluster_view, composition, core, own_key, round_write, rules, shard_groups
 from elastic_trainer.membership.cluster_view import ClusterView
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.rollback_guard import RollbackGuard
 from elastic_trainer.membership.rules import Decision
 from elastic_trainer.store.api import Compare, Field, Relation
+from tests.simulation import in_place
 from tests.simulation.invariants import (
     KEEP_ORDER,
     LIVENESS,
@@ -25,6 +26,7 @@ from tests.simulation.invariants import (
     ONLY_GROW,
     SAME_RANKS,
     STAYS_CLOSED,
+    WHOLE_GROUPS,
     WITHIN_LIMITS,
     Violation,
 )
@@ -162,6 +164,17 @@ def never_return(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(own_key.OwnKey, "away", property(lambda self: False))
 
 
+def forget_the_places(patch: pytest.MonkeyPatch) -> None:
+    """Groups are made of whoever comes, as in restart mode."""
+    for module in (rules, shard_groups):
+        patch.setattr(module, "in_groups", lambda view, ready: list(ready))
+
+
+def never_move(patch: pytest.MonkeyPatch) -> None:
+    """Spares of one place wait for ever for those of another."""
+    patch.setattr(in_place, "move", lambda view: None)
+
+
 @pytest.mark.parametrize(
     ("broken", "rule"),
     [
@@ -176,6 +189,8 @@ def never_return(patch: pytest.MonkeyPatch) -> None:
         (take_one_more, WITHIN_LIMITS),
         (never_return, LIVENESS),
         (forget_what_was_seen, ONLY_GROW),
+        (forget_the_places, WHOLE_GROUPS),
+        (never_move, LIVENESS),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -31,3 +31,21 @@ def test_sizes_of_which_none_is_between_min_and_max_are_an_error(options: dict[s
     """With the option and --nnodes, before anything starts."""
     with pytest.raises(ConfigError, match=f"{given} allows no number of nodes of --nnodes 1:8"):
         allowed_sizes(rendezvous_options(options), 1, 8)
+
+
+def test_with_shard_groups_sizes_are_multiples_of_their_nodes() -> None:
+    """--nnodes counts nodes, as torchrun means it: 2:8 with groups of two are one to four groups."""
+    assert allowed_sizes(rendezvous_options({"shard_nodes": "2"}), 2, 8) == (2, 4, 6, 8)
+    assert allowed_sizes(rendezvous_options({"shard_nodes": "2", "multiple_of": "4"}), 2, 8) == (4, 8)
+    assert allowed_sizes(rendezvous_options({"shard_nodes": "2", "sizes": "2:8"}), 2, 8) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "high", "given"), [({}, 7, "--nnodes 2:7"), ({"sizes": "2:3:8"}, 8, "sizes=2:3:8")]
+)
+def test_numbers_that_do_not_divide_into_shard_groups_are_an_error(
+    options: dict[str, str], high: int, given: str
+) -> None:
+    """They would leave nodes idle that the user counts on."""
+    with pytest.raises(ConfigError, match=f"{given} does not divide into shard groups of 2 nodes"):
+        allowed_sizes(rendezvous_options({"shard_nodes": "2", **options}), 2, high)

@@ -1,0 +1,87 @@
+"""The place of this node in shard groups of several nodes: taken before its workers start, changed while it is a spare.
+
+*Runs in* torchrun's main thread (``take``) and a thread named ``places``, which it owns.
+*Fails by* nothing: a place that others have too leaves this node a spare, until it or another one changes.
+*Invariant*: the place is that of all workers of one life, since they hold its shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic_trainer.agent.workers.conductor import Conductor
+from elastic_trainer.agent.workers.duty import IDLE_S, Duty
+from elastic_trainer.clock import SYSTEM, Clock, pause
+from elastic_trainer.membership.cluster_view import ClusterView, NodeView, Sightings
+from elastic_trainer.membership.documents import NodeState, RoundState
+from elastic_trainer.membership.member import Member
+from elastic_trainer.membership.shard_groups import has_places, move, place_of
+
+SETTLE_S, SETTLES = 0.25, 20
+"""How long nodes that begin at once wait for what the others take, and how often."""
+LOOK_S = 2.0
+"""How often a spare looks; of hundreds of nodes each looks more rarely."""
+CROWD = 50
+PATIENCE_S = 30.0
+"""How long a spare that holds state waits until another node takes the place that its group lacks."""
+
+
+class NodePlace:
+    """See the module. ``nodes()`` are all nodes of the run, read from the store."""
+
+    def __init__(
+        self,
+        member: Member,
+        node: str,
+        nodes: Callable[[], dict[str, NodeView]],
+        conductor: Conductor,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._member, self._node, self._nodes, self._conductor = member, node, nodes, conductor
+        self._clock = clock
+        self._since: float | None = None
+        """Since when this node is the one that should begin anew."""
+        self._duty = Duty("places", self.turn, clock)
+
+    def start(self) -> None:
+        self._duty.start()
+
+    def close(self) -> None:
+        self._duty.close()
+
+    def take(self, announce: Callable[[int | None], None]) -> int | None:
+        """Announce the place for workers that begin; None where nodes have no places."""
+        if not has_places(self._member.limits):
+            announce(None)
+            return None
+        place = None
+        for _ in range(SETTLES):
+            found = place_of(self._nodes().values(), self._node, self._member.limits.shard_nodes)
+            if found == place:
+                break
+            place = found
+            announce(place)
+            pause(SETTLE_S)
+        return place
+
+    def turn(self) -> float:
+        """Begin anew at another place if the run is better off with that; seconds until the next look."""
+        if not has_places(self._member.limits):
+            return IDLE_S
+        seen, mine = self._member.look(), self._member.shown()
+        current = seen.round
+        trains = current is not None and current.state is not RoundState.BROKEN and current.member(self._node)
+        if trains or mine is None or mine.state is not NodeState.READY or not seen.connected:
+            self._since = None
+            return LOOK_S
+        nodes = self._nodes()
+        found = move(ClusterView(self._node, nodes, current, self._member.limits, Sightings(), nonce=""))
+        now = self._clock.monotonic()
+        if found is None or found[0].id != self._node:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        elif now - self._since >= (PATIENCE_S if mine.identity is not None else LOOK_S):
+            self._since = None
+            self._conductor.begin_anew(f"this spare is needed at place {found[1]} of a shard group")
+        return LOOK_S * max(1.0, len(nodes) / CROWD)

@@ -1,0 +1,112 @@
+"""Which nodes make up shard groups of several nodes, by the places that their workers hold shards for. Pure.
+
+A node has one place for as long as its workers live: they hold that place's shards. A round is made of whole groups,
+ranks group by group, so member i of a round is at place ``i % size`` of group ``i // size``. Nodes without a group are
+spares, until some other node takes the place that is missing. In restart mode any node can have any place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from elastic_trainer.membership.cluster_view import (
+    ClusterView,
+    Limits,
+    NodeView,
+    candidates,
+    is_ghost,
+    same_life,
+)
+from elastic_trainer.membership.documents import NodeState, RoundState
+from elastic_trainer.model import RecoveryMode
+
+
+def has_places(limits: Limits) -> bool:
+    """Whether nodes have places that they cannot change from round to round."""
+    return limits.shard_nodes > 1 and limits.recovery is RecoveryMode.IN_PLACE
+
+
+def in_groups(view: ClusterView, ready: Sequence[NodeView]) -> list[NodeView]:
+    """Those of ``ready`` that make whole groups, group by group; in each place they keep their order.
+
+    Groups of the present round stay together. What is left of others is put together by places.
+    """
+    if not has_places(view.limits):
+        return list(ready)
+    size, known = view.limits.shard_nodes, {(node.id, node.create_revision): node for node in ready}
+    members = [known.get(member[:2]) for member in view.round.members] if view.round is not None else []
+    before = [members[first : first + size] for first in range(0, len(members), size)]
+    intact = [found for group in before if (found := _whole(group))]
+    kept = {node.id for group in intact for node in group}
+    left = [[node for node in ready if node.record.place == place and node.id not in kept] for place in range(size)]
+    return [node for group in (*intact, *zip(*left, strict=False)) for node in group]
+
+
+def _whole(group: Sequence[NodeView | None]) -> list[NodeView]:
+    """The nodes of ``group``, if all are there, each at its place."""
+    here = [node for i, node in enumerate(group) if node is not None and node.record.place == i]
+    return here if len(here) == len(group) else []
+
+
+def newest_groups(limits: Limits, members: Sequence[NodeView], count: int, held: dict[str, int]) -> list[NodeView]:
+    """The ``count`` nodes of ``members`` (whole groups) that hold the newest steps ``held``, in their order."""
+    size = limits.shard_nodes if has_places(limits) else 1
+    groups = [members[first : first + size] for first in range(0, len(members), size)]
+    newest = sorted(range(len(groups)), key=lambda i: -max(held.get(node.id, -1) for node in groups[i]))
+    return [node for i in sorted(newest[: count // size]) for node in groups[i]]
+
+
+# ---- who takes which place
+
+
+def place_of(nodes: Iterable[NodeView], me: str, size: int) -> int:
+    """The place for workers of ``me`` that begin: the one that is rarest among those that were there before.
+
+    Of nodes that begin at once each gives way to the more senior ones, so that all come to different places.
+    """
+    known = {node.id: node for node in nodes}
+    mine = known.get(me)
+    earlier = [
+        node.record.place
+        for node in known.values()
+        if node.record.place is not None
+        and node is not mine
+        and (mine is None or node.record.state is not NodeState.WARMING or node.create_revision < mine.create_revision)
+    ]
+    taken = Counter(earlier)
+    rarest = [place for place in range(size) if taken[place] == min(taken[each] for each in range(size))]
+    return mine.record.place if mine is not None and mine.record.place in rarest else rarest[0]
+
+
+def move(view: ClusterView) -> tuple[NodeView, int] | None:
+    """The one spare that should begin anew at another place, so that one more group is whole, and that place.
+
+    Whoever holds no state goes first, then whoever holds the oldest. A survivor in the middle of a call that only
+    newcomers could make a whole group with begins anew too, at its own place: they could not follow it there.
+    """
+    limits, current = view.limits, view.round
+    if not has_places(limits):
+        return None
+    stays = (NodeState.WARMING, NodeState.READY)
+    present = [node for node in view.nodes.values() if node.record.state in stays and not is_ghost(view, node)]
+    members = {member.node for member in current.members} if current is not None else set()
+    at_work = members if current is not None and current.state is not RoundState.BROKEN else set()
+    idle = [node for node in present if node.record.state is NodeState.READY and node.id not in at_work]
+    supply = Counter(node.record.place for node in present)
+    wanted = limits.fitting(len(present)) // limits.shard_nodes
+    rarest = min(range(limits.shard_nodes), key=lambda place: supply[place])
+    if supply[rarest] < wanted:
+        able = [node for node in idle if supply[node.record.place] > wanted]
+        return (min(able, key=_worth), rarest) if able else None
+    ready = candidates(view)
+    survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
+    stranded = [node for node in survivors if not node.record.joinable]
+    if at_work or not stranded or in_groups(view, survivors) or not in_groups(view, ready):
+        return None
+    return stranded[0], stranded[0].record.place or 0
+
+
+def _worth(node: NodeView) -> tuple[int, int]:
+    identity = node.record.identity
+    return (identity.step if identity is not None else -1, -node.create_revision)

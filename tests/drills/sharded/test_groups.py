@@ -1,0 +1,172 @@
+"""Shard groups of two nodes: nodes die in one group, in two at once, and fresh ones fill their places.
+
+``ELASTIC_TRAINER_GROUP_KILLS=N`` kills N more at random, one or two at once.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_trainer.clock import pause
+from elastic_trainer.drills.measure import Book
+from elastic_trainer.local.cluster import Node, kill
+from elastic_trainer.membership.documents import NodeState
+from tests.drills.sharded.test_saves import Saved
+from tests.drills.sharded.test_sharded import CLOSE
+
+COUNT = "ELASTIC_TRAINER_GROUP_KILLS"
+KILLS = int(os.environ.get(COUNT, "0"))
+GROUP = 2
+
+
+class Groups(Saved):
+    """Four nodes of one rank each."""
+
+    def members(self) -> list[Node]:
+        """The nodes of the newest round, group by group."""
+        nodes = {node.name: node for node in self.job.nodes}
+        return [nodes[member.node] for member in self.job.document().members]
+
+    def train(self, *nodes: Node) -> list[Node]:
+        """Wait until exactly these make steps together; they, group by group."""
+        self.job.await_world(*(node.name for node in nodes), after=self._before)
+        self._before = self.job.document().number
+        return self.members()
+
+    _before = 0
+
+    def begins(self) -> None:
+        """A fault comes: what follows is a later round."""
+        self._before = self.job.document().number
+
+    def kill_nodes(self, *victims: Node) -> None:
+        """At once: after a death in one group only the other holds the newest shards."""
+        self.begins()
+        assert all(node.running for node in victims)
+        kill([process for node in victims for process in node.family()])
+
+    def ready(self, node: Node) -> Node:
+        """Wait until it could take part in a round: of five nodes the last is a spare at the first place."""
+
+        self.job.wait_for(lambda: self.job.shows(node.name, NodeState.READY), f"{node.name} is not ready")
+        record = self.job.record(node.name)
+        assert record is not None
+        assert record.place == 0
+        return node
+
+    def pids(self, *nodes: Node) -> list[list[int]]:
+        return [self.workers(node) for node in nodes]
+
+
+@pytest.mark.timeout(300 + 60 * KILLS)
+def test_whole_groups_go_on_and_broken_ones_are_put_together(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """A node dies: the other of its group is a spare in its process, until a fresh one, which begins anew at the place,
+    makes it whole. Then one node of each group dies, at different places: the survivors are one group at once.
+
+    It saves all along; workers die and stall in their files. No step is lost, until all workers die at once: no node
+    has a whole state in memory, so they resume what is stored. Each sample counts once, and the result is that of one
+    process.
+    """
+    saves: dict[str, Any] = {"save_every": 6, "snapshot_every_s": 0.1, "patience_s": 2.0}
+    drill = Groups(tmp_path, etcd_endpoint, run_id, pace_s=0.01, sgd=True, most=4, shard_nodes=GROUP, **saves)
+    with drill.job as job:
+        first, second, third, fourth = drill.train(*job.start(4))
+        before, spare = drill.pids(first, third, fourth), drill.ready(job.add())
+        drill.kill_nodes(second)
+        assert drill.train(third, fourth) == [third, fourth]
+        assert drill.train(first, third, fourth, spare) == [third, fourth, first, spare]
+        assert drill.pids(first, third, fourth) == before
+        assert '"place.changed"' in job.log(spare.name)
+        drill.kill_nodes(third, spare)
+        assert drill.train(first, fourth) == [first, fourth]
+        assert drill.pids(first, fourth) == [before[0], before[2]]
+        drill.train(first, fourth, job.add(), job.add())
+        assert drill.pids(first, fourth) == [before[0], before[2]]
+        kill_at_random(drill)
+        fail_in_saves(drill)
+        assert Book(job.lines()).committed_again() == 0
+        kill_one_after_the_other(drill)
+        drill.kill_all()
+        drill.train(*job.running)
+        drill.await_saved()
+        error = drill.ended(tmp_path, restarted=True)
+        logs = "".join(job.log(node.name) for node in job.nodes)
+        assert '"checkpoint.loaded"' in logs
+        assert '"snapshot.rescued"' not in logs
+        assert '"snapshot.loaded"' not in logs
+    print({"error": error})
+    assert error < CLOSE
+
+
+def test_in_restart_mode_nodes_have_no_places(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """All workers start again, each at the place that its rank gives it, and load their shards."""
+    named: dict[str, Any] = {"recovery": "restart", "save_every": 5, "sgd": True, "shard_nodes": GROUP}
+    drill = Groups(tmp_path, etcd_endpoint, run_id, pace_s=0.01, **named)
+    with drill.job as job:
+        first, second = drill.train(*job.start(2))
+        job.await_steps(10)
+        drill.kill_nodes(first)
+        drill.train(second, job.add())
+        error = drill.ended(tmp_path, restarted=True, ranks=GROUP)
+    assert error < CLOSE
+
+
+def fail_in_saves(drill: Groups) -> None:
+    """A worker dies in its file on either node of the group that saves, or its node while the other waits for the file.
+
+    The next checkpoint has what both nodes copied; the others keep their processes.
+    """
+    for kind, place in (("dies", 1), ("dies", 0), ("stalls", 1)):
+        before = {node.name: drill.workers(node) for node in drill.job.running}
+        drill.begins()
+        victim = drill.fail_save(kind, place)
+        if kind == "stalls":
+            assert victim.kill() is not None
+            drill.job.add()
+        drill.train(*drill.job.running)
+        drill.await_saved()
+        left = [node for node in drill.job.running if node.name != victim.name and node.name in before]
+        assert [drill.workers(node) for node in left] == [before[node.name] for node in left]
+
+
+def kill_one_after_the_other(drill: Groups) -> None:
+    """A node of each group at different places: the second once its group is ahead, or while it goes ahead.
+
+    If it was ahead nobody holds a whole state. The others keep their processes then too, and load a checkpoint.
+    """
+    chance = random.Random(int(os.environ.get("ELASTIC_TRAINER_KILL_SEED", "1")))
+    for turn in range(max(1, KILLS)):
+        drill.await_saved()
+        members = drill.members()
+        place = chance.randrange(GROUP)
+        first, second = members[place], members[GROUP + 1 - place]
+        left = [node for node in members if node not in (first, second)]
+        before = drill.pids(*left)
+        drill.kill_nodes(first)
+        if turn % 2:
+            pause(chance.uniform(0.0, 0.3))
+        else:
+            drill.train(*(node for node in members[GROUP:]))
+        drill.kill_nodes(second)
+        drill.train(*left, drill.job.add(), drill.job.add())
+        assert drill.pids(*left) == before
+
+
+def kill_at_random(drill: Groups) -> None:
+    """One node, or one of each group at different places; all others keep their processes."""
+    chance = random.Random(int(os.environ.get("ELASTIC_TRAINER_KILL_SEED", "1")))
+    for _ in range(KILLS):
+        pause(chance.uniform(0.0, 0.5))
+        members = drill.members()
+        place = chance.randrange(GROUP)
+        victims = [members[place], members[GROUP + 1 - place]][: chance.choice([1, 2])]
+        left = [node for node in members if node not in victims]
+        before = drill.pids(*left)
+        drill.kill_nodes(*victims)
+        drill.train(*left, *(drill.job.add() for _ in victims))
+        assert drill.pids(*left) == before
