@@ -2,7 +2,7 @@
 
 Names and their order: layout. State to bytes and back: codec (structure), tensors and tensorfile (data). Bytes to disk:
 image, commit, storage; by several processes: sharing, sharded, joint; beside training: arena, snapshot, background.
-Back: reading, goals, live, inventory. What stays: retention, janitor. Who saves: claim. All together: manager.
+Back: reading, parts, goals, live, inventory. What stays: retention, janitor. Who saves: claim. All together: manager.
 """
 
 from elastic_trainer.checkpoint.arena import Arena, NoRoomError

@@ -24,7 +24,7 @@ from typing import Any
 from elastic_trainer.checkpoint.copying import Cuda, Parts
 from elastic_trainer.checkpoint.image import FileImage, Image
 from elastic_trainer.checkpoint.manifest import Manifest
-from elastic_trainer.checkpoint.snapshot import StateSnapshot, break_seal, mark_stored, places, read, seal_as
+from elastic_trainer.checkpoint.snapshot import StateSnapshot, break_seal, mark_stored, places, read, seal_as, whole
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.telemetry.logs import logger
 
@@ -54,19 +54,28 @@ class Held:
 
 
 class Arena:
-    """See the module. ``files`` are the agent's memory files; without them the slots end with this process."""
+    """See the module. ``files`` are the agent's memory files; without them the slots end with this process.
 
-    def __init__(self, files: Sequence[Path] = (), cuda: Cuda | None = None) -> None:
+    ``beside`` are those of the other places of a sharded state: one that all of them hold is whole.
+    """
+
+    def __init__(self, files: Sequence[Path] = (), cuda: Cuda | None = None, beside: Sequence[Path] = ()) -> None:
         cuda = cuda if cuda is not None else Cuda()
         self._slots = _opened(files, cuda)
         self.lasting = bool(self._slots)
         """Whether the slots outlive this process."""
         if not self._slots:
             self._slots = [_Slot(os.memfd_create(_NAME), cuda) for _ in range(SLOTS)]
-        self._free = list(range(SLOTS))
-        newest = self.newest() if self.lasting else None
-        if newest is not None and newest.descriptor == self._slots[0].descriptor:
-            self._free.reverse()
+        self._beside = _looked_at(beside) if self.lasting else ()
+        self._free = sorted(range(SLOTS), key=self._worth()) if self.lasting else list(range(SLOTS))
+
+    def _worth(self) -> Callable[[int], Any]:
+        """Of a slot, for an order in which a part of the newest whole state comes last, then the newest part."""
+        descriptors = [slot.descriptor for slot in self._slots]
+        own = {each.descriptor: each.order for each in _sound(descriptors)}
+        newest = self.newest()
+        whole = newest.descriptors if newest is not None else ()
+        return lambda slot: (descriptors[slot] in whole, own.get(descriptors[slot], (-1, -1)))
 
     @property
     def full(self) -> bool:
@@ -79,8 +88,8 @@ class Arena:
         return sum(slot.size for slot in self._slots)
 
     def newest(self) -> StateSnapshot | None:
-        """The newest state that a slot holds, of this process or one before it; None if there is none."""
-        return newest([slot.descriptor for slot in self._slots])
+        """The newest whole state in the slots, of this process or one before it; None if there is none."""
+        return newest([*(slot.descriptor for slot in self._slots), *self._beside])
 
     def prepare(self, size: int, *, pinned: bool = False) -> None:
         """Have slots for ``size`` bytes, as far as there is memory. Any thread; what slots hold does not change."""
@@ -117,6 +126,9 @@ class Arena:
         """Give the memory back; nothing is held any more."""
         for slot in self._slots:
             slot.close()
+        beside, self._beside = self._beside, ()
+        for each in beside:
+            os.close(each)
 
 
 def room(image: Image) -> int:
@@ -125,7 +137,12 @@ def room(image: Image) -> int:
 
 
 def newest(descriptors: Sequence[int]) -> StateSnapshot | None:
-    """The newest snapshot in these memory files; damaged ones are logged and passed over."""
+    """The newest whole snapshot in these memory files; damaged ones are logged and passed over."""
+    return max(whole(_sound(descriptors)), key=lambda each: each.order, default=None)
+
+
+def _sound(descriptors: Sequence[int]) -> list[StateSnapshot]:
+    """What these memory files hold, whole or a place's part."""
     found: list[StateSnapshot] = []
     for descriptor in descriptors:
         try:
@@ -135,7 +152,7 @@ def newest(descriptors: Sequence[int]) -> StateSnapshot | None:
             continue
         if snapshot is not None:
             found.append(snapshot)
-    return max(found, key=lambda each: each.order, default=None)
+    return found
 
 
 def _opened(files: Sequence[Path], cuda: Cuda) -> list[_Slot]:
@@ -149,6 +166,12 @@ def _opened(files: Sequence[Path], cuda: Cuda) -> list[_Slot]:
             slot.close()
         return []
     return slots
+
+
+def _looked_at(files: Sequence[Path]) -> tuple[int, ...]:
+    with suppress(OSError):
+        return tuple(os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in files)
+    return ()
 
 
 class _Slot:

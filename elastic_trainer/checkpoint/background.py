@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -20,6 +20,7 @@ from enum import StrEnum
 from elastic_trainer.checkpoint.arena import Arena, Held
 from elastic_trainer.checkpoint.checking import checked, record
 from elastic_trainer.checkpoint.image import Image
+from elastic_trainer.checkpoint.layout import place_of
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed
 from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.clock import Deadline
@@ -48,7 +49,9 @@ class Save:
     turn: int = 0
     """At which file to begin to help: other helpers begin elsewhere."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Set when there is nothing to help with any more."""
+    """Set when there is nothing to help with any more, or a place whose help is needed is gone."""
+    joint: bool = False
+    """Whether it is one place's part of a sharded state, without which no other place can commit."""
     committed: Committed | None = None
     error: Exception | None = None
     done: threading.Event = field(default_factory=threading.Event)
@@ -63,10 +66,9 @@ class BackgroundSaves:
         self._unsealed: list[tuple[Save, Held]] = []
         self._waiting: list[tuple[Save, Held]] = []
         self._unread: list[Save] = []
+        self._under_way: list[Save] = []
         self._busy = False
         self._closed = False
-        self._helping = threading.Event()
-        """Ends the help with the last snapshot: there is a newer one."""
         self._threads: list[threading.Thread] = []
 
     @property
@@ -114,22 +116,51 @@ class BackgroundSaves:
         In memory that outlives this process it waits for the seal of the copy before, too: the other slot holds the
         one state that is left if this process dies meanwhile. NoRoomError if there is no memory for the copy.
         """
-        self._helping.set()
-        with self._changed:
-            self._changed.wait_for(lambda: not (self._arena.full or self.sealing))
+        self._end_help()
+        self.await_slot()
         held = self._arena.hold(image)
-        save = Save(manifest, purpose, turn)
-        self._helping = save.stop
+        save = Save(manifest, purpose, turn, joint=place_of(image.names) is not None)
         with self._changed:
+            self._under_way.append(save)
             self._unsealed.append((save, held))
             self._start()
             self._changed.notify_all()
         return save
 
-    def at_once(self, image: Image, manifest: Manifest) -> Save:
+    def moments(self) -> tuple[tuple[int, int], ...]:
+        """Round and step of the snapshots that are being committed, or wait for it."""
+        with self._changed:
+            saves = [each.manifest for each in self._under_way if each.purpose is SnapshotPurpose.COMMIT]
+        return tuple((each.round, each.step) for each in saves)
+
+    def stop(self, but: Collection[tuple[int, int]] = ()) -> None:
+        """Wait for no other place any more, except for saves of these moments (round and step)."""
+        with self._changed:
+            for save in self._under_way:
+                if save.joint and (save.manifest.round, save.manifest.step) not in but:
+                    save.stop.set()
+
+    def _end_help(self) -> None:
+        """There is a newer state: look no longer for somebody who saves an earlier one."""
+        with self._changed:
+            for save in self._under_way:
+                if save.purpose is SnapshotPurpose.HELP and not save.joint:
+                    save.stop.set()
+
+    def await_slot(self) -> None:
+        """Until :meth:`submit` need not wait."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._arena.full or self.sealing))
+
+    def await_seals(self) -> None:
+        """Until all copies in memory that outlives this process are sealed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.sealing)
+
+    def at_once(self, image: Image, manifest: Manifest, purpose: SnapshotPurpose = SnapshotPurpose.COMMIT) -> Save:
         """Write ``image`` in this thread, behind all that waits: there is no memory for a copy."""
         self.wait()
-        save = Save(manifest)
+        save = Save(manifest, purpose)
         self._write(save, image)
         with self._changed:
             self._report(save)
@@ -142,6 +173,7 @@ class BackgroundSaves:
             if not self._waiting:
                 return None
             save, held = self._waiting.pop()
+            self._under_way.remove(save)
             self._arena.release(held)
         return save
 
@@ -155,7 +187,7 @@ class BackgroundSaves:
 
     def wait(self) -> None:
         """Until nothing is left to be written. Nobody is looked for any more who might want help."""
-        self._helping.set()
+        self._end_help()
         with self._changed:
             self._changed.wait_for(self._nothing_left)
 
@@ -169,7 +201,9 @@ class BackgroundSaves:
         """
         with self._changed:
             self._closed = True
-            self._helping.set()
+            for save in self._under_way:
+                if save.purpose is SnapshotPurpose.HELP or limit_s is not None:
+                    save.stop.set()
             self._changed.notify_all()
         limit = Deadline.after(limit_s) if limit_s is not None else None
         for thread in self._threads:
@@ -200,7 +234,7 @@ class BackgroundSaves:
                 save.error = error
             with self._changed:
                 self._unsealed.pop(0)
-                if save.error is not None:
+                if save.error is not None and not (save.joint and save.purpose is SnapshotPurpose.HELP):
                     self._end(save, held, sealed=False)
                 elif save.purpose is SnapshotPurpose.KEEP:
                     self._end(save, held)
@@ -225,26 +259,28 @@ class BackgroundSaves:
                 if not self._waiting:
                     return
                 save, held = self._waiting.pop(0)
-                self._busy = True
+                self._busy, sealed = True, save.error is None
             self._write(save, held.image)
             with self._changed:
                 if save.committed is not None and self._arena.lasting:
                     self._arena.mark_stored(held)
                 self._busy = False
-                self._end(save, held)
+                self._end(save, held, sealed=sealed)
                 self._changed.notify_all()
 
     def _write(self, save: Save, image: Image) -> None:
         try:
             if save.purpose is SnapshotPurpose.HELP:
-                self._manager.help(image, save.manifest, save.turn, save.stop)
+                refused = save.error is not None
+                self._manager.help(image, save.manifest, save.turn, save.stop, refused=refused)
             else:
-                save.committed = self._manager.commit(image, save.manifest)
+                save.committed = self._manager.commit(image, save.manifest, save.stop)
         except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever saves gets it
             save.error = error
 
     def _end(self, save: Save, held: Held, *, sealed: bool = True) -> None:
         self._arena.release(held, sealed=sealed)
+        self._under_way.remove(save)
         self._report(save)
 
     def _report(self, save: Save) -> None:

@@ -69,6 +69,16 @@ def _judge(storage: Storage, name: str, writer: WriterIdentity) -> Fate:
     return fate(writer, me, living, idle_s)
 
 
+def at_work(storage: Storage, name: str, limit_s: float) -> bool:
+    """Whether the writer of the temporary ``name`` lives; on another machine, whether it has written in ``limit_s``."""
+    writer, me = parse_temporary(name), this_process()
+    living = None if writer is None else alive(writer, me)
+    if living is not None:
+        return living
+    idle_s = _idle_s(storage, name, me)
+    return idle_s is not None and idle_s <= limit_s
+
+
 def _idle_s(storage: Storage, name: str, me: WriterIdentity) -> float | None:
     reference = temporary_name(me)
     try:

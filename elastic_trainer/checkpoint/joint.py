@@ -46,8 +46,13 @@ PATIENCE = 5.0
 """A place may take this many times as long for its file as place 0 took for its own."""
 
 
-def commit_jointly(storage: Storage, image: Image, manifest: Manifest, clock: Clock = SYSTEM) -> Manifest:
-    """Write ``image``, the files of place 0, and publish the checkpoint when those of all other places are there."""
+def commit_jointly(
+    storage: Storage, image: Image, manifest: Manifest, stop: Event | None = None, clock: Clock = SYSTEM
+) -> Manifest:
+    """Write ``image``, the files of place 0, and publish the checkpoint when those of all other places are there.
+
+    After ``stop`` nobody waits for a place any more: one of them is known to be gone.
+    """
     where = place_of(image.names)
     if where is None or where[0] != 0:
         raise StorageError(f"{manifest.name} is not committed: the shards of one place are no checkpoint")
@@ -60,7 +65,7 @@ def commit_jointly(storage: Storage, image: Image, manifest: Manifest, clock: Cl
         if manifest.files not in ((), (first, *rest)):
             raise changed(manifest)
         patience = Deadline.after(max(LEAST_PATIENCE_S, PATIENCE * (clock.monotonic() - began)), clock)
-        others = [_awaited(storage, temporary, offer, place, where[1], patience) for place in range(1, where[1])]
+        others = [_awaited(storage, temporary, offer, place, where[1], patience, stop) for place in range(1, where[1])]
         complete = manifest.with_files((first, *rest, *others))
         _check_whole(storage, temporary, complete, image)
         for name in storage.files(temporary) - {each.name for each in complete.files}:
@@ -72,11 +77,12 @@ def commit_jointly(storage: Storage, image: Image, manifest: Manifest, clock: Cl
 
 
 def write_place(
-    storage: Storage, image: Image, manifest: Manifest, stop: Event, clock: Clock = SYSTEM
+    storage: Storage, image: Image, manifest: Manifest, stop: Event, clock: Clock = SYSTEM, *, refused: bool = False
 ) -> tuple[str, ...]:
     """Write ``image``, the file of a place other than 0, where place 0 saves the state ``manifest``.
 
-    Returns its name; nothing where no place 0 was found in time, before ``stop``, or another replica was faster.
+    Returns its name; nothing where no place 0 was found in time, before ``stop``, or another replica was faster. If it
+    is ``refused``, place 0 learns that in place of the file.
     """
     (file,) = image.files
     limit, tried = Deadline.after(FIND_S, clock), set[str]()
@@ -90,6 +96,9 @@ def write_place(
             if not storage.mark(temporary, f"taken-{file.name}"):
                 tried.add(temporary)  # one step may be saved twice
                 continue
+            if refused:
+                storage.mark(temporary, f"failed-{file.name}")
+                return ()
             _write(storage, temporary, image, offer, manifest)
         except (CheckpointError, OSError) as error:
             if storage.exists(temporary):
@@ -114,7 +123,7 @@ def _write(storage: Storage, temporary: str, image: Image, offer: Manifest, mine
 
 
 def _awaited(
-    storage: Storage, temporary: str, offer: Manifest, place: int, places: int, patience: Deadline
+    storage: Storage, temporary: str, offer: Manifest, place: int, places: int, patience: Deadline, stop: Event | None
 ) -> FileRecord:
     """The record of the file of ``place``, when it is durable; StorageError if that fails or takes too long."""
     file, pause_s = tensors_file(place, places), LOOK_S
@@ -125,13 +134,13 @@ def _awaited(
             return note.file(file)
         if f"failed-{file}" in there:
             raise _missing(storage, place, "could not write its shards there", "its log says why")
-        if patience.expired:
+        if patience.expired or (stop is not None and stop.is_set()):
             what = (
                 "did not write its shards in time" if f"taken-{file}" in there else "did not come to write its shards"
             )
             hint = "it may have died; all nodes of a sharded job must see the same checkpoint directory"
             raise _missing(storage, place, what, hint)
-        pause(pause_s, clock=patience.clock)
+        pause(pause_s, stop, patience.clock)
         pause_s = min(SELDOM_S, 1.2 * pause_s)
 
 

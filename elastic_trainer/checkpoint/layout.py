@@ -46,6 +46,7 @@ _CORRUPT_NAME = re.compile(rf"corrupt-({_CHECKPOINT})-([0-9]{{1,6}})")
 _TENSORS_PART = re.compile(r"tensors-([0-9]{5})-of-([0-9]{5})\.safetensors")
 MOST_PARTS = 99_999
 _SAVES = itertools.count(1)
+_RESCUED = "0000"
 _UNSAFE_IN_HOST = re.compile(r"[^A-Za-z0-9.-]")
 
 
@@ -69,7 +70,22 @@ def ordered_nonce() -> str:
 
     A process may save one step twice (on schedule, and as the best): the later one counts as newer.
     """
-    return f"{next(_SAVES) & 0xFFFF:04x}{secrets.token_hex(4)}"
+    return f"{next(_SAVES) & 0xFFFF or 1:04x}{secrets.token_hex(4)}"
+
+
+def rescued_name(round: int, step: int, turn: int) -> str:
+    """That of a state which the agent of the ``turn``-th node commits without its workers.
+
+    The same step may have other buffers on another node, so no two nodes write under one name. Of several the first
+    node's counts as newest, and a checkpoint of the state by its own process as newer still.
+    """
+    return str(CheckpointName(round=round, step=step, nonce=f"{_RESCUED}{0xFFFF_FFFF - turn:08x}"))
+
+
+def is_rescued(name: str) -> bool:
+    """Whether it is a :func:`rescued_name`."""
+    parsed = parse_checkpoint(name)
+    return parsed is not None and parsed.nonce.startswith(_RESCUED)
 
 
 @dataclass(frozen=True, slots=True, order=True)

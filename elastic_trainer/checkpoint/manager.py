@@ -13,12 +13,12 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.checkpoint import codec, janitor
+from elastic_trainer.checkpoint import codec, janitor, sharing
 from elastic_trainer.checkpoint.claim import Claim, Owner
 from elastic_trainer.checkpoint.commit import check_writable, commit, require_space
 from elastic_trainer.checkpoint.events import Event, EventSink, Transition, announce
@@ -29,9 +29,8 @@ from elastic_trainer.checkpoint.joint import commit_jointly, write_place
 from elastic_trainer.checkpoint.layout import CheckpointName, place_of, quarantine_name, quarantined, trash_name
 from elastic_trainer.checkpoint.live import NOTHING_LIVE, Live
 from elastic_trainer.checkpoint.manifest import Manifest, checked_fields
-from elastic_trainer.checkpoint.reading import read_manifest, read_state, verify
+from elastic_trainer.checkpoint.reading import CheckpointFiles, checked, read_manifest, read_state, verify
 from elastic_trainer.checkpoint.retention import Candidate, Retention, Ruling, by_metric, decide
-from elastic_trainer.checkpoint.sharing import commit_shared, help_write
 from elastic_trainer.checkpoint.snapshot import StateSnapshot
 from elastic_trainer.checkpoint.storage import Storage, open_storage
 from elastic_trainer.checkpoint.storage.locations import is_url
@@ -75,11 +74,10 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A state, every byte of it verified; tensors are on the CPU. ``stored``: it is known to be in storage."""
+    """A state, every byte of it verified; tensors are on the CPU."""
 
     state: dict[str, Any]
     manifest: Manifest
-    stored: bool = True
 
     @property
     def name(self) -> str:
@@ -117,6 +115,11 @@ class CheckpointManager:
         location = self._storage.location
         return location if is_url(location) else os.path.abspath(location)
 
+    @property
+    def files(self) -> CheckpointFiles:
+        """For those who read a checkpoint in parts; they say what became of it: :meth:`loaded`, :meth:`reject`."""
+        return self._storage
+
     # -- saving
 
     def check_writable(self) -> None:
@@ -145,24 +148,37 @@ class CheckpointManager:
             self._failed(self.draft(info), error)
             raise
 
-    def commit(self, image: Image, draft: Manifest) -> Committed:
+    def commit(self, image: Image, draft: Manifest, stop: threading.Event | None = None) -> Committed:
         """Write ``image`` durably under the name of ``draft``, then apply retention.
 
-        StorageError if it cannot be written: nothing is lost, earlier checkpoints are intact.
+        StorageError if it cannot be written: nothing is lost, earlier checkpoints are intact. ``stop``: see joint.
         """
-        result = self.write(image, draft)
+        result = self.write(image, draft, stop)
         self._retain(result.name)
         return result
 
-    def write(self, image: Image, draft: Manifest) -> Committed:
-        """:meth:`commit` without retention: for a process that does not know the policy."""
+    def offered(self, draft: Manifest) -> bool:
+        """Whether another process writes the state of ``draft`` with an ``offer``, and seems to live."""
+        return sharing.offered(self._storage, draft)
+
+    def write(
+        self, image: Image, draft: Manifest, stop: threading.Event | None = None, *, offer: bool = False
+    ) -> Committed:
+        """:meth:`commit` without retention: for a process that does not know the policy.
+
+        ``offer``: others see that it is under way (:meth:`offered`).
+        """
         began = self._clock.monotonic()
         try:
             self._storage.prepare()
             if self._claim is not None:
                 self._claim.take()
             self._make_room(image.size)
-            complete = _way(image, draft)(self._storage, image, draft)
+            if place_of(image.names) is not None:
+                complete = commit_jointly(self._storage, image, draft, stop, self._clock)
+            else:
+                shared = draft.files and (image.shared or offer)
+                complete = (sharing.commit_shared if shared else commit)(self._storage, image, draft)
         except CheckpointError as error:
             self._failed(draft, error)
             raise
@@ -173,11 +189,13 @@ class CheckpointManager:
         self._announce(Event(Transition.COMMITTED, saved.name, values=values))
         return result
 
-    def help(self, image: Image, manifest: Manifest, turn: int, stop: threading.Event) -> tuple[str, ...]:
+    def help(
+        self, image: Image, manifest: Manifest, turn: int, stop: threading.Event, *, refused: bool = False
+    ) -> tuple[str, ...]:
         """Write files of ``image`` for a process that commits the same state; see sharing, and joint for one place."""
         if place_of(image.names) is not None:
-            return write_place(self._storage, image, manifest, stop, self._clock)
-        return help_write(self._storage, image, manifest, turn, stop, self._clock)
+            return write_place(self._storage, image, manifest, stop, self._clock, refused=refused)
+        return sharing.help_write(self._storage, image, manifest, turn, stop, self._clock)
 
     def _failed(self, draft: Manifest, error: CheckpointError) -> None:
         self._announce(Event(Transition.FAILED, draft.name, str(error), {"step": draft.step, "round": draft.round}))
@@ -267,13 +285,13 @@ class CheckpointManager:
         self._known = {each.name: each for each in found}
         return tuple(found)
 
-    def newest(self) -> Entry | None:
-        """The newest checkpoint by its manifest alone; None if there never was one.
+    def newest(self, apart_from: Collection[str] = ()) -> Entry | None:
+        """The newest checkpoint by its manifest alone, of those not ``apart_from``; None if there never was one.
 
         Raises CheckpointError if there are checkpoints, but none with a good manifest.
         """
-        failed: list[str] = []
-        passed_over: set[str] = set()
+        failed = [*apart_from]
+        passed_over = {*apart_from}
         while True:
             names = listed(self._storage)
             untried = tuple(name for name in names if name not in passed_over)
@@ -297,27 +315,40 @@ class CheckpointManager:
 
     # -- loading
 
-    def load(self, wanted: Entry, live: Live = NOTHING_LIVE) -> Loaded:
+    def load(self, wanted: Entry, live: Live = NOTHING_LIVE, check: Callable[[], None] | None = None) -> Loaded:
         """The state of ``wanted``; DamagedError, GoneError or UnreadableError (all CheckpointErrors) otherwise.
 
         Tensors that are ``live`` are overwritten, and are part of what comes back. After an error they hold neither
-        the one state nor the other: load another checkpoint, or end.
+        the one state nor the other: load another checkpoint, or end. ``check()`` raises to end it, between two reads.
         """
-        began = self._clock.monotonic()
-        manifest = read_manifest(self._storage, wanted.name)
-        state = read_state(self._storage, manifest, live)
-        duration_s = self._clock.monotonic() - began
-        values = {"step": manifest.step, "round": manifest.round, "bytes": manifest.size, "duration_s": duration_s}
-        self._announce(Event(Transition.LOADED, manifest.name, values=values))
+        began, files = self._clock.monotonic(), checked(self._storage, check)
+        manifest = read_manifest(files, wanted.name)
+        state = read_state(files, manifest, live)
+        self.loaded(manifest, self._clock.monotonic() - began)
         return Loaded(state, manifest)
 
-    def load_snapshot(self, snapshot: StateSnapshot, live: Live = NOTHING_LIVE) -> Loaded:
+    def load_snapshot(
+        self, snapshot: StateSnapshot, live: Live = NOTHING_LIVE, check: Callable[[], None] | None = None
+    ) -> Loaded:
         """The state that a process of this job has left in memory; DamagedError, and nothing live has changed, if that
         is not as it was.
         """
-        if live is not NOTHING_LIVE:
-            verify(snapshot, snapshot.manifest)  # there need not be another state that could be read over this one
-        return Loaded(read_state(snapshot, snapshot.manifest, live), snapshot.manifest, snapshot.stored)
+        files = checked(snapshot, check)
+        if live is not NOTHING_LIVE and not snapshot.parts:  # a rank verifies no more of a sharded one than it reads
+            verify(files, snapshot.manifest)  # there need not be another state that could be read over this one
+        return Loaded(read_state(files, snapshot.manifest, live), snapshot.manifest)
+
+    def loaded(self, manifest: Manifest, duration_s: float, **values: Any) -> None:
+        """It was read in ``duration_s``."""
+        known = {"step": manifest.step, "round": manifest.round, "bytes": manifest.size, "duration_s": duration_s}
+        self._announce(Event(Transition.LOADED, manifest.name, values={**known, **values}))
+
+    def reject(self, name: str, error: CheckpointError) -> None:
+        """The checkpoint ``name`` cannot be loaded: quarantine it if it is damaged, report it if it cannot be read."""
+        if isinstance(error, DamagedError):
+            self._quarantine(name, error)
+        elif isinstance(error, UnreadableError):
+            self._skip(Problem(name, error))
 
     def load_newest(self, live: Live = NOTHING_LIVE) -> Loaded | None:
         """The newest state that is whole; None if there never was a checkpoint. ``live`` is as in :meth:`load`.
@@ -337,14 +368,25 @@ class CheckpointManager:
                 return None
             tried.add(name)
             try:
-                return self.load(entry(self._storage, name), live)
+                loaded = self.load_named(name, live)
             except GoneError:
                 continue
-            except DamagedError as error:
-                self._quarantine(name, error)
-            except UnreadableError as error:
-                self._skip(Problem(name, error))
+            if loaded is not None:
+                return loaded
             failed.append(name)
+
+    def load_named(
+        self, name: str, live: Live = NOTHING_LIVE, check: Callable[[], None] | None = None
+    ) -> Loaded | None:
+        """The state of the checkpoint ``name``; None, and reported, if it is damaged (then quarantined) or unreadable.
+
+        GoneError if it is not there.
+        """
+        try:
+            return self.load(entry(self._storage, name), live, check)
+        except (DamagedError, UnreadableError) as error:
+            self.reject(name, error)
+        return None
 
     def _require_none_bad(self, failed: list[str], names: tuple[str, ...]) -> None:
         """Tell a directory that never had a checkpoint from one where all are bad (CheckpointError)."""
@@ -381,13 +423,6 @@ class CheckpointManager:
     def _announce(self, event: Event) -> Event:
         announce(event, self._on_event)
         return event
-
-
-def _way(image: Image, draft: Manifest) -> Callable[[Storage, Image, Manifest], Manifest]:
-    """How ``image`` becomes a checkpoint: with the other places, with whoever helps, or alone."""
-    if place_of(image.names) is not None:
-        return commit_jointly
-    return commit_shared if image.shared and draft.files else commit
 
 
 def _candidate(each: Entry) -> Candidate:

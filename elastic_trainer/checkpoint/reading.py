@@ -42,6 +42,33 @@ class CheckpointFiles(Protocol):
     def source(self, name: str, file: str) -> ByteSource: ...
 
 
+def checked(files: CheckpointFiles, check: Callable[[], None] | None) -> CheckpointFiles:
+    """``files``, of which nothing is read before ``check()`` has returned: it raises to end the reading."""
+    return files if check is None else _Checked(files, check)
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    files: CheckpointFiles
+    check: Callable[[], None]
+
+    def exists(self, name: str) -> bool:
+        return self.files.exists(name)
+
+    def source(self, name: str, file: str) -> ByteSource:
+        return _CheckedSource(self.files.source(name, file), self.check)
+
+
+class _CheckedSource:
+    def __init__(self, source: ByteSource, check: Callable[[], None]) -> None:
+        self._source, self._check = source, check
+        self.size, self.readers, self.close = source.size, source.readers, source.close
+
+    def read_into(self, buffer: memoryview, offset: int) -> bool:
+        self._check()
+        return self._source.read_into(buffer, offset)
+
+
 def read_manifest(storage: CheckpointFiles, name: str) -> Manifest:
     """The verified manifest of the checkpoint ``name``."""
     with _found(storage, name, MANIFEST_FILE) as source:
@@ -58,21 +85,59 @@ def read_state(storage: CheckpointFiles, manifest: Manifest, live: Live = NOTHIN
 
     Live ones may be overwritten by what turns out to be damaged: then read another checkpoint, or end.
     """
-    where, skeleton = f"checkpoint {manifest.name}", read_skeleton(storage, manifest)
     if live is NOTHING_LIVE:
-        return codec.decode(skeleton, tensors.build(*read_tensors(storage, manifest)), where)
-    files = read_headers(storage, manifest)
-    found = whole_tensors(files, manifest)
-    leaves = codec.outline(skeleton, where)
-    blobs = {str(leaf.tensor) for leaf in leaves.values() if leaf.mark == "blob"}
-    fits = live.fits(codec.decode(skeleton, tensors.without_data(found, blobs), where))
-    held = live.chosen(leaves, found) if fits else {}
-    fresh = tensorfile.place([each for each in found if each.name not in held])
-    slabs = tensors.allocate(fresh)
-    goals = {name: tensors.goal_of(each) for name, each in held.items()} | tensors.goals_in(slabs)
-    for file in files:
-        _fill(storage, manifest.name, file, goals)
-    return codec.decode(skeleton, tensors.build(fresh, slabs) | held, where)
+        skeleton = read_skeleton(storage, manifest)
+        loaded = tensors.build(*read_tensors(storage, manifest))
+        return codec.decode(skeleton, loaded, f"checkpoint {manifest.name}")
+    return fill(storage, read_outline(storage, manifest), live)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A checkpoint without the data of its tensors, verified; ``heads`` are those of the files of tensors."""
+
+    manifest: Manifest
+    skeleton: bytes
+    heads: tuple[bytes, ...]
+
+    def files(self) -> tuple[TensorFile, ...]:
+        records = self.manifest.tensor_files()
+        return tuple(_parsed(self.manifest.name, *each) for each in zip(records, self.heads, strict=True))
+
+
+def read_outline(storage: CheckpointFiles, manifest: Manifest) -> Outline:
+    """That of the checkpoint of ``manifest``."""
+    heads = tuple(bytes(_read_head(storage, manifest.name, each)) for each in manifest.tensor_files())
+    return Outline(manifest, bytes(read_skeleton(storage, manifest)), heads)
+
+
+def fill(storage: CheckpointFiles, outline: Outline, live: Live) -> dict[str, Any]:
+    """The state of ``outline``; see :func:`read_state`."""
+    filling = Filling(outline, live)
+    for file in filling.files:
+        _fill(storage, outline.manifest.name, file, filling.goals)
+    return filling.state()
+
+
+class Filling:
+    """A state whose data are still to come: to its ``goals``, in tensors that are ``live`` or else in new ones."""
+
+    def __init__(self, outline: Outline, live: Live) -> None:
+        self._skeleton, self._where = outline.skeleton, f"checkpoint {outline.manifest.name}"
+        self.files = outline.files()
+        found = whole_tensors(self.files, outline.manifest)
+        leaves = codec.outline(self._skeleton, self._where)
+        blobs = {str(leaf.tensor) for leaf in leaves.values() if leaf.mark == "blob"}
+        fits = live.fits(codec.decode(self._skeleton, tensors.without_data(found, blobs), self._where))
+        self._held = live.chosen(leaves, found) if fits else {}
+        self._fresh = tensorfile.place([each for each in found if each.name not in self._held])
+        self._slabs = tensors.allocate(self._fresh)
+        held = {name: tensors.goal_of(each) for name, each in self._held.items()}
+        self.goals: Mapping[str, Goal] = held | tensors.goals_in(self._slabs)
+
+    def state(self) -> dict[str, Any]:
+        """When all data have come."""
+        return codec.decode(self._skeleton, tensors.build(self._fresh, self._slabs) | self._held, self._where)
 
 
 def read_skeleton(storage: CheckpointFiles, manifest: Manifest) -> bytearray:
@@ -100,7 +165,8 @@ class TensorFile:
 
 def read_headers(storage: CheckpointFiles, manifest: Manifest) -> tuple[TensorFile, ...]:
     """The headers of all files of tensors; the data are not read."""
-    return tuple(_read_header(storage, manifest.name, record) for record in manifest.tensor_files())
+    name, records = manifest.name, manifest.tensor_files()
+    return tuple(_parsed(name, record, _read_head(storage, name, record)) for record in records)
 
 
 def whole_tensors(files: Sequence[TensorFile], manifest: Manifest) -> tuple[Placed, ...]:
@@ -163,9 +229,9 @@ def verify(storage: CheckpointFiles, manifest: Manifest) -> None:
     """Read every byte of the checkpoint of ``manifest`` and compare it; keeps nothing, needs no torch."""
     buffers = _reused_piece()
     for record in manifest.files:
-        with _opened(storage, manifest.name, record) as source:
+        with opened(storage, manifest.name, record) as source:
             for index in range(len(record.chunks)):
-                _read_chunk(source, manifest.name, record, index, buffers)
+                read_chunk(source, manifest.name, record, index, buffers)
 
 
 def _reused_piece() -> Buffers:
@@ -174,20 +240,24 @@ def _reused_piece() -> Buffers:
 
 
 def _read_whole(storage: CheckpointFiles, name: str, record: FileRecord) -> bytearray:
-    with _opened(storage, name, record) as source:
+    with opened(storage, name, record) as source:
         content = bytearray(record.size)
-        _read_chunks(source, name, record, range(len(record.chunks)), lambda b, e: _cut(memoryview(content)[b:e]))
+        _read_chunks(source, name, record, range(len(record.chunks)), lambda b, e: cut(memoryview(content)[b:e]))
     return content
 
 
-def _read_header(storage: CheckpointFiles, name: str, record: FileRecord) -> TensorFile:
+def _read_head(storage: CheckpointFiles, name: str, record: FileRecord) -> bytearray:
     """A header is a chunk of its own."""
-    where = f"checkpoint {name}: {record.name}"
     if record.head_size == 0:
-        raise DamagedError(f"{where} has no header of its own")
-    with _opened(storage, name, record) as source:
+        raise DamagedError(f"checkpoint {name}: {record.name} has no header of its own")
+    with opened(storage, name, record) as source:
         head = bytearray(record.head_size)
-        _read_chunk(source, name, record, 0, lambda b, e: _cut(memoryview(head)[b:e]))
+        read_chunk(source, name, record, 0, lambda b, e: cut(memoryview(head)[b:e]))
+    return head
+
+
+def _parsed(name: str, record: FileRecord, head: bytes | bytearray) -> TensorFile:
+    where = f"checkpoint {name}: {record.name}"
     placed = tensorfile.parse(head, record.size - record.head_size, where)
     return TensorFile(record, placed, {} if record.name == TENSORS_FILE else tensorfile.metadata(head, where), where)
 
@@ -205,7 +275,7 @@ def _read_data(storage: CheckpointFiles, name: str, file: TensorFile, segments: 
             each = segments[index] if index < len(segments) else None
             if each is not None and each.begin <= begin < each.end:
                 last = min(end, each.end)
-                yield from _cut(each.view[begin - each.begin : last - each.begin])
+                yield from cut(each.view[begin - each.begin : last - each.begin])
             elif each is not None and each.end <= begin:
                 index, last = index + 1, begin
             else:
@@ -214,11 +284,12 @@ def _read_data(storage: CheckpointFiles, name: str, file: TensorFile, segments: 
                 yield unwanted[: last - begin]
             begin = last
 
-    with _opened(storage, name, record) as source:
+    with opened(storage, name, record) as source:
         _read_chunks(source, name, record, sorted(chunks), buffers)
 
 
-def _cut(view: memoryview) -> Iterator[memoryview]:
+def cut(view: memoryview) -> Iterator[memoryview]:
+    """``view`` in pieces that stay in a core's cache."""
     return (view[start : start + PIECE] for start in range(0, len(view), PIECE))
 
 
@@ -227,17 +298,18 @@ def _read_chunks(source: ByteSource, name: str, record: FileRecord, chunks: Sequ
     threads = min(source.readers, len(chunks))
     if threads < 2:
         for index in chunks:
-            _read_chunk(source, name, record, index, buffers)
+            read_chunk(source, name, record, index, buffers)
         return
     pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read")
     try:
-        for done in [pool.submit(_read_chunk, source, name, record, index, buffers) for index in chunks]:
+        for done in [pool.submit(read_chunk, source, name, record, index, buffers) for index in chunks]:
             done.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _read_chunk(source: ByteSource, name: str, record: FileRecord, index: int, buffers: Buffers) -> None:
+def read_chunk(source: ByteSource, name: str, record: FileRecord, index: int, buffers: Buffers) -> None:
+    """Read and compare one chunk of the file ``record`` of the checkpoint ``name``."""
     begin, end = record.bound(index)
     digest = xxhash.xxh3_128()
     position = begin
@@ -255,7 +327,7 @@ def _read_chunk(source: ByteSource, name: str, record: FileRecord, index: int, b
 
 
 @contextmanager
-def _opened(storage: CheckpointFiles, name: str, record: FileRecord) -> Iterator[ByteSource]:
+def opened(storage: CheckpointFiles, name: str, record: FileRecord) -> Iterator[ByteSource]:
     """The open file of ``record``, whose size is right."""
     with _found(storage, name, record.name) as source:
         if source.size != record.size:

@@ -40,10 +40,9 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of ``tensor``, without history."""
-    detached: Any = tensor.detach()
-    held: torch.Tensor = detached.to_local() if is_sharded(tensor) else detached
-    return held
+    """What this process holds of ``tensor``, without history: a DTensor's own shard, else all of it."""
+    held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return held.detach()
 
 
 def box_of(tensor: DTensor) -> Box:

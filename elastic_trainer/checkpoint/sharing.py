@@ -23,9 +23,10 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from threading import Event
 
+from elastic_trainer.checkpoint import janitor
 from elastic_trainer.checkpoint.commit import changed, require_space, temporary_entry, write_file
 from elastic_trainer.checkpoint.image import FileImage, Image, from_bytes
-from elastic_trainer.checkpoint.layout import MANIFEST_FILE, OFFER_FILE, Kind, kind_of
+from elastic_trainer.checkpoint.layout import MANIFEST_FILE, OFFER_FILE, Kind, is_rescued, kind_of
 from elastic_trainer.checkpoint.manifest import Manifest, seal, unseal
 from elastic_trainer.checkpoint.storage import Storage
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
@@ -37,6 +38,8 @@ LOOK_S, SELDOM_S = 0.05, 1.0
 FIND_S = 120.0
 """How long a helper looks for an offer: the process that saves may be busy with the checkpoint before."""
 LEAST_PATIENCE_S = 10.0
+IDLE_S = 30.0
+"""A writer on another machine is done without when it has written nothing for this long."""
 PATIENCE = 3.0
 """A helper may take this many times as long for its files as the process that saves took for its own."""
 _LONGEST_NOTE = 64 << 20
@@ -57,9 +60,10 @@ def commit_shared(storage: Storage, image: Image, manifest: Manifest, clock: Clo
                 late.append(file.name)
                 storage.discard(temporary, file.name)
                 _write(storage, temporary, file, manifest)
-        for name in storage.files(temporary) - {file.name for file in image.files}:
-            storage.discard(temporary, name)
+        notes = storage.files(temporary) - {file.name for file in image.files}
         write_file(storage, temporary, from_bytes(MANIFEST_FILE, seal(manifest)))
+        for name in notes:
+            storage.discard(temporary, name)
         storage.publish(temporary, manifest.name)
     helped = len(image.files) - len(mine) - len(late)
     logger().info("checkpoint.shared", checkpoint=manifest.name, own=len(mine), helped=helped, late=len(late))
@@ -100,18 +104,36 @@ def find_offer(
     pause_s = LOOK_S
     while True:
         for name in set(_names(storage)) - seen:
-            if kind_of(name) is not Kind.TEMPORARY:
+            if not _temporary(name):
                 seen.add(name)
                 continue
             offer = read_note(storage, name, OFFER_FILE)
             if offer is None:
                 continue
-            if (offer.run, offer.round, offer.step) == (mine.run, mine.round, mine.step) and fits(offer, mine):
+            if _moment(offer) == _moment(mine) and fits(offer, mine):
                 return name, offer
             seen.add(name)
         if limit.expired or pause(pause_s, stop, limit.clock):
             return None
         pause_s = min(SELDOM_S, 1.2 * pause_s)
+
+
+def offered(storage: Storage, draft: Manifest) -> bool:
+    """Whether another process, which seems to live, rescues the state of ``draft``."""
+    for name in _names(storage):
+        notes = [read_note(storage, name, file) for file in (OFFER_FILE, MANIFEST_FILE)] if _temporary(name) else []
+        same = (is_rescued(each.name) and _moment(each) == _moment(draft) for each in notes if each is not None)
+        if any(same) and janitor.at_work(storage, name, IDLE_S):
+            return True
+    return False
+
+
+def _temporary(name: str) -> bool:
+    return kind_of(name) is Kind.TEMPORARY
+
+
+def _moment(manifest: Manifest) -> tuple[str | None, int, int]:
+    return manifest.run, manifest.round, manifest.step
 
 
 def _names(storage: Storage) -> tuple[str, ...]:

@@ -20,14 +20,15 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
 from elastic_trainer.checkpoint.faults import DamagedError
 from elastic_trainer.checkpoint.image import PIECE, FileImage, Image
-from elastic_trainer.checkpoint.layout import parse_checkpoint
+from elastic_trainer.checkpoint.layout import parse_checkpoint, place_of
 from elastic_trainer.checkpoint.manifest import FileRecord, Manifest, seal, unseal
 
 DATA = 4096
@@ -47,6 +48,8 @@ class StateSnapshot:
     job: str | None
     stored: bool
     """Whether its process has seen it committed there."""
+    parts: tuple[StateSnapshot, ...] = ()
+    """Of a sharded state: the snapshots of its places, whose files are all together those of this one."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -55,7 +58,18 @@ class StateSnapshot:
 
     def image(self) -> Image:
         """Its files, read when they are written."""
-        return Image(tuple(self._file(record) for record in self.manifest.files))
+        return Image(tuple(self._holder(record.name)._file(record) for record in self.manifest.files))
+
+    @property
+    def descriptors(self) -> frozenset[int]:
+        """The memory files that hold it."""
+        return frozenset(each.descriptor for each in self.parts or (self,))
+
+    def _holder(self, file: str) -> StateSnapshot:
+        return next((part for part in self.parts if file in part._names()), self)
+
+    def _names(self) -> list[str]:
+        return [each.name for each in self.manifest.files]
 
     def _file(self, record: FileRecord) -> FileImage:
         begin = self._begin(record.name)
@@ -71,13 +85,12 @@ class StateSnapshot:
         return name == self.manifest.name
 
     def source(self, name: str, file: str) -> SnapshotSource:
-        record = self.manifest.file(file)
-        return SnapshotSource(self.descriptor, self._begin(file), record.size)
+        holder = self._holder(file)
+        return SnapshotSource(holder.descriptor, holder._begin(file), self.manifest.file(file).size)
 
     def _begin(self, file: str) -> int:
-        records = self.manifest.files
-        begins = places([each.size for each in records])
-        return begins[[each.name for each in records].index(file)]
+        begins = places([each.size for each in self.manifest.files])
+        return begins[self._names().index(file)]
 
 
 class SnapshotSource:
@@ -101,6 +114,27 @@ class SnapshotSource:
 
     def close(self) -> None:
         """The descriptor stays open."""
+
+
+def whole(found: Iterable[StateSnapshot]) -> Iterator[StateSnapshot]:
+    """Those of ``found`` that hold a whole state; the places of a sharded one make one snapshot, if all are there."""
+    groups: dict[Any, dict[int, StateSnapshot]] = {}
+    for each in found:
+        where = place_of(each._names())
+        if where is None:
+            yield each
+            continue
+        place, count = where
+        parts = groups.setdefault((each.order, each.location, each.job, count), {})
+        parts[place] = each
+        if len(parts) == count:
+            yield _joined(tuple(parts[number] for number in range(count)))
+
+
+def _joined(parts: tuple[StateSnapshot, ...]) -> StateSnapshot:
+    first = parts[0]
+    manifest = first.manifest.with_files(tuple(record for part in parts for record in part.manifest.files))
+    return StateSnapshot(first.descriptor, manifest, first.location, first.job, first.stored, parts)
 
 
 def places(sizes: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Checkpoints: stall, time lost, durable save, four writers, loads, SIGKILL, flipped bits, against raw I/O and torch's.
+"""Checkpoints: stall, time lost, durable save, four ranks, loads, SIGKILL, flipped bits, against raw I/O and torch's.
 
 The state is that of a transformer with AdamW (parameters and two moments, tensors of many sizes). Raw is one file with
 as many bytes: written from memory in pieces and synced, or read into fresh memory. Cold means that the file's pages
@@ -25,6 +25,7 @@ import torch
 
 from elastic_trainer.checkpoint import BackgroundSaves, CheckpointManager, Entry, Live, SaveInfo
 from elastic_trainer.checkpoint.retention import Retention
+from tests.bench.checkpoint_loading import measure_loading
 from tests.bench.checkpoint_training import measure_training
 from tests.bench.checkpoint_writers import measure_writers
 from tests.bench.report import Must, Options, Report, alternate, at_least, at_most, emit, median, note, parse, ratio
@@ -50,17 +51,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = Path(directory)
         sizes = {f"{size}_MB": _at_size(place, size, options.repeats) for size in sizes_of(options)}
         shared = measure_writers(place / "writers", training_state(sizes_of(options)[0]), options.repeats)
+        loading = measure_loading(place / "loading", training_state(sizes_of(options)[0]), options.repeats)
         killed, killed_torch = measure_kills(place, kills)
         missed, missed_torch = measure_flips(place / "flips", flips)
     figures = {
         "sizes": sizes,
         "writers": shared,
+        "loading": loading,
         "sigkill": {"elastic_trainer": _as_json(killed), "torch_save_in_place": _as_json(killed_torch)},
         "bit_flips": {"flips": flips, "caught": flips - missed, "caught_by_torch_load": flips - missed_torch},
     }
     musts = [
         *(must for size, figures_of_it in sizes.items() for must in _musts(size, figures_of_it)),
         at_least("four writers on slow disks: one writer's durable time over theirs", shared["faster"], 3.0),
+        at_least(
+            "four ranks on slow links: one reader's load over that of all",
+            loading["slow_links"]["one_over_all"],
+            2.5,
+        ),
         at_most(f"broken newest checkpoints after {killed.kills} SIGKILLs", len(killed.broken), 0),
         at_most(f"silent ones of {flips} single bit flips", missed, 0),
     ]

@@ -1,7 +1,9 @@
 """What is left of a job whose workers have all died: their newest snapshots, in memory that this agent holds.
 
 New workers resume from them (checkpoint.arena). Here they are committed to storage too, without torch, since the next
-failure may take the node. The node of rank 0 does it at once; the others look after a while whether it was done.
+failure may take the node. The node of rank 0 does it at once; the others look after a while whether it was done or is
+being done. They hold the same step with the buffers of their own ranks, and storage is to have those of one. Each
+worker has memory files of its own: the first one for whole states, all of them for the places of a sharded model.
 
 *Runs in* the agent: a thread for each end of this node's workers; torchrun's main thread when the node leaves.
 *Owns* the memory files. *Fails by* nothing: what cannot be committed is logged, and new workers resume all the same.
@@ -16,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from elastic_trainer.checkpoint import CheckpointManager, Owner, StateSnapshot
 from elastic_trainer.checkpoint.arena import SLOTS, newest
+from elastic_trainer.checkpoint.layout import rescued_name
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.membership.cluster_view import NodeView
@@ -29,6 +32,8 @@ LOOK_S = 0.2
 LOOKING_S = 1.0
 LEAVING_S = 60.0
 """How long a node that leaves waits for a rescue under way."""
+PATIENCE_S = 600.0
+"""How long an agent leaves the state to another one that is writing it."""
 
 
 Nodes = Callable[[Sequence[str], Deadline], Mapping[str, NodeView]]
@@ -38,9 +43,9 @@ Nodes = Callable[[Sequence[str], Deadline], Mapping[str, NodeView]]
 class Rescue:
     """See the module."""
 
-    def __init__(self, node: str, nodes: Nodes, clock: Clock = SYSTEM) -> None:
+    def __init__(self, node: str, nodes: Nodes, workers: int, clock: Clock = SYSTEM) -> None:
         self._node, self._nodes, self._clock = node, nodes, clock
-        self._files = [os.memfd_create(f"elastic-trainer-snapshot-{number}") for number in range(SLOTS)]
+        self._files = [os.memfd_create(f"elastic-trainer-snapshot-{number}") for number in range(SLOTS * workers)]
         self._under_way = threading.Lock()
         self._closing = threading.Event()
 
@@ -66,52 +71,65 @@ class Rescue:
         if document is not None and others_train and document.member(self._node) is None:
             logger().debug("snapshot.left_to_others", round=document.number)
         elif self._under_way.acquire(timeout=LEAVING_S):
-            self.commit()
+            self.commit(_turn(document, self._node) if document is not None else 0)
         files, self._files = self._files, []
         for each in files:
             os.close(each)
 
     def _rescue(self, document: RoundDocument, in_place: bool) -> None:
         order = [member.node for member in document.members]
-        turn = order.index(self._node) if self._node in order else len(order)
+        turn = _turn(document, self._node)
         if in_place:
             pause(LOOK_S, self._closing, self._clock)
         with self._under_way:
-            living = self._look(order) if in_place or turn else {}
-            if in_place and survivors(document, living):
+            living = self._look(order) if in_place or turn else None
+            if in_place and survivors(document, living or {}):
                 return
-            earlier = sum(1 for name in order[:turn] if name in living)
+            earlier = turn if living is None else sum(1 for name in order[:turn] if name in living)
             if not pause(APART_S * earlier, self._closing, self._clock):
-                self.commit()
+                self.commit(turn)
 
-    def _look(self, names: Sequence[str]) -> Mapping[str, NodeView]:
-        """None that are known live where the store is away: better a checkpoint too many."""
+    def _look(self, names: Sequence[str]) -> Mapping[str, NodeView] | None:
+        """Those that live; None where the store is away."""
         try:
             return self._nodes(names, Deadline.after(LOOKING_S, self._clock))
         except ElasticTrainerError as error:
             logger().debug("snapshot.nodes_unknown", error=str(error))
-            return {}
+            return None
 
-    def commit(self) -> None:
-        """Commit the newest snapshot, unless storage has it or a newer state."""
+    def commit(self, turn: int = 0) -> None:
+        """Commit the newest snapshot, unless storage has it or a newer state, or gets it from another agent."""
         try:
             snapshot = newest(self._files)
             if snapshot is not None and not snapshot.stored:
-                self._commit(snapshot)
+                self._commit(snapshot, turn)
         except Exception as error:  # noqa: BLE001 - nothing else may fail for it: a node that leaves must leave
             logger().error("snapshot.not_rescued", reason=str(error) or type(error).__name__)
 
-    def _commit(self, snapshot: StateSnapshot) -> None:
+    def _commit(self, snapshot: StateSnapshot, turn: int) -> None:
         manager = CheckpointManager(snapshot.location, owner=Owner(snapshot.manifest.run, snapshot.job))
+        draft = snapshot.manifest.model_copy(update={"name": rescued_name(*snapshot.order, turn)})
+        patience = Deadline.after(LEAVING_S if self._closing.is_set() else PATIENCE_S, self._clock)
         try:
-            stored = manager.newest()
-            if stored is not None and (stored.round, stored.step) >= snapshot.order:
+            while manager.offered(draft) and not patience.expired:
+                pause(APART_S, clock=self._clock)
+            if _has(manager, snapshot):
                 return
-            committed = manager.write(snapshot.image(), snapshot.manifest)
+            committed = manager.write(snapshot.image(), draft, offer=True)
         finally:
             manager.close()
         took_s = round(committed.duration_s, 3)
         logger().warning("snapshot.rescued", checkpoint=committed.name, step=snapshot.manifest.step, took_s=took_s)
+
+
+def _has(manager: CheckpointManager, snapshot: StateSnapshot) -> bool:
+    stored = manager.newest()
+    return stored is not None and (stored.round, stored.step) >= snapshot.order
+
+
+def _turn(document: RoundDocument, node: str) -> int:
+    order = [member.node for member in document.members]
+    return order.index(node) if node in order else len(order)
 
 
 def survivors(document: RoundDocument, nodes: Mapping[str, NodeView]) -> list[str]:

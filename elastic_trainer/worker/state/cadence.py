@@ -59,10 +59,14 @@ class Cadence:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory that outlives this process: the agent's ``files``, and how often to copy the state there."""
+    """Memory that outlives this process: the agent's ``files``, and how often to copy the state there.
+
+    ``beside`` are the files of the other places of a sharded model.
+    """
 
     files: Sequence[Path] = ()
     every_s: float | str | None = AUTO
+    beside: Sequence[Path] = ()
 
     def apart_s(self, took_s: float) -> float:
         """Seconds between snapshots that take ``took_s``; infinite for none."""
@@ -109,9 +113,8 @@ def best_interval_s(seen: Experience) -> float:
     """The interval that loses least training time to saves and, after failures, to repeated steps."""
     if seen.cost_s is None:
         return FIRST_S
-    cost_s, mean_s = seen.cost_s, seen.mean_time_to_failure_s
-    if cost_s >= 2.0 * mean_s:
-        return min(LONGEST_S, max(SHORTEST_S, mean_s))
+    mean_s = seen.mean_time_to_failure_s
+    cost_s = min(seen.cost_s, 2.0 * mean_s)  # the formula ends there; Daly's step to the mean would reverse the order
     share = cost_s / (2.0 * mean_s)
     best_s = math.sqrt(2.0 * cost_s * mean_s) * (1.0 + math.sqrt(share) / 3.0 + share / 9.0) - cost_s
     return min(LONGEST_S, max(SHORTEST_S, best_s))

@@ -24,6 +24,7 @@ def check_fields(
     if unknown:
         raise ConfigError(f"allow_changed: there is no field {unknown[0]!r}", hint=f"known are {', '.join(NAMES)}")
     fields: dict[str, Any] = asdict(plan)
+    del fields["passes"]  # changes no sample
     for name, value in fields.items():
         if not present and name in resumed and resumed[name] != value and name not in allow_changed:
             raise ConfigError(

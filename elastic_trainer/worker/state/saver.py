@@ -1,6 +1,9 @@
 """When the state is saved, and saving it.
 
-*Runs in* the worker's main thread; only rank 0 writes. *Owns* the checkpoint directory's manager.
+The places of a sharded model copy their shards at the same steps: place 0 of each group decides, and the others follow
+its word in one small sum before each copy (:meth:`Saver._together`).
+
+*Runs in* the worker's main thread; only rank 0 commits. *Owns* the checkpoint directory's manager.
 *Fails by* CheckpointError (StorageError: the directory refuses) or NonFiniteError from :meth:`Saver.save`;
 :meth:`Saver.attempt` returns them.
 *Invariant*: a state with non-finite parameters is never saved.
@@ -10,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,16 +32,17 @@ from elastic_trainer.checkpoint import (
 )
 from elastic_trainer.checkpoint.background import SnapshotPurpose
 from elastic_trainer.checkpoint.checking import not_finite
+from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, NonFiniteError
 from elastic_trainer.model import Phase
 from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control, Purpose
-from elastic_trainer.worker.comm.round_place import RoundPlace
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.cadence import FIELD, Cadence, Experience, Memory
 from elastic_trainer.worker.state.on_demand import OnDemand
+from elastic_trainer.worker.state.shares import ALONE, ShardPart, Shares, in_round, not_shared
 from elastic_trainer.worker.state.training_state import TrainingState
 
 
@@ -50,54 +55,11 @@ class WhenBehind(StrEnum):
     """The snapshot that waits is given up for the new one."""
 
 
-class Writers(StrEnum):
-    """Who writes checkpoints."""
-
-    AUTO = "auto"
-    """One rank of each node, if the state is large."""
-    RANK0 = "rank0"
-
-
-SHARED_FROM = 32 << 20
-"""Bytes of parameters from which on several nodes write a checkpoint together."""
-
-MOST_WRITERS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """In how many files the nodes of a round write a checkpoint together, and where this one begins."""
-
-    parts: int = 1
-    turn: int = 0
-
-    @classmethod
-    def among(cls, place: RoundPlace, writers: Writers = Writers.AUTO) -> Shares:
-        """One file for each node, if all have as many ranks; nodes that count otherwise cannot help each other."""
-        if writers is Writers.RANK0:
-            return cls()
-        nodes = place.world_size // place.local_world_size
-        return cls(max(1, min(MOST_WRITERS, nodes)), place.rank // place.local_world_size)
-
-    def worthwhile(self, module: torch.nn.Module) -> bool:
-        """The same on all ranks."""
-        return self.parts > 1 and sum(each.nbytes for each in module.parameters()) >= SHARED_FROM
-
-
-ALONE = Shares()
-
-
-def not_shared(module: torch.nn.Module) -> Callable[[str], bool]:
-    """Of a tensor's name in a checkpoint: whether ranks may hold other values (buffers, random generators)."""
-    buffers = {f"{place}{name}" for name, _ in module.named_buffers() for place in ("model/", "average/module.")}
-    return lambda name: name in buffers or not name.startswith(("model/", "optimizer/", "average/"))
-
-
 class Saver:
     """Saves ``state`` through ``manager`` (None: nowhere), on the rank that saves.
 
-    A save copies the state, which is written beside training; :meth:`look` notes what became of it. ``fields()`` is
-    stored with it. ``on_saved`` gets every checkpoint.
+    A save copies the state, which is written beside training; :meth:`look` notes what became of it, and ``on_saved``
+    gets every checkpoint, with ``fields()`` in it.
     """
 
     def __init__(
@@ -125,23 +87,28 @@ class Saver:
         self._manager: CheckpointManager | None = None
         """None on ranks that do not save."""
         self._memory = memory
-        self._arena = Arena(memory.files) if manager is not None else None
+        self._arena = Arena(memory.files, beside=memory.beside) if manager is not None else None
         self._saves = BackgroundSaves(manager, self._arena) if manager is not None else None
         self._copied_s, self._copy_took_s = self._last_s, 0.0
         self._memory_short = self._failed = self._refused = self._prepared = False
-        self._shares, self._puts_together = Shares(), False
+        self._shares, self._begun = ALONE, (-1, -1)
+        self._part: ShardPart | None = None
 
-    def serve(self, *, saves: bool, world_size: int = 1, shares: Shares = ALONE, puts_together: bool = False) -> None:
-        """Whether this rank ``saves`` from now on, and with whom; see :meth:`together`."""
-        self._puts_together = puts_together
+    def serve(self, *, saves: bool, world_size: int = 1, shares: Shares = ALONE, part: ShardPart | None = None) -> None:
+        """Whether this rank ``saves`` from now on, and with whom; of a sharded model, its ``part``."""
         self._manager, self._world_size = self._held if saves else None, world_size
-        self._shares = shares
+        self._shares, self._part = shares, part
+
+    def meet(self, peers: Control) -> None:
+        """A round begins with these ranks of the shard group: a save that not all of them have begun will not be."""
+        if self._saves is not None and any(row != [*self._begun] for row in peers.gather([*self._begun])):
+            self._saves.stop()
+            self._begun = -1, -1
 
     def resumed(self, fields: Mapping[str, Any], *, stored: bool) -> None:
         """The present state was just read from a checkpoint with these ``fields``; ``stored``: it is in storage."""
         step = self._state.position.step
-        if stored:
-            self._last_step = step
+        self._last_step = step if stored else self._last_step
         lost = not 0 < self._tracker.reached <= step  # 0: nobody knows how far the job was
         self._past = replace(Experience.resumed(fields, lost=lost), cost_s=self._past.cost_s)
         self._began_s = self._clock.monotonic()
@@ -183,41 +150,56 @@ class Saver:
 
     def prepare(self) -> None:
         """After a step the size of the state is known: have the memory for copies ready before the first one."""
-        copies = (
-            self._manager is not None or self._shares.parts > 1 or (self._arena is not None and self._arena.lasting)
-        )
+        lasting = self._arena is not None and self._arena.lasting
+        copies = self._manager is not None or self._shares.parts > 1 or self._part is not None or lasting
         if self._saves is not None and copies and not self._prepared:
             self._prepared = True
             self._saves.prepare(self._state.size(), pinned=self._state.device.type == "cuda")
 
     def copy_if_due(self) -> None:
         """Copy the state into the agent's memory, if that was not done for long enough; it is not committed."""
-        if self._state.sharding is None and self._clock.monotonic() - self._copied_s >= self._memory.apart_s(
-            self._copy_took_s
-        ):
+        if self.alone and self._copy_due():
             self._copy(SnapshotPurpose.KEEP)
 
-    def together(self, peers: Control | None = None) -> None:
-        """Before a save, on all ranks: those of the first shard group put the state together.
+    def wants_copy(self) -> bool:
+        """Whether the shard groups should copy the state into the agents' memory (:meth:`copy`)."""
+        return self._part is not None and self._part.leads and self._copy_due()
 
-        With ``peers``, its ranks, only if the one of them that saves has something to save.
-        """
-        if self._state.sharding is None or not self._puts_together:
-            return
-        if peers is None or peers.sum(Purpose.SAVE, [float(self.unsaved)])[0]:
-            self._state.gather()
-            if self._manager is None:
-                self._state.forget_whole()
+    def copy(self) -> None:
+        """On all ranks of a sharded model: what :meth:`copy_if_due` does."""
+        if self._part is not None:
+            self._copy(SnapshotPurpose.KEEP)
+
+    def _copy_due(self) -> bool:
+        return self._clock.monotonic() - self._copied_s >= self._memory.apart_s(self._copy_took_s)
 
     def help(self) -> None:
-        """Rank 0 saves: write a part of it, on one rank of each of the other nodes."""
-        if self._manager is None and self._shares.worthwhile(self._state.module):
+        """Rank 0 saves: write a part of it, on one rank of each of the other nodes, or the shards of this place."""
+        whole = self._part is None and self._manager is None and self._shares.worthwhile(self._state.module)
+        if whole or (self._part is not None and self._part.helps):
             self._copy(SnapshotPurpose.HELP)
 
+    def _together(self, *, goes: bool) -> bool:
+        """Whether to copy now. The places of a group do so together, if place 0 ``goes``, when all have sealed the copy
+        before: then there is always one that all of them hold. Those who help learn what place 0 still writes.
+        """
+        part, saves = self._part, self._saves
+        if part is None or part.peers is None or saves is None:
+            return goes
+        saves.await_seals()
+        moments = [float(each) for moment in saves.moments() for each in moment] if part.leads else []
+        goes_first, *under_way = part.peers.sum(Purpose.SAVE, [float(goes and part.leads), *moments])
+        if not part.leads:
+            saves.stop(but=[(int(under_way[at]), int(under_way[at + 1])) for at in (0, 2)])
+        return goes_first > 0
+
     def _copy(self, purpose: SnapshotPurpose) -> None:
-        if self._held is None or self._saves is None or self._memory_short:
+        if self._held is None or self._saves is None:
             return
-        if self._saves.full or self._saves.sealing:
+        free = not (self._memory_short or self._saves.full or self._saves.sealing)
+        if self._part is None and not free:
+            return
+        if not self._together(goes=self._part is None or self._part.peers is None or (free and self._copy_due())):
             return
         began = self._clock.monotonic()
         with self._tracker.during(Phase.CHECKPOINT):
@@ -251,6 +233,7 @@ class Saver:
         self._last_s = self._clock.monotonic()
         if self._manager is None or self._saves is None:
             return None
+        self._together(goes=True)
         began = self._clock.monotonic()
         try:
             with self._tracker.during(Phase.CHECKPOINT):
@@ -258,7 +241,7 @@ class Saver:
                 self._past = self._past.saved(self._clock.monotonic() - began)
                 self._tracker.pulse.save_interval_s = self._interval_s() or 0.0
                 if wait:
-                    save.done.wait()
+                    in_round(self._part, save.done.wait)
         except (CheckpointError, NonFiniteError) as error:
             self._tracker.operated("save", self._clock.monotonic() - began, ok=False)
             if isinstance(error, NonFiniteError):
@@ -279,8 +262,10 @@ class Saver:
         best: bool,
         purpose: SnapshotPurpose = SnapshotPurpose.COMMIT,
     ) -> Save:
-        state, shares = self._state, self._shares
-        position, tree = state.position, state.collect_whole()
+        state, shares, part = self._state, self._shares, self._part
+        if saves.full or saves.sealing:
+            in_round(part, saves.await_slot)
+        position, tree = state.position, state.for_storage()
         info = SaveInfo(
             step=position.step,
             round=position.generation,
@@ -291,20 +276,29 @@ class Saver:
             best=best,
             fields={**self._fields(), **self._learned()},
         )
-        parts = shares.parts if shares.worthwhile(state.module) else 1
+        parts = shares.parts if part is None and shares.worthwhile(state.module) else 1
         image = manager.encode(
-            tree, info, watched=watched(state.module, tree), parts=parts, own=not_shared(state.module)
+            tree,
+            info,
+            watched=watched(state.module, tree),
+            parts=parts,
+            own=not_shared(state.module),
+            places=None if part is None else part.places,
         )
+        if purpose is not SnapshotPurpose.KEEP:
+            self._begun = position.generation, position.step
+        if purpose is SnapshotPurpose.HELP:
+            self._last_step = position.step
         try:
             save = saves.submit(image, manager.draft(info), purpose, shares.turn)
         except NoRoomError as error:
             if not self._memory_short:
                 self._memory_short = True
                 logger().warning("checkpoint.not_beside", reason=str(error), effect="training waits for each save")
-            if purpose is not SnapshotPurpose.COMMIT:
+            if purpose is SnapshotPurpose.KEEP or (purpose is SnapshotPurpose.HELP and part is None):
                 return Save(manager.draft(info), purpose)
             check_finite(state.module, tree)
-            return saves.at_once(image, manager.draft(info))
+            return saves.at_once(image, manager.draft(info), purpose)
         self._copied_s = self._clock.monotonic()
         return save
 
@@ -321,6 +315,7 @@ class Saver:
             self.on_demand.given_up(step)
             if given_up is None:
                 self._last_s = self._clock.monotonic()
+                self._together(goes=False)
                 return None
         try:
             self.save({})
@@ -374,33 +369,45 @@ class Saver:
         return self._manager is not None and self._state.position.step != self._last_step
 
     def settle(self) -> CheckpointError | NonFiniteError | None:
-        """Make the state at hand durable, unless it is; wait for all that is being written. What went wrong, if so."""
+        """Make the state at hand durable, unless it is; wait for all that is being written. What went wrong, if so.
+
+        A place that helps does not wait, for place 0 does. Where it cannot reach the others, no place does: one of them
+        may be gone.
+        """
+        part = self._part
         if self._saves is None:
             return None
-        self.wait()
+        apart = part is not None and part.peers is None
+        if part is not None and part.helps:
+            if not apart or self._state.position.step != self._last_step:
+                self._copy(SnapshotPurpose.HELP)
+            return None
+        if not apart:
+            self.wait(part)
         if not self.unsaved:
+            self._together(goes=False)
             return None
         self._settling = True
         try:
-            self.save({}, wait=True)
+            self.save({}, wait=not apart)
         except (CheckpointError, NonFiniteError) as error:
             return error
         finally:
             self._settling = False
         return None
 
-    def wait(self) -> None:
-        """Until nothing is being written."""
+    def wait(self, within: ShardPart | Control | None = None) -> None:
+        """Until nothing is being written, and no longer than the round ``within`` lasts."""
         if self._saves is not None and not self._saves.idle:
             with self._tracker.during(Phase.CHECKPOINT):
-                self._saves.wait()
+                in_round(within, self._saves.wait)
         self.look()
 
     def close(self, limit_s: float | None) -> None:
         """Write what waits, and end; what takes longer than ``limit_s`` is given up."""
         if self._saves is not None:
             with self._tracker.during(Phase.CHECKPOINT):
-                self._saves.close(limit_s)
+                in_round(None, partial(self._saves.close, limit_s))
             self.look()
 
 
@@ -413,8 +420,8 @@ def check_storage(manager: CheckpointManager | None, control: Control, environme
         if manager is None or control.rank != 0:
             return
         try:
-            manager.check_writable()
-            manager.sweep()
+            in_round(None, manager.check_writable)
+            in_round(None, manager.sweep)
         except CheckpointError as error:
             if not _goes_on(manager, environment):
                 raise
@@ -439,5 +446,5 @@ def watched(module: torch.nn.Module, tree: Mapping[str, Any]) -> dict[str, torch
 def check_finite(module: torch.nn.Module, tree: Mapping[str, Any]) -> None:
     """NonFiniteError naming the first parameter that holds a NaN or an infinity."""
     for name, each in watched(module, tree).items():
-        if not bool(torch.isfinite(each.detach()).all()):
+        if not bool(torch.isfinite(local(each)).all()):
             raise not_finite(name)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.checkpoint import Live
+from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.state import rng
@@ -44,8 +45,6 @@ class Sharding(Protocol):
     """The functions of :mod:`elastic_trainer.worker.state.shards`, which is slow to import."""
 
     def shards_of(self, tree: Any) -> Any: ...
-
-    def whole_of(self, tree: Any) -> Any: ...
 
     def placed_model(self, saved: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]: ...
 
@@ -79,40 +78,19 @@ class TrainingState:
     device: torch.device
     average: AveragedModel | None = None
     sharding: Sharding | None = None
-    """How to take a sharded state apart and put it together; None: it is whole."""
-    _whole: dict[str, Any] | None = None
-    """The state for the next save, of a sharded model."""
+    """How ranks give each other shards; None: the state is whole."""
 
     # ---- out
 
     def collect(self) -> dict[str, Any]:
         """The state, of a sharded model this rank's shards; tensors are the live ones, not copies."""
-        return self._shards_of(self._collected())
+        return self._shards_of(self.for_storage())
 
     def _shards_of(self, state: dict[str, Any]) -> dict[str, Any]:
         return state if self.sharding is None else self.sharding.shards_of(state)
 
-    def gather(self) -> None:
-        """Put a sharded state together; all ranks of a shard group do it at once, before one of them saves."""
-        self._whole = None if self.sharding is None else self.sharding.whole_of(self._collected())
-
-    def collect_whole(self) -> dict[str, Any]:
-        """The state to be saved; of a sharded model as :meth:`gather` left it, once."""
-        if self.sharding is None:
-            return self._collected()
-        state, self._whole = self._whole, None
-        if state is None:
-            raise CheckpointError(
-                "a sharded state can be saved only when all ranks of its group do it together",
-                hint="call session.save() on all ranks",
-            )
-        return state
-
-    def forget_whole(self) -> None:
-        """On ranks that do not save."""
-        self._whole = None
-
-    def _collected(self) -> dict[str, Any]:
+    def for_storage(self) -> dict[str, Any]:
+        """The state as it is saved: a sharded tensor is the DTensor itself."""
         cursor = self.position.cursor
         return {
             "format": FORMAT,
@@ -138,11 +116,11 @@ class TrainingState:
         }
 
     def size(self) -> int:
-        """About how many bytes of tensors it has, without registered objects."""
+        """About how many bytes of tensors this rank holds, without registered objects."""
         averages = [] if self.average is None else [*self.average.state_dict().values()]
         moments = [each for known in self.optimizer.state.values() for each in known.values()]
         found = [*self.module.state_dict().values(), *averages, *moments]
-        return sum(each.nbytes + _DESCRIBED for each in found if isinstance(each, torch.Tensor))
+        return sum(local(each).nbytes + _DESCRIBED for each in found if isinstance(each, torch.Tensor))
 
     def committed(self) -> dict[str, Any]:
         """The parts that only the commit of a step changes."""
@@ -158,7 +136,12 @@ class TrainingState:
         """The tensors that a checkpoint of the same model and optimizer can be read into, before it is applied."""
         average = None if self.average is None else self.average.state_dict(keep_vars=True)
         state = {"model": self.module.state_dict(keep_vars=True), "average": average}
-        return Live({**state, "optimizer": {"state": self.optimizer.state_dict()}}, fits=self._fits)
+        like = {} if self.sharding is None else dict(enumerate(self._optimized()))
+        return Live(
+            {**state, "optimizer": {"state": self.optimizer.state_dict()}},
+            like={("optimizer", "state", "state", number): each for number, each in like.items()},
+            fits=self._fits,
+        )
 
     # ---- in
 
@@ -186,7 +169,6 @@ class TrainingState:
 
     def _placed(self, state: Mapping[str, Any], sharding: Sharding) -> Mapping[str, Any]:
         """The ``state`` (shards or whole tensors) sharded as the live one is."""
-        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         kept = state["optimizer"]
         average = state.get("average")
         if average is not None and self.average is not None:
@@ -194,9 +176,13 @@ class TrainingState:
         return {
             **state,
             "model": sharding.placed_model(state["model"], self.module.state_dict()),
-            "optimizer": {**kept, "state": sharding.placed_optimizer(kept["state"], parameters)},
+            "optimizer": {**kept, "state": sharding.placed_optimizer(kept["state"], self._optimized())},
             "average": average,
         }
+
+    def _optimized(self) -> list[torch.Tensor]:
+        """The parameters as the optimizer's state numbers them."""
+        return [each for group in self.optimizer.param_groups for each in group["params"]]
 
     def _apply_average(self, average: AveragedModel, state: Mapping[str, Any]) -> None:
         """Without an average in the checkpoint it begins at the parameters."""
@@ -218,7 +204,13 @@ class TrainingState:
         return {"scheduler": self.scheduler, "scaler": self.scaler}
 
     def _fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether nothing speaks against ``state``, whose tensors have no data: parts that check tensors cannot say."""
+        """Whether nothing speaks against ``state``, whose tensors have no data: parts that check tensors cannot say.
+
+        A sharded state has no other way in: what does not fit raises.
+        """
+        if self.sharding is not None:
+            self._check(state, {name: each for name, each in state.get("user", {}).items() if not _has_tensors(each)})
+            return True
         checking = [name for name, each in self.user.items() if hasattr(each, "check_state")]
         if any(_has_tensors(state.get("user", {}).get(name)) for name in checking):
             return False
@@ -228,12 +220,14 @@ class TrainingState:
             return False
         return True
 
-    def _check(self, state: Mapping[str, Any]) -> None:
+    def _check(self, state: Mapping[str, Any], user: Mapping[str, Any] | None = None) -> None:
+        """``user``: those of its registered objects that can be looked at."""
         if state.get("format") != FORMAT:
             raise CheckpointError(f"the state has format {state.get('format')!r}, not {FORMAT}", hint=_HINT)
+        looked_at = state["user"] if user is None else user
         for name, registered in self.user.items():
-            if name in state["user"] and hasattr(registered, "check_state"):
-                registered.check_state(state["user"][name])
+            if name in looked_at and hasattr(registered, "check_state"):
+                registered.check_state(looked_at[name])
         check_module(self.module, state["model"])
         check_optimizer(self.module, self.optimizer, state["optimizer"])
         if self.average is not None and state.get("average") is not None:

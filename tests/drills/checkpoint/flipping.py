@@ -1,4 +1,4 @@
-"""Flip single bits of a checkpoint's files at random and see who notices."""
+"""Flip single bits of a checkpoint's files at random, or cut them off, and see who notices."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ def flipped(path: Path, bit: int) -> Iterator[None]:
         yield
     finally:
         _flip(path, bit)
+
+
+@contextmanager
+def cut(path: Path, size: int) -> Iterator[None]:
+    """``path`` ends after ``size`` bytes inside the block."""
+    content = path.read_bytes()
+    os.truncate(path, size)
+    try:
+        yield
+    finally:
+        path.write_bytes(content)
 
 
 def _flip(path: Path, bit: int) -> None:

@@ -19,7 +19,10 @@ from elastic_trainer.checkpoint.layout import Kind, kind_of
 from elastic_trainer.checkpoint.storage import open_storage
 from elastic_trainer.clock import SYSTEM, pause
 from elastic_trainer.errors import CheckpointError
+from elastic_trainer.telemetry import logs
 
+COUNT = "ELASTIC_TRAINER_SAVE_KILLS"
+"""The variable for how many kills the long forms of these drills make."""
 START_LIMIT_S = 100.0
 ELEMENTS = 500_000
 SAVES = 3
@@ -148,8 +151,9 @@ def one_life(saver: Saver, directory: str | Path, saves: int, part: float, longe
 
 
 def _live(saver: Saver, directory: str | Path, say: Connection, environment: Mapping[str, str]) -> None:
-    """The process that forks has the environment of its own start."""
+    """The process that forks has the environment of its own start; benchmarks have stdout for their figures."""
     os.environ.update(environment)
+    logs.configure(level="error")
     saver(directory, say)
 
 

@@ -1,4 +1,7 @@
-"""SIGKILL at random moments: the newest checkpoint is whole, and nothing committed is lost."""
+"""SIGKILL at random moments: the newest checkpoint is whole, and nothing committed is lost.
+
+``ELASTIC_TRAINER_SAVE_KILLS=N`` kills N times in each way.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ import pytest
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.checkpoint.layout import Kind, kind_of
-from tests.drills.checkpoint.killing import kill_savers
+from tests.drills.checkpoint.killing import COUNT, kill_savers
 
-KILLS = 25
+KILLS = int(os.environ.get(COUNT, "0")) or 25
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600 + 10 * KILLS)
 @pytest.mark.parametrize("beside", [False, True], ids=["waiting", "beside training"])
 def test_the_newest_checkpoint_survives_every_kill(tmp_path: Path, beside: bool) -> None:
     """After each kill the newest one verifies, holds its step's content and is not older than what was committed."""

@@ -24,12 +24,13 @@ from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import Node, kill
 from elastic_trainer.local.ledger import Line, LineKind, audit
+from tests.drills.checkpoint.killing import COUNT
 from tests.drills.checkpoint.soaked import SAMPLES
 from tests.drills.endings.job import Job
 from tests.integration.training.launch import ran
 
 SCRIPT, SLOW = Path(__file__).with_name("soaked.py"), Path(__file__).with_name("slow")
-COUNT, SEED = "ELASTIC_TRAINER_SAVE_KILLS", "ELASTIC_TRAINER_KILL_SEED"
+SEED = "ELASTIC_TRAINER_KILL_SEED"
 KILLS = int(os.environ.get(COUNT, "0")) or 4
 BUDGET_S = math.inf if COUNT in os.environ else 20.0
 """A slow machine kills ``LEAST`` at least, and no more once that much time is over."""

@@ -19,7 +19,7 @@ from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.checkpoint.background import SnapshotPurpose
 from elastic_trainer.checkpoint.image import Image
 from elastic_trainer.checkpoint.manifest import Manifest
-from elastic_trainer.errors import StorageError
+from elastic_trainer.errors import NonFiniteError, StorageError
 from tests.unit.checkpoint.test_arena import Stream, on_device
 
 LIMIT_S = 30.0
@@ -33,7 +33,7 @@ class Gated(CheckpointManager):
         self.gate, self.began = threading.Semaphore(0), threading.Semaphore(0)
         self.full: set[int] = set()
 
-    def commit(self, image: Image, draft: Manifest) -> Committed:
+    def commit(self, image: Image, draft: Manifest, stop: threading.Event | None = None) -> Committed:
         self.began.release()
         assert self.gate.acquire(timeout=LIMIT_S)
         if draft.step in self.full:
@@ -216,3 +216,55 @@ def test_a_copy_from_a_device_is_sealed_when_it_has_arrived(tmp_path: Path) -> N
         assert save.committed is not None
         assert torch.equal(manager.load(save.committed.entry).state["w"], state["w"])
     saves.close()
+
+
+class Place:
+    """Place ``index`` of two, which holds all that it is asked about."""
+
+    count = 2
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def writes(self, tensor: torch.Tensor) -> bool:
+        return True
+
+
+def place_saves(directory: Path, index: int, value: float, purpose: SnapshotPurpose) -> tuple[BackgroundSaves, Any]:
+    """The save of one place, which has tensors of its own."""
+    manager, info, weight = CheckpointManager(directory), SaveInfo(3), torch.full((10,), value)
+    saves = BackgroundSaves(manager)
+    image = manager.encode({f"w{index}": weight}, info, watched={"w": weight}, places=Place(index))
+    return saves, saves.submit(image, manager.draft(info), purpose)
+
+
+def test_a_place_whose_shard_is_not_finite_ends_the_save_of_all(tmp_path: Path) -> None:
+    """Place 0 learns it at once, and does not wait for a file that cannot come."""
+    first, save = place_saves(tmp_path, 0, 1.0, SnapshotPurpose.COMMIT)
+    other, help_ = place_saves(tmp_path, 1, math.nan, SnapshotPurpose.HELP)
+    assert save.done.wait(LIMIT_S)
+    assert help_.done.wait(LIMIT_S)
+    assert isinstance(help_.error, NonFiniteError)
+    assert isinstance(save.error, StorageError)
+    assert "place 1 could not write its shards" in str(save.error)
+    first.close()
+    other.close()
+    assert CheckpointManager(tmp_path).entries() == ()
+
+
+def test_nobody_waits_for_a_place_that_is_known_to_be_gone(tmp_path: Path) -> None:
+    """Neither place 0 for another, nor another for place 0."""
+    first, save = place_saves(tmp_path, 0, 1.0, SnapshotPurpose.COMMIT)
+    first.stop(but=[(0, 3)])
+    assert first.moments() == ((0, 3),)
+    assert not save.done.wait(0.3)
+    first.stop()
+    assert save.done.wait(LIMIT_S)
+    assert "place 1 did not come" in str(save.error)
+    other, help_ = place_saves(tmp_path, 1, 1.0, SnapshotPurpose.HELP)
+    assert not help_.done.wait(0.3)
+    other.stop(but=[(0, 2)])
+    assert help_.done.wait(LIMIT_S)
+    assert help_.error is None
+    first.close()
+    other.close()

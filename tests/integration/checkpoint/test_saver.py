@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 import torch
 
-from elastic_trainer.errors import NonFiniteError, StorageError
+from elastic_trainer.checkpoint import Places
+from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.errors import NonFiniteError, RoundBrokenError, StorageError
 from elastic_trainer.model import Cursor
+from elastic_trainer.settings import WorkerEnvironment
+from elastic_trainer.worker.comm import waits as waiting
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.lasting import ShardLayout
+from elastic_trainer.worker.comm.waits import InterruptibleWaits
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.cadence import Cadence, Memory
-from elastic_trainer.worker.state.saver import Saver, WhenBehind
+from elastic_trainer.worker.state.restore import restore
+from elastic_trainer.worker.state.saver import Saver, WhenBehind, check_storage
+from elastic_trainer.worker.state.shares import ShardPart
 from elastic_trainer.worker.state.training_state import Position, TrainingState
 from tests.integration.checkpoint.test_background import LIMIT_S, Gated
 
@@ -102,3 +114,69 @@ def test_a_snapshot_with_a_nan_is_refused_though_training_has_gone_on(tmp_path: 
     with pytest.raises(NonFiniteError, match="'weight'"):
         trained.saver.save({}, wait=True)
     assert trained.end() == [1, 3]
+
+
+def test_a_wait_for_the_files_of_other_places_ends_with_the_round(tmp_path: Path) -> None:
+    """Both copies are being written when a place dies: the others join the next round at once."""
+    trained, works = Trained(tmp_path, WhenBehind.WAIT), InterruptibleWaits(interruptible=True)
+    places = Places(ShardLayout("cpu", (1,), ("dp_shard",), 0, 1).mesh)
+    trained.saver.serve(saves=True, part=ShardPart(places, Control(works=works), writes=True))
+    for _ in range(2):
+        trained.step()
+        assert trained.saver.attempt() is None
+    trained.step()
+    threading.Timer(0.2, works.end, ["a place is gone"]).start()
+    for waits in (trained.saver.attempt, trained.saver.settle):
+        with pytest.raises(RoundBrokenError, match="a place is gone"):
+            waits()
+    assert trained.end() == [1, 2]
+
+
+def test_a_new_round_waits_for_storage_no_longer_than_it_lasts(tmp_path: Path) -> None:
+    """Ranks that resume first let the saves under way end, and a peer may die meanwhile."""
+    trained, works = Trained(tmp_path, WhenBehind.WAIT), InterruptibleWaits(interruptible=True)
+    trained.step()
+    assert trained.saver.attempt() is None
+    threading.Timer(0.2, works.end, ["a peer is gone"]).start()
+    with pytest.raises(RoundBrokenError, match="a peer is gone"):
+        trained.saver.wait(Control(works=works))
+    assert trained.end() == [1]
+
+
+def test_a_process_alone_that_waits_for_storage_says_so_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its end, and at its start, when it looks whether it can write and what there is: storage answers then."""
+    monkeypatch.setattr(waiting, "AWAITED_S", 0.05)
+    trained, logs = Trained(tmp_path, WhenBehind.WAIT), list[Any]()
+    manager = trained.manager
+    trained.step()
+    assert trained.saver.attempt() is None
+
+    def said() -> None:
+        limit = Deadline.after(LIMIT_S)
+        while sum(each["event"] == "storage.awaited" for each in logs) < 2:
+            assert not limit.expired
+            pause(0.01)
+
+    def slow(at: Callable[..., Any]) -> Callable[..., Any]:
+        def later(*given: Any) -> Any:
+            said()
+            return at(*given)
+
+        return later
+
+    def restored() -> None:
+        restore(Control(), manager, dict, lambda tree: None, trained.tracker, lambda origin: None)
+
+    monkeypatch.setattr(manager, "check_writable", slow(manager.check_writable))
+    monkeypatch.setattr(manager, "newest", slow(manager.newest))
+    release = threading.Thread(target=slow(manager.gate.release), args=[100])
+    for act in (trained.saver.settle, lambda: check_storage(manager, Control(), WorkerEnvironment()), restored):
+        with structlog.testing.capture_logs() as captured:
+            logs = captured
+            if not release.ident:
+                release.start()
+            act()
+            said()
+    release.join(LIMIT_S)

@@ -15,6 +15,7 @@ import torch
 from elastic_trainer.checkpoint import Arena, CheckpointManager, DamagedError, Owner, SaveInfo, StateSnapshot
 from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.checkpoint.checking import records
+from elastic_trainer.checkpoint.reading import read_state
 from elastic_trainer.checkpoint.snapshot import DATA, break_seal, places, read
 from tests.drills.checkpoint.flipping import flipped
 from tests.unit.checkpoint.states import same, training_state
@@ -32,18 +33,26 @@ def files() -> Iterator[list[Path]]:
         os.close(each)
 
 
-def leave(arena: Arena, manager: CheckpointManager, state: dict[str, Any], step: int, *, sealed: bool = True) -> None:
+def leave(
+    arena: Arena,
+    manager: CheckpointManager,
+    state: dict[str, Any],
+    step: int,
+    *,
+    sealed: bool = True,
+    places: Place | None = None,
+) -> None:
     """What a worker does before it is killed."""
     info = SaveInfo(step, 1)
-    held = arena.hold(manager.encode(state, info))
+    held = arena.hold(manager.encode(state, info, places=places))
     if sealed:
         manifest = manager.draft(info).with_files(records(held.image))
         arena.seal(held, manifest, manager.location, OWNER.job)
     arena.release(held)
 
 
-def left(files: list[Path]) -> StateSnapshot:
-    found = Arena(files).newest()
+def left(files: list[Path], beside: list[Path] | None = None) -> StateSnapshot:
+    found = Arena(files, beside=beside or []).newest()
     assert found is not None
     return found
 
@@ -56,10 +65,8 @@ def test_a_successor_finds_the_newest_state_bit_by_bit(files: list[Path], tmp_pa
     for step, state in states.items():
         leave(arena, manager, state, step)
         found = left(files)
-        loaded = manager.load_snapshot(found)
-        assert same(loaded.state, state)
+        assert same(read_state(found, found.manifest), state)
         assert (found.order, found.location, found.job, found.stored) == ((1, step), str(tmp_path), "job", False)
-        assert (loaded.name, loaded.stored) == (found.manifest.name, False)
 
 
 def test_the_newest_state_is_there_until_the_next_is_whole(files: list[Path], tmp_path: Path) -> None:
@@ -69,7 +76,49 @@ def test_the_newest_state_is_there_until_the_next_is_whole(files: list[Path], tm
         leave(Arena(files), manager, {"w": torch.full((width,), float(step))}, step)
         leave(Arena(files), manager, {"w": torch.zeros(width)}, step + 1, sealed=False)
         assert left(files).order == (1, step)
-        assert float(manager.load_snapshot(left(files)).state["w"][0]) == step
+        assert float(read_state(left(files), left(files).manifest)["w"][0]) == step
+
+
+def test_the_places_of_a_sharded_state_make_one_snapshot_when_all_hold_one_step(tmp_path: Path) -> None:
+    """The newest step that all have, whichever is ahead; its files are those of an ordinary checkpoint."""
+    places = [Place(index) for index in (0, 1)]
+    descriptors = [[os.memfd_create("test") for _ in range(SLOTS)] for _ in places]
+    files = [[Path(f"/proc/self/fd/{each}") for each in mine] for mine in descriptors]
+    manager = CheckpointManager(tmp_path, owner=OWNER)
+
+    def leave_shard(index: int, step: int) -> None:
+        state = {f"w{each.index}": torch.full((50,), step * 10.0 + each.index) for each in places}
+        own = Arena(files[index], beside=files[1 - index])
+        leave(own, manager, state, step, places=places[index])
+
+    for index, step in ((0, 1), (0, 2), (1, 1)):
+        leave_shard(index, step)
+    assert Arena(files[0]).newest() is None
+    both = left(files[0], files[1])
+    assert (both.order, both.stored, len(both.descriptors)) == ((1, 1), False, 2)
+    leave_shard(1, 2)
+    leave_shard(0, 3)  # in place of step 1: the one that both hold is filled last
+    both = left(files[0], files[1])
+    assert both.order == (1, 2)
+    assert float(manager.load_snapshot(both).state["w1"][0]) == 21.0
+    manager.write(both.image(), both.manifest)
+    loaded = manager.load_newest()
+    assert loaded is not None
+    assert (loaded.manifest.step, float(loaded.state["w0"][0])) == (2, 20.0)
+    for each in (*descriptors[0], *descriptors[1]):
+        os.close(each)
+
+
+class Place:
+    """Place ``index`` of two, which writes the tensor of its number."""
+
+    count = 2
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def writes(self, tensor: torch.Tensor) -> bool:
+        return int(tensor[0]) % 10 == self.index
 
 
 def test_a_rescued_state_is_an_ordinary_checkpoint(files: list[Path], tmp_path: Path) -> None:
@@ -92,7 +141,7 @@ def test_no_changed_bit_goes_unnoticed(files: list[Path], tmp_path: Path) -> Non
     used = [bit for begin, end in in_use(path) for bit in range(8 * begin, 8 * end)]
 
     def load() -> None:
-        manager.load_snapshot(found(path))
+        read_state(found(path), found(path).manifest)
 
     def rescue() -> None:
         CheckpointManager(tmp_path).write(found(path).image(), found(path).manifest)

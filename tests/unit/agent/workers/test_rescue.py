@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from structlog.testing import capture_logs
 
+from elastic_trainer.agent.workers import rescue as rescue_module
 from elastic_trainer.agent.workers.rescue import Rescue, survivors
 from elastic_trainer.checkpoint import Arena, CheckpointManager, Owner, SaveInfo
+from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
 from tests.unit.checkpoint.states import training_state
@@ -16,11 +20,11 @@ from tests.unit.checkpoint.test_snapshot import leave
 
 @pytest.fixture
 def rescue() -> Rescue:
-    return Rescue("a", lambda names, deadline: {})
+    return Rescue("a", lambda names, deadline: {}, workers=2)
 
 
 def arena(rescue: Rescue) -> Arena:
-    return Arena([Path(path) for path in rescue.paths.split(":")])
+    return Arena([Path(path) for path in rescue.paths.split(":")[:SLOTS]])
 
 
 def saved_steps(directory: Path) -> list[int]:
@@ -40,6 +44,26 @@ def test_what_no_storage_has_is_committed(rescue: Rescue, tmp_path: Path) -> Non
     rescue.close()
     assert saved_steps(tmp_path) == [3, 2, 1]
     manager.close()
+
+
+def test_of_two_agents_that_commit_one_state_the_one_with_the_lowest_rank_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither has seen the other's yet when it begins: they do not touch each other's files, whoever ends first."""
+    agents = [Rescue(node, lambda names, deadline: {}, workers=1) for node in ("a", "b")]
+    for number, each in enumerate(agents):
+        state = {"model": {"running_mean": torch.full((1000,), float(number))}}
+        leave(arena(each), CheckpointManager(tmp_path, owner=Owner("run", "job")), state, 2)
+    monkeypatch.setattr(rescue_module, "_has", lambda *found: False)
+    with capture_logs() as logs:
+        for turn in (1, 0):
+            agents[turn].commit(turn)
+    assert [line["event"] for line in logs if line["event"].startswith("snapshot.")] == ["snapshot.rescued"] * 2
+    newest = CheckpointManager(tmp_path).load_newest()
+    assert newest is not None
+    assert (newest.manifest.step, newest.state["model"]["running_mean"][0]) == (2, 0)
+    for each in agents:
+        each.close()
 
 
 def test_a_node_that_leaves_by_agreement_commits_nothing(rescue: Rescue, tmp_path: Path) -> None:
