@@ -1,8 +1,9 @@
-"""What holds for checkpoints wherever they lie: a directory, S3's own interface, and S3 as fsspec shows it."""
+"""What holds for checkpoints wherever they lie: a directory, S3's own interface, S3 as fsspec shows it, and Google's
+and Azure's stores where their emulators are installed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Thread
@@ -20,6 +21,7 @@ from elastic_trainer.checkpoint.layout import (
     MANIFEST_FILE,
     OFFER_FILE,
     CheckpointName,
+    rescued_name,
     temporary_name,
     tensors_file,
     trash_name,
@@ -31,22 +33,45 @@ from elastic_trainer.checkpoint.storage.fsspec_bucket import FsspecBucket
 from elastic_trainer.checkpoint.storage.objects import ObjectStorage
 from elastic_trainer.checkpoint.writers import this_process
 from elastic_trainer.errors import StorageError
+from tests.support.emulators import azure, google
+from tests.support.s3server import BUCKET
 from tests.unit.checkpoint.states import Heard, same, training_state
 from tests.unit.checkpoint.test_janitor import dead_process
 
 Place = Callable[[], Storage]
 
 
-@pytest.fixture(params=["directory", "s3", "fsspec"])
+@pytest.fixture(scope="module")
+def gs() -> Iterator[str]:
+    with google():
+        yield f"gs://{BUCKET}"
+
+
+@pytest.fixture(scope="module")
+def az() -> Iterator[str]:
+    with azure():
+        yield f"az://{BUCKET}"
+
+
+@pytest.fixture(params=["directory", "s3", "fsspec", "gs", "az"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """Opens one and the same place, empty at first, anew with each call."""
     if request.param == "directory":
         return lambda: open_storage(tmp_path / "checkpoints")
+    if request.param in ("gs", "az"):
+        emulated = f"{request.getfixturevalue(request.param)}/{tmp_path.name}/checkpoints"
+        return lambda: open_storage(emulated)
     url: str = request.getfixturevalue("s3_url")
     if request.param == "s3":
         return lambda: open_storage(url)
     path = url.removeprefix("s3://")
     return lambda: ObjectStorage(FsspecBucket(url, filesystem("s3", skip_instance_cache=True), path, RequestLimits()))
+
+
+@pytest.fixture
+def conditional_writes(request: pytest.FixtureRequest) -> None:
+    if request.node.callspec.params["place"] == "gs":
+        pytest.skip("gcp-storage-emulator ignores ifGenerationMatch")
 
 
 def opened(place: Place, keep: int = 3, **options: object) -> CheckpointManager:
@@ -64,6 +89,24 @@ def test_a_state_comes_back_bit_by_bit(place: Place) -> None:
     assert place().free_bytes() is None or isinstance(place().free_bytes(), int)
 
 
+def test_who_would_rescue_a_state_sees_that_another_process_does(place: Place) -> None:
+    """As long as that one writes; not for another step, nor for an offer of a process that has died."""
+    manager, storage = opened(place), place()
+    storage.prepare()
+    draft = manager.draft(SaveInfo(7, 3))
+    offer = from_bytes(OFFER_FILE, seal(draft.model_copy(update={"name": rescued_name(3, 7, 0)})))
+    with temporary_entry(storage, rescued_name(3, 7, 0)) as temporary:
+        assert not manager.offered(draft)
+        write_file(storage, temporary, offer)
+        assert manager.offered(draft)
+        assert not manager.offered(manager.draft(SaveInfo(8, 3)))
+    storage.remove(temporary)
+    assert not manager.offered(draft)
+    storage.create(dead := temporary_name(dead_process()), rescued_name(3, 7, 0))
+    write_file(storage, dead, offer)
+    assert not manager.offered(draft)
+
+
 def test_an_empty_place_has_no_checkpoint(place: Place) -> None:
     assert (opened(place).newest(), opened(place).load_newest(), place().names()) == (None, None, ())
 
@@ -75,6 +118,7 @@ def test_retention_leaves_no_object_of_what_it_removes(place: Place) -> None:
     assert [entry.name for entry in opened(place).entries()] == names[:-3:-1]
 
 
+@pytest.mark.usefixtures("conditional_writes")
 def test_several_processes_write_one_checkpoint(place: Place) -> None:
     """One helps with what nobody has taken; nothing of that is left, and what is published is all there."""
     state = {"large": torch.randn(3_000_000), "small": [torch.ones(3)]}
@@ -145,6 +189,7 @@ def test_a_place_that_cannot_write_ends_the_save_at_once(place: Place) -> None:
     assert place().names() == (before,)
 
 
+@pytest.mark.usefixtures("conditional_writes")
 def test_a_checkpoint_is_unseen_until_it_is_published(place: Place) -> None:
     """And a name is never published twice: the second writer gets a sentence, the first one's bytes stay."""
     name, storages = str(CheckpointName(1, 2)), (place(), place())

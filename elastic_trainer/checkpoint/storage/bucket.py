@@ -101,8 +101,8 @@ _CREDENTIALS = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
 )
 _TAKEN = frozenset({"PreconditionFailed", "ConditionalRequestConflict"})
-_SET_CREDENTIALS = "check the credentials: AWS_PROFILE, AWS_ACCESS_KEY_ID, or the pod's service account"
-_CHECK_ADDRESS = "check the bucket's name, region and AWS_ENDPOINT_URL, and the network"
+_SET_CREDENTIALS = "check the credentials: the variables of the store's own tools, or the pod's service account"
+_CHECK_ADDRESS = "check the bucket's name, its region and endpoint (AWS_ENDPOINT_URL for S3), and the network"
 
 
 def in_words(error: BaseException, needs: str) -> OSError:

@@ -2,14 +2,17 @@
 
 Their unfinished uploads show nowhere and expire by themselves. Retries are the clients' own.
 
-*Runs in* the calling thread; the client works in fsspec's thread. *Fails by* what the port says.
+*Runs in* the calling thread; the client works in fsspec's thread, uploads in one for each part.
+*Fails by* what the port says.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from fsspec.asyn import AsyncFileSystem, sync
@@ -38,6 +41,8 @@ class FsspecBucket:
         self._files.invalidate_cache()
         with suppress(FileNotFoundError):
             found = self._do(self._files._find, f"{self._path}/{directory}".rstrip("/"), detail=True)
+            if isinstance(found, list):  # adlfs, where the path is that of an object
+                found = {path: self._do(self._files._info, path) for path in found}
             return tuple(self._item(path, info) for path, info in found.items())
         return ()
 
@@ -61,7 +66,7 @@ class FsspecBucket:
                 self._do(self._files._rm_file, self._at(key))
 
     def upload(self, key: str) -> Upload:
-        return _Stream(self._files, self._at(key))
+        return _Stream(self._files, self._at(key), self._limits)
 
     def last_part(self, directory: str) -> float | None:
         return None
@@ -85,28 +90,52 @@ class FsspecBucket:
 
 
 class _Stream:
-    """A file object of fsspec, which sends its parts one after the other."""
+    """A file object of fsspec, which sends its parts one after the other and knows no limit of time.
 
-    def __init__(self, files: AsyncFileSystem, path: str) -> None:
-        self._files, self._path = files, path
+    So a thread waits for it, which is left behind where the store stops in the middle of a part.
+    """
+
+    def __init__(self, files: AsyncFileSystem, path: str, limits: RequestLimits) -> None:
+        self._files, self._path, self._limits = files, path, limits
         self._file: Any = None
+        self._stuck = False
 
     def add(self, part: bytearray) -> None:
-        try:
-            if self._file is None:
-                self._file = self._files.open(self._path, "wb", block_size=PART_SIZE)
-            self._file.write(part)
-        except Exception as error:
-            raise in_words(error, _NEEDS) from error
+        self._within(self._limits.part_s, lambda: self._send(part))
 
     def finish(self, last: bytearray) -> None:
-        self.add(last)
-        try:
+        def act() -> None:
+            self._send(last)
             self._file.close()
-        except Exception as error:
-            raise in_words(error, _NEEDS) from error
+
+        self._within(self._limits.part_s, act)
 
     def abort(self) -> None:
         if self._file is not None:
             self._file.closed = True  # else its finaliser would complete it
-            self._file.discard()
+            if not self._stuck:
+                self._within(self._limits.request_s, self._file.discard)
+
+    def _send(self, part: bytearray) -> None:
+        if self._file is None:
+            self._file = self._files.open(self._path, "wb", block_size=PART_SIZE)
+        self._file.write(part)
+
+    def _within(self, limit_s: float, act: Callable[[], object]) -> None:
+        outcome: SimpleQueue[Exception | None] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                act()
+            except Exception as error:  # noqa: BLE001 - the edge of a thread: the one that waits raises it
+                outcome.put(error)
+            else:
+                outcome.put(None)
+
+        threading.Thread(target=run, name="checkpoint-upload", daemon=True).start()
+        try:
+            error = outcome.get(timeout=limit_s)
+        except Empty:
+            self._stuck, error = True, TimeoutError()
+        if error is not None:
+            raise in_words(error, _NEEDS) from error

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec import filesystem
 from safetensors.torch import load_file
 
 from elastic_trainer.checkpoint import (
@@ -23,6 +24,7 @@ from elastic_trainer.checkpoint import (
     Retention,
     SaveInfo,
     Transition,
+    UnreadableError,
     janitor,
     manager,
 )
@@ -30,10 +32,12 @@ from elastic_trainer.checkpoint.commit import check_writable, commit
 from elastic_trainer.checkpoint.image import FileImage, Image
 from elastic_trainer.checkpoint.layout import STATE_FILE, TENSORS_FILE, WriterIdentity, temporary_name
 from elastic_trainer.checkpoint.storage import lease, locations, open_storage
-from elastic_trainer.checkpoint.storage.bucket import PART_SIZE
+from elastic_trainer.checkpoint.storage.bucket import PART_SIZE, RequestLimits
+from elastic_trainer.checkpoint.storage.fsspec_bucket import FsspecBucket
+from elastic_trainer.checkpoint.storage.objects import ObjectStorage
 from elastic_trainer.checkpoint.storage.s3 import PARALLEL_PARTS, S3Bucket
 from elastic_trainer.cli.main import main as command
-from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import CheckpointError, StorageError
 from elastic_trainer.local.ports import free_ports
 from tests.support.s3server import BUCKET, Fault, S3Server
@@ -196,6 +200,36 @@ def test_what_is_wrong_is_one_sentence(s3: S3Server, s3_url: str, monkeypatch: p
     assert f"{s3_url} can be written" in shown
     assert len(re.findall(r"disk\.(write|read)", shown)) == 2
     assert open_storage(s3_url).names() == ()
+
+
+@pytest.mark.parametrize("falls_silent", ["^PUT .*partNumber=2", "^GET .*tensors"])
+def test_a_store_behind_fsspec_that_falls_silent_amid_a_file_costs_the_limit(
+    s3: S3Server, s3_url: str, falls_silent: str
+) -> None:
+    """The save or the load fails in words, and the next one works."""
+    short = RequestLimits(part_s=8.0)
+    path = s3_url.removeprefix("s3://")
+
+    def opened(limits: RequestLimits = locations.LIMITS) -> CheckpointManager:
+        files = filesystem("s3", skip_instance_cache=True)
+        return CheckpointManager("", storage=ObjectStorage(FsspecBucket(s3_url, files, path, limits)))
+
+    state = {"w": torch.randn(9_000_000)}
+    opened().save(state, SaveInfo(1))
+    s3.inject(Fault(falls_silent, stall_s=3600.0, count=1))
+    began = SYSTEM.monotonic()
+    if "PUT" in falls_silent:
+        with pytest.raises(StorageError, match="did not answer in time"):
+            opened(short).save(state, SaveInfo(2))
+    else:
+        with pytest.raises(UnreadableError, match="did not answer in time"):
+            opened(short).load(CheckpointManager(s3_url).entries()[0])
+    assert SYSTEM.monotonic() - began < LIMIT_S
+    assert s3.hits() == 1
+    assert opened().save(state, SaveInfo(3)).name
+    loaded = opened().load_newest()
+    assert loaded is not None
+    assert torch.equal(loaded.state["w"], state["w"])
 
 
 def examined(url: str) -> str:
