@@ -4,12 +4,14 @@ Some ranks may have completed the call and gone on, others not; simply repeating
 count completed calls, and a rank that is one behind receives the result from one that is not.
 
 *Runs in* the worker's main thread of all ranks at once. *Fails by* RoundBrokenError when a peer is gone.
-*Invariant*: ranks differ by at most one call, since all of them are needed to complete the next.
+*Invariant*: ranks that were in one round differ by at most one call, since all of them are needed to complete the
+next. One that stood by meanwhile, or comes new, goes on from where the others are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from elastic_trainer.worker.comm.codecs import Codec
@@ -23,6 +25,8 @@ class CallReplay:
 
     def __init__(self) -> None:
         self.count = NEWCOMER
+        self._inside = False
+        """Whether the round ended here in the middle of a call."""
         self._last = b""
         self._answer: bytes | None = None
 
@@ -30,6 +34,15 @@ class CallReplay:
     def has_answer(self) -> bool:
         """Whether a peer has completed the call that this rank is in."""
         return self._answer is not None
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """The body meets others for the call that this rank is in."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
 
     def completed(self, result: Any, codec: Codec) -> Any:
         """Count a call that completed here, and return its result."""
@@ -45,10 +58,11 @@ class CallReplay:
         return codec.decode(data)
 
     def meet(self, control: Control, counts: Sequence[int]) -> None:
-        """At the start of a round, send the last result to the ranks that are one call behind."""
-        most = max(counts)
+        """At the start of a round, send the last result to the ranks that are behind."""
+        most, self._answer = max(counts), None
         if any(0 <= count < most for count in counts):
             data = control.broadcast_bytes(self._last, counts.index(most))
-            self._answer = data if 0 <= self.count < most else None
-        if self.count == NEWCOMER:
-            self.count = max(0, most)
+            if self.count < most:
+                self._last = data
+                self._answer = data if self._inside else None
+        self.count = max(0, most - self.has_answer)

@@ -6,7 +6,8 @@ it. A step whose gradients overflowed changes no parameter, yet counts as commit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,22 @@ from torch.amp.grad_scaler import OptState
 
 
 class Scaling:
-    """The scaler of a session, or none."""
+    """The scaler of a session, or none.
 
-    def __init__(self, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer) -> None:
+    ``anywhere``: ranks that hold shards may find overflows in different ones; this says whether any of them has. The
+    scaler asks in whatever way the script unscales: torch does so only over the mesh of the first gradient.
+    """
+
+    def __init__(
+        self,
+        scaler: torch.amp.GradScaler | None,
+        optimizer: torch.optim.Optimizer,
+        anywhere: Callable[[bool], bool] | None = None,
+    ) -> None:
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._optimizer = optimizer
+        self._optimizer, self._anywhere = optimizer, anywhere
+        if self.scaler is not None and anywhere is not None:
+            self.scaler.unscale_ = partial(_unscale_alike, self.scaler, anywhere)  # type: ignore[method-assign]
         self._states: Any = None
 
     @property
@@ -46,6 +58,8 @@ class Scaling:
         inverse = scale.double().reciprocal().float()
         for device, overflow in scaler._unscale_grads_(group, inverse, nothing, False).items():
             found[device] = torch.maximum(found[device], overflow) if device in found else overflow
+        if self._anywhere is not None:
+            _agree(found, self._anywhere)
 
     def before_update(self) -> None:
         """Right before the optimizer changes parameters: drop gradients that overflowed.
@@ -83,3 +97,16 @@ class Scaling:
     def _stage(self) -> OptState:
         stage: OptState = self._state()["stage"]
         return stage
+
+
+def _unscale_alike(
+    scaler: torch.amp.GradScaler, anywhere: Callable[[bool], bool], optimizer: torch.optim.Optimizer
+) -> None:
+    type(scaler).unscale_(scaler, optimizer)
+    _agree(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"], anywhere)
+
+
+def _agree(found: Mapping[torch.device, torch.Tensor], anywhere: Callable[[bool], bool]) -> None:
+    overflow = anywhere(any(bool(each) for each in found.values()))
+    for each in found.values():
+        each.fill_(float(overflow))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from elastic_trainer.worker.comm.codecs import JSON, bytes_of
@@ -18,7 +20,8 @@ def test_a_rank_that_is_one_call_behind_gets_the_result_of_the_others() -> None:
         calls.count = 4
         if control.rank != 1:
             calls.completed({"accuracy": 0.5 + control.rank}, JSON)
-        calls.meet(control, [5, 4, 5])
+        with calls.interrupted() if control.rank == 1 else nullcontext():
+            calls.meet(control, [5, 4, 5])
         given = calls.answer(JSON) if calls.has_answer else None
         return control.rank == 1, given, calls.count
 
@@ -38,6 +41,35 @@ def test_level_ranks_are_given_nothing_and_newcomers_take_over_the_count() -> No
         return calls.has_answer, calls.count
 
     assert run_ranks(2, body) == [(False, 7), (False, 7)]
+
+
+def test_a_rank_that_stood_by_goes_on_from_where_the_others_are() -> None:
+    """It has missed calls that it was not in, so there is no answer that a later call could take for its own."""
+
+    def body(control: Control) -> tuple[bool, int]:
+        calls = CallReplay()
+        calls.count = 3
+        for _ in range(4 if control.rank == 0 else 0):
+            calls.completed(0.5, JSON)
+        calls.meet(control, [7, 3])
+        return calls.has_answer, calls.count
+
+    assert run_ranks(2, body) == [(False, 7), (False, 7)]
+
+
+def test_a_rank_that_stood_by_in_a_call_gets_the_newest_result() -> None:
+    """Its script goes on as that of the others, though they have made more such calls."""
+
+    def body(control: Control) -> tuple[object, int]:
+        calls = CallReplay()
+        calls.count = 3
+        for value in range(4 if control.rank == 0 else 0):
+            calls.completed(value, JSON)
+        with calls.interrupted() if control.rank == 1 else nullcontext():
+            calls.meet(control, [7, 3])
+        return calls.answer(JSON) if calls.has_answer else None, calls.count
+
+    assert run_ranks(2, body) == [(None, 7), (3, 7)]
 
 
 def test_a_tensor_result_is_written_into_the_tensor_of_the_rank_behind() -> None:
