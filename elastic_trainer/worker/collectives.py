@@ -21,8 +21,8 @@ from elastic_trainer.data.sampler import Collate, Fetcher
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError, StorageError
 from elastic_trainer.model import Phase
 from elastic_trainer.worker.comm import groups as groups
-from elastic_trainer.worker.comm.codecs import JSON, Codec, bytes_of
-from elastic_trainer.worker.comm.control import Purpose
+from elastic_trainer.worker.comm.codecs import JSON, TENSOR, Codec, bytes_of, packed_tensor, unpacked_tensor
+from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.model import ema
 from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.state.saver import Saver
@@ -67,7 +67,6 @@ class Collectives:
         control.sum(Purpose.SAVE)
         if best:
             place.position.best = values
-        training.saver.together()
         mine = control.rank == 0
         name, problem = self._saved(training.saver, values, best=best, wait=wait) if mine else (None, None)
         if not mine:
@@ -155,6 +154,25 @@ class Collectives:
         if not control.alone:
             groups.all_reduce(control, tensor)
         return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Row r is rank r's."""
+        mine = packed_tensor(tensor.detach().cpu().contiguous())
+        rows = self._shared(lambda control: torch.stack([unpacked_tensor(each) for each in control.gather_bytes(mine)]))
+        return rows.to(tensor.device)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        mine = packed_tensor(tensor.detach().cpu().contiguous())
+        value = self._shared(lambda control: unpacked_tensor(control.broadcast_bytes(mine, source)))
+        with torch.no_grad():
+            return tensor.copy_(value)
+
+    def _shared(self, ask: Callable[[Control], torch.Tensor]) -> torch.Tensor:
+        """A step that fails is repeated as a whole, so inside one this is made once."""
+        training = self._training
+        if training is None or training.steps.inside:
+            return ask(self._place.present.control)
+        return self.repeated(lambda: ask(self._place.present.control), TENSOR)
 
     def barrier(self) -> None:
         self.repeated(lambda: self._place.present.control.sum(Purpose.BARRIER))

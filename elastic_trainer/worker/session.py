@@ -20,12 +20,12 @@ when stopped, 73 when the last save failed and ``require_last_save`` was asked f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import structlog
 import torch
@@ -33,7 +33,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_trainer import settings
 from elastic_trainer.checkpoint import Retention
 from elastic_trainer.checkpoint.storage import checked
 from elastic_trainer.data.loading import Loading
@@ -41,28 +40,38 @@ from elastic_trainer.data.plan import EpochPlan, LrRule
 from elastic_trainer.data.sampler import Batch, Collate
 from elastic_trainer.data.sources import checked_length
 from elastic_trainer.errors import ConfigError, last_line
-from elastic_trainer.model import Cursor, Phase
+from elastic_trainer.model import Phase
 from elastic_trainer.telemetry import logs
-from elastic_trainer.worker import evaluation, forks
-from elastic_trainer.worker.collectives import Collectives
+from elastic_trainer.worker import alone, evaluation, forks
 from elastic_trainer.worker.comm.codecs import JSON, TENSOR
 from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.comm.failures import is_collective_failure
 from elastic_trainer.worker.model.replica import Reduction
+from elastic_trainer.worker.model.wrapped import WrappedModel
 from elastic_trainer.worker.process import Process
+from elastic_trainer.worker.standing import SessionStanding
 from elastic_trainer.worker.state.cadence import Cadence
-from elastic_trainer.worker.state.training_state import Position, Stateful, check_part
+from elastic_trainer.worker.state.training_state import Stateful, check_part
+from elastic_trainer.worker.steps.commit import Steps
+from elastic_trainer.worker.steps.driven import DrivenStep
 from elastic_trainer.worker.steps.meshes import Meshes
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions, one_of
 from elastic_trainer.worker.steps.step import Step
-from elastic_trainer.worker.steps.training import Training, Wrapped
-from elastic_trainer.worker.steps.workplace import Workplace
+from elastic_trainer.worker.steps.training import Wrapped
 
+StepT = TypeVar("StepT", bound=Step)
 LEAVING_S = 10.0
 """How long a session that fails or is stopped waits for what is still being written."""
 
 
-class Session:
+_OPEN: list[Session] = []
+
+
+def _nothing() -> None:
+    """No ranks are hidden."""
+
+
+class Session(SessionStanding):
     """See the module. ``checkpoint_dir`` is a path or an ``s3://``, ``gs://`` or ``az://`` URL; None: nothing is saved.
 
     Else it is saved by steps, by time (see cadence for ``"auto"``) and on SIGUSR1.
@@ -96,16 +105,13 @@ class Session:
             checks=checks,
             group=group,
         )
-        self.environment = settings.worker_environment()
-        self._position = Position()
+        super().__init__()
         self._user: dict[str, Stateful] = {}
         self._pending: dict[str, Any] = {}
-        self._process: Process | None = None
-        self._training: Training | None = None
-        """None before :meth:`wrap`."""
         self._meshes = Meshes()
-        self._foreign = False
-        """Whether this process was forked from the one that trains."""
+        self._driven: DrivenStep | None = None
+        """The last step that the script began itself."""
+        self._show_ranks: Callable[[], None] = _nothing
 
     # ---- opening and closing
 
@@ -119,7 +125,15 @@ class Session:
         except BaseException:
             self._close(process, "failed")
             raise
+        _OPEN.append(self)
         return self
+
+    @staticmethod
+    def opened() -> Session:
+        """The session that is open in this process."""
+        if not _OPEN:
+            raise ConfigError("no session is open", hint="use it inside `with Session(...) as session:`")
+        return _OPEN[-1]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -162,6 +176,9 @@ class Session:
 
     def _close(self, process: Process, status: str) -> None:
         forks.leave(self._disown)
+        self._show_ranks()
+        if self in _OPEN:
+            _OPEN.remove(self)
         if self._training is not None:
             self._training.close(None if status == "done" else LEAVING_S)
         process.close(status)
@@ -170,88 +187,25 @@ class Session:
         """Leave without waiting for peers: some of them may be gone, or in another place."""
         self._close(process, "stopped" if process.place.stopped else "failed")
 
-    # ---- where this process is
+    def hide_ranks(self) -> None:
+        """Let frameworks believe that this process is alone, until the session is closed (see alone.py).
 
-    def _require_open(self) -> Process:
-        """ConfigError unless this process has opened the session."""
-        if self._foreign:
-            raise ConfigError(
-                "this process was forked from the one that trains, and has no part in its session",
-                hint="use the session in the process that opened it",
-            )
-        if self._process is None:
-            raise ConfigError("the session is not open", hint="use it as `with Session(...) as session:`")
-        return self._process
+        Call it before they look: before ``TrainingArguments``, ``Accelerator``, Lightning's ``Trainer``. Whether this
+        process is the one that reports is still said by :attr:`is_rank0`.
+        """
+        self._require_open()
+        if self._show_ranks is _nothing:
+            self._show_ranks = alone.hide()
 
-    @property
-    def _here(self) -> Workplace:
-        return self._require_open().place
+    def on_ranks_changed(self, fn: Callable[[], object]) -> None:
+        """Call ``fn()`` whenever this process has a (new) rank among (other) ranks, and now if it has one.
 
-    @property
-    def _all(self) -> Collectives:
-        return Collectives(self._here, self._training)
-
-    @property
-    def _trained(self) -> Training:
-        if self._training is None:
-            self._require_open()
-            raise ConfigError("there is no model yet", hint="call session.wrap(model, optimizer=...) first")
-        return self._training
-
-    @property
-    def rank(self) -> int:
-        """This process's number among all."""
-        return self._here.present.control.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process's number on its node."""
-        return self.environment.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """How many processes train together."""
-        return self._here.present.control.world_size
-
-    @property
-    def is_rank0(self) -> bool:
-        """Whether this is the process that saves and reports."""
-        return self.rank == 0
-
-    @property
-    def device(self) -> torch.device:
-        """What this process computes on."""
-        return self._here.placement.device
-
-    @property
-    def round(self) -> int:
-        """The generation of the state: grows each time the job resumes, and is at least the launcher's round."""
-        return self._position.generation
-
-    @property
-    def round_reason(self) -> str:
-        """Why the present round was formed ("node n2 was lost", say); empty where that is not known."""
-        return self._here.present.group.formation.reason
-
-    @property
-    def step_number(self) -> int:
-        """Committed steps."""
-        return self._position.step
-
-    @property
-    def cursor(self) -> Cursor:
-        """How far the job has come in the data."""
-        return self._position.cursor
-
-    @property
-    def best_metrics(self) -> Mapping[str, float]:
-        """The metrics of the last state saved as best."""
-        return dict(self._position.best)
-
-    @property
-    def resumed_from(self) -> str | None:
-        """The checkpoint that this life of the job began from."""
-        return self._training.origin.name if self._training is not None else None
+        They hold one state then; ``fn`` makes no collectives.
+        """
+        place = self._here
+        place.watching.append(fn)
+        if self._training is not None:
+            fn()
 
     # ---- the model
 
@@ -290,7 +244,7 @@ class Session:
         reduction: str = Reduction.DDP,
         average: float | AveragedModel | None = None,
         ddp_options: Mapping[str, Any] | None = None,
-    ) -> nn.Module:
+    ) -> WrappedModel:
         """Put ``model`` on the device, resume it, and return what to call: averaged over ranks, if there are several.
 
         ``scheduler`` is advanced at every step. Buffers follow rank 0 (see replica).
@@ -345,6 +299,7 @@ class Session:
         *,
         global_batch_size: int,
         micro_batch_size: int | None = None,
+        passes: int | None = None,
         shuffle: bool = True,
         scale_from: int | None = None,
         lr_rule: str = LrRule.NONE,
@@ -369,6 +324,8 @@ class Session:
         ranks W / R times as large (rounded); the learning rate that the optimizer has is then multiplied by what
         ``lr_rule`` says ("linear", "sqrt", "none") for each update. Both are kept in the checkpoint.
 
+        With ``passes`` each rank computes its part in that many micro-batches, whatever the number of ranks.
+
         With ``workers`` that many processes per rank fetch ``prefetch`` micro-batches each ahead of use (plain tensors
         are always taken directly). They hold the data set as it was at the first batch, and none of its sockets.
         ``pin_memory`` None: when the device is CUDA.
@@ -380,7 +337,7 @@ class Session:
         """
         change, rule = self._trained.round_end.change, one_of(LrRule, lr_rule, "lr_rule")
         length, seed = checked_length(dataset), self._options.seed
-        plan = EpochPlan(length, global_batch_size, micro_batch_size, seed, shuffle, scale_from, rule)
+        plan = EpochPlan(length, global_batch_size, micro_batch_size, seed, shuffle, scale_from, rule, passes)
         loading = Loading(workers, prefetch, pin_memory, bad_samples, max_bad_fraction, multiprocessing_context)
         return self._here.feed.batches(dataset, plan, collate, epochs, loading, change)
 
@@ -393,10 +350,23 @@ class Session:
 
     def step(self) -> Step:
         """The context of one training step about the batch at hand."""
+        return self._begun(Step)
+
+    def _begun(self, kind: Callable[[Steps, Batch | None], StepT]) -> StepT:
         feed, training = self._here.feed, self._trained
         if feed.batch is None:
             training.round_end.change()
-        return training.steps.begin(feed.batch)
+        return training.steps.begin(feed.batch, kind)
+
+    def begin_step(self) -> DrivenStep:
+        """:meth:`step` without a block, for loops of others; ``step.end()`` closes it (see driven).
+
+        A step whose ``end()`` returns False is repeated by drawing the next batch, which is the same one.
+        """
+        if self._driven is not None and not self._driven.ended:
+            raise ConfigError("begin_step() before the end of the last step", hint="call step.end() first")
+        self._driven = self._begun(DrivenStep)
+        return self._driven
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -440,6 +410,14 @@ class Session:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum ``tensor`` over all ranks, in place."""
         return self._all.all_reduce(tensor)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The ``tensor`` of all ranks, by rank; shape (world_size, *shape), the same on all."""
+        return self._all.all_gather(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Fill ``tensor`` with that of rank ``source``."""
+        return self._all.broadcast(tensor, source)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

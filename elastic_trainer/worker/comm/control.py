@@ -53,6 +53,9 @@ class Purpose(IntEnum):
     COMPARE = 12
     NORM = 13
     COMMIT = 14
+    SKIP = 15
+    FORWARD = 16
+    BACKWARD = 17
 
 
 class Pending:
@@ -106,7 +109,7 @@ class Control:
         if summed[0] != purpose * self.world_size or summed[1] != purpose**2 * self.world_size:
             raise ConfigError(
                 f"rank {self.rank} reached '{purpose.name.lower()}' while another rank did something else",
-                hint="call save(), evaluate(), barrier() and step.loss on all ranks, never on rank 0 alone",
+                hint=_EQUALLY if purpose in _PASSES else _ON_ALL,
             )
         return summed[2:]
 
@@ -135,11 +138,20 @@ class Control:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Fill ``tensor`` (contiguous, on the CPU) with that of ``source``."""
-        if not self.alone:
+        self.broadcast_all([(tensor, source)])
+
+    def broadcast_all(self, tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """:meth:`broadcast` each tensor from its source, all at the same time."""
+        if self.alone:
+            return
+        works = []
+        for tensor, source in tensors:
             options = dist.BroadcastOptions()
             options.rootRank = source
             options.rootTensor = 0
-            self.finish(self._begin("broadcast", [tensor], options), "broadcast")
+            works.append(self._begin("broadcast", [tensor], options))
+        for work in works:
+            self.finish(work, "broadcast")
 
     def broadcast_bytes(self, data: bytes, source: int) -> bytes:
         """The ``data`` of ``source``; other ranks' are ignored."""
@@ -183,6 +195,8 @@ class Control:
         problem: ElasticTrainerError | None = None
         try:
             yield
+        except RoundBrokenError:
+            raise
         except ElasticTrainerError as error:
             problem = error
         self.agree(problem)
@@ -217,6 +231,9 @@ class Control:
             raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({what}: {_first_line(error)})") from error
 
 
+_PASSES = (Purpose.FORWARD, Purpose.BACKWARD, Purpose.NORM, Purpose.COMMIT)
+_EQUALLY = "in each step all ranks that share a sharded model call it equally often, and step.backward() too"
+_ON_ALL = "call save(), evaluate(), barrier() and step.loss on all ranks, never on rank 0 alone"
 _BITS, _PARTS = 20, 3
 """The sum of the squares of 8192 ranks is exact then: a double has 53 bits."""
 _MASK = (1 << _BITS) - 1

@@ -31,13 +31,6 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.failures import collective
 from elastic_trainer.worker.comm.waits import InterruptibleWaits
 
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of ``tensor`` that this rank holds: a DTensor's own shard, else all of it."""
-    held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return held
-
-
 _NUMBERS = itertools.count()
 _ALONE = timedelta(seconds=60)
 # Python calls a group by these names, C++ (the functional collectives of DTensor) by those of _FUNCTIONAL.
@@ -146,11 +139,16 @@ class LastingGroup(dist.ProcessGroup):
         with collective(name):
             return _Awaited(self._works.begun(getattr(self._present(), name)(*arguments)), self._works)
 
-    def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, options: Any = None) -> _Awaited:
-        """As gloo does it (all-reduce a copy, take one's part): the wait for gloo's own cannot be interrupted."""
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, source: torch.Tensor, options: Any = None, *, spends: bool = False
+    ) -> _Awaited:
+        """As gloo does it (all-reduce a copy, take one's part): the wait for gloo's own cannot be interrupted.
+
+        ``spends``: nobody needs the ``source`` afterwards, so it is not copied.
+        """
         if not isinstance(self._present()._get_backend(output.device), dist.ProcessGroupGloo):
             return self._call("_reduce_scatter_base", output, source, *([] if options is None else [options]))
-        whole, how = source.clone(), dist.AllreduceOptions()
+        whole, how = source if spends else source.clone(), dist.AllreduceOptions()
         if options is not None:
             how.reduceOp = options.reduceOp
         with collective("reduce_scatter"):
@@ -229,16 +227,14 @@ class LastingMesh(DeviceMesh):
 class ShardLayout:
     """How the ranks of a shard group are arranged, and which of its places this process has; for its life.
 
-    The ranks of a node are divided into shard groups of ``size`` consecutive ranks. ``node_size`` is how many ranks the
-    node has.
+    The ranks of a node, or of several, are divided into shard groups of ``size`` consecutive ranks; ``number`` is that
+    of this process among them. ``node_size`` is how many ranks a node has.
     """
 
-    def __init__(
-        self, device: str, shape: Sequence[int], names: Sequence[str], local_rank: int, node_size: int
-    ) -> None:
+    def __init__(self, device: str, shape: Sequence[int], names: Sequence[str], number: int, node_size: int) -> None:
         self.shape, self.names, self.node_size = tuple(shape), tuple(names), node_size
         self.size = math.prod(self.shape)
-        self.place = local_rank % self.size
+        self.place, self.spans_nodes = number % self.size, self.size > node_size
         numbers = torch.arange(self.size).reshape(self.shape)
         self.coordinate = tuple(int(each) for each in (numbers == self.place).nonzero()[0])
         nccl = device == "cuda"
@@ -299,11 +295,11 @@ class ShardLayout:
 
 
 def checked_shape(
-    shape: Sequence[int], names: Sequence[str] | None, node_size: int, *, launched: bool
+    shape: Sequence[int], names: Sequence[str] | None, node_size: int, nodes: int = 1, *, launched: bool
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The mesh's shape and names; -1 is what the other dimensions leave of the node. Pure; raises ConfigError.
+    """The mesh's shape and names; -1 is what the other dimensions leave of the ``nodes`` that hold a model together.
 
-    A process that no launcher started is alone: each dimension is 1 then.
+    Pure; raises ConfigError. A process that no launcher started is alone: each dimension is 1 then.
     """
     wanted = tuple(shape)
     if names is None or len(names) != len(wanted) or len(set(names)) != len(wanted) or not wanted:
@@ -313,12 +309,14 @@ def checked_shape(
         )
     if not launched:
         return (1,) * len(wanted), tuple(names)
+    size = node_size * nodes
     if wanted.count(-1) == 1:
         others = -math.prod(wanted)
-        wanted = tuple(node_size // others if each == -1 and others > 0 else each for each in wanted)
-    if min(wanted) < 1 or node_size % math.prod(wanted):
+        wanted = tuple(size // others if each == -1 and others > 0 else each for each in wanted)
+    if min(wanted) < 1 or size % math.prod(wanted):
+        where = "this node" if nodes == 1 else f"{nodes} nodes (--rdzv-conf shard_nodes={nodes})"
         raise ConfigError(
-            f"a device mesh of shape {tuple(shape)} does not divide the {node_size} processes of this node",
-            hint="a model is sharded within a node; the replicas on other nodes are the session's own",
+            f"a device mesh of shape {tuple(shape)} does not divide the {size} processes of {where}",
+            hint="a model is sharded within a node, or shard_nodes of them; its replicas are the session's own",
         )
     return wanted, tuple(names)

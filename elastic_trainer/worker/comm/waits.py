@@ -13,15 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
 from datetime import timedelta
 from typing import Any, Protocol
 
+from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
 MOMENT_S = 0.02
+AWAITED_S = 30.0
+"""Who waits for storage logs it this often."""
 _MOMENT = timedelta(seconds=MOMENT_S)
 
 
@@ -69,6 +74,23 @@ class Aside:
         return True
 
 
+@contextmanager
+def storage_awaited() -> Iterator[None]:
+    """The body waits for storage: an event says so every ``AWAITED_S``, since nobody else may be there to notice."""
+    began, over = SYSTEM.monotonic(), threading.Event()
+
+    def say() -> None:
+        while not over.wait(AWAITED_S):
+            waited_s = round(SYSTEM.monotonic() - began, 1)
+            logger().warning("storage.awaited", waited_s=waited_s, effect="this process goes on when storage answers")
+
+    threading.Thread(target=copy_context().run, args=(say,), name="storage-awaited", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
 class InterruptibleWaits:
     """See the module. ``interruptible`` False: each wait is a single one (the process has only one round).
 
@@ -95,15 +117,28 @@ class InterruptibleWaits:
         if self._tracker is not None:
             self._tracker.waits()
         try:
-            if self._interruptible:
-                self._wait_by_moments(work)
-            else:
-                work.wait()
+            self._wait(work)
         finally:
             if self._tracker is not None:
                 self._tracker.goes_on()
             if work.is_completed():
                 self._open.pop(id(work), None)
+
+    def wait_for_own(self, work: Work) -> None:
+        """:meth:`wait` for storage, which this process reads or writes itself: it is not waiting for others."""
+        with storage_awaited():
+            self._wait(work)
+
+    def check(self) -> None:
+        """RoundBrokenError in place, when the round is over."""
+        if self._interruptible and self._over.is_set():
+            raise RoundBrokenError(self._why)
+
+    def _wait(self, work: Work) -> None:
+        if self._interruptible:
+            self._wait_by_moments(work)
+        else:
+            work.wait()
 
     def _wait_by_moments(self, work: Work) -> None:
         while True:
@@ -114,8 +149,7 @@ class InterruptibleWaits:
                 if work.is_completed():
                     self._outcome(work)  # the moment may have ended just before
                     return
-            if self._over.is_set():
-                raise RoundBrokenError(self._why)
+            self.check()
 
     def _outcome(self, work: Work) -> None:
         """The result of finished ``work``: a failure after the end of its round is reported as that end."""

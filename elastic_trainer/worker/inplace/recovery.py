@@ -27,6 +27,7 @@ from elastic_trainer.worker.comm.groups import Group
 from elastic_trainer.worker.comm.round_place import RoundPlace
 from elastic_trainer.worker.inplace.call_replay import NEWCOMER, CallReplay
 from elastic_trainer.worker.inplace.rounds import Rounds
+from elastic_trainer.worker.inplace.shortage import Shortage
 from elastic_trainer.worker.state.heal import heal, identity
 from elastic_trainer.worker.state.restore import Origin
 from elastic_trainer.worker.state.saver import check_storage
@@ -46,6 +47,7 @@ class InPlaceRecovery:
     def __init__(self, rounds: Rounds, training: Training) -> None:
         self._rounds, self._training, self._place = rounds, training, training.place
         self._calls = CallReplay()
+        self._shortage = Shortage(training)
         self._valid = False
         """Whether other ranks may receive the state held here."""
         self._given_up: Step | None = None
@@ -131,6 +133,7 @@ class InPlaceRecovery:
         else:
             given = healed.notes.get("cut") if behind else None
             training.take_part(group, healed.generation, training.origin.fields, given)
+        self._shortage.agree(control)
         self._given_up = None
 
     def _meet_peers(self, control: Control) -> None:
@@ -196,6 +199,7 @@ class InPlaceRecovery:
 
     def absorb(self, step: Step, error: BaseException) -> bool:
         """If ``error`` is the end of the round: join the next one, where the batch is repeated."""
+        error = self._shortage.seen(step, error)
         if not self._rounds.confirms(error):
             return False
         if not step.committed:
@@ -221,7 +225,8 @@ class InPlaceRecovery:
             except (RejoinError, RuntimeError) as error:
                 if not self._rounds.confirms(error):
                     raise
-                self._regroup(joinable=False)
+                with self._calls.interrupted():
+                    self._regroup(joinable=False)
                 if self._calls.has_answer:
                     return self._calls.answer(codec)  # type: ignore[no-any-return]
 

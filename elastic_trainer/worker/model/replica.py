@@ -8,8 +8,8 @@ saved. Rank 0 always has samples of its own, never a filler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -30,6 +30,7 @@ from elastic_trainer.worker.model.ddp_sums import Gradients
 from elastic_trainer.worker.model.sync_batchnorm import Company, share_batchnorm
 from elastic_trainer.worker.model.trainable import check_members
 from elastic_trainer.worker.model.tree import TreeReduction
+from elastic_trainer.worker.model.wrapped import WrappedModel, bare
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
 
@@ -43,21 +44,6 @@ class Reduction(StrEnum):
 
 
 _OWN = ("init_sync", "device_ids", "output_device", "process_group")
-
-
-class Runner(nn.Module):
-    """What a script calls in place of its model for its whole life; rounds exchange what it forwards to.
-
-    Like DistributedDataParallel it holds the bare module as ``module``.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.__dict__["through"] = module  # not a submodule: it holds the same parameters
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self.__dict__["through"](*inputs, **named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +82,15 @@ class Replica:
                 hint="leave it out: the tree does not use DistributedDataParallel",
             )
         self._placement, self._options, self._tracker = placement, dict(options), tracker
-        self.module, self._company = module.to(placement.device), Company()
+        self.module, self._company = bare(module).to(placement.device), Company()
+        compiled = module is not self.module
         if sync and placement.device.type != "cuda":
             self.module = share_batchnorm(self.module, self._company)
-        elif sync and lasting:
+        elif sync:
             self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
-        self._lasting = Runner(self.module) if lasting else None
+        self.lasting = lasting
+        self.runner = WrappedModel(self.module, module if compiled else self.module)
+        """What the script calls."""
         self._buffers = Buffers(self.module) if lasting or reduction is Reduction.TREE else None
         self.even = sync
         """Whether all ranks need the same number of micro-batches (collectives in the forward pass)."""
@@ -160,6 +149,10 @@ class Replica:
     def commit_together(self, number: int) -> None:
         """Before the update of step ``number``: wait for ranks that must make it together with this one."""
 
+    def anywhere(self, flag: bool) -> bool:
+        """Whether any rank that holds a part of this state says so; all of them ask at once."""
+        return flag
+
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients down to a norm of at most ``max_norm`` over all parameters; the norm before."""
         return torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
@@ -168,16 +161,13 @@ class Replica:
         if self._buffers is not None:
             self._buffers.undo()
 
-    @property
-    def lasting(self) -> bool:
-        return self._lasting is not None
-
-    @property
-    def runner(self) -> nn.Module:
-        """What the script calls."""
-        if self._lasting is not None:
-            return self._lasting
-        return self._parallel if self._parallel is not None else self.module
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Between steps: passes in here leave no trace in the buffers."""
+        if self._buffers is not None:
+            self._buffers.keep()
+        yield
+        self.undo()
 
     def bind(self, control: Control) -> None:
         """Average gradients over the ranks of the present round, which all hold the same state."""
@@ -190,19 +180,16 @@ class Replica:
         if control.alone:
             return
         cuda = self._placement.device.type == "cuda"
-        if self.even and cuda and self._lasting is None:
-            self.module = nn.SyncBatchNorm.convert_sync_batchnorm(self.module)  # type: ignore[no-untyped-call]
         if self.even and not cuda:
             self._company.bind(control.rank, control.world_size, partial(all_reduce, control))
         ids = [self._placement.device.index] if cuda else None
         # Else gradients are copied back and held twice. With DDP's mixed precision they do not fit their bucket.
         options = {"gradient_as_bucket_view": "mixed_precision" not in self._options, **self._options}
-        interruptible = self._lasting is not None and not cuda and options["gradient_as_bucket_view"]
-        self._parallel = DistributedDataParallel(self.module, device_ids=ids, init_sync=False, **options)
+        interruptible = self.lasting and not cuda and options["gradient_as_bucket_view"]
+        self._parallel = DistributedDataParallel(self.runner.called, device_ids=ids, init_sync=False, **options)
         if interruptible:
             self._gradients = Gradients(self._parallel, control.works)
-        if self._lasting is not None:
-            self._lasting.__dict__["through"] = self._parallel
+        self.runner.go_through(self._parallel)
 
     @property
     def fitted(self) -> bool:
@@ -211,7 +198,7 @@ class Replica:
 
     def fit(self, control: Control, change: str) -> None:
         """Follow a ``change`` of the trained parameters, between two steps, on all ranks alike."""
-        if self._parallel is not None and self._lasting is None:
+        if self._parallel is not None and not self.lasting:
             raise ConfigError(
                 f"{change} after session.wrap(), and DistributedDataParallel sums what was trained then",
                 hint="decide before wrap() (lr=0 holds a group still), or use reduction='tree' or in-place recovery",
@@ -232,13 +219,15 @@ class Replica:
         if self.tree is not None:
             self.tree.unbind()
         self._parallel = self._gradients = None
-        if self._lasting is not None:
-            self._lasting.__dict__["through"] = self.module
+        self.runner.go_through(None)
 
     @property
     def share(self) -> float:
         """Factor for the loss that turns gradients into means over the ranks."""
         return 1.0 if self._gradients is None else self._gradients.share
+
+    def before_backward(self) -> None:
+        """Before any collective of a backward pass: find out whether ranks that compute together are all there."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """The backward pass; gradients are averaged over the ranks unless that is left to a later pass."""
@@ -272,7 +261,8 @@ class Replica:
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The bare module if ``model`` wraps it, else ``model`` itself."""
-        if model is self._parallel or model is self._lasting:
+        model = bare(model)
+        if model is self._parallel or model is self.runner:
             return self.module
         return model.module if isinstance(model, DistributedDataParallel) else model
 

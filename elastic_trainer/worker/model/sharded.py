@@ -23,13 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.tensor import DTensor, Replicate
 
+from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.errors import ConfigError, RoundBrokenError
-from elastic_trainer.worker.comm.control import Control, Purpose
+from elastic_trainer.worker.comm.control import Control, Pending, Purpose
 from elastic_trainer.worker.comm.failures import collective
 from elastic_trainer.worker.comm.groups import Group
-from elastic_trainer.worker.comm.lasting import ShardLayout, local
+from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import NCCL, Placement
 from elastic_trainer.worker.comm.shard_groups import FormTimeouts, ShardGroups, form_shard_groups
 from elastic_trainer.worker.comm.waits import InterruptibleWaits
@@ -60,6 +63,9 @@ class ShardedReplica(Replica):
             each.set_gradient_divide_factor(1.0)
             each.set_force_sum_reduction_for_comms(True)
             each.set_all_reduce_hook(partial(self._reduced, each))
+            if placement.device.type == "cpu" and len(each._get_fsdp_state()._fsdp_param_groups) == 1:
+                each.set_custom_all_gather(_Gather())
+                each.set_custom_reduce_scatter(_ReduceScatter())
         self._parameters = [each for each in module.parameters() if isinstance(each, DTensor)]
         self._data_dims = self._sharded_by_fsdp()
         self._groups: ShardGroups | None = None
@@ -67,6 +73,9 @@ class ShardedReplica(Replica):
         self._begun_in: set[int] = set()
         """Memory whose sum over the replicas was started."""
         self._starts = self._holds = self._summed = False
+        self._passes: list[Pending] | None = None
+        """What was announced of forward passes since the last meeting; None outside of steps."""
+        self.runner.go_through(self._called)
         self._share, self._control = 1.0, Control()
         kept = ((each, tuple(each._buffers.keys() - each._non_persistent_buffers_set)) for each in module.modules())
         self._with_buffers = [(each, tuple(sorted(names))) for each, names in kept if names]
@@ -120,7 +129,7 @@ class ShardedReplica(Replica):
 
     def release(self) -> None:
         """FSDP may be anywhere inside a pass. Finished gradients stay: a peer may have committed the step."""
-        self._groups = None
+        self._groups = self._passes = None
         self._begun = []
         self._reset()
         self._layout.leave()
@@ -157,6 +166,7 @@ class ShardedReplica(Replica):
     def begin_step(self, *, counts: bool = True) -> None:
         super().begin_step(counts=counts)
         self._summed = self._holds = False
+        self._passes = []
         self.reshard()
 
     def reshard(self) -> None:
@@ -167,6 +177,26 @@ class ShardedReplica(Replica):
     def undo(self) -> None:
         super().undo()
         self._summed = self._holds = False
+        self._passes = None
+
+    def before_backward(self) -> None:
+        self._meet(Purpose.BACKWARD)
+
+    def _called(self, *inputs: Any, **named: Any) -> Any:
+        """The model. In a step the call is announced: if peers call it less often, they find out where they meet next.
+
+        This rank would wait for them in its first layer.
+        """
+        if self._passes is not None:
+            self._passes.append(self.groups.peers.start(Purpose.FORWARD, []))
+        return self.runner.called(*inputs, **named)
+
+    def _meet(self, purpose: Purpose, *values: float) -> None:
+        """Wait for the shard group; ConfigError if a rank of it does something else."""
+        passes, self._passes = self._passes or [], []
+        for each in passes:
+            each.wait()
+        self.groups.peers.sum(purpose, values)
 
     @property
     def share(self) -> float:
@@ -272,9 +302,16 @@ class ShardedReplica(Replica):
     def commit_together(self, number: int) -> None:
         """The commit barrier: passed by one rank of the shard group only when all are ready to commit step ``number``.
 
-        A shard that is behind its peers is in no whole state.
+        A shard behind its peers is in no whole state. Where nodes hold parts of one, all ranks have to be ready:
+        whoever is left of two groups may have to make up a whole one, and then all make the step that one has made.
         """
-        self.groups.peers.sum(Purpose.COMMIT, [float(number)])
+        self._meet(Purpose.COMMIT, float(number))
+        self._passes = None
+        if self._layout.spans_nodes:
+            self.groups.copies.sum(Purpose.COMMIT, [float(number)])
+
+    def anywhere(self, flag: bool) -> bool:
+        return self.groups.peers.sum(Purpose.NORM, [float(flag)])[0] > 0.0
 
     # ---- what places share
 
@@ -304,6 +341,33 @@ class ShardedReplica(Replica):
     def align_buffers(self, control: Control) -> None:
         self.reshard()
         self.share_buffers()
+
+
+class _Gather(DefaultAllocMixin, AllGather):
+    """As torch's, past the checks and log entries of ``torch.distributed``."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        return _awaited(group._allgather_base(output_tensor, input_tensor), async_op)
+
+
+class _ReduceScatter(DefaultAllocMixin, ReduceScatter):
+    """So is this. FSDP makes the input for it alone."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = op
+        return _awaited(group._reduce_scatter_base(output_tensor, input_tensor, options, spends=True), async_op)
+
+
+def _awaited(work: dist.Work, async_op: bool) -> dist.Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None
 
 
 def warm_up(device: torch.device) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_trainer.worker.comm.lasting import local
+from elastic_trainer.checkpoint.sharded import local
 
 
 class _Averaged(nn.Module):

@@ -18,9 +18,9 @@ import torch
 import xxhash
 from torch import nn
 
+from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control, Likeness, Purpose
-from elastic_trainer.worker.comm.lasting import local
 
 _required = attrgetter("requires_grad")
 

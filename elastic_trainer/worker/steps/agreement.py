@@ -11,7 +11,7 @@ boundary with k agreed in the sum itself, since each costs up to a millisecond.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.worker.comm.control import Control, Pending, Purpose
@@ -21,6 +21,8 @@ LONGEST_INTERVAL = 50
 _SMOOTHING = 0.3
 _MOST_AT_ONCE = 3.0
 """A single span counts for at most this multiple of the average."""
+_COPY = 2.0**-20
+"""What a wish for a copy adds to the wishes for a save: fewer ranks than its reciprocal add up to less than one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class Flags:
     nonfinite: bool = False
     switch: bool = False
     """A planned change is known here; together: known to all ranks."""
+    copy: bool = False
+    """Shards are to be copied into memory that outlives the workers."""
     mark: int = 0
     """Must be equal on all ranks."""
     differ: bool = False
@@ -74,7 +78,8 @@ class Consensus:
         if self._count >= self._next_start and not leaving:
             wishes = observe()
             self._mark = wishes.mark
-            values = [wishes.stop, wishes.save, wishes.nonfinite, self.boundary_s, wishes.switch, wishes.mark]
+            saves = wishes.save + wishes.copy * _COPY
+            values = [wishes.stop, saves, wishes.nonfinite, self.boundary_s, wishes.switch, wishes.mark]
             self._pending = self._control.start(Purpose.BOUNDARY, values)
         return agreed
 
@@ -98,12 +103,13 @@ class Consensus:
         pending, self._pending = self._pending, None
         if pending is None:
             raise RuntimeError("no sum is under way")
-        stop, save, nonfinite, seconds, switch, marks = pending.wait()
+        stop, saves, nonfinite, seconds, switch, marks = pending.wait()
         world = self._control.world_size
         if not self._outdated:
             self._next_start = self._count - 1 + interval(seconds / world)
         self._outdated = False
-        return Flags(stop > 0, save > 0, nonfinite > 0, switch == world, differ=marks != world * self._mark)
+        flags = Flags(stop > 0, saves >= 1, nonfinite > 0, switch == world, saves % 1.0 > 0)
+        return replace(flags, differ=marks != world * self._mark)
 
     def _measure(self) -> None:
         now = self._clock.monotonic()

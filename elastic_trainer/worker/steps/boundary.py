@@ -148,6 +148,7 @@ class StepBoundaries(Boundaries):
             save=saver.due_by_time() or on_demand or self._signals.save_requested,
             nonfinite=self._own_nonfinite(),
             switch=round_end.knows_change(),
+            copy=saver.wants_copy(),
             mark=self._duties.accord.mark(),
         )
 
@@ -162,12 +163,13 @@ class StepBoundaries(Boundaries):
             if self._rank0 and not self._duties.saver.possible:  # nothing is due by time then: a signal asked for it
                 logger().warning("checkpoint.impossible", reason="the session has no checkpoint_dir")
             self._save()
+        if agreed.copy:
+            self._duties.saver.copy()
         return Turn.SWITCH if agreed.switch else Turn.GO_ON
 
     def _save(self) -> None:
         self._saved_at = self._crossing
         self._signals.save_requested = False
-        self._duties.saver.together()
         if self._rank0:
             saver = self._duties.saver
             problem = saver.attempt()

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import ConfigError, RoundBrokenError
+from elastic_trainer.model import Cursor
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.model.loss_scaling import Scaling
@@ -30,6 +31,7 @@ from elastic_trainer.worker.steps.feed import DataFeed
 from elastic_trainer.worker.steps.one_round import RoundEnd
 from elastic_trainer.worker.steps.step import Step
 
+StepT = TypeVar("StepT", bound=Step)
 _MOST_UNCHECKED = 64
 
 
@@ -59,7 +61,7 @@ class Steps:
         self._rolls = False
         """During an update that a peer has made before."""
         self.replica, self.position, self.control = replica, state.position, Control()
-        self.scaling = Scaling(state.scaler, state.optimizer)
+        self.scaling = Scaling(state.scaler, state.optimizer, replica.anywhere if replica.layout is not None else None)
         self._optimizer, self._scheduler, self._average = state.optimizer, state.scheduler, state.average
         self._stream, self._sample_stream = rng.key(rng.STEP, seed), rng.key(rng.SAMPLE, seed)
         self._seed_all = rng.seeder(state.device)
@@ -92,10 +94,10 @@ class Steps:
         step = self._current
         return step.number if step is not None and not step.committed else None
 
-    def begin(self, batch: Batch | None) -> Step:
+    def begin(self, batch: Batch | None, kind: Callable[[Steps, Batch | None], StepT]) -> StepT:
         if batch is not None and batch.used:
             raise ConfigError("this batch has been committed already", hint="open one session.step() for each batch")
-        return Step(self, batch)
+        return kind(self, batch)
 
     def opened(self, step: Step) -> None:
         if self._current is not None:
@@ -161,10 +163,12 @@ class Steps:
         if self._current is not step:
             return False
         try:
-            if error is None and not step.committed and self.scaling.skipped():
+            if error is None and not step.committed and (step.skipped or self.scaling.skipped()):
                 self._prepare(step, updates=False)
                 self._commit(step)
-            if step.committed:
+            if step.skipped:
+                self.scaling.reset()
+            elif step.committed:
                 self.scaling.after_update()
         except RoundBrokenError as broken:
             error = broken
@@ -191,6 +195,24 @@ class Steps:
             self._optimizer.zero_grad(set_to_none=True)
         for parameter in self.trainable.parameters:
             parameter.grad = None
+
+    def pass_over(self, cursor: Cursor) -> None:
+        """Commit a step without samples and without an update; ``cursor`` is behind its batch. All ranks do it."""
+        self.position.step += 1
+        self.position.lineage, self.position.cursor = self.position.generation, cursor
+        self._tracker.committed(self.position.step, 0, cursor)
+        self._advance_schedule()
+
+    def update(self) -> None:
+        """Step the optimizer, in the open step."""
+        self._optimizer.step()
+
+    def abandon(self, step: Step) -> None:
+        """The script has left its loop in the middle of ``step``."""
+        if self._current is step:
+            self._current = None
+            self._restore_lr()
+            self.undo()
 
     def disown(self) -> None:
         """In a forked child: an open step is the parent's."""

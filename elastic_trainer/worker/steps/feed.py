@@ -62,7 +62,7 @@ class DataFeed:
         self._tracker = tracker
         self._position, self._device, self._allow_changed = position, device, allow_changed
         self.batch: Batch | None = None
-        self._drawn_at: tuple[Cursor, int, int] | None = None
+        self._drawn_at: tuple[Cursor, int, int, int] | None = None
         self.fields: dict[str, Any] = {}
         self._resumed: Mapping[str, Any] = {}
         self._part = DataPart(0, 1)
@@ -74,6 +74,8 @@ class DataFeed:
         """The epoch before which the sampler stays; 0: for the present one."""
         self._source: Fetcher | None = None
         self._source_for: tuple[Any, ...] = ()
+        self.halvings = 0
+        """How often micro-batches were halved because memory was short."""
         self.tally = Tally()
         self.accord = Accord(node, self._cut)
         self._idle = (0, 0)
@@ -108,9 +110,9 @@ class DataFeed:
             batch.become(self._draw(sampler))
 
     @property
-    def _place(self) -> tuple[Cursor, int, int]:
-        """All that decides this rank's part: position, its number, how many there are."""
-        return self._position.cursor, self._part.rank, self._part.world
+    def _place(self) -> tuple[Cursor, int, int, int]:
+        """All that decides this rank's part: position, its number, how many there are, how often it was halved."""
+        return self._position.cursor, self._part.rank, self._part.world, self.halvings
 
     @property
     def next_size(self) -> int:
@@ -128,6 +130,11 @@ class DataFeed:
     def lr_factor(self) -> float:
         """Factor for the learning rate at the present number of ranks."""
         return 1.0 if self._sampler is None else self._sampler.plan.lr_factor(self._part.world)
+
+    @property
+    def within_epochs(self) -> bool:
+        """Whether the body of :meth:`epochs` is running."""
+        return self._last_epoch is not None
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs from the position's to ``total - 1``; the position advances when the body of one ends."""
@@ -204,13 +211,13 @@ class DataFeed:
             self.close()
 
     def _draw(self, sampler: Sampler) -> Batch:
-        self._drawn_at = cursor, rank, world = self._place
+        self._drawn_at = cursor, rank, world, _ = self._place
         parts = sampler.plan.at(world).most_parts
         if world > parts and self._idle != (world, parts):
             self._idle = (world, parts)
             if rank == 0:
                 logger().warning("ranks.idle", idle=world - parts, world_size=world, micro_batches=parts)
-        return sampler.draw(cursor, rank, world)
+        return sampler.draw(cursor, rank, world, self.halvings)
 
     def _next_epoch(self) -> None:
         self._position.cursor = Cursor(self._position.cursor.epoch + 1, 0)

@@ -27,9 +27,11 @@ class Meshes:
         if self.layout is not None:
             raise ConfigError("a second device mesh", hint="make one mesh, and take parts of it: mesh['tp']")
         environment, device = place.environment, place.placement.device
-        size = environment.local_world_size
-        sizes, checked = checked_shape(shape, names, size, launched=environment.launched)
-        self.layout = ShardLayout(device.type, sizes, checked, environment.local_rank, size)
+        size, nodes = environment.local_world_size, environment.shard_nodes
+        sizes, checked = checked_shape(shape, names, size, nodes, launched=environment.launched)
+        taken = environment.shard_place
+        node = environment.rank // size % nodes if taken is None else taken
+        self.layout = ShardLayout(device.type, sizes, checked, node * size + environment.local_rank, size)
         if device.type == "cuda":  # DTensor draws random numbers; without this it would ask all ranks for a seed
             from torch.distributed.tensor._random import manual_seed
 

@@ -11,7 +11,8 @@ from elastic_trainer.checkpoint import EventSink, Retention
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.placement import AUTO
 from elastic_trainer.worker.state.cadence import Cadence
-from elastic_trainer.worker.state.saver import WhenBehind, Writers
+from elastic_trainer.worker.state.saver import WhenBehind
+from elastic_trainer.worker.state.shares import Writers
 from elastic_trainer.worker.steps.comparison import EVERY_STEPS, OnDifference
 
 STOP_TIMEOUT_S = 10.0
@@ -54,6 +55,14 @@ class SavingOptions:
         return WhenBehind(self.when_behind)
 
 
+class OnShortage(StrEnum):
+    """What happens when a rank has no memory for a step."""
+
+    RAISE = "raise"
+    HALVE = "halve"
+    SKIP = "skip"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
     """What a session checks while it trains.
@@ -61,13 +70,17 @@ class CheckOptions:
     ``nonfinite``: a non-finite loss or parameter ends the training (``raise``) or is logged (``warn``). After each
     multiple of ``compare_every_steps`` (None: never), and at the end, the parameters of all ranks are compared: where
     they differ the training stops, or with ``on_difference="heal"`` continues with the state that most ranks hold.
+    ``out_of_memory``: in place, a step that a rank has no memory for ends the training (``raise``), is repeated with
+    half the micro-batch, from then on (``halve``), or passed over (``skip``).
     """
 
     nonfinite: str = "raise"
     compare_every_steps: int | None = EVERY_STEPS
     on_difference: str = OnDifference.STOP
+    out_of_memory: str = OnShortage.RAISE
 
     def __post_init__(self) -> None:
+        one_of(OnShortage, self.out_of_memory, "out_of_memory")
         one_of(OnDifference, self.on_difference, "on_difference")
         if self.nonfinite not in ("raise", "warn"):
             raise ConfigError(f"nonfinite is {self.nonfinite!r}", hint="use 'raise' or 'warn'")

@@ -99,7 +99,7 @@ class Step:
         self._done: set[int] = set()
         """First positions of the micro-batches that have had a backward pass."""
         self._open_parts = False
-        self.committed = self.recorded = False
+        self.committed = self.recorded = self.skipped = False
         self.generation, self.rank, self.world_size = (
             steps.position.generation,
             steps.control.rank,
@@ -158,6 +158,7 @@ class Step:
         self._steps.check_round()
         if self._done and (count is None) != (self._count_here is None):
             raise ConfigError("backward(loss, count) for some micro-batches only", hint="say the count for all or none")
+        self._steps.replica.before_backward()
         self._steps.agree()
         part, replica = self._part, self._steps.replica
         if part is not None and part.outdated:
@@ -256,6 +257,17 @@ class Step:
         self._steps.scaling.unscale(self._steps.trainable.outside)
         return self._steps.replica.clip(max_norm)
 
+    def skip(self) -> None:
+        """Make no update on purpose, on all ranks alike: the step commits without one when it ends.
+
+        Its samples count as used and the schedule advances. ConfigError if another rank does not skip.
+        """
+        self._steps.check_round()
+        if self.committed:
+            raise ConfigError("step.skip() after optimizer.step()", hint="skip before the update")
+        self._control.sum(Purpose.SKIP)
+        self.skipped = True
+
     @property
     def loss(self) -> float:
         """The mean loss over the global batch; before the commit, or without one, the last known loss (NaN: none).
@@ -323,6 +335,8 @@ class Step:
         """ConfigError unless the gradients are complete and right."""
         if self.committed:
             raise ConfigError("a second optimizer step in one session.step()", hint="open one step for each")
+        if self.skipped:
+            raise ConfigError("optimizer.step() after step.skip()", hint="do one of them")
         if not self._done:
             raise ConfigError(
                 "optimizer.step() without step.backward(loss)",
@@ -348,4 +362,4 @@ class Step:
 
     def finite_evidence(self) -> list[torch.Tensor]:
         """Losses to check for NaN and infinity later, when it costs nothing."""
-        return [loss for loss, weight in self._losses if weight]
+        return [loss for loss, weight in self._losses if weight and not self.skipped]

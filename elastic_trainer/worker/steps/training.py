@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from elastic_trainer.checkpoint import NOTHING_LIVE
+from elastic_trainer.checkpoint import Places
+from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry import logs
@@ -28,11 +29,14 @@ from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.model import ema
 from elastic_trainer.worker.model.arithmetic import FIELD, arithmetic, check_ranks, check_resumed
 from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer, is_sharded
+from elastic_trainer.worker.state import loading
 from elastic_trainer.worker.state.cadence import Memory
 from elastic_trainer.worker.state.fields import check_run
 from elastic_trainer.worker.state.heal import give
 from elastic_trainer.worker.state.restore import Origin, restore
-from elastic_trainer.worker.state.saver import Saver, Shares, Writers
+from elastic_trainer.worker.state.saver import Saver
+from elastic_trainer.worker.state.sharded_restore import ShardSource, restore_shards
+from elastic_trainer.worker.state.shares import ShardPart, Shares, Writers
 from elastic_trainer.worker.state.training_state import Stateful, TrainingState, reseed
 from elastic_trainer.worker.steps.boundary import Duties, StepBoundaries, Turn
 from elastic_trainer.worker.steps.commit import Steps
@@ -122,15 +126,16 @@ class Training:
         )
         self._claims: dict[str, Any] = {}
         """Further fields of checkpoints, beside the cut of the data."""
+        self._manager = place.shards_manager() if sharded else place.manager
         self.saver = Saver(
-            place.manager,
+            self._manager,
             options.cadence,
             self.state,
             self._fields,
             place.saved,
             tracker,
             options.saving.behind,
-            Memory(place.environment.memory, options.saving.snapshot_every_s),
+            self._memory(),
         )
         self.round_end = round_end(self)
         self.steps = Steps(
@@ -148,6 +153,13 @@ class Training:
 
         return ShardedAverage(self.replica.module, ema.checked_decay(wanted))
 
+    def _memory(self) -> Memory:
+        """Each place of the node has memory files of its own; whole states are those of the first."""
+        files, every_s = self.place.environment.memory, self.place.options.saving.snapshot_every_s
+        first = SLOTS * self.place.environment.local_rank
+        others = (*files[:first], *files[first + SLOTS :]) if self.replica.layout is not None else ()
+        return Memory(files[first : first + SLOTS], every_s, others)
+
     def close(self, limit_s: float | None) -> None:
         """The session ends. Pending saves may take ``limit_s``; None: as long as they take."""
         self.saver.close(limit_s)
@@ -155,7 +167,7 @@ class Training:
             self._second.close()
 
     def _fields(self) -> Mapping[str, Any]:
-        return {**self.place.feed.fields, **self._claims}
+        return {**self.place.feed.fields, **self._claims, **loading.kept(self.origin.fields)}
 
     # ---- the state, as others get it
 
@@ -189,14 +201,20 @@ class Training:
 
         def check(origin: Origin) -> None:
             check_run(str(origin.name), origin.run, place.owner.run, place.options.allow_changed)
+            self.steps.dirty = self.steps.dirty or origin.name is not None  # it is read into the live tensors
 
         self.replica.join(group)
         self.replica.level()
-        self.saver.wait()
-        left, tracker = self.saver.left_in_memory(), place.tracker
-        sharded = self.replica.layout is not None
-        alike, live = (self.replica.alike(control), NOTHING_LIVE) if sharded else (None, self.state.live())
-        self.origin = restore(control, place.manager, self.collect, take_over, tracker, check, unfit, left, live, alike)
+        self._meet()
+        self.saver.wait(control)
+        left, tracker, live = self.saver.left_in_memory(), place.tracker, self.state.live()
+        if self.replica.layout is None:
+            self.origin = restore(control, place.manager, self.collect, take_over, tracker, check, unfit, left, live)
+        else:
+            source = ShardSource(self._manager, left, live, tracker, looks=place.manager is not None)
+            alike = self.replica.alike(control)
+            self.origin = restore_shards(control, alike, source, self.collect, take_over, check, unfit)
+        self.steps.dirty = False
         first = place.position.generation + 1 if self.origin.name is not None else 0
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))
         self.take_part(group, newest, self.origin.fields)
@@ -225,13 +243,27 @@ class Training:
         part, layout = self.replica.part(control), self.replica.layout
         place.feed.bind(control, part, fields, given or {}, even=self.replica.even, fixed=tree)
         shares = Shares.among(group.formation, Writers(place.options.saving.writers)) if layout is None else Shares()
-        together = layout is not None and rank < layout.size
-        self.saver.serve(saves=rank == 0, world_size=world, shares=shares, puts_together=together)
+        self._meet()
+        copies = self._part(self.replica.peers, writes=layout is not None and rank < layout.size)
+        self.saver.serve(saves=rank == 0, world_size=world, shares=shares, part=copies)
         place.context = RankContext(group, self._boundaries(control))
         place.ledger.identify(rank=rank, local_rank=place.environment.local_rank, world=world, round=generation)
         where = {"epoch": position.cursor.epoch, "resumed_from": self.origin.name}
         place.ledger.write("opened", step=position.step, **where)
         logs.logger().info("session.opened", world=world, round=generation, step=position.step, **where)
+        for each in place.watching:
+            each()
+
+    def _meet(self) -> None:
+        if self.replica.peers is not None:
+            self.saver.meet(self.replica.peers)
+
+    def _part(self, peers: Control | None, *, writes: bool) -> ShardPart | None:
+        """What this rank copies of a sharded model: in the first shard group of its node."""
+        layout = self.replica.layout
+        if layout is None or self.place.environment.local_rank >= layout.size:
+            return None
+        return ShardPart(Places(layout.mesh), peers, writes)
 
     def _boundaries(self, control: Control) -> StepBoundaries:
         place, checks, alike = self.place, self.place.options.checks, self.replica.alike(control)
@@ -276,7 +308,6 @@ class Training:
 
         SystemExit 73 on all if rank 0 cannot and the job requires it, or if the fault is not the storage's.
         """
-        self._put_together()
         problem = self.saver.settle()
         refused = isinstance(problem, StorageError)
         flags = [float(problem is not None), float(problem is not None and not refused)]
@@ -288,21 +319,15 @@ class Training:
                 raise SystemExit(EXIT_CANNOT_WRITE) from problem
         self.place.closed(status)
 
-    def _put_together(self) -> None:
-        if not self.saver.alone:
-            self.saver.wait()
-            self.saver.together(self.replica.peers)
-
     def save_before_waiting(self) -> None:
         """Too few nodes will remain: save what is only in memory while all ranks wait."""
         with self.place.tracker.during(Phase.CHECKPOINT):
-            self._put_together()
             self.saver.settle()
             self.place.present.control.sum(Purpose.STOP)
 
     def save_alone(self) -> None:
-        """Save what is only in memory, without a round; one rank of each node can, unless it holds a shard only."""
-        if not self.saver.alone:
-            return
-        self.saver.serve(saves=True)
-        self.saver.settle()
+        """Save what is only in memory, without a round: one rank of each node can, or the places of one together."""
+        part, layout = self._part(None, writes=True), self.replica.layout
+        if layout is None or part is not None:
+            self.saver.serve(saves=part is None or part.leads, part=part)
+            self.saver.settle()

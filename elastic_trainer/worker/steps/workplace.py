@@ -65,6 +65,8 @@ class Workplace:
         """None before the first round."""
         self.stopped = False
         """Whether this process leaves on request."""
+        self.watching: list[Callable[[], object]] = []
+        """What the script wants called in each new round, when the state is whole."""
         # Only this package's agents ensure that one name is one job.
         job = environment.run_id if environment.memory else None
         self.owner = Owner(environment.run_name, job)
@@ -81,6 +83,12 @@ class Workplace:
         if options.directory is None or not looks:
             return None
         return CheckpointManager(options.directory, options.retention, options.saving.on_event, owner=self.owner)
+
+    def shards_manager(self) -> CheckpointManager | None:
+        """For a rank that holds shards: it writes and reads them itself, and looks for no checkpoints."""
+        if self.manager is not None or self.options.directory is None:
+            return self.manager
+        return CheckpointManager(self.options.directory, owner=self.owner)
 
     @property
     def present(self) -> RankContext:

@@ -32,7 +32,7 @@ def test_rounds_that_end_in_the_middle_of_messages_leave_nothing_behind(tmp_path
     """
     chance = random.Random(5)
     with leading(tmp_path) as lead:
-        trial = Trial(lead, 64.0, 25.0, GROUP_TIMEOUT_S, stuck_s=60.0)
+        trial = Trial(lead, 32.0, 25.0, GROUP_TIMEOUT_S, stuck_s=60.0)
         trial.form()
         for number in range(ROUNDS):
             pause(chance.random() * 0.05)

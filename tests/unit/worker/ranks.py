@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import Barrier
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -27,10 +28,11 @@ def run_ranks(
     if world == 1:
         return [body(Control())]
     prefer_loopback()
-    store = HashStore()
+    store, formed = HashStore(), Barrier(world, timeout=timeout_s)
 
     def one(rank: int) -> T:
         group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=forming_s or timeout_s))
+        formed.wait()  # a body that waits for nobody would close its group while others still connect to it
         control = Control(group, rank, world)
         if forming_s is not None:
             control.set_timeout(timedelta(seconds=timeout_s))

@@ -206,7 +206,7 @@ def said() -> Iterator[io.StringIO]:
     logs.configure()
 
 
-def full_disk(manager: CheckpointManager, state: Any, info: Any) -> Any:
+def full_disk(manager: CheckpointManager, state: Any, info: Any, stop: Any) -> Any:
     raise StorageError("no space left")
 
 
@@ -424,12 +424,14 @@ def test_a_session_must_be_opened_and_its_options_make_sense() -> None:
         CheckOptions(nonfinite="ignore")
 
 
-def test_a_plain_process_wraps_nothing_around_the_model() -> None:
-    """No process group, no port, no wrapper; the small collectives answer for themselves."""
+def test_a_plain_process_needs_no_process_group() -> None:
+    """No group, no port; the small collectives answer for themselves."""
     with Session(device="cpu") as session:
         module = model()
-        assert session.wrap(module, optimizer=torch.optim.SGD(module.parameters())) is module
+        assert session.wrap(module, optimizer=torch.optim.SGD(module.parameters())).module is module
         assert not torch.distributed.is_initialized()
         assert (session.rank, session.world_size, session.is_rank0) == (0, 1, True)
         assert session.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
         session.barrier()
+        assert session.all_gather(torch.ones(2)).tolist() == [[1.0, 1.0]]
+        assert session.broadcast(torch.ones(2)).tolist() == [1.0, 1.0]

@@ -2,7 +2,8 @@
 
 ``habit``: ``naive`` (logs, evaluates and saves behind each step, committed or not), ``retry`` (holds a batch until a
 step has committed it), ``hold`` (the same, with tensors read before the first try), ``closure`` (gives one to the
-optimizer, and has a buffer that each pass replaces) or ``second`` (optimizers beside the session's).
+optimizer, and has a buffer that each pass replaces), ``second`` (optimizers beside the session's), ``driven`` (begins
+and ends steps itself, as frameworks do) or ``parts`` (computes micro-batches, and says of how many samples).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import nn
 
 from elastic_trainer import Session
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.steps.options import CheckOptions
 from tests.drills.inplace.scripts.job import Scenario
 from tests.unit.worker.toys import data, loss_of
 
@@ -31,10 +33,12 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(5)
         self.layer = nn.Linear(4, 1)
+        self.before: Callable[[], None] = lambda: None
         self.passes: torch.Tensor
         self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.before()
         self.passes = self.passes + 1.0
         out: torch.Tensor = self.layer(x)
         return out
@@ -60,7 +64,8 @@ class Job:
     def wrap(self) -> None:
         self.model = self.session.wrap(self.module, optimizer=self.optimizer)
         ordered = self.scenario.values.get("unshuffled", False)
-        self.batches = self.session.batches(data(), global_batch_size=16, epochs=2, shuffle=not ordered)
+        passes = self.scenario.values.get("passes")
+        self.batches = self.session.batches(data(), global_batch_size=16, epochs=2, shuffle=not ordered, passes=passes)
 
     def fail(self, where: str) -> None:
         self.scenario.at(self.session.step_number + 1, where, self.session)
@@ -91,6 +96,18 @@ class Job:
                         step.backward(loss)
                     self.optimizer.step()
 
+    def parts(self) -> None:
+        self.wrap()
+        for _ in self.batches:
+            with self.session.step() as step:
+                sizes = []
+                for part in step.micro_batches():
+                    sizes.append(len(part))
+                    self.fail("forward")
+                    step.backward(loss_of(self.model, part))
+                self.optimizer.step()
+            self.lines.append(f"{step.number} {step.committed} {sizes}")
+
     def hold(self) -> None:
         self.wrap()
         for batch in self.batches:
@@ -100,6 +117,20 @@ class Job:
                     self.fail("forward")
                     step.backward(nn.functional.mse_loss(self.model(x), y))
                     self.optimizer.step()
+
+    def driven(self) -> None:
+        self.wrap()
+        self.module.before = lambda: self.fail("forward")
+        for _ in self.batches:
+            step = self.session.begin_step()
+            passes = 0
+            for part in step.micro_batches():
+                loss = loss_of(self.model, part)
+                loss.register_hook(lambda gradient: self.fail("backward"))  # type: ignore[no-untyped-call]
+                step.backward(loss)
+                passes += 1
+            step.update()
+            self.lines.append(f"{step.number} {passes} {step.lost} {step.end()}")
 
     def closure(self) -> None:
         self.wrap()
@@ -177,7 +208,8 @@ class Outer(torch.optim.Optimizer):
 
 def main(scenario: Scenario) -> None:
     torch.set_num_threads(1)
-    with Session(scenario.values.get("checkpoints"), seed=3, device="cpu", checkpoint_every_s=None) as session:
+    directory, checks = scenario.values.get("checkpoints"), CheckOptions(**scenario.values.get("checks", {}))
+    with Session(directory, seed=3, device="cpu", checkpoint_every_s=None, checks=checks) as session:
         job = Job(session, scenario)
         habits: dict[str, Callable[[], None]] = {
             "naive": job.naive,
@@ -185,6 +217,8 @@ def main(scenario: Scenario) -> None:
             "hold": job.hold,
             "closure": job.closure,
             "second": job.second_optimizers,
+            "driven": job.driven,
+            "parts": job.parts,
         }
         habits[scenario.values["habit"]]()
     result = {

@@ -2,6 +2,7 @@
 
 ``faults``: ``{"node", "step", "where", "what"}``. Where: ``drawn``, ``forward``, ``before_update``, ``inside_update``,
 ``after_update`` (still in the step's body) or ``after_step``. What: ``lose`` (as if a collective had lost a peer),
+``memory`` (there is none),
 ``kill``, ``error:TEXT`` (the script's own), ``raw`` (collectives of the script's own, of torch's), ``gate:NAME`` (waits
 until the file NAME.open is there), ``sum`` (a collective of the script's own, on all nodes).
 """
@@ -48,6 +49,8 @@ class Scenario:
 def strike(what: str, session: Session) -> None:
     if what == "lose":
         raise RuntimeError(LOST)
+    if what == "memory":
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
     if what.startswith("error:"):
         raise RuntimeError(what.removeprefix("error:"))
     if what == "raw":

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, Stage, staged
+from elastic_trainer.local import agents
 from elastic_trainer.local.namespaces import Segment
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 
 
 def play(directory: Path) -> None:
     """The whole story."""
-    options = {"regroup_grace": "10", "form_timeout": "3", "join_interval": "10", "preload": "off"}
+    options = {"regroup_grace": "10", "form_timeout": "3", "join_interval": "10"}
     setting = Setting(nodes=2, min_nodes=2, max_nodes=3, pause_s=0.04, limit_s=180.0, options=options)
     with Segment() as segment, staged(setting, directory, segment) as stage:
         before = stage.settled()
@@ -52,4 +53,5 @@ def attempts(stage: Stage, name: str) -> int:
 
 
 if __name__ == "__main__":
+    agents.preload()
     play(Path(sys.argv[1]))

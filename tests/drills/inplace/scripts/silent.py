@@ -11,13 +11,14 @@ from pathlib import Path
 from elastic_trainer.drills.partition import node_partition, pair_partition
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, staged
+from elastic_trainer.local import agents
 from elastic_trainer.local.namespaces import Segment
 from tests.drills.inplace.test_suspicion import LIMIT_S, UNTOLD, broken_after
 
 
 def play(directory: Path) -> None:
     """The whole story."""
-    setting = Setting(pause_s=0.04, limit_s=LIMIT_S, options=UNTOLD | {"preload": "off"})  # no worker starts twice
+    setting = Setting(pause_s=0.04, limit_s=LIMIT_S, options=UNTOLD)
     with Segment() as segment, staged(setting, directory, segment) as stage:
         before = stage.settled()
         effect = pair_partition(stage, 0, segment)
@@ -34,4 +35,5 @@ def play(directory: Path) -> None:
 
 
 if __name__ == "__main__":
+    agents.preload()
     play(Path(sys.argv[1]))

@@ -20,9 +20,11 @@ def test_one_dimension_may_be_what_the_others_leave() -> None:
 
 @pytest.mark.parametrize("shape", [(3,), (16,), (0,), (-2,), (-1, -1), (-1, 3), (-1, 16)])
 def test_a_mesh_that_does_not_divide_the_node_is_refused(shape: tuple[int, ...]) -> None:
-    """A shard group never spans two nodes: they die one by one."""
+    """Nor one of several nodes, which are named then."""
     with pytest.raises(ConfigError, match="does not divide the 8 processes of this node"):
         checked_shape(shape, TWO[: len(shape)], 8, launched=True)
+    with pytest.raises(ConfigError, match="does not divide the 8 processes of 2 nodes"):
+        checked_shape(shape, TWO[: len(shape)], 4, 2, launched=True)
 
 
 @pytest.mark.parametrize("names", [None, ("a",), ("a", "a"), ()])

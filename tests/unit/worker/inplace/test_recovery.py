@@ -14,6 +14,7 @@ from elastic_trainer.worker.comm.round_place import RoundPlace
 from elastic_trainer.worker.inplace.recovery import InPlaceRecovery
 from elastic_trainer.worker.inplace.rounds import Formed
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+from elastic_trainer.worker.steps.options import CheckOptions
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,8 @@ def test_a_phase_of_the_script_goes_on_in_the_next_round(
 ) -> None:
     """A collective in the middle of it met the end of the round; the rest takes long for the same good reason."""
     tracker, seen = HeartbeatReporter(), list[Phase]()
-    training: Any = SimpleNamespace(place=SimpleNamespace(tracker=tracker, span_s=0.0))
+    options = SimpleNamespace(checks=CheckOptions())
+    training: Any = SimpleNamespace(place=SimpleNamespace(tracker=tracker, span_s=0.0, options=options))
     formed = Formed(Group(RoundPlace(1, 0, 1, 0, 1), Control()), 0.0)
 
     def enter(*_: object) -> Formed:

@@ -52,7 +52,8 @@ def test_a_wish_of_one_rank_reaches_all_at_the_same_boundary(step_s: float) -> N
     def body(control: Control) -> list[tuple[int, Flags]]:
         consensus, heard = Consensus(control, SteppedClock(step_s * (1 + control.rank))), []
         for boundary in range(1, 200):
-            wishes = Flags(stop=control.rank == 1 and boundary >= 60, save=control.rank == 0 and boundary == 1)
+            late, early = control.rank == 1 and boundary >= 60, control.rank == 0 and boundary == 1
+            wishes = Flags(stop=late, save=early, copy=control.rank > 0 and boundary >= 60)
             agreed = consensus.boundary(lambda wishes=wishes: wishes)  # type: ignore[misc]
             if agreed is not None and agreed != Flags():
                 heard.append((boundary, agreed))
@@ -65,6 +66,7 @@ def test_a_wish_of_one_rank_reaches_all_at_the_same_boundary(step_s: float) -> N
     stops = [boundary for boundary, flags in first if flags.stop]
     assert 61 <= stops[0] <= 61 + LONGEST_INTERVAL
     assert not any(flags.save for _, flags in first[1:])
+    assert all(flags.copy for _, flags in first[1:])
 
 
 def test_a_new_phase_does_not_inherit_the_pace_of_the_old_one() -> None:

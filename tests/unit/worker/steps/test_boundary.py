@@ -67,7 +67,7 @@ class Two:
             possible=True,
             unsaved=False,
             attempt=self._attempt,
-            together=lambda: None,
+            wants_copy=lambda: False,
             on_demand=SimpleNamespace(covered=lambda step, problem: self.covered.append(step)),
         )
         quiet: Any = SimpleNamespace(mark=lambda: 0, after_step=lambda step: None)
