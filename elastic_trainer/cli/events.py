@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from elastic_trainer.cli import connection
+from elastic_trainer.cli import connection, incident_report
 from elastic_trainer.cli.options import at_least
 from elastic_trainer.cli.wording import duration, moment, named
 from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import StoreUnavailableError
+from elastic_trainer.errors import ConfigError, StoreUnavailableError
 from elastic_trainer.membership.documents import DocumentError, JournalEntry
 from elastic_trainer.membership.health import Incident
 from elastic_trainer.monitor.read.feed import RunFeed
@@ -27,6 +27,8 @@ from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry import logs
 
 DEFAULT_LIMIT = 100
+KEPT = 2000
+"""More than the store keeps of a run."""
 _WAIT_S = 0.5
 
 Happening = JournalEntry | Incident
@@ -38,6 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("run", help="the run's name (--rdzv-id)")
     add("--follow", action="store_true", help="go on with what happens from now on, until interrupted")
     add("--json", action="store_true", help="one JSON object a line")
+    add("--incident", type=int, metavar="ROUND", help="all that is known of how this round ended, for a post-mortem")
+    add("--format", choices=("markdown", "json"), help="of --incident (default: markdown)")
     add("--limit", type=int, default=DEFAULT_LIMIT, metavar="N", help=f"newest lines (default: {DEFAULT_LIMIT})")
     connection.add_options(parser)
 
@@ -45,12 +49,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print them, the oldest first."""
     limit = at_least(1, arguments.limit, "--limit")
+    if arguments.incident is not None and arguments.follow:
+        raise ConfigError("--incident is about what is over, --follow about what comes", hint="give one of them")
+    if arguments.format is not None and arguments.incident is None:
+        raise ConfigError("--format is that of --incident", hint="give --incident ROUND too, or --json alone")
     logs.configure()
     with connection.opened(arguments, arguments.run) as (store, settings):
         keys = RunKeys(settings.prefix, arguments.run)
         expect = connection.await_run if arguments.follow else connection.require_run
         expect(store, settings, keys)
         show = as_json if arguments.json else as_line
+        if arguments.incident is not None:
+            _print([_reported(store, keys, arguments)])
+            return 0
         if not arguments.follow:
             _print(map(show, past(store, keys, limit)))
             return 0
@@ -58,6 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
         _print(map(show, in_order(news.first(Deadline.after(connection.CONNECT_S)))[-limit:]))
         while True:
             _print(map(show, in_order(news.take(_WAIT_S))))
+
+
+def _reported(store: Store, keys: RunKeys, arguments: argparse.Namespace) -> str:
+    found = incident_report.report(keys.run_id, arguments.incident, past(store, keys, KEPT))
+    if arguments.json or arguments.format == "json":
+        return incident_report.as_json(found)
+    return incident_report.as_markdown(found, [*map(as_line, in_order([*found.incidents, *found.transitions]))])
 
 
 def past(store: Store, keys: RunKeys, limit: int) -> list[Happening]:
@@ -162,7 +180,9 @@ def headline(incident: Incident) -> str:
         return f"{what} in round {incident.round}, step {incident.step}"
     if incident.open:
         return f"{what} in round {incident.round}, {incident.world_before} ranks, no round has followed yet"
-    where = f"round {incident.round}" + (f" -> {incident.next_round}" if incident.next_round is not None else "")
+    if incident.next_round is None:
+        return f"{what} in round {incident.round}, {incident.world_before} ranks, and the run did not go on"
+    where = f"round {incident.round} -> {incident.next_round}"
     size = f"{incident.world_before} -> {incident.world_after} ranks, {incident.steps_lost} steps lost"
     parts = f"agreed {duration(incident.regroup_s)}, resumed {duration(incident.resume_s)}"
     return f"{what}, {where}, {size}, found in {duration(incident.detect_s)}, {duration(incident.total_s)} ({parts})"

@@ -1,0 +1,100 @@
+"""Where the output of nodes is, and which lines of it are new."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.agent.health.log_place import log_place
+from elastic_trainer.cli.logs import NodeLog, age_s, choose, newer, of_run, span_s, whereabouts
+from elastic_trainer.cli.main import main
+from elastic_trainer.errors import ConfigError
+from tests.support.monitored import health, run
+
+NOW = datetime(2026, 11, 23, 3, 0, 0).timestamp()
+
+
+def test_a_rank_is_found_on_its_node_of_the_newest_round() -> None:
+    """Nodes of earlier rounds have no ranks, and are found by name."""
+    told = {name: health(name, host="h", logs=f"file:/{name}.log") for name in ("n0", "n1", "old")}
+    found = of_run(run(2, 2, health=told))
+    assert [(each.node, each.ranks) for each in found] == [("n0", (0, 1)), ("n1", (2, 3)), ("old", ())]
+    assert [each.node for each in choose(found, 3, None)] == ["n1"]
+    assert [each.node for each in choose(found, None, "old")] == ["old"]
+    with pytest.raises(ConfigError, match="no node with rank 9 is known") as caught:
+        choose(found, 9, None)
+    assert "node n0 (ranks 0-1), node n1 (ranks 2-3), node old" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("journal:a@b.service", "node n0: on h, journalctl -u a@b.service --since=-10min"),
+        ("pod:gpt-xyz", "node n0: kubectl logs gpt-xyz --since=10m"),
+        (
+            "job:gpt/3",
+            "node n0: kubectl logs -l "
+            "batch.kubernetes.io/job-name=gpt,batch.kubernetes.io/job-completion-index=3 --tail=-1 --since=10m",
+        ),
+        ("file:/var/log/n0", "node n0: /var/log/n0 on h"),
+        ("pod:$(reboot)", "node n0: kubectl logs '$(reboot)' --since=10m"),
+        ("", "node n0: on h, with whatever started it: its output goes to no file"),
+    ],
+)
+def test_what_is_elsewhere_has_a_command(place: str, said: str) -> None:
+    """Names come from the store: they are quoted."""
+    assert whereabouts(NodeLog("n0", "h", place), "10m") == said
+
+
+def test_lines_are_new_by_their_time() -> None:
+    """Of JSON or of text, past midnight too; what follows without a time belongs to it."""
+    at = datetime.fromtimestamp(NOW - 30, UTC).isoformat().replace("+00:00", "Z")
+    lines = [
+        "no time\n",
+        "23:59:00 old\n",
+        "still old\n",
+        "02:59:00 new\n",
+        "Traceback\n",
+        f'{{"timestamp": "{at}"}}\n',
+    ]
+    assert list(newer(lines, 600.0, NOW)) == lines[3:]
+    assert age_s(lines[1], NOW) == pytest.approx(3 * 3600 + 60)
+    assert age_s('{"timestamp": "soon"}', NOW) is None
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90.0), ("10m", 600.0), ("2h", 7200.0), ("1d", 86400.0)])
+def test_a_length_of_time_has_a_unit(text: str, seconds: float) -> None:
+    """And is a mistake without."""
+    assert span_s(text) == seconds
+    for wrong in ("", "m", "-1m", "10", "1.5h", "9" * 320 + "d"):
+        with pytest.raises(ConfigError, match="no length of time"):
+            span_s(wrong)
+
+
+def test_a_node_says_where_its_output_goes(tmp_path: Path) -> None:
+    """A file, a journal, a pod of an indexed Job or another; of a pipe nothing is known."""
+    with (tmp_path / "n0.log").open("w") as file:
+        assert log_place("h", {}, file.fileno()) == f"file:{tmp_path / 'n0.log'}"
+    with Path("/dev/null").open("w") as other:
+        number = other.fileno()
+        pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+        assert log_place("gpt-3", {}, number) == ""
+        assert log_place("gpt-3", {**pod, "JOB_COMPLETION_INDEX": "3"}, number) == "job:gpt/3"
+        assert log_place("gpt-3", pod, number) == "pod:gpt-3"
+
+
+def test_the_directory_of_a_local_run_needs_no_etcd(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All nodes with a title each, or the one that is asked for as it is."""
+    (tmp_path / "logs").mkdir()
+    for name in ("n0", "n1"):
+        (tmp_path / "logs" / f"{name}.log").write_text(f"from {name}\n")
+    assert main(["logs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "".join(
+        f"==> node {name}: {tmp_path}/logs/{name}.log\nfrom {name}\n" for name in ("n0", "n1")
+    )
+    assert main(["logs", str(tmp_path), "--node", "n1"]) == 0
+    assert capsys.readouterr().out == "from n1\n"
+    assert main(["logs", str(tmp_path), "--rank", "0"]) == 78
+    assert "no node with rank 0 is known" in capsys.readouterr().err
