@@ -65,7 +65,7 @@ def read_curves(directory: Path) -> TrainingCurves:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError as error:
-        hint = "name the checkpoint.directory of a job; scripts with a Session of their own write no such file"
+        hint = "name the checkpoint.directory of a job; a script with a Session writes one with RunLog(session, DIR)"
         raise ConfigError(f"{directory} holds no {FILE_NAME}", hint=hint) from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}", hint="check the path") from error

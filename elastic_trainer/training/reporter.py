@@ -56,11 +56,11 @@ class Reporter:
     def stands(self, moment: ProgressMoment, loss: float) -> None:
         self._progress.report(moment, loss, self._rate.read())
 
-    def looked(self, moment: ProgressMoment, loss: float, lr: float) -> None:
+    def looked(self, moment: ProgressMoment, loss: float, lr: float | None) -> None:
         """The loss of the step at ``moment`` is known, about a step later."""
         if self._log is None:
             return
-        samples_per_s = self._rate.read()[0]
+        samples_per_s = self._rate.read()[0] or None
         self._log.loss(moment, loss, lr, samples_per_s)
         if self._board is not None:
             self._board.loss(moment, loss, lr, samples_per_s)

@@ -3,7 +3,7 @@
 Unlike ``metrics.jsonl`` it is not part of the state: a run that falls back to a checkpoint writes its steps again, and
 both tries stay. One JSON object a line, of a ``kind``:
 
-- ``loss``: step, epoch, loss (null: not finite), lr, samples_per_s, world_size, round, wall
+- ``loss``: step, epoch, loss (null: not finite), lr and samples_per_s (null: not known), world_size, round, wall
 - ``evaluation``: step, epoch, metrics, world_size, round, wall
 - ``round``: a change of the ranks; step, world_size, round, reason, wall
 
@@ -36,9 +36,10 @@ class StepLog:
         self._whole = False
         """Whether the file is known to end with a whole line."""
 
-    def loss(self, moment: ProgressMoment, loss: float, lr: float, samples_per_s: float) -> None:
+    def loss(self, moment: ProgressMoment, loss: float, lr: float | None, samples_per_s: float | None) -> None:
         """The global mean loss of the step that was committed at ``moment``."""
-        self._write("loss", moment, epoch=moment.epoch, loss=finite(loss), lr=lr, samples_per_s=round(samples_per_s, 1))
+        speed = None if samples_per_s is None else round(samples_per_s, 1)
+        self._write("loss", moment, epoch=moment.epoch, loss=finite(loss), lr=lr, samples_per_s=speed)
 
     def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
         values = {name: finite(value) for name, value in metrics.items()}

@@ -41,7 +41,7 @@ class TensorBoard:
         with self._unless_refused():
             self._writer = SummaryWriter(str(self._path), purge_step=step + 1)
 
-    def loss(self, moment: ProgressMoment, loss: float, lr: float, samples_per_s: float) -> None:
+    def loss(self, moment: ProgressMoment, loss: float, lr: float | None, samples_per_s: float | None) -> None:
         """The global mean loss of the step that was committed at ``moment``."""
         values = {"loss": loss, "learning rate": lr, "samples per second": samples_per_s}
         with self._unless_refused():
@@ -63,11 +63,12 @@ class TensorBoard:
             if self._writer is not None:
                 self._writer.close()
 
-    def _scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+    def _scalars(self, group: str, values: Mapping[str, float | None], step: int) -> None:
         if self._writer is None:
             return
         for name, value in values.items():
-            self._writer.add_scalar(f"{group}/{name}", value, step)
+            if value is not None:
+                self._writer.add_scalar(f"{group}/{name}", value, step)
 
     @contextmanager
     def _unless_refused(self) -> Iterator[None]:

@@ -78,13 +78,13 @@ class Transformer(nn.Module):
 
     def __init__(self, options: TransformerOptions, vocabulary: int) -> None:
         super().__init__()
-        self.context = options.context
+        self.context, self.layers = options.context, options.layers
         self.tokens = nn.Embedding(padded(vocabulary, options.vocab_multiple), options.width)
         self.positions = nn.Embedding(options.context, options.width)
         self.drop = nn.Dropout(options.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(options) for _ in range(options.layers))
         self.norm = nn.LayerNorm(options.width)
-        self._initialize(options.layers)
+        self.init_weights()
 
     def forward(self, ids: Tensor) -> Tensor:
         """(n, t) token ids, t up to the context, to (n, t, vocabulary) scores."""
@@ -94,14 +94,19 @@ class Transformer(nn.Module):
             x = block(x)
         return functional.linear(self.norm(x), self.tokens.weight)
 
-    def _initialize(self, layers: int) -> None:
-        """Normal with 0.02; what adds to the residual stream is scaled by the root of how many do (GPT-2, 2.3)."""
+    def init_weights(self) -> None:
+        """Normal with 0.02; what adds to the residual stream is scaled by the root of how many do (GPT-2, 2.3).
+
+        Again after a model was built on the meta device, and given memory.
+        """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() > 1:
                 residual = name.endswith("outward.weight")
-                nn.init.normal_(parameter, std=_INITIAL_STD / (math.sqrt(2 * layers) if residual else 1.0))
+                nn.init.normal_(parameter, std=_INITIAL_STD / (math.sqrt(2 * self.layers) if residual else 1.0))
+            else:
+                nn.init.ones_(parameter)
 
 
 def padded(vocabulary: int, multiple: int) -> int:

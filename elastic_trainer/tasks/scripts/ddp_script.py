@@ -1,10 +1,10 @@
 """Plain DistributedDataParallel: when a rank dies, all start again. ddp_script_elastic.py is the same, in place."""
 
 import argparse
+import math
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -12,13 +12,20 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 
+def spirals(count: int) -> TensorDataset:
+    """Points of two spirals, (count, 2), and the number of each one's spiral."""
+    spiral = torch.arange(count) % 2
+    turn = math.pi * (0.5 + 2 * torch.rand(count))
+    angle = turn + math.pi * spiral
+    return TensorDataset(torch.stack([angle.cos(), angle.sin()], dim=1) * turn[:, None] / 8, spiral)
+
+
 def train(arguments: argparse.Namespace) -> None:
-    """Digits of 8 x 8 pixels, and a network of one hidden layer."""
+    """Which of two spirals is a point on?"""
     torch.manual_seed(0)
-    images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
-    data = TensorDataset(images.float() / 16, labels)
-    model: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    data = spirals(4000)
+    model: nn.Module = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model = DistributedDataParallel(model)
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=64 // dist.get_world_size(), sampler=sampler)
@@ -32,7 +39,7 @@ def train(arguments: argparse.Namespace) -> None:
         print(f"epoch {epoch + 1} done", flush=True)
     with torch.no_grad():
         right = (model(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean()
-    print(f"{right:.1%} of the digits are read right", flush=True)
+    print(f"{right:.1%} of the points are on the right spiral", flush=True)
 
 
 if __name__ == "__main__":

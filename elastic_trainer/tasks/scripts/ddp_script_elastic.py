@@ -1,9 +1,9 @@
 """ddp_script.py with four changes: survivors of a failure go on in place, newcomers join, checkpoints resume."""
 
 import argparse
+import math
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -11,13 +11,20 @@ from torch.utils.data import TensorDataset
 from elastic_trainer import Session
 
 
+def spirals(count: int) -> TensorDataset:
+    """Points of two spirals, (count, 2), and the number of each one's spiral."""
+    spiral = torch.arange(count) % 2
+    turn = math.pi * (0.5 + 2 * torch.rand(count))
+    angle = turn + math.pi * spiral
+    return TensorDataset(torch.stack([angle.cos(), angle.sin()], dim=1) * turn[:, None] / 8, spiral)
+
+
 def train(arguments: argparse.Namespace, session: Session) -> None:
-    """Digits of 8 x 8 pixels, and a network of one hidden layer."""
+    """Which of two spirals is a point on?"""
     torch.manual_seed(0)
-    images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
-    data = TensorDataset(images.float() / 16, labels)
-    model: nn.Module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    data = spirals(4000)
+    model: nn.Module = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model = session.wrap(model, optimizer=optimizer)  # 2
     for epoch in session.epochs(arguments.epochs):
         for batch in session.batches(data, global_batch_size=64):  # 3
@@ -29,7 +36,7 @@ def train(arguments: argparse.Namespace, session: Session) -> None:
         print(f"epoch {epoch + 1} done", flush=True)
     with torch.no_grad():
         right = (model(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean()
-    print(f"{right:.1%} of the digits are read right", flush=True)
+    print(f"{right:.1%} of the points are on the right spiral", flush=True)
 
 
 if __name__ == "__main__":

