@@ -18,6 +18,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 35, 36, 37
 _PR_SET_MM_MAP = 14
+_CLONE_NEWNET = 0x40000000
 _LIBRARY = ctypes.CDLL(None, use_errno=True)
 _LIBRARY.sbrk.restype = ctypes.c_void_p
 _ADOPTING = threading.Lock()
@@ -35,6 +36,14 @@ def _prctl(option: int, *arguments: int) -> None:
 def die_with_parent(signum: int) -> None:
     """Let the kernel send ``signum`` when the thread ends that is this process's parent."""
     _prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def enter_network(path: str) -> None:
+    """Let this process, which has one thread, be in the network namespace that the file ``path`` stands for."""
+    with open(path, "rb") as network:
+        if _LIBRARY.setns(network.fileno(), _CLONE_NEWNET) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"setns {path}: {os.strerror(number)}")
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Adopted(subprocess.Popen[bytes]):
 @dataclass(frozen=True, slots=True)
 class Wish:
     """How a program is to be started. ``leash``: the signal that the death of its parent sends; ``heir``: whether it
-    starts programs itself, by a template of its own."""
+    starts programs itself, by a template of its own; ``network``: the file of the network namespace that it enters."""
 
     words: Sequence[str]
     environment: Mapping[str, str]
@@ -57,6 +57,7 @@ class Wish:
     stderr: int
     leash: int = 0
     heir: bool = False
+    network: str = ""
 
 
 class Starter:
@@ -129,6 +130,7 @@ class Starter:
             "environment": dict(wish.environment),
             "leash": wish.leash,
             "heir": wish.heir,
+            "network": wish.network,
             "owner": os.getpid(),
         }
         try:

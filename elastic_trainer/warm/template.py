@@ -189,6 +189,8 @@ class Template:
             os.dup2(each, number)
         for each in descriptors:
             os.close(each)
+        if order["network"]:
+            identity.enter_network(order["network"])
         if order["heir"] and self._bequeath():
             return None
         os.setsid()

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Final
 
 from elastic_trainer.agent.health.health_store import HealthStore
@@ -41,6 +42,7 @@ NODES_PER_SECOND: Final = 125
 LEAST_INTERVAL_S: Final = 2.0
 """Each node writes at most this often; NODES_PER_SECOND bounds the writes of all nodes together."""
 REPEATED_INCIDENT_S: Final = 600.0
+ALIVE_EVERY_S: Final = 5.0
 _STOPS_KEPT: Final = 100
 _NOTICED: Final = (
     ("save.failed", "checkpoint_failed", "a checkpoint could not be saved; the log of rank 0 says why"),
@@ -52,13 +54,18 @@ _NOTICED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class HealthSubject:
-    """Whose health it is. ``metrics``: the URL of its endpoint; ``max_nodes``: the most that the run can have."""
+    """Whose health it is. ``metrics``: the URL of its endpoint; ``max_nodes``: the most that the run can have;
+    ``alive``: the file whose time says to a kubelet that this agent works, which no stranger can get in the way of;
+    ``logs``: where its output goes.
+    """
 
     node: str
     limits: hang_rules.HangLimits
     host: str = ""
     metrics: str = ""
     max_nodes: int = 0
+    alive: Path | None = None
+    logs: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,7 @@ class Health:
         self._seen: dict[str, float] = {}
         self._pending: list[Incident] = []
         self._saved: Saved | None = None
-        self._asked_at = -math.inf
+        self._asked_at = self._touched_at = -math.inf
         self._publishing = threading.Lock()
         self._closed = False
         self._looking = Duty("health", self.look, clock)
@@ -130,6 +137,9 @@ class Health:
         now = self._clock.monotonic()
         late_s = now - self._looked_at
         self._looked_at = now
+        if self._subject.alive is not None and now - self._touched_at >= ALIVE_EVERY_S:
+            self._touched_at = now
+            self._subject.alive.touch()
         readings = self._pages.look()
         self._meet_all(readings, now)
         if self._ports.saves.look(readings):
@@ -243,6 +253,7 @@ class Health:
             wall=self._clock.wall(),
             every_s=self.every_s(),
             metrics=self._subject.metrics,
+            logs=self._subject.logs,
             round=current.number if current is not None else 0,
             ranks=tuple(row(each, now, self._waiting.get(each.pid)) for each in readings if each.pulse.rank >= 0),
             counters={name: round(value, 3) for name, value in counters.items()},

@@ -11,11 +11,14 @@ import os
 import socket
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from elastic_trainer.agent.health.duties import Health, HealthPorts, HealthSubject
 from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
+from elastic_trainer.agent.health.log_place import log_place
 from elastic_trainer.agent.health.pages import Pages
+from elastic_trainer.agent.health.preemption import PreemptionWatch
 from elastic_trainer.agent.health.save_requests import SaveRequests
 from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers import hang_rules
@@ -72,6 +75,8 @@ class HealthService:
             host=socket.gethostname(),
             metrics=self._endpoint.url(address) if self._endpoint is not None else "",
             max_nodes=member.limits.max_nodes,
+            alive=_touched(options.alive_file),
+            logs=log_place(socket.gethostname()),
         )
         ports = HealthPorts(
             self.pages,
@@ -84,8 +89,11 @@ class HealthService:
             self._give_up,
         )
         self.health = Health(subject, ports, clock)
+        self._preemption = PreemptionWatch(self._node, options.preemption, clock) if options.preemption else None
         member.on_round(self._see)
         self.health.start()
+        if self._preemption is not None:
+            self._preemption.start()
 
     @property
     def made_steps(self) -> bool:
@@ -120,6 +128,8 @@ class HealthService:
         logger().info("run.accounted", goodput=round(share, 4), rank_seconds=spent, samples=counters.get("samples", 0))
 
     def close(self) -> None:
+        if self._preemption is not None:
+            self._preemption.close()
         self.health.close()
         if self._endpoint is not None:
             self._endpoint.close()
@@ -145,6 +155,17 @@ class HealthService:
             self._member.break_round(failure, Deadline.after(_BREAK_S, self._clock))
         except ElasticTrainerError as error:
             logger().warning("round.not_broken", round=number, error=str(error))
+
+
+def _touched(path: Path | None) -> Path | None:
+    """The file of ``alive_file``, which can be written."""
+    try:
+        if path is not None:
+            path.touch()
+    except OSError as error:
+        hint = "a directory that this process can write to, such as /tmp"
+        raise ConfigError(f"alive_file {str(path)!r} cannot be written: {error.strerror}", hint=hint) from error
+    return path
 
 
 def _endpoint(

@@ -24,6 +24,7 @@ from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
 from elastic_trainer.agent.rendezvous.join_timeout import JoinTimeout
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, failures, local_workers
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
+from elastic_trainer.agent.rendezvous.node_place import NodePlace
 from elastic_trainer.agent.rendezvous.plain_script_guard import PlainScriptGuard
 from elastic_trainer.agent.rendezvous.progress import ProgressWriter
 from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, Etcd3RendezvousHandler, with_false_start
@@ -33,7 +34,7 @@ from elastic_trainer.agent.workers.channel_server import ChannelServer
 from elastic_trainer.agent.workers.conduct import Conduct, ConductorPorts
 from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.local_sockets import descendants
-from elastic_trainer.agent.workers.reachability import Reachability, records_of
+from elastic_trainer.agent.workers.reachability import Reachability, nodes_of, records_of
 from elastic_trainer.agent.workers.record_writer import RecordWriter
 from elastic_trainer.agent.workers.session_watch import Arrival
 from elastic_trainer.agent.workers.supervisor import kill_workers, worker_pids
@@ -44,7 +45,16 @@ from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.member import Member, closed_error
 from elastic_trainer.membership.rules import FALSE_STARTS
-from elastic_trainer.settings import ENV_CHANNEL, ENV_FORM_TIMEOUT, ENV_MEMORY, ENV_NODE, ENV_RECOVERY, ENV_ROUND
+from elastic_trainer.settings import (
+    ENV_CHANNEL,
+    ENV_FORM_TIMEOUT,
+    ENV_MEMORY,
+    ENV_NODE,
+    ENV_RECOVERY,
+    ENV_ROUND,
+    ENV_SHARD_NODES,
+    ENV_SHARD_PLACE,
+)
 from elastic_trainer.telemetry import logs
 
 if TYPE_CHECKING:
@@ -66,16 +76,17 @@ class LedNode:
     guard: PlainScriptGuard
     patience: JoinTimeout
     suspicion: Suspicion
+    places: NodePlace
     tcp_store: Any
     """Held, so that it goes on serving."""
 
     def close(self) -> None:
         """Decide nothing any more. The node's key is still there, and so are its workers."""
-        for each in (self.suspicion, self.patience, self.progress, self.announcer, self.guard):
+        for each in (self.places, self.suspicion, self.patience, self.progress, self.announcer, self.guard):
             each.close()
 
     def start(self) -> LedNode:
-        for each in (self.announcer, self.progress, self.patience, self.suspicion):
+        for each in (self.announcer, self.progress, self.patience, self.suspicion, self.places):
             each.start()
         return self
 
@@ -137,8 +148,12 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             led.arrived.rescue.begin(last, in_place=True)
         self._how_workers_died(led.arrived)
         start = self._starts.end(failures(), stepped=conductor.met.is_set())
-        record = conductor.begin(workers.count)
-        member.announce(with_false_start(record, start) if start is not None else record, deadline)
+
+        def begin(place: int | None) -> None:
+            record = conductor.begin(workers.count, place)
+            member.announce(with_false_start(record, start) if start is not None else record, deadline)
+
+        place = led.places.take(begin)
         if start is not None and start.count == FALSE_STARTS:
             member.await_over(0, deadline.at_most(OTHERS_START_S))  # theirs may be a life behind
         closed = member.look().round
@@ -148,7 +163,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         self._watch_for_session(conductor)
         health.pages.employ(workers.count)
         health.starting()
-        return self._provisional(workers, led)
+        return self._provisional(workers, led, place)
 
     def _arrive_in_place(self, workers: LocalWorkers) -> LedNode:
         if workers.max_restarts < 1:
@@ -187,14 +202,19 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         suspicion = Suspicion(conductor, health.pages, self._notice, peers, self._clock)
         patience = JoinTimeout(member, options.join_timeout, self._fatal, self._clock)
         channel = ChannelServer(conductor)
-        self._led = LedNode(node, conductor, channel, announcer, progress, guard, patience, suspicion, tcp_store)
+        places = NodePlace(member, self.node_id, partial(nodes_of, self._store, self._keys), conductor, self._clock)
+        self._led = LedNode(
+            node, conductor, channel, announcer, progress, guard, patience, suspicion, places, tcp_store
+        )
         return self._led.start()
 
-    def _provisional(self, workers: LocalWorkers, led: LedNode) -> RendezvousInfo:
+    def _provisional(self, workers: LocalWorkers, led: LedNode, place: int | None) -> RendezvousInfo:
         """A world of this node alone: enough for torchrun to start the workers and to watch them."""
         os.environ[ENV_NODE] = self.node_id
         os.environ[ENV_ROUND] = "0"
         os.environ[ENV_RECOVERY] = str(self._options.recovery)
+        os.environ[ENV_SHARD_NODES] = str(self._spec.shard_nodes)
+        os.environ[ENV_SHARD_PLACE] = "" if place is None else str(place)
         os.environ[ENV_FORM_TIMEOUT] = str(self._options.form_timeout)
         os.environ[ENV_CHANNEL] = str(led.channel.path)
         os.environ[ENV_MEMORY] = led.arrived.rescue.paths

@@ -58,6 +58,7 @@ from elastic_trainer.settings import (
     ENV_RECOVERY,
     ENV_ROUND,
     ENV_ROUND_REASON,
+    ENV_SHARD_NODES,
     RendezvousOptions,
     parse_endpoints,
     rendezvous_options,
@@ -100,7 +101,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._address = address
         sizes = allowed_sizes(options, min_nodes, max_nodes)
         least, most = (sizes[0], sizes[-1]) if sizes else (min_nodes, max_nodes)
-        self._spec = Spec(min_nodes=least, max_nodes=most, recovery=options.recovery, sizes=sizes)
+        self._spec = Spec(
+            min_nodes=least, max_nodes=most, recovery=options.recovery, sizes=sizes, shard_nodes=options.shard_nodes
+        )
         self._keys = RunKeys(options.prefix, run_id)
         node = options.node_id or default_node_id()
         self.node_id = checked_name(node, "node id")
@@ -293,7 +296,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             member.start(deadline)
             undo.callback(member.leave)
             health = HealthService(member, self._store, self._keys, self._options, self._address, self._clock)
-            rescue = Rescue(self.node_id, member.nodes, self._clock)
+            rescue = Rescue(self.node_id, member.nodes, local_workers().count, self._clock)
             self._node = ArrivedNode(member, liveness, supervisor, health, rescue)
             undo.pop_all()
         return self._node
@@ -364,6 +367,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         os.environ[ENV_ROUND] = str(document.number)
         os.environ[ENV_ROUND_REASON] = document.reason
         os.environ[ENV_RECOVERY] = str(RecoveryMode.RESTART)
+        os.environ[ENV_SHARD_NODES] = str(self._spec.shard_nodes)
         logs.bind(round=document.number)
         store = cast("TorchStore", RoundStore(document, self._finish))
         return RendezvousInfo(store, rank, len(document.members), RendezvousStoreInfo(host, port))
@@ -383,6 +387,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             join_batch_s=options.join_batch,
             join_interval_s=options.join_interval,
             sizes=self._spec.sizes,
+            shard_nodes=self._spec.shard_nodes,
         )
 
     # ---- during and after a round

@@ -1,12 +1,17 @@
-"""SIGTERM while torchrun does not handle it: before its first workers, and when the run has succeeded.
+"""SIGTERM where torchrun does not handle it, or not well: before its first workers, a second time, after a success.
 
-Before them it would have its default action, and none at all on process 1 of a container: a pod that is evicted
+Before its workers it would have its default action, and none at all on process 1 of a container: a pod that is evicted
 while it waits for etcd or for other nodes would join later, and be killed in the middle of its work.
+
+torchrun's own handler raises each time, also while torchrun ends its workers because of the signal before: the second
+one then leaves workers behind that nobody ends. Two come at once when the process that started torchrun dies with
+several threads (prctl(2), PR_SET_PDEATHSIG), or when a terminal and a service manager both send one.
 
 When the run has succeeded, the first pod of a Kubernetes Job to exit makes the controller end the others: they are
 about to exit with 0, and should.
 
-*Runs in* torchrun's main thread. *Owns* the process's handler for SIGTERM before and after torchrun's own.
+*Runs in* torchrun's main thread. *Owns* the process's handler for SIGTERM before and after torchrun's own, which it
+replaces.
 *Fails by* SystemExit with the exit code of a node that left on request, from wherever the main thread is.
 """
 
@@ -16,18 +21,48 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+from torch.distributed.elastic.multiprocessing import SignalException, api
+
 from elastic_trainer.errors import EXIT_LEFT
 
+Handler = Callable[[int, FrameType | None], None]
+_TORCHRUNS = "_terminate_process_handler"
+"""What torchrun registers when it starts workers, for SIGTERM, SIGINT, SIGHUP and SIGQUIT (torch 2.10 to 2.13)."""
 _SENTENCE = b"elastic-trainer: SIGTERM came before the workers were started: this node leaves\n"
 
 
 def listen() -> None:
-    """Take SIGTERM from now on, unless somebody does already."""
+    """Take SIGTERM from now on, unless somebody does already, and let a second signal not disturb the first."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _leave)
+        signal.signal(signal.SIGTERM, unless_leaving(_leave))
+    torchruns: Handler | None = getattr(api, _TORCHRUNS, None)
+    if torchruns is not None:
+        setattr(api, _TORCHRUNS, unless_leaving(torchruns))
+
+
+def unless_leaving(handler: Handler) -> Handler:
+    """``handler``, except while this thread already handles what an earlier signal raised.
+
+    An exception that was swallowed is not being handled: the next signal raises again.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not _leaving(sys.exception()):
+            handler(number, frame)
+
+    return handle
+
+
+def _leaving(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, SignalException) or (isinstance(error, SystemExit) and error.code == EXIT_LEFT):
+            return True
+        error = error.__context__
+    return False
 
 
 def too_late() -> None:

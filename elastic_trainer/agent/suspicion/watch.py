@@ -23,7 +23,7 @@ from elastic_trainer.agent.workers.conductor import SUSPECTED_S, Conductor
 from elastic_trainer.agent.workers.duty import Duty
 from elastic_trainer.agent.workers.hang_rules import Waiting
 from elastic_trainer.agent.workers.roster import Worker
-from elastic_trainer.agent.workers.watchdog import ping, process_state
+from elastic_trainer.agent.workers.watchdog import ping, process_state, starved_s
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.ipc.page import Reading
 from elastic_trainer.membership.documents import RoundDocument
@@ -145,8 +145,11 @@ class Suspicion:
                 continue
             state = process_state(worker.pid)
             silent_s = now - max(worker.pinged_at, self._counts_from) if worker.pinged_at else 0.0
+            limit_s = worker.delays.limit_s(doubt.PONG_S, now)
+            if silent_s > limit_s:  # a machine that is busy is no fault of the worker's
+                silent_s -= starved_s(worker)
             self._looks[worker.pid] = (state, silent_s)
-            why = doubt.stuck(readings.get(worker.pid), state, silent_s, worker.delays.limit_s(doubt.PONG_S, now))
+            why = doubt.stuck(readings.get(worker.pid), state, silent_s, limit_s)
             if why is not None and before.get(worker.pid, ("", 0.0))[0] == state:  # not for the blink of an eye
                 self._conductor.pass_over(worker, why)
             elif asks and not worker.pinged_at:

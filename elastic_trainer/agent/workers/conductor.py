@@ -68,6 +68,7 @@ class Conductor:
         self._life = Life(0, 0, ended=True)
         self._document: RoundDocument | None = None
         self._acknowledged = 0
+        self._place: int | None = None
         self._evicted = ""
         self._reached: Identity | None = None
         """How far the last life came."""
@@ -107,8 +108,8 @@ class Conductor:
 
     # ---- lives
 
-    def begin(self, size: int) -> NodeRecord:
-        """torchrun starts ``size`` workers: the record of a node that warms up."""
+    def begin(self, size: int, place: int | None = None) -> NodeRecord:
+        """torchrun starts ``size`` workers, at ``place`` of a shard group: the record of a node that warms up."""
         with self._lock:
             if not self._life.ended:
                 self._end_life("its workers failed")
@@ -120,9 +121,20 @@ class Conductor:
                 life = self._life.number
                 self._later(back_off_s, lambda: self._offer(life))
             self._quarantine.clear()
+            self._place = place
             self._evicted = ""  # SIGTERM went to a worker alone: torchrun itself would not start it again
             self.met.clear()
             return self._record(NodeState.WARMING)
+
+    def begin_anew(self, why: str) -> None:
+        """End a life that has no part in a round, through no fault of its workers: torchrun starts others."""
+        with self._lock:
+            current, strikes = self._document, self._strikes
+            idle = self._my_entry(current) is None or (current is not None and current.state is RoundState.BROKEN)
+            if idle and not self._life.ended:
+                logger().info("place.changed", node=self._node, place=self._place, reason=why)
+                self._end_life(why)
+                self._strikes = strikes
 
     def _offer(self, life: int) -> None:
         """The back-off is over."""
@@ -395,7 +407,7 @@ class Conductor:
         fields["acknowledged"] = max(self._acknowledged, fields["reported"])
         if planned is not None:
             fields["planned"] = planned
-        fields["unreachable"] = self._quarantine.unreachable
+        fields["unreachable"], fields["place"] = self._quarantine.unreachable, self._place
         last: dict[str, Any] = {"reached": self._reached, "ended_by": self._ended_by, "cause": cause}
         return self._conduct.base.model_copy(update=fields | last)
 

@@ -21,10 +21,10 @@ TERMINATION_LOG: Final = Path("/dev/termination-log")
 
 
 class Deaths:
-    """See the module. ``cgroup`` is this process's own; kills there are of this node's workers."""
+    """See the module. ``events`` counts the kills for memory in this process's cgroup: they are of its workers."""
 
-    def __init__(self, cgroup: Path | None = None) -> None:
-        self._events = (cgroup if cgroup is not None else _own_cgroup()) / "memory.events"
+    def __init__(self, events: Path | None = None) -> None:
+        self._events = events if events is not None else own_events()
         self._killed = self._kills()
 
     def told(self, failures: Mapping[int, ProcessFailure], said: Mapping[int, str]) -> str:
@@ -50,13 +50,21 @@ class Deaths:
             return 0
 
 
-def _own_cgroup() -> Path:
+def own_events(listed: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Path:
+    """``memory.events`` of cgroup v2, else ``memory.oom_control`` of v1: both have a line ``oom_kill``.
+
+    A container of v1 sees the path that its group has on the host, and its own group in the place of the root.
+    """
     try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        lines = [line.split(":", 2) for line in listed.read_text(encoding="utf-8").splitlines()]
     except OSError:
         lines = []
-    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    return Path("/sys/fs/cgroup") / path
+    for _, controllers, path in lines:
+        if "memory" in controllers.split(","):
+            own = root / "memory" / path.lstrip("/") / "memory.oom_control"
+            return own if own.exists() else root / "memory" / "memory.oom_control"
+    path = next((path for _, controllers, path in lines if not controllers), "")
+    return root / path.lstrip("/") / "memory.events"
 
 
 def _recorded(failure: ProcessFailure) -> str:

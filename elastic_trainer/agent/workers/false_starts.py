@@ -10,22 +10,21 @@ node alone suffers from is no such thing, so all members of the round have to sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from elastic_trainer.agent.workers.duty import IDLE_S, Duty
+from elastic_trainer.agent.workers.listening import listened_at
 from elastic_trainer.clock import SYSTEM, Clock
 
 AT_START_S: Final = 60.0
 """A life that lasts longer has got past its start."""
 _LOOK_EVERY_S: Final = 0.05
 _LONGEST: Final = 200
-_LISTENS: Final = "0A"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,8 @@ class FalseStart:
 class Starts:
     """See the module."""
 
-    def __init__(self, clock: Clock = SYSTEM, proc: Path = Path("/proc/net")) -> None:
-        self._clock, self._proc = clock, proc
+    def __init__(self, clock: Clock = SYSTEM, listened: Callable[[int], bool] = listened_at) -> None:
+        self._clock, self._listened = clock, listened
         self._began = clock.monotonic()
         self._got_past = False
         """Whether a life of this node did; then the script can start, whatever keeps it from that now."""
@@ -79,16 +78,11 @@ class Starts:
         """Note whether somebody listens at ``port`` now; seconds until the next look."""
         if self._got_past or self.lasted_s >= AT_START_S:
             return IDLE_S
-        self._got_past = self._listened_at(port)
-        return _LOOK_EVERY_S
-
-    def _listened_at(self, port: int) -> bool:
-        wanted = f":{port:04X}"
         try:
-            rows = [row.split() for name in ("tcp", "tcp6") for row in (self._proc / name).read_text().splitlines()[1:]]
+            self._got_past = self._listened(port)
         except OSError:
-            return True
-        return any(row[3] == _LISTENS and row[1].endswith(wanted) for row in rows)
+            self._got_past = True
+        return _LOOK_EVERY_S
 
 
 def described(failures: Mapping[int, ProcessFailure]) -> str:

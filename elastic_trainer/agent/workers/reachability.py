@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ElasticTrainerError
+from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import DocumentError, NodeRecord
 from elastic_trainer.store.api import Store
 from elastic_trainer.store.keys import RunKeys
@@ -65,15 +66,21 @@ class Reachability:
 
 def records_of(store: Store, keys: RunKeys) -> Mapping[str, NodeRecord]:
     """The records of all nodes of the run; none where the store does not answer."""
-    records = {}
+    return {name: node.record for name, node in nodes_of(store, keys).items()}
+
+
+def nodes_of(store: Store, keys: RunKeys) -> dict[str, NodeView]:
+    """All nodes of the run; none where the store does not answer."""
+    nodes = {}
     try:
         for item in store.range(keys.nodes, Deadline.after(READ_S)).items:
             name = keys.node_id(item.key)
             try:
                 if name is not None:
-                    records[name] = NodeRecord.decode(item.value, item.key)
+                    record = NodeRecord.decode(item.value, item.key)
+                    nodes[name] = NodeView(name, item.create_revision, item.mod_revision, record)
             except DocumentError as error:
                 logger().info("document.refused", key=plain(item.key), error=str(error))
     except ElasticTrainerError as error:
         logger().info("contact.unknown", error=str(error))
-    return records
+    return nodes

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from elastic_trainer.agent.workers.doubt import AnswerDelays
@@ -34,6 +35,8 @@ class Worker:
     """What keeps it in a round that is over, where that is known."""
     pinged_at: float = 0.0
     """Monotonic time of the first question that it has not answered; 0: there is none."""
+    queued: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that each of its threads had waited for a CPU by then."""
     delays: AnswerDelays = field(default_factory=AnswerDelays)
     """How long its answers have taken."""
     stuck: bool = False

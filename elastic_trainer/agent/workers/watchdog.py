@@ -12,7 +12,7 @@ answers but makes no progress is found by its heartbeat page (:mod:`elastic_trai
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from elastic_trainer.agent.workers.duty import Duty
@@ -74,9 +74,27 @@ class Watchdog:
 
 def ping(worker: Worker, now: float) -> None:
     """Ask ``worker`` whether it is there."""
-    worker.pinged_at = worker.pinged_at or now
+    if not worker.pinged_at:
+        worker.pinged_at, worker.queued = now, queued_s(worker.pid)
     with contextlib.suppress(ChannelClosedError):
         worker.connection.send(Ping())
+
+
+def starved_s(worker: Worker) -> float:
+    """How long ``worker`` could not have answered since it was asked: the longest that one of its threads has waited
+    for a CPU."""
+    now = queued_s(worker.pid)
+    return max((now[each] - worker.queued[each] for each in now.keys() & worker.queued.keys()), default=0.0)
+
+
+def queued_s(pid: int) -> Mapping[str, float]:
+    """Seconds that each thread of ``pid`` was ready to run and had no CPU, in all its life; none where the kernel does
+    not count them (sched-stats.rst, /proc/PID/task/TID/schedstat)."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for each in Path(f"/proc/{pid}/task").iterdir():
+            found[each.name] = int((each / "schedstat").read_text().split()[1]) / 1e9
+    return found
 
 
 def process_state(pid: int) -> str:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.clock import Deadline
+from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.local import processes
 from elastic_trainer.membership.documents import NodeState, RunResult
 from tests.drills.endings.job import LASTING, LIMIT_S, Job
+from tests.support.metadata import MetadataServer
 
 
 @pytest.mark.timeout(300)
@@ -72,4 +74,28 @@ def test_workers_do_not_outlive_their_torchrun(tmp_path: Path, etcd_endpoint: st
         assert processes.wait_gone([orphan], Deadline.after(LIMIT_S)) == []
         job.await_world("n0", after=first)
         assert job.finish() == {"n0": 0, "n1": -9}
+        job.check_lossless()
+
+
+@pytest.mark.timeout(300)
+def test_a_node_whose_cloud_takes_it_back_leaves_by_plan(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
+    """The metadata service tells one of two nodes that it is preempted: that one exits with 143, the other goes on
+    with every sample used once and no step made twice."""
+    with (
+        MetadataServer() as server,
+        Job(
+            tmp_path, etcd_endpoint, run_id, least=1, most=2, options=LASTING | {"preemption": f"gce@{server.url}"}
+        ) as job,
+    ):
+        job.start(2)
+        first = job.await_world("n0", "n1")
+        assert all(node.running for node in job.nodes)
+        server.preempt()
+        job.wait_for(lambda: any(not node.running for node in job.nodes), "nobody leaves")
+        (gone,) = [node for node in job.nodes if not node.running]
+        assert job.exit_code(gone) == EXIT_LEFT
+        assert "node.preempted" in job.log(gone.name)
+        (stays,) = [node for node in job.nodes if node is not gone]
+        job.await_world(stays.name, after=first)
+        assert job.finish() == {gone.name: EXIT_LEFT, stays.name: 0}
         job.check_lossless()

@@ -14,7 +14,8 @@ class Mine:
 
 
 def standing() -> list[str]:
-    names = ("Name", "Sig", "Shd", "Umask", "Cpus_allowed:", "Threads", "NoNewPrivs", "Cap")
+    sig = ("SigPnd", "SigBlk", "SigIgn", "SigCgt")  # but for SigQ, which counts the signals queued for all of the user
+    names = ("Name", *sig, "Shd", "Umask", "Cpus_allowed:", "Threads", "NoNewPrivs", "Cap")
     with open("/proc/self/status", encoding="utf-8") as status:
         return [line for line in status if line.startswith(names)]
 

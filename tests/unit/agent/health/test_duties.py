@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,7 +99,7 @@ class Desk:
         self.judge = Judge(partial(self.pages.count, "workers_killed"))
         self.health = self.health_with(LIMITS)
 
-    def health_with(self, limits: HangLimits, **more: int) -> Health:
+    def health_with(self, limits: HangLimits, **more: Any) -> Health:
         nobody_is_slow = StragglerWatch(
             "a", MemoryStore(), RunKeys("/p", "run"), dict, evicts=False, clock=self.clock
         )  # has tests of its own
@@ -146,6 +148,19 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 # ---- the watchdog
+
+
+def test_the_file_of_a_liveness_probe_is_touched_as_long_as_the_agent_looks(desk: Desk, tmp_path: Path) -> None:
+    """Every few seconds, whatever the store does; an agent that stands still touches nothing."""
+    alive = tmp_path / "alive"
+    health = desk.health_with(LIMITS, alive=alive)
+    health.look()
+    assert alive.exists()
+    for passed_s, touched in ((0.0, False), (4.0, False), (1.0, True)):
+        os.utime(alive, (0, 0))
+        desk.clock.advance(passed_s)
+        health.look()
+        assert (alive.stat().st_mtime > 0) is touched
 
 
 def test_culprits_are_ended_once_and_victims_never(desk: Desk) -> None:

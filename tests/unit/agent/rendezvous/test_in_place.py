@@ -21,6 +21,8 @@ from elastic_trainer.settings import (
     ENV_NODE,
     ENV_RECOVERY,
     ENV_ROUND,
+    ENV_SHARD_NODES,
+    ENV_SHARD_PLACE,
     RendezvousOptions,
     worker_environment,
 )
@@ -31,7 +33,8 @@ EXPORTED = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
 
 @pytest.fixture
 def handler(monkeypatch: pytest.MonkeyPatch) -> InPlaceHandler:
-    for name in (ENV_NODE, ENV_ROUND, ENV_RECOVERY, ENV_CHANNEL, ENV_FORM_TIMEOUT, ENV_MEMORY, *EXPORTED):
+    shard = (ENV_SHARD_NODES, ENV_SHARD_PLACE)
+    for name in (ENV_NODE, ENV_ROUND, ENV_RECOVERY, ENV_CHANNEL, ENV_FORM_TIMEOUT, ENV_MEMORY, *shard, *EXPORTED):
         monkeypatch.setenv(name, "")
     options = RendezvousOptions(node_id="a", recovery=RecoveryMode.IN_PLACE)
     return InPlaceHandler(MemoryStore(), "run", options, min_nodes=2, max_nodes=2, address="127.0.0.1")
@@ -46,13 +49,14 @@ def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
         "guard": SimpleNamespace(port=4711),
         "arrived": SimpleNamespace(rescue=SimpleNamespace(paths="/proc/1/fd/3:/proc/1/fd/4")),
     }
-    found = handler._provisional(LocalWorkers(2, "default", 100), cast("LedNode", SimpleNamespace(**parts)))
+    found = handler._provisional(LocalWorkers(2, "default", 100), cast("LedNode", SimpleNamespace(**parts)), 1)
     assert (found.rank, found.world_size) == (0, 1)
     assert found.bootstrap_store_info is not None
     assert (found.bootstrap_store_info.master_addr, found.bootstrap_store_info.master_port) == ("127.0.0.1", 4711)
     assert [os.environ[name] for name in (ENV_NODE, ENV_ROUND, ENV_RECOVERY)] == ["a", "0", "in_place"]
     assert os.environ[ENV_CHANNEL] == "/tmp/agent.sock"
     assert worker_environment().memory == (Path("/proc/1/fd/3"), Path("/proc/1/fd/4"))
+    assert (worker_environment().shard_nodes, worker_environment().shard_place) == (1, 1)
     assert [os.environ[name] for name in EXPORTED] == ["0", "0"]
     assert handler.use_agent_store
     assert handler.num_nodes_waiting() == 0

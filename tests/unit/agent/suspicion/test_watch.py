@@ -38,6 +38,8 @@ class Room:
     document: RoundDocument | None = ROUND
     page: Reading = field(default_factory=lambda: reading(pid=PID))
     state: str = "sleeping"
+    starved_s: float = 0.0
+    """How long the worker has waited for a CPU since it was asked."""
     suspects_now: Suspects | None = None
     asked: int = 0
     accused: list[tuple[Ghost, ...]] = field(default_factory=list)
@@ -100,6 +102,7 @@ class Room:
 def room(monkeypatch: pytest.MonkeyPatch) -> Room:
     room = Room()
     monkeypatch.setattr(watch, "process_state", lambda pid: room.state)
+    monkeypatch.setattr(watch, "starved_s", lambda worker: room.starved_s)
     return room
 
 
@@ -190,6 +193,15 @@ def test_a_worker_that_answers_nothing_is_passed_over(room: Room) -> None:
     assert len(room.passed_over) == 1
     assert "answered nothing" in room.passed_over[0]
     assert room.pings > 1
+
+
+def test_a_worker_that_gets_no_cpu_is_given_longer(room: Room) -> None:
+    """Only by so much."""
+    room.starved_s = 0.4
+    for seconds, found in ((0.85, 0), (0.2, 1)):
+        room.asked_by_others()
+        room.turns(seconds)
+        assert len(room.passed_over) == found
 
 
 def test_in_a_round_that_is_over_those_are_looked_at_who_are_not_free(room: Room) -> None:

@@ -257,6 +257,25 @@ def test_siblings_of_a_lost_worker_have_to_exit_and_the_round_is_broken(stage: S
     assert len(stage.notebook.breaks) == 1
 
 
+def test_a_spare_begins_anew_at_another_place_and_a_member_does_not(stage: Stage) -> None:
+    """Its workers exit, its next life shows the new place, and that is no failure of theirs: there is no back-off."""
+    stage.conductor.begin(1, 0)
+    worker = Worker(stage)
+    worker.ready(1)
+    stage.see(1)
+    stage.conductor.begin_anew("needed elsewhere")
+    assert (worker.of(Exit), stage.record().place) == ([], 0)
+    stage.see(2, members=(OTHER,))
+    worker.ready(3)
+    for _ in range(5):
+        stage.conductor.begin_anew("needed elsewhere")
+        assert stage.notebook.breaks == []
+        assert stage.conductor.begin(1, 1).place == 1
+        worker = Worker(stage)
+        worker.ready(3)
+        assert stage.record().state is NodeState.READY
+
+
 def test_a_spare_whose_worker_died_breaks_nothing_and_can_be_taken_in(stage: Stage) -> None:
     """It has left no round: what it shows must not look as if it had, or the planned change with it would be broken."""
     lost = spare(stage)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.agent.workers.deaths import Deaths, leave_word
+from elastic_trainer.agent.workers.deaths import Deaths, leave_word, own_events
 from elastic_trainer.errors import last_line
 
 
@@ -30,18 +30,36 @@ def failure(exitcode: int, message: object = "<NONE>", pid: int = 7, at: int = 1
 )
 def test_a_death_has_its_cause(failures: Any, said: dict[int, str], told: str, tmp_path: Path) -> None:
     """Of the worker that failed first: the others follow it."""
-    assert Deaths(tmp_path).told(failures, said) == told
+    assert Deaths(tmp_path / "memory.events").told(failures, said) == told
 
 
 def test_a_kill_for_memory_is_told_from_others(tmp_path: Path) -> None:
     """By the count of the cgroup, which grows with each; a kill of somebody else's leaves it."""
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 1\noom_kill 1\n")
-    deaths = Deaths(tmp_path)
+    deaths = Deaths(events)
     assert deaths.told({0: failure(-9)}, {}) == "worker 1 (rank 0) was killed by SIGKILL"
     events.write_text("low 0\noom 2\noom_kill 2\n")
     assert deaths.told({0: failure(-9)}, {}).endswith("SIGKILL, since the memory of its cgroup was used up")
     assert deaths.told({0: failure(-9)}, {}) == "worker 1 (rank 0) was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("listed", "there", "counted"),
+    [
+        ("0::/pods/a\n", (), "pods/a/memory.events"),
+        ("4:cpu,memory:/pods/a\n0::/\n", ("memory/pods/a",), "memory/pods/a/memory.oom_control"),
+        ("4:memory:/host/a\n0::/\n", ("memory",), "memory/memory.oom_control"),
+        ("", (), "memory.events"),
+    ],
+)
+def test_kills_are_counted_by_either_version(listed: str, there: tuple[str, ...], counted: str, tmp_path: Path) -> None:
+    """A machine may have the controller of memory in version 1 beside groups of version 2."""
+    (tmp_path / "cgroup").write_text(listed)
+    for folder in there:
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "memory.oom_control").write_text("oom_kill 0\n")
+    assert own_events(tmp_path / "cgroup", tmp_path) == tmp_path / counted
 
 
 def test_a_full_disk_is_called_so() -> None:
