@@ -24,6 +24,7 @@ RUN_STATES: Final = (
     *("gathering", "training", "changing", "recovering"),
     *("stopped", "abandoned", "succeeded", "failed"),
 )
+OUTCOMES: Final = RUN_STATES[-2:]
 OPERATIONS: Final = ("save", "load")
 RESULTS: Final = ("ok", "failed")
 BOUNDS: Final = ("min", "max")
@@ -81,6 +82,11 @@ NODES = _run("nodes", "Nodes that are there, by state.", values={"state": NODE_S
 NODES_LIMIT = _run("nodes_limit", "The bounds of --nnodes.", values={"bound": BOUNDS})
 ROUND = _run("round", "The number of the newest round.")
 RUN_STATE = _run("run_state", "1 for the state that the run is in, else 0.", values={"state": RUN_STATES})
+RUN_ENDED = _run(
+    "run_ended_timestamp_seconds",
+    "When the run was closed (Unix time, of the node that closed it), by how it ended.",
+    values={"outcome": OUTCOMES},
+)
 RENDEZVOUS_START = _run(
     "rendezvous_start_timestamp_seconds", "Since when ranks are gathered (Unix time); 0 while they train."
 )
@@ -122,6 +128,7 @@ CHECKPOINT_FREE = _run("checkpoint_free_bytes", "Free space where checkpoints ar
 CHECKPOINT_BYTES = _run("checkpoint_bytes", "The size of the last checkpoint.")
 NODES_LOST = _run("nodes_lost", "Nodes that a fault took from the run, and that none has replaced.")
 NODES_SPARE = _run("nodes_spare", "Nodes that are ready and in no round: they replace a lost one at once.")
+SHARD_GROUPS = _run("shard_groups", "Shard groups of several nodes in the round; 0: nodes hold whole models.")
 STRAGGLERS = _run("stragglers", "Ranks that compute much longer than the others.")
 MONITOR_STORE = Family(
     "monitor_store_last_success_timestamp_seconds",

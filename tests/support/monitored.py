@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from elastic_trainer.clock import Deadline
@@ -90,6 +91,21 @@ def run(
         "nodes": views,
     }
     return RunDocuments(**documents | more)
+
+
+def grouped() -> RunDocuments:
+    """Two shard groups of two nodes, n0 to n3, and a spare n4, which has the first place."""
+    documents = run(5, 1, spec=Spec(min_nodes=2, max_nodes=4, shard_nodes=2))
+    views = {
+        name: replace(view, record=view.record.model_copy(update={"place": i % 2}))
+        for i, (name, view) in enumerate(documents.nodes.items())
+    }
+    assert documents.round is not None
+    return replace(
+        documents,
+        nodes=views,
+        round=documents.round.model_copy(update={"members": documents.round.members[:4]}),
+    )
 
 
 class Writer:

@@ -23,6 +23,8 @@ OVERDUE: Final = 2.0
 """A checkpoint this many intervals old is late."""
 REGROUP_S: Final = 60.0
 """A run that has not found its next round after this long needs a look."""
+OLD_S: Final = 24 * 3600.0
+"""A run that failed longer ago is no news: it keeps its place among those that are over until it is forgotten."""
 ORDER: Final = ("bad", "warn")
 
 
@@ -37,7 +39,7 @@ class Concern:
 def concerns(documents: RunDocuments, seen: Observed, slow: int) -> tuple[Concern, ...]:
     """All there is; ``slow``: how many ranks are stragglers."""
     if seen.state == state.FAILED:
-        return (Concern("bad", "failed"),)
+        return (Concern("bad", "failed"),) if (seen.over_s or 0.0) <= OLD_S else ()
     if seen.state in (state.SUCCEEDED, state.STOPPED):
         return ()
     found = [*_membership(documents, seen), *_ranks(documents, slow), *_saves(documents, seen)]

@@ -44,6 +44,9 @@ class NodeStatus:
     host: str
     state: str
     in_round: bool
+    group: int | None
+    place: int | None
+    """In which shard group, and where in it, if groups are of several nodes; a spare has a place alone."""
     metrics: str
     age_s: float | None
     ranks: tuple[RankStatus, ...]
@@ -93,6 +96,9 @@ class RunSnapshot:
     min_nodes: int | None
     max_nodes: int | None
     recovery: str | None
+    shard_nodes: int | None
+    shard_groups: int
+    """How many of several nodes train."""
     round: int | None
     round_reason: str
     world_size: int
@@ -175,6 +181,8 @@ def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = Store
         min_nodes=spec.min_nodes if spec is not None else None,
         max_nodes=spec.max_nodes if spec is not None else None,
         recovery=str(spec.recovery) if spec is not None else None,
+        shard_nodes=spec.shard_nodes if spec is not None else None,
+        shard_groups=state.shard_groups(documents),
         round=round_.number if round_ is not None else None,
         round_reason=round_.reason if round_ is not None else "",
         world_size=state.world_size(documents),
@@ -298,7 +306,7 @@ def _numbered(member: RoundMember, health: NodeHealth | None) -> list[tuple[int,
 def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
     """The nodes that are there, and members of the newest round that are missing; by rank, then those without."""
     taking_part = state.members(documents)
-    judgment = straggling(documents, taking_part)
+    judgment, places = straggling(documents, taking_part), _places(documents)
     live = documents.live
     found = [
         NodeStatus(
@@ -306,6 +314,8 @@ def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
             host=view.record.host,
             state=str(view.record.state),
             in_round=name in taking_part,
+            group=places[name][0] if name in taking_part and name in places else None,
+            place=places[name][1] if name in taking_part and name in places else view.record.place,
             metrics=_metrics(documents.health.get(name)),
             age_s=_age(seen, name),
             ranks=_ranks(taking_part.get(name), view.record.local_world_size, documents.health.get(name), judgment),
@@ -321,13 +331,15 @@ def _missing(documents: RunDocuments, seen: Observed) -> list[NodeStatus]:
     """Members of the newest round without a key."""
     if documents.round is None or documents.closed:
         return []
-    live = documents.live
+    live, places = documents.live, _places(documents)
     return [
         NodeStatus(
             node=member.node,
             host="",
             state=GONE_STATE,
             in_round=True,
+            group=places[member.node][0] if places else None,
+            place=places[member.node][1] if places else None,
             metrics="",
             age_s=_age(seen, member.node),
             ranks=_ranks(member, member.local_world_size, None, Stragglers(frozenset(), None, "")),
@@ -335,6 +347,13 @@ def _missing(documents: RunDocuments, seen: Observed) -> list[NodeStatus]:
         for member in documents.round.members
         if member.node not in live
     ]
+
+
+def _places(documents: RunDocuments) -> Mapping[str, tuple[int, int]]:
+    """The members of the newest round by shard group and place, if groups are of several nodes."""
+    size = documents.spec.shard_nodes if documents.spec is not None else 1
+    named = documents.round.members if documents.round is not None and size > 1 else ()
+    return {member.node: divmod(at, size) for at, member in enumerate(named)}
 
 
 def _metrics(health: NodeHealth | None) -> str:

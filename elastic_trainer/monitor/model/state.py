@@ -79,12 +79,20 @@ def lost_nodes(documents: RunDocuments) -> list[str]:
 
 
 def spares(documents: RunDocuments) -> list[str]:
-    """Nodes that are ready beside a round that is on."""
+    """Nodes that are ready beside a round that is on; those that only wait for a shard group to be whole are none."""
     if run_state(documents) not in (TRAINING, CHANGING):
         return []
-    within = members(documents)
+    within, spec = members(documents), documents.spec
+    if spec is not None and spec.shard_nodes > 1 and len(within) + spec.shard_nodes <= spec.max_nodes:
+        return []
     live = documents.live.items()
     return [name for name, node in live if node.record.state is NodeState.READY and name not in within]
+
+
+def shard_groups(documents: RunDocuments) -> int:
+    """Groups of several nodes that train; 0 where each node holds a whole model."""
+    size = documents.spec.shard_nodes if documents.spec is not None else 1
+    return len(members(documents)) // size if size > 1 and world_size(documents) else 0
 
 
 def current_step(documents: RunDocuments) -> int | None:

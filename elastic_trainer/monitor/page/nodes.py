@@ -101,6 +101,8 @@ class NodeRow:
     host: str
     state: Mapping[str, str]
     in_round: bool
+    place: str
+    """In a shard group of several nodes; else empty."""
     urgency: int
     cells: tuple[Cell, ...]
     summary: str
@@ -222,6 +224,7 @@ def _node(node: Json, small: bool, choice: Choice) -> NodeRow:
         host=text(node.get("host")),
         state=state,
         in_round=bool(node.get("in_round")),
+        place=group_and_place(node),
         urgency=_urgency(node, cells),
         cells=cells,
         summary=_summary(cells),
@@ -233,6 +236,12 @@ def _node(node: Json, small: bool, choice: Choice) -> NodeRow:
         is_open=is_open,
         ranks=tuple(_rank(rank) for rank in ranks) if is_open else (),
     )
+
+
+def group_and_place(node: Json) -> str:
+    """``group 1, place 0``; without a group ``place 0``."""
+    known = ((name, number(node.get(name))) for name in ("group", "place"))
+    return ", ".join(f"{name} {count(value)}" for name, value in known if value is not None)
 
 
 def _urgency(node: Json, cells: Sequence[Cell]) -> int:

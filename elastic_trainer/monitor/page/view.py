@@ -72,6 +72,8 @@ def headline(snapshot: Json) -> str:
     within = sum(1 for node in snapshot.get("nodes") or () if node.get("in_round"))
     least, most = number(snapshot.get("min_nodes")), number(snapshot.get("max_nodes"))
     allowed = f", {count(least)} to {count(most)} nodes allowed" if least is not None and most is not None else ""
+    if (size := number(snapshot.get("shard_nodes")) or 1) > 1:
+        allowed += f" in shard groups of {count(size)}"
     if not size_now:
         return f"No round at present{allowed}."
     where = f"Round {count(snapshot.get('round'))}: " if number(snapshot.get("round")) is not None else ""
@@ -257,7 +259,8 @@ def _aside(every: Sequence[Json]) -> list[Note]:
         if of:
             verb = "is" if len(of) == 1 else "are"
             found.append(Note("busy", f"{listed(of)} {verb} {NAMES['nodes'][state]['label']}."))
-    waiting = [text(n.get("node")) for n in every if text(n.get("state")) == "ready" and not n.get("in_round")]
+    idle = [n for n in every if text(n.get("state")) == "ready" and not n.get("in_round")]
+    waiting = [text(n.get("node")) + (f" ({place})" if (place := nodes.group_and_place(n)) else "") for n in idle]
     if waiting:
         verb = "is" if len(waiting) == 1 else "are"
         found.append(Note("busy", f"{listed(waiting)} {verb} ready and not in the round."))

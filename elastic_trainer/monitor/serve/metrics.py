@@ -78,8 +78,11 @@ def gauges(run: RunReading) -> dict[str, dict[Labels, float]]:
         families.CHECKPOINT_INTERVAL.name: {(): save_interval_s(documents)},
         families.NODES_LOST.name: {(): len(state.lost_nodes(documents))},
         families.NODES_SPARE.name: {(): len(state.spares(documents))},
+        families.SHARD_GROUPS.name: {(): state.shard_groups(documents)},
         families.STRAGGLERS.name: {(): len(straggling(documents).ranks)},
     }
+    if documents.closed and (ended := state.ended_by(documents)) is not None:
+        told[families.RUN_ENDED.name] = {(seen.state,): ended.wall}
     if (spec := documents.spec) is not None:
         told[families.NODES_LIMIT.name] = {("min",): spec.min_nodes, ("max",): spec.max_nodes}
     if (saved := documents.saved) is not None:

@@ -72,8 +72,9 @@ SPOILED = [
     ("after-a-pause", "alerts.yml", f"and on {RUN} run:elastic_trainer_checkpoint_due:bool == 1", ""),
     ("etcd-blink", "rules.yml", "timestamp_seconds) > 1 * 60", "timestamp_seconds) >= 0 * 60"),
     ("too-few-and-etcd-away", "rules.yml", ">= 2 * 60", ">= 2000 * 60"),
-    ("failed-and-etcd-away", "alerts.yml", '(elastic_trainer_run_state{state="failed"} == 1)',
-     '(run_state:elastic_trainer_run_state:fresh{state="failed"} == 1)'),
+    ("failed-at-start", "alerts.yml", '{outcome="failed"}[1h]', '{outcome="failed"}[1m]'),
+    ("failed-long-ago", "alerts.yml", ") < 1 * 3600", ") < 9 * 3600"),
+    ("no-session", "rules.yml", "world_size:fresh > 0\n", "world_size:fresh > 9\n"),
     ("scaled-to-zero", "alerts.yml", 'fresh{state="stopped"}[15m]', 'fresh{state="failed"}[15m]'),
     ("nodes-lost", "alerts.yml", "2 * run:elastic_trainer_nodes_lost", "0 * run:elastic_trainer_nodes_lost"),
     ("spares-used-up", "alerts.yml", "fresh[6h]) > 0\n", "fresh[6h]) > 1\n"),
@@ -84,7 +85,7 @@ SPOILED = [
      "(increase(elastic_trainer_nonfinite_losses_total[15m])) > 9"),
     ("nan-unwatched", "alerts.yml", "(increase(elastic_trainer_nonfinite_steps_total[15m])) > 0",
      "(increase(elastic_trainer_nonfinite_steps_total[15m])) > 9"),
-    ("failed", "alerts.yml", 'state="failed"', 'state="succeeded"'),
+    ("failed", "alerts.yml", 'outcome="failed"', 'outcome="succeeded"'),
     ("straggler", "alerts.yml", "> 1.5", "> 2.5"),
 ]  # fmt: skip
 

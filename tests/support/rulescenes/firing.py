@@ -93,6 +93,39 @@ def _fails(job: PlayedJob, minute: float) -> None:
         job.close("failed")
 
 
+@_scene(
+    "failed-at-start",
+    "a run is first seen when it has failed; its monitor is away for four minutes, and the run is opened an hour later",
+    120,
+    FAILED,
+    not_before=19,
+    lasts=(20.0, 79.0),
+)
+def _fails_unseen(job: PlayedJob, minute: float) -> None:
+    job.exists = minute >= 20
+    if minute == 20:
+        job.close("failed")
+    job.monitors[0].answers = not 30 <= minute < 34
+    if minute == 90:
+        job.regroup({"n0": "ready", "n1": "ready"}, reason="node_joined", fresh=True)
+
+
+@_scene(
+    "opened-and-unseen",
+    "a failed run is opened after 20 minutes, and unseen for seven",
+    60,
+    FAILED,
+    UNWATCHED,
+    lasts=(20.0, 39.0),
+)
+def _opened_and_unseen(job: PlayedJob, minute: float) -> None:
+    if minute == 20:
+        job.close("failed")
+    if minute == 40:
+        job.regroup({"n0": "ready", "n1": "ready"}, reason="node_joined", fresh=True)
+    job.monitors[0].answers = not 43 <= minute < 50
+
+
 # ---- membership
 
 

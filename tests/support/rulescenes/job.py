@@ -109,6 +109,8 @@ class PlayedJob:
         """When the next save is due, if that is later than an interval after the last."""
         self.passive: set[int] = set()
         """Ranks that are shown and are not in the round: spare nodes."""
+        self.sessions = True
+        """Whether its script opens a Session: without, its ranks are not known."""
         self.counts: dict[Key, float] = {}
         self.monitors = [Monitor("monitor-0:9470")]
         self.lost = 0
@@ -116,6 +118,8 @@ class PlayedJob:
         self.free_bytes = 100e9
         self.etcd = [EtcdMember(f"{run}-etcd-{number}:2379") for number in range(3)]
         self.scrapes_etcd = False
+        self.ended_at = 0.0
+        """When it was closed."""
         self.exists = True
         """Whether anything of the run is left in the store."""
         self.samples: dict[Key, dict[int, float | None]] = {}
@@ -155,7 +159,7 @@ class PlayedJob:
 
     def close(self, result: str) -> None:
         """The run is over: its nodes are gone, and only its end is shown."""
-        self.state, self.nodes, self.ranks = result, {}, {}
+        self.state, self.nodes, self.ranks, self.ended_at = result, {}, {}, self.now
         self.count(families.RESTARTS, reason="finished")
 
     # ---- time
@@ -207,7 +211,7 @@ class PlayedJob:
         place = {"job": "elastic-trainer-nodes", "instance": f"{node}:9471", "node": node}
         shown = {self._key(families.STORE_SUCCESS, place): self.cut_off.get(node, self.now)}
         for number, rank in self.ranks.items():
-            if rank.node != node:
+            if rank.node != node or not self.sessions:
                 continue
             me = {**place, "rank": str(number)}
             for family, value in (
@@ -241,7 +245,6 @@ class PlayedJob:
             self._key(families.WORLD_SIZE, {}): float(len(self.ranks) - len(self.passive) if trains else 0),
             self._key(families.ROUND, {}): float(self.round),
             self._key(families.RENDEZVOUS_START, {}): self.gathering_since,
-            self._key(families.PROGRESS, {}): self.step // 1,
             self._key(families.CHECKPOINT_SUCCESS, {}): self.saved_at,
             self._key(families.CHECKPOINT_INTERVAL, {}): self.interval_s,
             self._key(families.CHECKPOINT_BYTES, {}): 1e9,
@@ -251,6 +254,10 @@ class PlayedJob:
         }
         for bound, limit in zip(families.BOUNDS, self.bounds, strict=True):
             shown[self._key(families.NODES_LIMIT, {"bound": bound})] = float(limit)
+        if self.sessions:
+            shown[self._key(families.PROGRESS, {})] = self.step // 1
+        if self.state in families.OUTCOMES:
+            shown[self._key(families.RUN_ENDED, {"outcome": self.state})] = self.ended_at
         for state in families.RUN_STATES:
             shown[self._key(families.RUN_STATE, {"state": state})] = float(state == self.state)
         for state in families.NODE_STATES:

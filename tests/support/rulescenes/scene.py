@@ -38,7 +38,7 @@ class Scene:
     alone: bool = False
     """Whether no other run may be in the same Prometheus: its monitor would answer in the place of this one's."""
     lasts: tuple[float, ...] = ()
-    """From which minute to which the first alert fires without a gap."""
+    """From which minute to which the first alert fires without a gap; it then ends, and does not fire again."""
     job: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of PlayedJob."""
 

@@ -116,6 +116,15 @@ def _normal_end(job: PlayedJob, minute: float) -> None:
         job.exists = False
 
 
+@_scene("failed-long-ago", "etcd comes with a run that failed two hours before, and the monitor is started anew", 60)
+def _failed_long_ago(job: PlayedJob, minute: float) -> None:
+    job.exists = minute >= 10
+    if minute == 10:
+        job.close("failed")
+        job.ended_at -= 7200.0
+    job.monitors[0].answers = not 30 <= minute < 34
+
+
 @_scene("given-up", "a run was stopped long ago, and nobody has taken it up again", 60)
 def _given_up(job: PlayedJob, minute: float) -> None:
     if minute == 0:
@@ -133,6 +142,13 @@ def _after_a_pause(job: PlayedJob, minute: float) -> None:
     if minute == 190:  # the run is extended by more epochs
         job.regroup({"n0": "ready", "n1": "ready"}, reason="node_joined")
         job.due_at = job.now + 3600.0
+
+
+@_scene("no-session", "a script without a Session trains for two hours: nobody knows its steps", 120, interval_s=0.0)
+def _no_session(job: PlayedJob, minute: float) -> None:
+    job.sessions = False
+    if minute == 60:
+        job.regroup({"n0": "ready", "n1": "ready"}, reason="node_lost", fresh=True)
 
 
 # ---- what takes long

@@ -156,7 +156,8 @@ TEXTS: dict[str, Text] = {
         FAILED,
         "progress",
         "Run RUN was closed as failed",
-        "RUN has ended without success and will not go on by itself. elastic-trainer events RUN shows what closed it.",
+        "RUN has ended without success 5m 0s ago and will not go on by itself. elastic-trainer events RUN shows what "
+        "closed it.",
         cost="All steps after its last checkpoint are lost (saved 5m 30s ago), and its machines are idle.",
     ),
     "wasteful": Text(

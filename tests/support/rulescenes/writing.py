@@ -38,6 +38,8 @@ FILES: Mapping[str, Sequence[Scene]] = {
     "firing.yml": tuple(scene for scene in FIRING if scene not in LONG),
     "long.yml": LONG,
 }
+OVER_MINUTES = 5
+"""After the last minute in which an alert must fire, until which it may."""
 _ENUMERATED = ("phase", "reason", "op", "state")
 _ALWAYS = ("evaluation", "worker_lost", "save", "training", "ready")
 
@@ -106,7 +108,7 @@ def _looks(scenes: Sequence[Scene]) -> Iterator[dict[str, Any]]:
         if scene.not_before:
             yield _look(scene.not_before, scene.name, ())
         if scene.lasts:
-            yield _lasting(scene, *scene.lasts)
+            yield from _lasting(scene, *scene.lasts)
         yield _look(scene.minutes, scene.name, [each for each in scene.fires if each.of_run])
     yield _look(
         max(scene.minutes for scene in scenes),
@@ -128,14 +130,21 @@ def _look(minutes: float, run: str, fired: Sequence[Fires]) -> dict[str, Any]:
     }
 
 
-def _lasting(scene: Scene, begin: float, end: float) -> dict[str, Any]:
-    """As many evaluations between two minutes found the scene's first alert as there were."""
+def _lasting(scene: Scene, begin: float, end: float) -> Iterator[dict[str, Any]]:
+    """As many evaluations between two minutes found the scene's first alert as there were, and none later on."""
     found = f'ALERTS{{alertstate="firing", alertname="{NAMES}{scene.fires[0].alert}", run="{scene.name}"}}'
-    return {
+    yield {
         "expr": f"sum(count_over_time({found}[{end - begin:.0f}m])) >= bool {(end - begin) * 60 / TICK_S:.0f}",
         "eval_time": f"{end * 60:.0f}s",
         "exp_samples": [{"labels": "{}", "value": 1}],
     }
+    later = scene.minutes - end - OVER_MINUTES
+    if later > 0:
+        yield {
+            "expr": f"count_over_time({found}[{later:.0f}m])",
+            "eval_time": f"{scene.minutes * 60:.0f}s",
+            "exp_samples": [],
+        }
 
 
 def _alert_test(scene: Scene, said: Text) -> dict[str, Any]:

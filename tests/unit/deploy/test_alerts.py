@@ -28,7 +28,7 @@ CRITICAL = {
 AT_ONCE = {"NonFiniteLoss", "RunFailed", "RestartLoop", "RestartsExhausting", "MembershipFlapping", "CheckpointFailing"}
 AT_ONCE |= {"DeadMansSwitch"}
 """They look at what was counted in a window, so the window is their patience."""
-NOT_KEPT = {"MonitorDown", "NonFiniteLoss", "RunStopped", "DeadMansSwitch"}
+NOT_KEPT = {"MonitorDown", "NonFiniteLoss", "RunFailed", "RunStopped", "DeadMansSwitch"}
 HEADINGS = [
     *("Meaning", "What the system did by itself", "What to look at", "What to do"),
     "When it is not what it seems",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 
-from tests.support.requirements import needs
+from tests.support.browsing import launched
 from tests.support.snapshots import listing
 from tests.support.statuspage import StatusServer
 
@@ -22,11 +21,9 @@ SOON_MS = 30_000.0
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     """One browser for the tests of a module: while it is there, this thread has an event loop that runs."""
-    path = needs("chromium", "the status page is tested in a real browser")
-    options = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         expect.set_options(timeout=SOON_MS)
-        browser = playwright.chromium.launch(executable_path=path, args=options)
+        browser = launched(playwright)
         yield browser
         browser.close()
 

@@ -43,6 +43,17 @@ def test_what_needs_attention(documents: Any, found: list[tuple[str, str]]) -> N
     assert list(concerns(documents, seen, slow=0)) == [Concern(*each) for each in found]
 
 
+@pytest.mark.parametrize(("hours", "found"), [(1, 1), (25, 0)])
+def test_a_run_that_failed_long_ago_is_no_news(hours: int, found: int) -> None:
+    """It would stay above all runs that are at work until somebody forgets it."""
+    failed = run(2, state=RoundState.CLOSED, round_={"result": RunResult.FAILED})
+    observer = Observer()
+    observer.look(run(2), 0.0, 1000.0)
+    observer.look(failed, 1.0, 1001.0)
+    seen = observer.look(failed, 1.0 + hours * 3600.0, 1001.0 + hours * 3600.0)
+    assert len(concerns(failed, seen, slow=0)) == found
+
+
 def test_sick_runs_come_first() -> None:
     """Those that do not train, then those that limp, then the others, then those that are over."""
     every = {

@@ -23,7 +23,7 @@ from elastic_trainer.monitor.model.snapshot import (
     snapshot,
     summary,
 )
-from tests.support.monitored import entry, health, incident, rank, record, run
+from tests.support.monitored import entry, grouped, health, incident, rank, record, run
 
 SEEN = Observed(now=100.0, wall=5000.0, state="training", arrived={"n0": 97.5})
 CONTRACT = {
@@ -37,7 +37,9 @@ def test_the_fields_are_those_of_the_contract() -> None:
     """The status page is written against them; there may be more."""
     values = json.loads(as_json(snapshot(run(), SEEN)))
     assert set(values) >= CONTRACT
-    assert set(values["nodes"][0]) == {"node", "host", "state", "in_round", "metrics", "age_s", "ranks"}
+    assert set(values["nodes"][0]) == {
+        *("node", "host", "state", "in_round", "group", "place", "metrics", "age_s", "ranks")
+    }
     assert set(values["nodes"][0]["ranks"][0]) >= {
         *("rank", "local_rank", "pid", "phase", "phase_s", "still_s", "step", "step_s", "compute_s", "device"),
         *("slowdown", "straggler"),
@@ -60,6 +62,14 @@ def test_without_health_documents_ranks_are_those_of_the_round() -> None:
     assert (told.world_size, told.round, told.min_nodes, told.max_nodes) == (4, 1, 1, 4)
     assert {each["phase"] for node in told.nodes for each in node.ranks} == {None}
     assert (told.step, told.loss, told.goodput, told.checkpoint) == (None, None, None, None)
+
+
+def test_nodes_of_shard_groups_have_a_group_and_a_place() -> None:
+    """A spare has a place alone; so has nobody where each node holds a whole model."""
+    told = snapshot(grouped(), SEEN)
+    assert [(node.group, node.place) for node in told.nodes] == [(0, 0), (0, 1), (1, 0), (1, 1), (None, 0)]
+    assert (told.shard_nodes, told.shard_groups) == (2, 2)
+    assert {(node.group, node.place) for node in snapshot(run(2, 2), SEEN).nodes} == {(None, None)}
 
 
 def test_ranks_have_the_figures_of_their_node_and_the_numbers_of_the_newest_round() -> None:

@@ -130,3 +130,11 @@ def test_a_node_that_waits_beside_a_round_is_a_spare() -> None:
     extra = NodeView("n9", 99, 99, record())
     assert state.spares(run(3, nodes={**documents.nodes, "n9": extra})) == ["n9"]
     assert state.spares(run(3, nodes={**documents.nodes, "n9": extra}, round=None)) == []
+
+
+@pytest.mark.parametrize(("most", "found"), [(6, []), (4, ["n9"])])
+def test_a_node_without_a_whole_shard_group_is_no_spare(most: int, found: list[str]) -> None:
+    """When its partner is back it joins, and nothing was used up."""
+    nodes = {**run(4).nodes, "n9": NodeView("n9", 99, 99, record())}
+    spec = Spec(min_nodes=2, max_nodes=most, shard_nodes=2)
+    assert state.spares(run(4, nodes=nodes, spec=spec)) == found

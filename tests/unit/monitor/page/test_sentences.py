@@ -55,3 +55,13 @@ def test_a_state_that_is_old_is_called_so() -> None:
     assert "Training when last seen" in html
     assert "look-good" not in html.partition("</section>")[0]
     assert "not known" in page.runs_page(snapshots.listing() | {"store": AWAY})
+
+
+def test_shard_groups_and_places_are_named() -> None:
+    """In the headline, in the row of each node, and of those that wait."""
+    nodes = [snapshots.node(0) | {"group": 0, "place": 0}, snapshots.node(1) | {"group": 0, "place": 1}]
+    spare = snapshots.node(2, in_round=False) | {"group": None, "place": 1}
+    html = page.run_page(snapshots.healthy(shard_nodes=2, min_nodes=2, max_nodes=4, nodes=[*nodes, spare]))
+    assert "2 to 4 nodes allowed in shard groups of 2" in html
+    assert "node-2 (place 1) is ready and not in the round" in html
+    assert "group 0, place 1" in html

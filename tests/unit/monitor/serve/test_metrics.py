@@ -18,7 +18,7 @@ from elastic_trainer.monitor.model.observation import Observer
 from elastic_trainer.monitor.read.reading import RunReading, StoreReading
 from elastic_trainer.monitor.serve.metrics import COUNTED, MonitorCollector, histogram, label_values
 from elastic_trainer.telemetry.families import FAMILIES, PREFIX, MetricKind, MetricSource
-from tests.support.monitored import health, rank, run
+from tests.support.monitored import entry, grouped, health, rank, run
 
 MINE = [family for family in FAMILIES if family.source is MetricSource.MONITOR]
 
@@ -48,7 +48,7 @@ def test_every_family_is_there_with_all_values_of_its_labels() -> None:
     """From the first scrape on, or rates of what happens first would not see it. Only unknown gauges are missing."""
     found = series(run())
     unknown = {"loss", "committed_step", "checkpoint_last_success_timestamp_seconds", "checkpoint_bytes"}
-    unknown |= {"checkpoint_free_bytes"}
+    unknown |= {"checkpoint_free_bytes", "run_ended_timestamp_seconds"}
     names = {name for name, _ in found}
     for family in MINE:
         full = family.full_name.removeprefix(PREFIX)
@@ -58,6 +58,12 @@ def test_every_family_is_there_with_all_values_of_its_labels() -> None:
             for values in label_values(family):
                 value(found, expected, **dict(zip(family.values, values, strict=True)))
     assert {family.name for family in MINE if family.kind in (MetricKind.COUNTER, MetricKind.HISTOGRAM)} == set(COUNTED)
+
+
+def test_shard_groups_of_several_nodes_are_counted() -> None:
+    """Those that train; none where each node holds a whole model."""
+    assert value(series(grouped()), "shard_groups") == 2
+    assert value(series(run()), "shard_groups") == 0
 
 
 def test_what_is_known_has_its_value() -> None:
@@ -79,6 +85,15 @@ def test_what_is_known_has_its_value() -> None:
     assert (value(found, "checkpoint_bytes"), value(found, "checkpoint_interval_seconds")) == (9, 60)
     assert value(found, "rendezvous_start_timestamp_seconds") == 0
     assert found["monitor_store_last_success_timestamp_seconds", frozenset()] == 4999.0
+
+
+@pytest.mark.parametrize("outcome", ["succeeded", "failed"])
+def test_a_run_that_is_over_says_since_when(outcome: str) -> None:
+    """By its record, so that a monitor that comes later knows it too; no other outcome has a time."""
+    ends = {"round_": {"result": outcome}, "journal": (entry(1), entry(1, RoundState.CLOSED, 4321.0))}
+    found = series(run(state=RoundState.CLOSED, **ends))  # type: ignore[arg-type]
+    ended = {labels: at for (name, labels), at in found.items() if name == "run_ended_timestamp_seconds"}
+    assert ended == {frozenset({("run", "r"), ("outcome", outcome)}): 4321.0}
 
 
 def test_counters_are_sums_and_do_not_go_back_when_a_node_goes() -> None:
