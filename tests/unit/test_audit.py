@@ -14,6 +14,7 @@ from elastic_trainer.web.server import Server
 from tests.support.audit import __main__ as command
 from tests.support.audit import asking
 from tests.support.audit.asking import AWAY, NO_PAGE, AuditError, ask, pins, understood
+from tests.support.audit.images import Images, judge_images, read_images, references
 from tests.support.audit.judging import Accepted, Answers, Vulnerability, judge
 
 TODAY = date(2026, 11, 22)
@@ -51,6 +52,55 @@ def test_an_exception_that_is_over_fails_even_where_nobody_can_be_asked() -> Non
 def test_an_exception_holds_for_one_vulnerability_of_one_package(other: Accepted) -> None:
     """Another name, or another package, is not covered."""
     assert judge(Answers(KNOWN, (HOLE,)), [other], TODAY).failures == (str(HOLE),)
+
+
+def images(**changed: object) -> Images:
+    one = {"name": "quay.io/coreos/etcd", "tag": "v3.5.33", "at_least": "v3.5.33", "digest": None}
+    return Images.model_validate({"looked_at": TODAY, "images": [one | {"reason": "older ones have holes"} | changed]})
+
+
+def test_the_images_of_this_repository_are_pinned_once_and_without_known_holes() -> None:
+    """Manifests, compose files and the Dockerfile name what deploy/images.yaml says, and nothing else."""
+    used = references(command.ROOT)
+    assert {"Dockerfile", "deploy/compose.yaml", "k8s/base/etcd.yaml"} <= set(used)
+    known = read_images(command.IMAGES)
+    assert judge_images(known, used, known.looked_at, strict=True).failures == ()
+    assert len(known.images) == 5
+
+
+USED = {
+    "k8s/base/etcd.yaml": [
+        "quay.io/coreos/etcd:v3.5.33",
+        "elastic-trainer:latest",
+        "registry.example/elastic-trainer:1",
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "used", "failure"),
+    [
+        ({"tag": "v3.5.9"}, {"a": ["quay.io/coreos/etcd:v3.5.9"]}, "etcd:v3.5.9 is older than v3.5.33: older ones"),
+        ({}, {"a": ["quay.io/coreos/etcd:v3.5.34"], **USED}, "a names quay.io/coreos/etcd:v3.5.34"),
+        ({}, {"a": ["redis:7"], **USED}, "a names redis:7"),
+        ({}, {}, "which no file names"),
+        ({"digest": "sha256:" + "0" * 64}, USED, "k8s/base/etcd.yaml names quay.io/coreos/etcd:v3.5.33, which"),
+    ],
+)
+def test_an_image_that_is_old_or_unpinned_fails(
+    changed: dict[str, object], used: dict[str, list[str]], failure: str
+) -> None:
+    """Versions are compared as numbers; a tag alone is not the digest that was asked for."""
+    assert failure in judge_images(images(**changed), used, TODAY).failures[0]
+
+
+def test_a_tag_without_a_digest_and_a_list_that_nobody_looked_at_are_said() -> None:
+    """Both as notes; the second fails a strict audit."""
+    assert judge_images(images(), USED, TODAY).failures == ()
+    assert "not by digest" in judge_images(images(), USED, TODAY).notes[0]
+    later = date(2027, 3, 1)
+    assert "nobody has compared" in judge_images(images(), USED, later).notes[1]
+    assert judge_images(images(), USED, later, strict=True).failures
 
 
 def test_an_exception_without_its_vulnerability_is_said() -> None:

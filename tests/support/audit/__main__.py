@@ -13,11 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from elastic_trainer.clock import SYSTEM
 from tests.support.audit.asking import AuditError, ask
+from tests.support.audit.images import judge_images, read_images, references
 from tests.support.audit.judging import Accepted, Answers, Verdict, judge
 
 ROOT = Path(__file__).parents[3]
 CONSTRAINTS = ROOT / "constraints.txt"
 ACCEPTED = ROOT / "deploy/accepted-vulnerabilities.yaml"
+IMAGES = ROOT / "deploy/images.yaml"
 
 
 class _Entry(BaseModel):
@@ -53,16 +55,19 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.audit", description=__doc__)
     parser.add_argument("--strict", action="store_true", help="fail also where PyPI could not be asked")
     parser.add_argument("--constraints", type=Path, default=CONSTRAINTS, metavar="FILE")
+    parser.add_argument("--images", type=Path, default=IMAGES, metavar="FILE")
     parser.add_argument("--accepted", type=Path, default=ACCEPTED, metavar="FILE")
     arguments = parser.parse_args(argv)
     try:
-        accepted = read_accepted(arguments.accepted)
+        accepted, images = read_accepted(arguments.accepted), read_images(arguments.images)
         answers = ask(arguments.constraints)
     except AuditError as error:
         print(f"audit: {error}", file=sys.stderr)
         return 1
     today = datetime.fromtimestamp(SYSTEM.wall(), UTC).date()
-    verdict = judge(answers, accepted, today, strict=arguments.strict)
+    of_packages = judge(answers, accepted, today, strict=arguments.strict)
+    of_images = judge_images(images, references(ROOT), today, strict=arguments.strict)
+    verdict = Verdict(of_packages.failures + of_images.failures, of_packages.notes + of_images.notes)
     print(told(answers, verdict))
     return 1 if verdict.failures else 0
 
