@@ -28,7 +28,7 @@ def busy_machine(stage: Stage, repeat: int, seconds: float) -> Effect:
     Recovery is how long all ranks needed for their next step once the loops had ended.
     """
     before = stage.settled()
-    broken, begun = broken_rounds(stage), now()
+    broken, begun = len(broken_rounds(stage)), now()
     with busy_loops():
         deadline = Deadline.after(seconds)
         while not deadline.expired:
@@ -43,7 +43,7 @@ def busy_machine(stage: Stage, repeat: int, seconds: float) -> Effect:
         gap_s=stage.book.gap(pids, begun, ended),
         steps_lost=stage.book.committed_again(pids),
         details={
-            "rounds_broken": float(broken_rounds(stage) - broken),
+            "rounds_broken": float(len(broken_rounds(stage)) - broken),
             "steps": float(min(len(stage.book.steps_after(pid, begun)) for pid in standing.pids.values())),
         },
         problems=tuple(restarted(stage, before.pids)),

@@ -7,6 +7,7 @@ Each function strikes once, measures, and leaves the stage as it found it: all i
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 
 import psutil
 
@@ -118,23 +119,27 @@ def node_freeze(stage: Stage, repeat: int) -> Effect:
     return back(stage, name, effect, thawed, broken)
 
 
-def back(stage: Stage, name: str, effect: Effect, since: float, broken: int) -> Effect:
-    """Wait for the return of ``name``; it must not break a round (``broken`` were so before)."""
+def back(stage: Stage, name: str, effect: Effect, since: float, before: Mapping[int, str]) -> Effect:
+    """Wait for the return of ``name``; it must not break a round (those of ``before`` were so before)."""
     stage.welcome(name)
     standing = stage.settled()
     problems = list(effect.problems)
-    if broken_rounds(stage) > broken:
-        problems.append(f"the return of {name} broke a round")
+    problems += _broken_since(stage, before, f"the return of {name}")
     first = stage.book.first_step(name, standing.round)
     return effect.amended({"rejoin_s": first - since} if first is not None else {}, problems)
 
 
-def broken_rounds(stage: Stage) -> int:
-    """How many rounds have been broken so far."""
+def _broken_since(stage: Stage, before: Mapping[int, str], what: str) -> list[str]:
+    found = broken_rounds(stage)
+    return [f"{what} broke a round: {reason}" for number, reason in found.items() if number not in before]
+
+
+def broken_rounds(stage: Stage) -> dict[int, str]:
+    """The rounds that have been broken so far, and why."""
     if (standing := stage.look()) is not None:  # the news of it may be on its way, and of all before it
         number = standing.round
         stage.until(lambda: (known := stage.document) is not None and known.number >= number, "the news of a round")
-    return len({document.number for document in stage.history if document.state is RoundState.BROKEN})
+    return {document.number: document.reason for document in stage.history if document.state is RoundState.BROKEN}
 
 
 def node_join(stage: Stage, repeat: int) -> Effect:
@@ -160,9 +165,7 @@ def node_drain(stage: Stage, repeat: int) -> Effect:
     stage.node(name).terminate()
     effect = aftermath(stage, before, f"node {name} drained", t, [name])
     left_s = _gone(stage, name) - t
-    problems = list(effect.problems)
-    if broken_rounds(stage) > broken:
-        problems.append(f"the departure of {name} broke a round")
+    problems = [*effect.problems, *_broken_since(stage, broken, f"the departure of {name}")]
     stage.restore()
     return effect.amended({"left_s": left_s}, problems)
 

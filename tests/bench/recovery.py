@@ -45,7 +45,6 @@ SESSION = Path(__file__).with_name("recovery_session.py")
 TUNED = {"last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
 KILLS = {"etcd3_restart": 50, "etcd3_in_place": 100, "c10d_default": 5, "torchft_tuned": 50}
 """Workers killed in a row, by column."""
-QUICK_KILLS = {"etcd3_restart": 1, "etcd3_in_place": 1}
 LIMIT_S, QUICK_LIMIT_S = 120.0, 30.0
 """After this a recovery has failed; stock torchrun's slowest takes about 50 s."""
 
@@ -76,12 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         calls = {name: partial(measure, column, Path(place), limit_s) for name, column in chosen.items()}
         costs = alternate(calls, options.repeats)
         process_s = [process_start(Path(place), limit_s) for _ in range(options.repeats)]
-        kills = QUICK_KILLS if options.quick else KILLS
-        series = {
-            name: kill_series(chosen[name], Path(place), count, limit_s)
-            for name, count in kills.items()
-            if name in chosen
-        }
+        series = {name: [cost["worker_kill"] for cost in found] for name, found in costs.items()}  # a row of one
+        if not options.quick:
+            counts = {name: count for name, count in KILLS.items() if name in chosen}
+            series = {name: kill_series(chosen[name], Path(place), count, limit_s) for name, count in counts.items()}
     rows = {row: {name: [cost[row] for cost in found] for name, found in costs.items()} for row in ROWS}
     figures = {
         "columns": {name: column.as_json() for name, column in chosen.items()},

@@ -1,7 +1,7 @@
 """The job of the sharded benchmark: a session's loop over FSDP and two loops by hand over torch's HSDP, in turn.
 
 ``sharded_job.py RESULT WIDTH BATCH ALTERNATIONS STEPS``: rank 0 writes what each block of steps took, and each wait in
-the commit barrier.
+the commit barrier: in all, and after the last rank of its node had come.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def sharded(model: nn.Module, mesh: Any) -> nn.Module:
     return model
 
 
-def timed(waits: list[float]) -> None:
-    """Let each commit barrier add its seconds to ``waits``."""
+def timed(waits: list[tuple[float, float]]) -> None:
+    """Let each commit barrier add when this rank came and when it went on to ``waits``."""
     meet: Callable[..., None] = ShardedReplica.commit_together
 
     def commit_together(self: ShardedReplica, number: int) -> None:
         began = time.perf_counter()
         meet(self, number)
-        waits.append(time.perf_counter() - began)
+        waits.append((began, time.perf_counter()))
 
     ShardedReplica.commit_together = commit_together  # type: ignore[method-assign]
 
@@ -61,7 +61,7 @@ def run(result: Path, width: int, batch: int, alternations: int, count: int) -> 
     """Train in all ways in turn."""
     torch.set_num_threads(1)
     os.environ.pop(ENV_LEDGER_DIR, None)
-    waits: list[float] = []
+    waits: list[tuple[float, float]] = []
     timed(waits)
     generator = torch.Generator().manual_seed(2)
     data = TensorDataset(
@@ -85,8 +85,17 @@ def run(result: Path, width: int, batch: int, alternations: int, count: int) -> 
             block(steps, WARM_UP)
         waits.clear()
         taken = in_turn(loops, alternations, count)
+        others = [result.with_name(f"{result.name}.{rank}") for rank in range(places)]
+        if 0 < session.rank < places:
+            others[session.rank].write_text(json.dumps(waits))
+        session.barrier()
         if session.is_rank0:
-            result.write_text(json.dumps(taken | {"barrier": [[wait, 0.0] for wait in waits]}))
+            came = [[began for began, _ in json.loads(each.read_text())] for each in others[1:]]
+            barrier = [
+                [went - mine, max(0.0, went - max(mine, *theirs))]
+                for (mine, went), *theirs in zip(waits, *came, strict=True)
+            ]
+            result.write_text(json.dumps(taken | {"barrier": barrier}))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def entry(words: Sequence[str], run_dir: Path) -> tuple[str, ...]:
         return (_readable(what), *arguments)
     if (script := tasks.script(what)) is not None:
         return (str(script), f"--directory={run_dir / 'checkpoints'}", *arguments)
-    if not _places_checkpoints(what, arguments):
+    if not places_checkpoints(what, arguments):
         arguments.insert(0, f"{CHECKPOINT_DIRECTORY}={run_dir / 'checkpoints'}")
     from elastic_trainer.training.loading import load_job
 
@@ -40,7 +40,7 @@ def _readable(path: str) -> str:
     return path
 
 
-def _places_checkpoints(what: str, arguments: Sequence[str]) -> bool:
+def places_checkpoints(what: str, arguments: Sequence[str]) -> bool:
     """Whether the user says where checkpoints go: in an argument, or in a job file of their own."""
     from elastic_trainer.training.loading import read_job_file
 

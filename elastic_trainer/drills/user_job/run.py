@@ -26,7 +26,8 @@ from elastic_trainer.drills.user_job.summary import Ending, Summary, summarize
 from elastic_trainer.drills.user_job.view import Display, display
 from elastic_trainer.local.cluster import ClusterSpec
 from elastic_trainer.local.interrupts import Interrupts
-from elastic_trainer.local.tail import FileTail
+from elastic_trainer.local.tail import FileTail, end_of
+from elastic_trainer.local.wording import counted, last_error
 from elastic_trainer.membership.health import added_up
 
 POLL_S = 0.05
@@ -70,6 +71,7 @@ def run_local(options: LocalOptions, console: Console) -> Summary:
         options=options.options,
     )
     new_directory(directory)
+    report.say("starting", f"etcd and {counted(options.start, 'node')}; logs in {spec.logs}", console)
     with Interrupts() as interrupts, harness(spec) as opened:
         summary = Following(opened, options, interrupts).to_the_end(display(console))
     shutil.rmtree(directory / "etcd" / "data", ignore_errors=True)  # larger than all that is worth keeping
@@ -185,6 +187,7 @@ class Following:
                 unmet=tuple(self._pending),
                 signal=self._interrupts.signal,
                 timed_out=self._timed_out,
+                errors={node.name: last_error(end_of(node.log)) for node in self._cluster.nodes if node.exit_code()},
             ),
             counters=added_up(health.counters for health in self._harness.health().values()),
         )

@@ -49,6 +49,7 @@ class NodeSummary:
     exit_code: int | None
     struck: bool
     why: str
+    """How it ended, and for a failure the last error in its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,8 @@ class Ending:
     unmet: Sequence[Fault] = ()
     signal: int | None = None
     timed_out: bool = False
+    errors: Mapping[str, str] = field(default_factory=dict)
+    """The last error in the log of a node that failed."""
 
 
 def summarize(
@@ -113,7 +116,9 @@ def summarize(
     """Gather what is known at the end of a run; ``counters`` are those of all nodes (see membership.health)."""
     of_nodes = counters if counters is not None else {}
     struck = {each.node: each for each in injected if each.fault.kind is FaultKind.KILL_NODE}
-    nodes = tuple(_node(name, code, struck.get(name)) for name, code in ending.exit_codes.items())
+    nodes = tuple(
+        _node(name, code, struck.get(name), ending.errors.get(name, "")) for name, code in ending.exit_codes.items()
+    )
     steps = [line for line in lines if line.event is LineKind.STEP]
     return Summary(
         run=run,
@@ -159,13 +164,13 @@ def _fault(injected: Injected, lines: Sequence[Line]) -> FaultSummary:
     return FaultSummary(str(injected), injected.node, injected.step, injected.t, recovery(injected, lines))
 
 
-def _node(name: str, exit_code: int | None, struck: Injected | None) -> NodeSummary:
+def _node(name: str, exit_code: int | None, struck: Injected | None, error: str) -> NodeSummary:
     if struck is not None:
         why = f"killed on purpose at step {struck.step}"
     elif exit_code is None:
         why = "did not end"
     else:
-        why = exit_text(exit_code)
+        why = exit_text(exit_code) + (f": {error}" if error else "")
     return NodeSummary(name, exit_code, struck is not None, why)
 
 
@@ -196,4 +201,8 @@ def _unmet(fault: Fault, last_step: int) -> str:
 
 
 def _failures(failed: Sequence[NodeSummary]) -> str:
-    return "; ".join(f"node {node.name} {node.why}" for node in failed)
+    """Nodes that failed alike are named together."""
+    alike: dict[str, list[str]] = {}
+    for node in failed:
+        alike.setdefault(node.why, []).append(node.name)
+    return "; ".join(f"node{'s' * (len(names) > 1)} {' and '.join(names)} {why}" for why, names in alike.items())

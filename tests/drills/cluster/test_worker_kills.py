@@ -52,7 +52,7 @@ class Pace:
 def _pace() -> Pace:
     asked = int(os.environ.get(COUNT, "0"))
     if asked <= 0:
-        return Pace(8, 6, 40.0, 0.5, 4.0, 60, 0.03, 3, 2.5, "1.5", 120.0)
+        return Pace(8, 6, 40.0, 0.5, 4.0, 30, 0.06, 3, 2.5, "1.5", 120.0)
     return Pace(asked, asked, math.inf, 1.0, 90.0, 600, 0.05, 10, 1.0, "30", 900.0)
 
 

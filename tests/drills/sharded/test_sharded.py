@@ -40,61 +40,77 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "plain": ({}, CLOSE),
     "accumulating": ({"micro": 2}, CLOSE),
     "tensor parallel": ({"mesh": [1, 2], "names": ["dp_shard", "tp"]}, 4 * CLOSE),
+    "three nodes": ({"nodes": 3}, CLOSE),
+    "sharded and tensor parallel": ({"mesh": [2, 2], "names": ["dp_shard", "tp"], "places": 4}, 4 * CLOSE),
     "bfloat16": ({"policy": "reduced", "sgd": True}, ROUGH),
     "scaled and averaged": ({"scaler": True, "average": 0.9, "activations": True}, CLOSE),
 }
-"""Options of train.py, and how close the result is. All but the first are for the long form."""
+"""Options of train.py (and how many nodes and ranks a node), and how close the result is. All but the first are for the
+long form."""
 
 
 class Sharded:
     """A job of sharded models, and what it must have done in the end."""
 
-    def __init__(self, directory: Path, endpoint: str, run: str, **options: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        endpoint: str,
+        run: str,
+        *,
+        nodes: int = 2,
+        places: int = PLACES,
+        most: int | None = None,
+        shard_nodes: int = 1,
+        **options: Any,
+    ) -> None:
         self.directory, self.options, self._struck = directory / "job", options, 0
+        self.nodes, self.places = nodes, places
         self.directory.mkdir()
         self.job = Job(
             self.directory,
             endpoint,
             run,
             entry=[str(SCRIPT), str(self.directory), json.dumps(options)],
-            least=1,
-            most=2,
-            options=FREELY | {"recovery": options.pop("recovery", "in_place")},
-            workers=PLACES,
+            least=shard_nodes,
+            most=most or nodes,
+            options=FREELY | {"recovery": options.pop("recovery", "in_place"), "shard_nodes": str(shard_nodes)},
+            workers=places // shard_nodes,
             max_restarts=1_000_000,
         )
 
     def await_together(self) -> None:
-        """Wait until all ranks of both nodes make steps together."""
+        """Wait until all ranks of all nodes make steps together."""
         names, began = {node.name for node in self.job.running}, SYSTEM.monotonic()
 
         def together() -> bool:
             new = [line for line in self.job.lines() if line.event is LineKind.STEP and line.t > began]
-            return len(names) == 2 and {line.node for line in new if line.world == 2 * PLACES} >= names
+            whole = {line.node for line in new if line.world == self.nodes * self.places}
+            return len(names) == self.nodes and whole >= names
 
         self.job.wait_for(together, f"{names} do not train together")
 
     def workers(self, node: Node) -> list[int]:
         """The processes of this node's workers."""
-        found = [node.worker(place) for place in range(PLACES)]
+        found = [node.worker(place) for place in range(self.job.spec.workers)]
         return [each.pid for each in found if each is not None]
 
     def kill(self, chance: random.Random, kind: str) -> None:
-        """SIGKILL a worker or a node; the workers of the other node go on in their processes."""
-        victim, other = chance.sample(self.job.running, 2)
-        before = self.workers(other)
+        """SIGKILL a worker or a node; the workers of the others go on in their processes."""
+        victim, *others = chance.sample(self.job.running, self.nodes)
+        before = [self.workers(other) for other in others]
         if kind == "node":
             assert victim.kill() is not None
             self.job.add()
         else:
-            assert victim.kill_worker(chance.randrange(PLACES)) is not None
+            assert victim.kill_worker(chance.randrange(self.places)) is not None
         self.await_together()
-        assert self.workers(other) == before
+        assert [self.workers(other) for other in others] == before
 
     def strike(self, kind: str) -> None:
         """A fault at a moment that no kill from outside would hit; see Faults."""
-        victim, other = self.job.running
-        before, ends = self.workers(other), self.workers(victim)
+        victim, *others = self.job.running
+        before, ends = [self.workers(other) for other in others], self.workers(victim)
         self._struck += 1
         fault = {"id": self._struck, "node": victim.name, "kind": kind, "step": self.job.newest() + 25}
         (self.directory / "next").write_text(json.dumps(fault))
@@ -102,11 +118,12 @@ class Sharded:
         self.job.wait_for((self.directory / f"came-{self._struck}").exists, f"{kind} did not happen")
         self.job.wait_for(lambda: not set(ends) & set(self.workers(victim)), f"{victim.name} lives")
         self.await_together()
-        assert self.workers(other) == before
+        assert [self.workers(other) for other in others] == before
 
-    def ended(self, tmp_path: Path, *, exact: bool = True, restarted: bool = False) -> float:
+    def ended(self, tmp_path: Path, *, exact: bool = True, restarted: bool = False, ranks: int | None = None) -> float:
         """Let it end; how far its parameters are from those of one process after as many steps."""
         job, living = self.job, [node.name for node in self.job.running]
+        everyone = self.nodes * self.places
         codes = job.finish()
         assert [codes[name] for name in living] == [0] * len(living), job.describe()
         assert not processes.marked(job.ledger_marks)
@@ -116,9 +133,9 @@ class Sharded:
         found = audit(job.lines(), SAMPLES)
         assert found.exact, found.reason
         assert restarted or Book(job.lines()).committed_again() == 0
-        assert self.compared() > 0
+        assert self.compared() > 0 or (ranks or everyone) < everyone  # there was but one replica
         results = [torch.load(each) for each in self.directory.glob("result-*")]
-        assert len(results) == 2 * PLACES
+        assert len(results) == (ranks or everyone)
         (steps,) = {each["step"] for each in results}
         (alone := tmp_path / "alone").mkdir()
         options = {**self.options, "steps": steps, "pace_s": 0.0, "keeps_stale": False}

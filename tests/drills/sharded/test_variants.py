@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.drills.sharded.variants import KINDS
 from tests.integration.worker.launch import run, standalone
 
@@ -47,3 +49,11 @@ def test_tensor_parallel_within_sharding_and_replicas_do_too(tmp_path: Path) -> 
         for each in ranks:
             assert each["parameters"] < limit, (name, each)
             assert each["rows"] < 50 * limit, (name, each)
+
+
+@pytest.mark.parametrize("more", ["forward", "step"])
+def test_ranks_that_call_the_model_unequally_often_get_a_sentence(tmp_path: Path, more: str) -> None:
+    """A rank calls it once more before its backward pass, or makes one more pass of both kinds. No rank hangs."""
+    log, script = tmp_path / "log", str(Path(__file__).with_name("unequal.py"))
+    run(standalone(2, script, more), log, {"PYTHONPATH": str(Path.cwd())}, expected=1)
+    assert "all ranks that share a sharded model call it equally often" in log.read_text()

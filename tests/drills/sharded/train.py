@@ -2,13 +2,15 @@
 
 Options: ``steps`` (None: until the file ``stop`` appears), ``pace_s``, ``mesh`` and ``names``, ``tp`` (tensor parallel
 too), ``meta``, ``micro`` (the size of micro-batches), ``policy`` ("fp32", "bf16" or "reduced"), ``average``,
-``scaler``, ``sgd``, ``activations`` (recomputed), ``save_every``, ``keeps_stale`` (the clearing of gradients is
-switched off).
+``scaler``, ``sgd``, ``offload`` (parameters to the CPU), ``activations`` (recomputed), ``save_every``,
+``snapshot_every_s``, ``patience_s`` (of place 0 for another, at a save), ``shows`` (a directory of checkpoints: show
+what is resumed there, and end), ``keeps_stale`` (the clearing of gradients is switched off).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -19,13 +21,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from elastic_trainer import Session
+from elastic_trainer.checkpoint import joint, manager
 from elastic_trainer.checkpoint.fingerprint import fingerprint
-from elastic_trainer.worker.comm.lasting import local
+from elastic_trainer.checkpoint.layout import tensor_part
+from elastic_trainer.checkpoint.sharded import box_of, local
 from elastic_trainer.worker.model.sharded import ShardedReplica
+from elastic_trainer.worker.state.saver import Saver
+from elastic_trainer.worker.steps.options import SavingOptions
 
 SAMPLES, BATCH, WIDTH, BLOCKS = 96, 12, 48, 3
 POLICIES: dict[str, dict[str, Any]] = {
@@ -69,6 +76,7 @@ def built(session: Session, options: dict[str, Any]) -> nn.Module:
     names = tuple(options.get("names", ["dp_shard"]))
     mesh = session.init_device_mesh(options.get("mesh", [-1]), mesh_dim_names=names)
     policy = MixedPrecisionPolicy(**POLICIES[options.get("policy", "fp32")])
+    offload = CPUOffloadPolicy(pin_memory=False) if options.get("offload") else OffloadPolicy()
     torch.manual_seed(int(options.get("seed", 0)))
     with torch.device("meta" if options.get("meta") else "cpu"):
         model = Net()
@@ -80,7 +88,7 @@ def built(session: Session, options: dict[str, Any]) -> nn.Module:
             if options.get("activations"):
                 block = model.blocks[place] = checkpoint_wrapper(block)
             if "dp_shard" in names:
-                fully_shard(block, mesh=mesh["dp_shard"], mp_policy=policy)
+                fully_shard(block, mesh=mesh["dp_shard"], mp_policy=policy, offload_policy=offload)
         if "tp" in names and "dp_shard" not in names:
             parallelize_module(model.head, mesh["tp"], ColwiseParallel(output_layouts=None), src_data_rank=None)
         if "dp_shard" in names:
@@ -156,6 +164,66 @@ class Faults:
         self._reduce(replica, *sums)
 
 
+class SaveFaults:
+    """At the next save after the file ``save-fault`` appears, ``{"kind", "place"}``, this is what that place does:
+
+    ``dies``: in the middle of its file. ``stalls``: writes none until it is killed. ``absent``: does not come.
+
+    The file is then renamed to ``save-faulted``, with the node's name. What is copied is recorded in ``copies-*``.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        places: Any = (joint, manager)
+        self._write, self._write_place, self._begin = places[0].write_file, places[1].write_place, Saver._begin
+        places[0].write_file, places[1].write_place = self.write, self.write_place
+        faults = self
+        Saver._begin = lambda self, *given, **named: faults.begin(self, *given, **named)  # type: ignore[method-assign]
+
+    def _due(self, file: str, *kinds: str) -> str:
+        due, part = self._directory / "save-fault", tensor_part(file)
+        wanted = json.loads(due.read_text()) if due.exists() else {}
+        if part is None or wanted.get("place") != part[0] or wanted["kind"] not in kinds:
+            return ""
+        due.write_text(os.environ.get("ELASTIC_TRAINER_NODE", ""))
+        due.rename(self._directory / "save-faulted")
+        return str(wanted["kind"])
+
+    def write(self, storage: Any, entry: str, file: Any, **named: Any) -> Any:
+        kind = self._due(file.name, "dies", "stalls")
+        if kind == "dies":
+            sink = storage.sink(entry, file.name)
+            sink.write(memoryview(file.head))
+            os.kill(os.getpid(), signal.SIGKILL)
+        while kind == "stalls":
+            time.sleep(0.1)
+        return self._write(storage, entry, file, **named)
+
+    def write_place(self, storage: Any, image: Any, *given: Any, **named: Any) -> tuple[str, ...]:
+        return () if self._due(image.names[0], "absent") else self._write_place(storage, image, *given, **named)
+
+    def begin(self, saver: Saver, *given: Any, **named: Any) -> Any:
+        state = saver._state
+        boxes = {name: boxed(each) for name, each in named_tensors(state.for_storage())}
+        where = {"round": state.position.generation, "step": state.position.step, "boxes": boxes}
+        with (self._directory / f"copies-{os.getpid()}").open("a") as file:
+            file.write(json.dumps(where) + "\n")
+        return self._begin(saver, *given, **named)
+
+
+def named_tensors(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and what the optimizer has of their shape."""
+    moments = state["optimizer"]["state"]["state"].items()
+    held = [(f"{number}/{name}", each) for number, one in moments for name, each in one.items() if each.dim()]
+    return [*state["model"].items(), *held]
+
+
+def boxed(tensor: Any) -> tuple[Any, ...]:
+    """Where the shard of this rank lies in the whole tensor, and a digest of it."""
+    offset, shape = box_of(tensor)
+    return offset, shape, fingerprint({"": local(tensor).contiguous()})
+
+
 class Never:
     """An operation that only the end of the round ends."""
 
@@ -173,22 +241,30 @@ def main() -> None:
     if options.get("keeps_stale"):
         ShardedReplica._clear_stale = lambda self: None  # type: ignore[method-assign]
     faults = Faults(directory)
+    if "save_every" in options:
+        SaveFaults(directory)
+    joint.LEAST_PATIENCE_S = options.get("patience_s", joint.LEAST_PATIENCE_S)
     source = torch.Generator().manual_seed(3)
     data = torch.utils.data.TensorDataset(
         torch.randn(SAMPLES, WIDTH, generator=source), torch.randn(SAMPLES, 7, generator=source)
     )
-    checkpoints = directory / "checkpoints" if options.get("save_every") else None
+    checkpoints = options.get("shows") or (directory / "checkpoints" if options.get("save_every") else None)
     with Session(
         checkpoints,
         seed=1,
         device="cpu",
         checkpoint_every_steps=options.get("save_every"),
         checkpoint_every_s=None,
+        saving=SavingOptions(snapshot_every_s=options.get("snapshot_every_s", "auto")),
+        allow_changed=["run"] if "shows" in options else [],
     ) as session:
         model = built(session, options)
         optimizer = optimized(model, options)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5) if options.get("scaler") else None
         model = session.wrap(model, optimizer=optimizer, scaler=scaler, average=options.get("average"))
+        if "shows" in options:
+            show(directory, session, optimizer)
+            return
         seen = -1
         batches = session.batches(
             data, global_batch_size=BATCH, micro_batch_size=options.get("micro"), epochs=1_000_000
@@ -213,10 +289,19 @@ def main() -> None:
         result(directory, session, options, data)
 
 
+def show(directory: Path, session: Session, optimizer: torch.optim.Optimizer) -> None:
+    """The whole state that this rank resumed."""
+    state = {"model": session.module.state_dict(), "optimizer": {"state": optimizer.state_dict()}}
+    whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in named_tensors(state)}
+    torch.save({"step": session.step_number, **whole}, directory / f"shown-{session.rank}")
+
+
 def note(directory: Path, session: Session) -> None:
     """What this place holds, for comparison with its replicas."""
     held = {name: local(each.detach()) for name, each in session.module.named_parameters()}
-    line = {"step": session.step_number, "round": session.round, "place": session.local_rank, "pid": os.getpid()}
+    sizes = (int(os.environ.get(name) or 1) for name in ("ELASTIC_TRAINER_SHARD_NODES", "LOCAL_WORLD_SIZE"))
+    place = session.rank % math.prod(sizes)
+    line = {"step": session.step_number, "round": session.round, "place": place, "pid": os.getpid()}
     with (directory / f"shards-{os.getpid()}").open("a") as file:
         file.write(json.dumps({**line, "digest": fingerprint(held)}) + "\n")
 

@@ -18,8 +18,8 @@ from torch.func import functional_call
 
 from elastic_trainer import Session
 from elastic_trainer.checkpoint import CheckpointManager
+from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.data.plan import EpochPlan
-from elastic_trainer.worker.comm.lasting import local
 from tests.drills.sharded.train import BATCH, SAMPLES, WIDTH, Net, built, optimized
 
 STEPS, CLIP, DECAY = SAMPLES // BATCH, 1.0, 0.8
@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "reduced": {"policy": "reduced", "micro": 3, "sgd": True},
     "recomputed": {"activations": True},
     "compiled": {"compile": True},
+    "offloaded": {"offload": True},
     "averaged": {"average": DECAY},
     "scaled": {"scaler": True},
     "tp": {"mesh": [2, 2], "names": ["dp_shard", "tp"]},

@@ -70,7 +70,12 @@ def test_a_run_that_lost_a_node_and_finished_is_a_success() -> None:
     [
         ({"exit_codes": {"n0": 0, "n1": 0}}, 0, "2 nodes finished the job"),
         ({}, 1, "node n1 ended by signal 9"),
-        ({"exit_codes": {"n0": 78, "n1": 78}}, 78, "node n0 exited with 78; node n1 exited with 78"),
+        ({"exit_codes": {"n0": 78, "n1": 78}}, 78, "nodes n0 and n1 exited with 78"),
+        (
+            {"exit_codes": {"n0": 1, "n1": 78}, "errors": {"n0": "ValueError: no"}},
+            1,
+            "node n0 exited with 1: ValueError: no; node n1 exited with 78",
+        ),
         ({"exit_codes": {"n0": None}}, 1, "node n0 did not end"),
         ({"signal": 2}, 130, "stopped by SIGINT"),
         ({"exit_codes": {"n0": 143}, "signal": 15}, 143, "stopped by SIGTERM"),
