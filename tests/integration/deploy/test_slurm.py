@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.errors import EXIT_LEFT
+from elastic_trainer.errors import EXIT_CONFIG, EXIT_LEFT
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.settings import RendezvousOptions
 from tests.support.commands import quiet
@@ -66,6 +66,21 @@ def test_nodes_are_told_early_enough_to_leave() -> None:
     assert int(seconds) >= int(shutdown) + 20
     assert int(shutdown) > defaults.sever_timeout + defaults.form_timeout
     assert {"no-kill", "requeue", "exclusive"} <= directives().keys()
+
+
+def test_a_job_without_an_address_of_etcd_ends_before_it_starts_nodes(tmp_path: Path) -> None:
+    """Loopback would be another machine for each node: one sentence and the exit code of a wrong configuration."""
+    (tmp_path / "srun").write_text("#!/bin/sh\ntouch started\n")
+    (tmp_path / "srun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NAME": "r", "SLURM_JOB_ID": "1"}
+    for endpoint in ({}, {"ELASTIC_TRAINER_ENDPOINT": ""}):
+        words = ["bash", str(SCRIPT)]
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environment | endpoint, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == EXIT_CONFIG
+        assert "ELASTIC_TRAINER_ENDPOINT is not set" in done.stderr
+    assert not (tmp_path / "started").exists()
 
 
 class Played:
