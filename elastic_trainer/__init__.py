@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from elastic_trainer.data.tar_shards import TarShards as TarShards
     from elastic_trainer.local.launch import launch as launch
     from elastic_trainer.training.config import Section as Section
+    from elastic_trainer.training.run_log import RunLog as RunLog
     from elastic_trainer.training.task import Datasets as Datasets
     from elastic_trainer.training.task import Exhibits as Exhibits
     from elastic_trainer.training.task import Task as Task
@@ -28,6 +29,7 @@ _LAZY = {
     "Section": "elastic_trainer.training.config",
     "SeekableStream": "elastic_trainer.data.sources",
     "TarShards": "elastic_trainer.data.tar_shards",
+    "RunLog": "elastic_trainer.training.run_log",
     "Session": "elastic_trainer.worker.session",
     "Step": "elastic_trainer.worker.steps.step",
     "launch": "elastic_trainer.local.launch",
@@ -38,6 +40,7 @@ _LAZY = {
 __all__ = [
     "Datasets",
     "Exhibits",
+    "RunLog",
     "Section",
     "SeekableStream",
     "Session",

@@ -166,21 +166,15 @@ class RendezvousOptions(Frozen):
     join_batch: float = Field(default=1.0, ge=0.0, description="collect newcomers this long before a planned change")
     join_interval: float = Field(default=5.0, ge=0.0, description="least time between planned changes")
     stop_grace: float = Field(default=5.0, gt=0.0, description="time workers of a broken round get before SIGKILL")
-    sever_timeout: float = Field(
-        default=30.0, gt=0.0, description="in place: time a worker gets to leave a round that is over, before SIGKILL"
-    )
+    sever_timeout: float = Field(default=30.0, gt=0.0, description="in place: time to leave a round, before SIGKILL")
     hang_timeout: float = Field(
         default=60.0, ge=0.0, description="in place: time a worker may answer nothing before SIGKILL; 0: no limit"
     )
     step_timeout: float = Field(
-        default=300.0,
-        ge=0.0,
-        description="time a worker may take for a step, beside ten of its steps, before SIGKILL; 0: no limit",
+        default=300.0, ge=0.0, description="time for a step, beside ten of its steps, before SIGKILL; 0: no limit"
     )
     first_step_timeout: float = Field(
-        default=1800.0,
-        ge=0.0,
-        description="the same for the first two steps of a round, which may compile",
+        default=1800.0, ge=0.0, description="the same for the first two steps of a round, which may compile"
     )
     phase_timeout: float = Field(
         default=3600.0, ge=0.0, description="the same for a checkpoint or a turn of an evaluation"
@@ -188,11 +182,13 @@ class RendezvousOptions(Frozen):
     evict_stragglers: bool = Field(
         default=False, description="let a node go whose ranks compute much longer than the others', if another is ready"
     )
+    preemption: str | None = Field(default=None, pattern=r"^(ec2|gce|azure)(@\S+)?$", description="cloud to obey")
     metrics_address: str = Field(default="127.0.0.1", description="where to listen for Prometheus; empty: nowhere")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="at which port; 0: a free one")
     metrics_token_file: Path | None = Field(default=None, description="file with a token that readers must present")
     metrics_cert: Path | None = Field(default=None, description="certificate of the endpoint (PEM)")
     metrics_key: Path | None = Field(default=None, description="and its key")
+    alive_file: Path | None = Field(default=None, description="file that is touched while the agent is well")
     form_timeout: float = Field(default=10.0, gt=0.0, description="in place: longest time to form a process group")
     session_timeout: float = Field(default=3600.0, gt=0.0, description="in place: time until a worker opens a Session")
     failure_limit: int = Field(default=3, ge=1, description="failures at one step that end the run")
@@ -210,11 +206,10 @@ class RendezvousOptions(Frozen):
         description="modules that workers find imported, joined by colons; auto: as the last ones",
     )
     sizes: str | None = Field(
-        default=None,
-        pattern=r"^[1-9]\d{0,5}(:[1-9]\d{0,5})*$",
-        description="numbers of nodes that rounds may have, joined by colons; the others stand by",
+        default=None, pattern=r"^[1-9]\d{0,5}(:[1-9]\d{0,5})*$", description="numbers of nodes of rounds, with colons"
     )
     multiple_of: int = Field(default=1, ge=1, description="the same: only multiples of this")
+    shard_nodes: int = Field(default=1, ge=1, description="nodes that hold one sharded model together")
     reopen: bool = Field(default=False, description="start a new epoch of a closed run")
     node_id: str | None = None
     interface: str | None = Field(default=None, description="address other nodes reach this one by")
@@ -281,6 +276,9 @@ class WorkerEnvironment(Frozen):
     recovery: RecoveryMode = RecoveryMode.RESTART
     form_timeout: float = Field(default=10.0, gt=0.0)
     """In place: how many seconds the forming of a process group may take."""
+    shard_nodes: int = Field(default=1, ge=1)
+    shard_place: int | None = Field(default=None, ge=0)
+    """How many nodes hold one sharded model together, and which of them this is; None: as its rank says."""
     group_timeout: float = Field(default=GROUP_TIMEOUT_S, gt=0.0)
     """How many seconds a collective may take."""
     pages: Path | None = None
@@ -334,6 +332,7 @@ ENV_ROUND_REASON = "ELASTIC_TRAINER_ROUND_REASON"
 ENV_RECOVERY = "ELASTIC_TRAINER_RECOVERY"
 ENV_FORM_TIMEOUT = "ELASTIC_TRAINER_FORM_TIMEOUT"
 ENV_GROUP_TIMEOUT = "ELASTIC_TRAINER_GROUP_TIMEOUT"
+ENV_SHARD_NODES, ENV_SHARD_PLACE = "ELASTIC_TRAINER_SHARD_NODES", "ELASTIC_TRAINER_SHARD_PLACE"
 ENV_PAGES = "ELASTIC_TRAINER_PAGES"
 ENV_MEMORY = "ELASTIC_TRAINER_MEMORY"
 ENV_REACHED = "ELASTIC_TRAINER_REACHED"
@@ -373,6 +372,8 @@ _WORKER_VARIABLES = {
     "recovery": ENV_RECOVERY,
     "form_timeout": ENV_FORM_TIMEOUT,
     "group_timeout": ENV_GROUP_TIMEOUT,
+    "shard_nodes": ENV_SHARD_NODES,
+    "shard_place": ENV_SHARD_PLACE,
     "pages": ENV_PAGES,
     "memory": ENV_MEMORY,
     "reached": ENV_REACHED,
@@ -436,9 +437,8 @@ def worker_threads() -> int | None:
 
 
 def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """Where data that can be made again is kept for other runs: in ``$XDG_CACHE_HOME``, by default ``~/.cache``."""
+    """For data that can be made again: ``$XDG_CACHE_HOME``, if absolute as its specification asks, or ``~/.cache``."""
     root = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
     return (Path(root) if os.path.isabs(root) else Path(os.path.expanduser("~/.cache"))) / "elastic_trainer"
 
 

@@ -29,14 +29,17 @@ class Command:
 
 
 COMMANDS = (
+    Command("init", "write a script or job to start from, or make a DDP script elastic"),
     Command("run", "start this node of a job: torchrun with good defaults"),
     Command("local", "run a job on several real nodes of this machine, and break some"),
     Command("drill", "break a small job in one of many ways, and check that it survives"),
     Command("plot", "draw the course of a job, with its rounds and faults"),
     Command("status", "how a run is, or all of them: nodes, ranks, incidents"),
     Command("events", "what happened to a run, one line each"),
+    Command("logs", "what the nodes of a run wrote, or where that is"),
     Command("monitor", "show all runs on a status page, and to Prometheus"),
     Command("admin", "who may do what in etcd: a user for each run, one for the monitor"),
+    Command("k8s", "write the manifests of a run on Kubernetes, change its size there"),
     Command("forget", "remove what etcd holds of runs that are over"),
     Command("doctor", "look whether machine, network and etcd are fit to train"),
     Command("health", "ask the monitor or node of this container whether it works"),

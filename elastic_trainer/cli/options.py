@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def console(width: int = 140) -> Console:
-    """A console on standard output; a file gets lines of ``width`` characters."""
+def console(width: int = 80) -> Console:
+    """A console on standard output; a file gets tables of ``width`` characters, or of as many as COLUMNS says if
+    that is more."""
     from rich.console import Console
 
     made = Console()
     if not made.is_terminal:
-        made.width = width
+        made.width = max(width, made.width)
     return made
 
 

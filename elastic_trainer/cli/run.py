@@ -67,7 +67,7 @@ def command(arguments: argparse.Namespace) -> list[str]:
     options = rendezvous(arguments.rdzv_conf, None, "etcd3")
     options = {"recovery": recovery, **options} if arguments.recovery is None else {**options, "recovery": recovery}
     endpoint = arguments.endpoint or store_endpoint()
-    parse_endpoints(endpoint)
+    endpoint = ",".join(map(str, parse_endpoints(endpoint)))  # with the port that was left out
     workers = arguments.nproc_per_node
     return [
         f"--nnodes={low}:{high}",

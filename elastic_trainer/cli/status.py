@@ -70,7 +70,7 @@ class Show:
 def _shower(arguments: argparse.Namespace) -> Show:
     if arguments.json:
         return JsonShow(arguments.run)
-    out = console()
+    out = console(140)
     live = arguments.watch and out.is_terminal and not out.is_dumb_terminal
     return LiveShow(out, arguments.run) if live else PlainShow(out, arguments.run)
 

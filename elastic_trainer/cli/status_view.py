@@ -97,7 +97,9 @@ def _head(run: RunSnapshot) -> list[RenderableType]:
     nodes = f"{run.world_size} ranks, {present} nodes of {_limits(run.min_nodes, run.max_nodes)}"
     needs = [Text(f"needs attention: {', '.join(each.words for each in run.attention)}", style="bold red")]
     head = [first, *(needs if run.attention else []), *_left(run)]
-    return [*head, Text(f"{nodes}, recovery {run.recovery or UNKNOWN}"), Text(_progress(run)), Text(_checkpoint(run))]
+    groups = f", {run.shard_groups} shard groups of {run.shard_nodes}" if (run.shard_nodes or 1) > 1 else ""
+    nodes += f"{groups}, recovery {run.recovery or UNKNOWN}"
+    return [*head, Text(nodes), Text(_progress(run)), Text(_checkpoint(run))]
 
 
 def _left(run: RunSnapshot) -> list[RenderableType]:
@@ -153,11 +155,18 @@ def _ranks(run: RunSnapshot) -> Table:
         rows = [_node_cells(node)] if many else [_rank_cells(rank) for rank in node.ranks]
         for position, (cells, marks) in enumerate(rows):
             silent = [f"silent for {duration(node.age_s)}"] if position == 0 and (node.age_s or 0) > SILENT_S else []
-            who = (node.node, node.host, node.state) if position == 0 else ("", "", "")
+            who = (node.node, node.host, _state(node)) if position == 0 else ("", "", "")
             style = STYLES.get(node.state, "")
             texts = (Text(cell) for cell in cells)  # written by others: no markup
             table.add_row(Text(who[0]), Text(who[1]), Text(who[2], style=style), *texts, _marks([*marks, *silent]))
     return table
+
+
+def _state(node: NodeStatus) -> str:
+    """With the group and place of a node that holds a part of a model: ``ready 1.0``; of a spare ``ready -.0``."""
+    if node.place is None:
+        return node.state
+    return f"{node.state} {'-' if node.group is None else node.group}.{node.place}"
 
 
 def _marks(marks: list[str]) -> Text:

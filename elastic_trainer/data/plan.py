@@ -75,7 +75,8 @@ class EpochPlan:
     """How a data set of ``length`` samples is cut into global batches.
 
     By default the number of ranks has no part in it. With ``scale_from`` the global batch is the one for that many
-    ranks, and with W ranks it is W / scale_from times as large; the learning rate follows by ``lr_rule``.
+    ranks, and with W ranks it is W / scale_from times as large; the learning rate follows by ``lr_rule``. With
+    ``passes`` each rank computes its part of a whole global batch in that many micro-batches.
     """
 
     length: int
@@ -85,6 +86,7 @@ class EpochPlan:
     shuffle: bool = True
     scale_from: int | None = None
     lr_rule: LrRule = LrRule.NONE
+    passes: int | None = None
 
     def __post_init__(self) -> None:
         if self.length < 1:
@@ -95,6 +97,11 @@ class EpochPlan:
             raise ConfigError(
                 f"micro_batch_size is {self.micro_batch} for a global batch of {self.global_batch}",
                 hint="it must be between 1 and global_batch_size",
+            )
+        if self.passes is not None and (self.micro_batch is not None or not 1 <= self.passes <= self.global_batch):
+            raise ConfigError(
+                f"passes is {self.passes} for a global batch of {self.global_batch}",
+                hint="it must be between 1 and global_batch_size, and goes without micro_batch_size",
             )
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}", hint="it must not be negative")
@@ -110,7 +117,8 @@ class EpochPlan:
             return self
         size = max(1, round(self.global_batch * world / self.scale_from))
         micro = min(self.micro_batch, size) if self.micro_batch is not None else None
-        return EpochPlan(self.length, size, micro, self.seed, self.shuffle)
+        passes = min(self.passes, size) if self.passes is not None else None
+        return EpochPlan(self.length, size, micro, self.seed, self.shuffle, passes=passes)
 
     @property
     def most_parts(self) -> int:
@@ -122,6 +130,10 @@ class EpochPlan:
         if self.scale_from is None:
             return 1.0
         return self.lr_rule.factor(self.at(world).global_batch / self.global_batch)
+
+    def passes_of(self, count: int) -> int:
+        """How many micro-batches each rank computes of a global batch of ``count`` samples, if ``passes`` are fixed."""
+        return max(1, -(-count * self.passes // self.global_batch)) if self.passes is not None else 1
 
     def order(self, epoch: int) -> Ids:
         """The sample numbers of ``epoch`` in training order (read-only)."""
@@ -159,13 +171,15 @@ def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> Ids:
 
 
 @lru_cache(maxsize=8)
-def share(count: int, micro_batch: int | None, world: int, rank: int, *, even: bool = False) -> tuple[Piece, ...]:
+def share(
+    count: int, micro_batch: int | None, world: int, rank: int, *, even: bool = False, passes: int = 1
+) -> tuple[Piece, ...]:
     """The micro-batches of ``rank`` in a global batch of ``count`` samples, at least one.
 
     With ``micro_batch`` the batch is cut into micro-batches of that size (the last one smaller) and these are dealt
-    out in contiguous runs that differ by at most one; without it each rank gets one micro-batch, and those differ by
-    at most one sample. A rank for which nothing is left gets one filler. ``even`` adds fillers until all ranks have
-    equally many micro-batches, for models with collectives in the forward pass.
+    out in contiguous runs that differ by at most one; without it the ranks' parts differ by at most one sample, and
+    each is cut into ``passes`` micro-batches. A rank for which nothing is left gets one filler. ``even`` adds fillers
+    until all ranks have equally many micro-batches, for models with collectives in the forward pass.
 
     Weights: let a micro-batch of n samples have the mean loss l. Summing ``W * n / count * l`` over all micro-batches
     and dividing by the W ranks, as DistributedDataParallel does with gradients, gives the mean over the global batch.
@@ -174,8 +188,9 @@ def share(count: int, micro_batch: int | None, world: int, rank: int, *, even: b
         raise ValueError(f"no share of {count} samples for rank {rank} of {world}")
     if micro_batch is None:
         start, stop = cut(count, world, rank)
-        pieces = [_piece(start, stop, count, world)] if stop > start else []
-        filler, wanted = Piece(0, cut(count, world, 0)[1], 0.0), 1
+        cuts = [cut(stop - start, passes, number) for number in range(passes)]
+        pieces = [_piece(start + first, start + last, count, world) for first, last in cuts if last > first]
+        filler, wanted = Piece(0, cut(cut(count, world, 0)[1], passes, 0)[1], 0.0), passes
     else:
         total = -(-count // micro_batch)
         begin, end = cut(total, world, rank)
@@ -183,6 +198,20 @@ def share(count: int, micro_batch: int | None, world: int, rank: int, *, even: b
         filler, wanted = Piece(0, min(micro_batch, count), 0.0), -(-total // world) if even else 1
     pieces += [filler] * (wanted - len(pieces))
     return tuple(pieces)
+
+
+def halved(pieces: tuple[Piece, ...], times: int, *, even: bool = False) -> tuple[Piece, ...]:
+    """``pieces`` in parts of half the size, this many ``times``; ``even`` makes fillers of parts without samples."""
+    found: list[Piece] = []
+    for piece in pieces:
+        ends = [cut(piece.size, 2**times, number) for number in range(2**times)]
+        for first, last in ends:
+            if last > first:
+                weight = piece.weight * (last - first) / piece.size
+                found.append(Piece(piece.start + first, piece.start + last, weight))
+            elif even:
+                found.append(Piece(piece.start, piece.start + 1, 0.0))
+    return tuple(found)
 
 
 def cut(total: int, parts: int, part: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from elastic_trainer.data.plan import EpochPlan, GlobalBatch, Ids, Piece, share
+from elastic_trainer.data.plan import EpochPlan, GlobalBatch, Ids, Piece, halved, share
 from elastic_trainer.model import Cursor
 
 Place = tuple[int, int, int]
@@ -45,9 +45,17 @@ class Course:
     world: int
     until: int
     even: bool = False
+    halvings: int = 0
+
+    @property
+    def where(self) -> tuple[int, int, int]:
+        """What it goes by."""
+        return self.rank, self.world, self.halvings
 
     def pieces(self, whole: GlobalBatch) -> tuple[Piece, ...]:
-        return share(len(whole.ids), self.plan.micro_batch, self.world, self.rank, even=self.even)
+        count, plan = len(whole.ids), self.plan
+        pieces = share(count, plan.micro_batch, self.world, self.rank, even=self.even, passes=plan.passes_of(count))
+        return halved(pieces, self.halvings, even=self.even) if self.halvings else pieces
 
     def from_request(self, first: SampleRequest) -> Iterator[SampleRequest]:
         """``first``, and what this rank will ask for after it, in order; no place twice in a row."""

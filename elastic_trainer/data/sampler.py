@@ -220,11 +220,12 @@ class Sampler:
         self._source, self._even, self._until = source, even, until
         self._course: Course | None = None
 
-    def draw(self, cursor: Cursor, rank: int, world: int) -> Batch:
+    def draw(self, cursor: Cursor, rank: int, world: int, halvings: int = 0) -> Batch:
         plan = self.plan.at(world)
         course = self._course
-        if course is None or course.rank != rank or course.world != world or course.until <= cursor.epoch:
-            course = self._course = Course(plan, rank, world, max(self._until, cursor.epoch + 1), self._even)
+        asked_for = (rank, world, halvings)
+        if course is None or course.where != asked_for or course.until <= cursor.epoch:
+            course = self._course = Course(plan, rank, world, max(self._until, cursor.epoch + 1), self._even, halvings)
             self._source.follow(course)
         whole, size = plan.global_batch_at(cursor), plan.micro_batch
         pieces = course.pieces(whole)
@@ -236,7 +237,7 @@ class Sampler:
     def _batch(self, whole: GlobalBatch, piece: Piece, size: int | None, parts: tuple[Batch, ...] = ()) -> Batch:
         request = asked(whole, piece, span=bool(parts))
         number = None
-        if size is not None and piece.counts and not parts:
+        if size is not None and piece.counts and not parts and piece.start % size == 0:
             number = piece.start // size
         return Batch(
             lambda _: self._source.draw(request),

@@ -1,7 +1,7 @@
 """Starts the torchrun of a node: from a template, in a process that has asked for it, or by the interpreter.
 
 *Runs in* any thread; what is started is started in one that lives as long as the process, since the leash of a node (it
-ends when this process does) is tied to the thread. *Owns* the templates, one for each environment.
+ends when this process does) is tied to the thread. *Owns* the templates, one for each of the last three environments.
 *Fails by* OSError. A node that a template cannot start is started by the interpreter.
 """
 
@@ -49,7 +49,8 @@ def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str]) ->
     with log.open("ab") as output, open(os.devnull, "rb") as nothing:
         try:
             streams = nothing.fileno(), output.fileno(), output.fileno()
-            wish = Wish(command, environment, *streams, leash=signal.SIGTERM, heir=True)
+            network, words = _inside(command)
+            wish = Wish(words, environment, *streams, leash=signal.SIGTERM, heir=True, network=network)
             return _starter(wish).start(wish)
         except Cold:
             leash = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid())]
@@ -63,15 +64,24 @@ def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str]) ->
             )
 
 
+def _inside(command: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The file of the network that ``command`` enters first (see ``local.namespaces``), and the rest."""
+    if command[0] == "nsenter":
+        return command[1].removeprefix("--net="), command[2:]
+    return "", command
+
+
 def _starter(wish: Wish) -> Starter:
-    if wish.words[0] != sys.executable:
-        raise Cold("the node enters a network of its own first")
     common = {name: text for name, text in wish.environment.items() if not of_one_worker(name) and name not in _free}
-    found = _starters.get(frozenset(common.items()))
+    if not _free:
+        raise Cold("no template is wanted")
+    key = frozenset(common.items())
+    found = _starters.pop(key, None)
     if found is None:
-        if not _free or len(_starters) == _MOST:
-            raise Cold("no template is wanted for this environment")
-        found = _starters[frozenset(common.items())] = Starter(MODULES, (), common, learn=False, free=_free)
+        if len(_starters) == _MOST:
+            _starters.pop(next(iter(_starters))).close()  # the one that was not needed for longest
+        found = Starter(MODULES, (), common, learn=False, free=_free)
+    _starters[key] = found
     return found
 
 

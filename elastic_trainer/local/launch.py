@@ -25,11 +25,12 @@ import cloudpickle
 from elastic_trainer.clock import pause
 from elastic_trainer.errors import ConfigError, PermanentError
 from elastic_trainer.local import agents
-from elastic_trainer.local.cluster import ClusterSpec, LocalCluster
+from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
 from elastic_trainer.local.etcd import EtcdServer
-from elastic_trainer.local.launched import CALL, error_file, result_file
+from elastic_trainer.local.launched import CALL, error_file, output_file, result_file
 from elastic_trainer.local.ports import HOST, free_ports
-from elastic_trainer.local.tail import FileTail
+from elastic_trainer.local.tail import FileTail, end_of
+from elastic_trainer.local.wording import last_error
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import ENV_LOG_LEVEL, rendezvous_options
 
@@ -94,10 +95,10 @@ def launch(
         )
         cluster = stack.enter_context(LocalCluster(spec))
         cluster.start(nodes)
-        _follow(cluster)
+        _follow(cluster, [FileTail(output_file(directory, number)) for number in range(nprocs)])
         failed = [node for node in cluster.nodes if node.exit_code() != 0]
     if failed:
-        raise _failure(directory, nprocs)
+        raise _failure(directory, nprocs, failed[0])
     results = [_result(result_file(directory, number)) for number in range(nprocs)]
     shutil.rmtree(directory, ignore_errors=True)
     return results
@@ -117,9 +118,8 @@ def _checked(nprocs: int, recovery: str, rdzv_conf: Mapping[str, str] | None) ->
     return recovery == RecoveryMode.IN_PLACE
 
 
-def _follow(cluster: LocalCluster) -> None:
+def _follow(cluster: LocalCluster, tails: Sequence[FileTail]) -> None:
     """Print what the processes print, until all have ended."""
-    tails = [FileTail(node.log) for node in cluster.nodes]
     ended = False
     while not ended:
         ended = not cluster.running
@@ -134,7 +134,7 @@ def _result(file: Path) -> Any:
     return cloudpickle.loads(file.read_bytes()) if file.exists() else None
 
 
-def _failure(directory: Path, nprocs: int) -> LaunchError:
+def _failure(directory: Path, nprocs: int, node: Node) -> LaunchError:
     """The first process that left a traceback, else what is known."""
     for number in range(nprocs):
         file = error_file(directory, number)
@@ -143,4 +143,5 @@ def _failure(directory: Path, nprocs: int) -> LaunchError:
             error = LaunchError(f"process {number} failed: {text.splitlines()[-1]}", hint=f"logs: {directory / 'logs'}")
             error.add_note(text)
             return error
-    return LaunchError("a process ended without a word", hint=f"logs: {directory / 'logs'}")
+    why = last_error(end_of(node.log)) or "a process was killed, or ended by itself"
+    return LaunchError(why, hint=f"logs: {directory / 'logs'}")

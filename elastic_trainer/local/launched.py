@@ -1,6 +1,7 @@
 """A process of :func:`elastic_trainer.launch`: calls the function that the directory ``argv[1]`` holds.
 
-*Runs in* a worker of torchrun. *Fails by* what the function raises, whose traceback it leaves in the directory.
+*Runs in* a worker of torchrun. *Owns* its output, a file of its own, so that torchrun's words are not among it.
+*Fails by* what the function raises: exit code 1, and its traceback in the output and in the directory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import cloudpickle
 
+from elastic_trainer.errors import EXIT_FAILURE
 from elastic_trainer.settings import ENV_NODE
 
 CALL = "call"
@@ -28,20 +30,32 @@ def error_file(directory: Path, number: int) -> Path:
     return directory / f"error-{number}"
 
 
-def main(directory: Path) -> None:
+def output_file(directory: Path, number: int) -> Path:
+    """What process ``number`` prints."""
+    return directory / f"output-{number}"
+
+
+def main(directory: Path) -> int:
     """Call the function; its result must be something that can be pickled."""
     node, local_rank = int(os.environ[ENV_NODE].removeprefix("n")), int(os.environ["LOCAL_RANK"])
     number = node * int(os.environ["LOCAL_WORLD_SIZE"]) + local_rank
+    with output_file(directory, number).open("ab") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
     try:
         fn, args = cloudpickle.loads((directory / CALL).read_bytes())
         found = cloudpickle.dumps(fn(*args))
-    except Exception:
-        error_file(directory, number).write_text(traceback.format_exc())
-        raise
+    except Exception as error:  # noqa: BLE001 - the edge to the function: said once, without this module's frame
+        below = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        text = "".join(traceback.format_exception(error.with_traceback(below)))
+        error_file(directory, number).write_text(text)
+        print(text, end="", file=sys.stderr, flush=True)
+        return EXIT_FAILURE
     whole = result_file(directory, number).with_suffix(".part")
     whole.write_bytes(found)
     whole.replace(result_file(directory, number))
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(main(Path(sys.argv[1])))

@@ -31,6 +31,15 @@ class FileTail:
         return whole.decode(errors="replace").splitlines()
 
 
+def end_of(path: Path) -> list[str]:
+    """The last lines of a file, of 64 KiB at most; none if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - (64 << 10)))
+        return file.read().decode(errors="replace").splitlines()
+
+
 class LedgerTail:
     """New ledger lines of all processes of a run; ``unreadable`` counts those that could not be understood."""
 

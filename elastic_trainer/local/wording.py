@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+_LONGEST = 300
+
 
 def counted(number: int, noun: str) -> str:
     """``1 step``, ``2 steps``."""
@@ -11,3 +15,16 @@ def counted(number: int, noun: str) -> str:
 def exit_text(exit_code: int) -> str:
     """How a process ended (its code as of :class:`subprocess.Popen`: negative for a signal)."""
     return f"ended by signal {-exit_code}" if exit_code < 0 else f"exited with {exit_code}"
+
+
+def last_error(lines: Iterable[str]) -> str:
+    """What the last traceback or ``error:`` in a process's output says, but for torchrun's own; "" if nothing does."""
+    found, inside = "", False
+    for line in lines:
+        if line.startswith(("Traceback (most recent call last)", '  File "')):  # a SyntaxError has no first line
+            inside = True
+        elif line.startswith("error: "):
+            found = line.removeprefix("error: ")
+        elif inside and line.strip() and not line[0].isspace():
+            found, inside = found if "ChildFailedError" in line else line, False
+    return found[:_LONGEST]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from elastic_trainer.checkpoint.storage import PosixStorage, Sink
+from elastic_trainer.checkpoint.storage import ByteSource, PosixStorage, Sink
 from elastic_trainer.clock import SYSTEM, pause
 
 
@@ -41,8 +41,23 @@ class ThrottledSink:
         self._sink.abandon()
 
 
+class ThrottledSource:
+    """A file whose bytes pass through ``bucket``."""
+
+    def __init__(self, source: ByteSource, bucket: Bucket) -> None:
+        self._source, self._bucket = source, bucket
+        self.size, self.readers = source.size, source.readers
+
+    def read_into(self, buffer: memoryview, offset: int) -> bool:
+        self._bucket.take(len(buffer))
+        return self._source.read_into(buffer, offset)
+
+    def close(self) -> None:
+        self._source.close()
+
+
 class ThrottledStorage(PosixStorage):
-    """A directory into which this process writes ``rate`` bytes a second."""
+    """A directory into which, and from which, its holder moves ``rate`` bytes a second."""
 
     def __init__(self, root: Path, rate: float) -> None:
         super().__init__(root)
@@ -50,3 +65,6 @@ class ThrottledStorage(PosixStorage):
 
     def sink(self, name: str, file: str) -> Sink:
         return ThrottledSink(super().sink(name, file), self._bucket)
+
+    def source(self, name: str, file: str) -> ByteSource:
+        return ThrottledSource(super().source(name, file), self._bucket)

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 import elastic_trainer
 from elastic_trainer import errors, settings
-from elastic_trainer.cli import checkpoints
+from elastic_trainer.cli import checkpoints, k8s
 from elastic_trainer.cli.main import COMMANDS, Parser
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.data.sources import SeekableStream
@@ -182,11 +182,13 @@ def documented(page: Path, heading: str) -> dict[str, list[str]]:
 
 
 def public(kind: type) -> set[str]:
-    """The public names of ``kind``, and of what its constructor sets."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    stored = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    """The public names of ``kind`` and of the classes that it is made of, and of what their constructors set."""
+    kinds = [each for each in kind.__mro__ if each.__module__.startswith("elastic_trainer.")]
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(each))) for each in kinds]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
     assigned = {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
-    return {name for name in assigned | set(vars(kind)) if not name.startswith("_")}
+    return {name for name in assigned.union(*map(vars, kinds)) if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("kind", list(REFERENCE), ids=lambda kind: kind.__name__)
@@ -398,8 +400,9 @@ def parser_of(command: str, action: str | None = None) -> argparse.ArgumentParse
         ("Jobs", training_parser),
         *((f"elastic-trainer {each.name}", lambda name=each.name: parser_of(name)) for each in COMMANDS),
         *(
-            (f"elastic-trainer checkpoints {name}", lambda name=name: parser_of("checkpoints", name))
-            for name in checkpoints.ACTIONS
+            (f"elastic-trainer {home} {name}", lambda home=home, name=name: parser_of(home, name))
+            for home, actions in {"checkpoints": checkpoints.ACTIONS, "k8s": k8s.ACTIONS}.items()
+            for name in actions
         ),
     ],
 )

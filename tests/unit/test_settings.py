@@ -75,6 +75,7 @@ def test_what_torchrun_adds_is_passed_over() -> None:
         ({"phase_timeout": "long"}, "'phase_timeout' is 'long'"),
         ({"sizes": "2,4"}, "'sizes' is '2,4'"),
         ({"multiple_of": "0"}, "'multiple_of' is '0'"),
+        ({"shard_nodes": "0"}, "'shard_nodes' is '0'"),
         ({"metrics_port": "65536"}, "'metrics_port' is '65536'"),
         ({"metrics_cert": "/no/such/cert"}, "metrics_cert and metrics_key go together"),
         ({"metrics_key": "/no/such/key"}, "metrics_cert and metrics_key go together"),

@@ -43,7 +43,7 @@ class Local:
             *job,
         ]
         command = [sys.executable, "-m", "elastic_trainer.cli.main", *words]
-        self.process = agents.spawn(command, self.output, {**os.environ, "OMP_NUM_THREADS": "1"})
+        self.process = agents.spawn(command, self.output, os.environ)
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
         """Its exit code."""

@@ -107,13 +107,16 @@ def test_all_ranks_resume_from_one_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_process_that_fails_for_good_is_named_with_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The exception in the message, its traceback as a note; the logs are kept."""
+    """The exception in the message, its traceback as a note and printed, torchrun's not; the logs are kept."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(LaunchError, match="process 0 failed: ValueError: no good") as caught:
         launch(fail, max_restarts=0)
     assert "in fail" in caught.value.__notes__[0]
+    said = capfd.readouterr()
+    assert said.out.count("Traceback") == 1
+    assert "ChildFailedError" not in said.out + said.err
     assert list(tmp_path.glob("*/logs/n0.log"))
 
 

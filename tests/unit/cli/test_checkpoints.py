@@ -75,8 +75,11 @@ def parsed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) ->
 # ---- list and show
 
 
-def test_checkpoints_are_listed_newest_first(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_listed_newest_first(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With epoch, age, size, metrics and status; nothing is claimed about bytes that were not read."""
+    monkeypatch.setenv("COLUMNS", "100")  # in 80 the metrics take two lines where the age is as long as "12.3 ms"
     rows = [line for line in ran(capsys, "list", directory).splitlines() if "step-0" in line]
     assert [row.split()[0] for row in rows] == names(directory)
     assert ["(best)" in row for row in rows] == [False, True, False]

@@ -39,6 +39,7 @@ def test_etcd_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("ELASTIC_TRAINER_ENDPOINT", "there:2379")
     assert "--rdzv-endpoint=there:2379" in command("--", "script")
     assert "--rdzv-endpoint=here:1" in command("--endpoint", "here:1", "--", "script")
+    assert "--rdzv-endpoint=a:2379,b:1" in command("--endpoint", "a,b:1", "--", "script")
 
 
 @pytest.mark.parametrize(

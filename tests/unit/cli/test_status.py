@@ -24,7 +24,7 @@ from elastic_trainer.monitor.model.observation import Observed, Observer
 from elastic_trainer.monitor.model.snapshot import StoreStatus, listing, snapshot, summary
 from elastic_trainer.monitor.read.reading import RunReading, StoreReading
 from elastic_trainer.settings import ENV_ENDPOINT, secret, store_endpoint
-from tests.support.monitored import entry, health, incident, rank, run
+from tests.support.monitored import entry, grouped, health, incident, rank, run
 
 AWAY = StoreStatus(False, 75.0)
 
@@ -33,6 +33,13 @@ def printed(view: RenderableType) -> str:
     out = io.StringIO()
     Console(file=out, width=160).print(view)
     return out.getvalue()
+
+
+def test_shard_groups_and_places_are_shown() -> None:
+    """Behind the state: the group and the place in it; of a spare the place alone."""
+    text = printed(run_view(snapshot(grouped(), Observed(now=1.0, state="training"))))
+    for part in ("4 ranks, 5 nodes of 2:4, 2 shard groups of 2, recovery", "ready 0.0", "ready 1.1", "ready -.0"):
+        assert part in text, (part, text)
 
 
 def test_a_run_is_shown_with_all_that_is_known_of_it() -> None:
