@@ -1,7 +1,9 @@
 """SIGTERM where torchrun does not handle it, or not well: before its first workers, a second time, after a success.
 
 Before its workers it would have its default action, and none at all on process 1 of a container: a pod that is evicted
-while it waits for etcd or for other nodes would join later, and be killed in the middle of its work.
+while it waits for etcd or for other nodes would join later, and be killed in the middle of its work. The exception
+that ends this process can be swallowed: it is raised wherever the main thread is, and Python only reports exceptions of
+destructors and callbacks. So it is raised again until the process ends.
 
 torchrun's own handler raises each time, also while torchrun ends its workers because of the signal before: the second
 one then leaves workers behind that nobody ends. Two come at once when the process that started torchrun dies with
@@ -11,7 +13,7 @@ When the run has succeeded, the first pod of a Kubernetes Job to exit makes the 
 about to exit with 0, and should.
 
 *Runs in* torchrun's main thread. *Owns* the process's handler for SIGTERM before and after torchrun's own, which it
-replaces.
+replaces, and from an early SIGTERM on its real-time timer and SIGALRM.
 *Fails by* SystemExit with the exit code of a node that left on request, from wherever the main thread is.
 """
 
@@ -33,6 +35,7 @@ Handler = Callable[[int, FrameType | None], None]
 _TORCHRUNS = "_terminate_process_handler"
 """What torchrun registers when it starts workers, for SIGTERM, SIGINT, SIGHUP and SIGQUIT (torch 2.10 to 2.13)."""
 _SENTENCE = b"elastic-trainer: SIGTERM came before the workers were started: this node leaves\n"
+_AGAIN_S = 1.0
 
 
 def listen() -> None:
@@ -74,4 +77,13 @@ def too_late() -> None:
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
     # Neither a logger nor a stream: the main thread may just be inside of one.
     os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, _SENTENCE)
+    signal.signal(signal.SIGALRM, unless_leaving(_leave_again))
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
     raise SystemExit(EXIT_LEFT)
+
+
+def _leave_again(number: int, frame: FrameType | None) -> None:
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    if frame is not None and frame.f_globals.get("__name__") == "__main__":  # else Python itself is ending
+        raise SystemExit(EXIT_LEFT)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from types import FrameType
 
 import pytest
@@ -12,6 +14,20 @@ from elastic_trainer.agent.rendezvous.sigterm import unless_leaving
 from elastic_trainer.errors import EXIT_LEFT
 
 RAISED: list[int] = []
+SWALLOWS = """
+import os, signal, threading, time
+from elastic_trainer.agent.rendezvous import sigterm
+
+class Swallowing:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)
+
+sigterm.listen()
+threading.Timer(4.0, print, ["all threads have ended"]).start()
+Swallowing()
+time.sleep(60)
+"""
 
 
 @unless_leaving
@@ -53,3 +69,12 @@ def test_a_signal_raises_while_another_error_is_handled(other: BaseException) ->
     except (SystemExit, TimeoutError):
         with pytest.raises(SignalException):
             handler(signal.SIGTERM, None)
+
+
+def test_a_signal_whose_exception_was_swallowed_ends_the_process_all_the_same() -> None:
+    """A destructor swallows it; the end of Python, which takes its time, is not disturbed by the ones that follow."""
+    process = subprocess.run([sys.executable, "-c", SWALLOWS], capture_output=True, text=True, timeout=50, check=False)
+    assert "Exception ignored in" in process.stderr
+    assert process.returncode == EXIT_LEFT
+    assert process.stderr.count("Traceback") == 1
+    assert process.stdout == "all threads have ended\n"
