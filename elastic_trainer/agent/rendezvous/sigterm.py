@@ -19,6 +19,7 @@ replaces, and from an early SIGTERM on its real-time timer and SIGALRM.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -79,6 +80,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
     os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, _SENTENCE)
     signal.signal(signal.SIGALRM, unless_leaving(_leave_again))
     signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # soon SIGALRM would have its default action
     raise SystemExit(EXIT_LEFT)
 
 
