@@ -47,10 +47,12 @@ from elastic_trainer.worker.comm.codecs import JSON, TENSOR
 from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.comm.failures import is_collective_failure
 from elastic_trainer.worker.model.replica import Reduction
+from elastic_trainer.worker.model.several import together
 from elastic_trainer.worker.model.wrapped import WrappedModel
 from elastic_trainer.worker.process import Process
 from elastic_trainer.worker.standing import SessionStanding
 from elastic_trainer.worker.state.cadence import Cadence
+from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet
 from elastic_trainer.worker.state.training_state import Stateful, check_part
 from elastic_trainer.worker.steps.commit import Steps
 from elastic_trainer.worker.steps.driven import DrivenStep
@@ -235,9 +237,9 @@ class Session(SessionStanding):
 
     def wrap(
         self,
-        model: nn.Module,
+        model: nn.Module | Mapping[str, nn.Module],
         *,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         scheduler: Any = None,
         scaler: torch.amp.GradScaler | None = None,
         sync_batchnorm: bool = False,
@@ -252,10 +254,19 @@ class Session(SessionStanding):
         ``reduction`` says how gradients are added up: ``"ddp"``, or ``"tree"`` for a training whose bits do not depend
         on the number of ranks. ``average`` keeps an exponential moving average of the parameters with that decay (or
         one of your own, from torch.optim.swa_utils), advanced at each step: see :attr:`average`.
+
+        Several models or optimizers are given by name, and schedulers too. Such a step commits at the end of its block,
+        all or nothing: see :mod:`elastic_trainer.worker.model.several`.
         """
         process = self._require_open()
         if self._training is not None:
-            raise ConfigError("session.wrap() was called before", hint="wrap one model that holds all trained modules")
+            raise ConfigError(
+                "session.wrap() was called before", hint="wrap all models in one call: wrap({'name': model, ...}, ...)"
+            )
+        if isinstance(model, Mapping) or isinstance(optimizer, Mapping):
+            model = together(model) if isinstance(model, Mapping) else model
+            optimizer = OptimizerSet(optimizer if isinstance(optimizer, Mapping) else {"optimizer": optimizer})
+        scheduler = SchedulerSet(scheduler) if isinstance(scheduler, Mapping) else scheduler
         self._training = process.training(
             Wrapped(
                 model,

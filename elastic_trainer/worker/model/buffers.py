@@ -8,11 +8,14 @@ costs one copy of all of them, and one look at each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_
 
 import torch
 from torch import nn
+
+from elastic_trainer.worker.comm.control import Control
 
 
 class Buffers:
@@ -66,3 +69,17 @@ class Buffers:
         once = {id(each): each for each in present if each is not None}.values()
         self.live[:] = [each.detach() if each.requires_grad else each for each in once]
         self.kept[:] = [torch.empty_like(each) for each in self.live]
+
+
+def share(control: Control, buffers: Sequence[torch.Tensor]) -> None:
+    """Give all ranks rank 0's ``buffers``, as DistributedDataParallel does; those that are saved."""
+    if control.alone:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for buffer in buffers:
+        kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
+    for alike in kinds.values():
+        flat = torch.cat([each.reshape(-1) for each in alike]).cpu()
+        control.broadcast(flat, 0)
+        parts = torch.split(flat, [each.numel() for each in alike])
+        torch._foreach_copy_(alike, [part.view_as(each) for part, each in zip(parts, alike, strict=True)])

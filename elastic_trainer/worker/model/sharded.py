@@ -36,6 +36,7 @@ from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.placement import NCCL, Placement
 from elastic_trainer.worker.comm.shard_groups import FormTimeouts, ShardGroups, form_shard_groups
 from elastic_trainer.worker.comm.waits import InterruptibleWaits
+from elastic_trainer.worker.model.buffers import share
 from elastic_trainer.worker.model.replica import DataPart, Replica
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
@@ -324,19 +325,9 @@ class ShardedReplica(Replica):
                     self._layout.dims[dim].broadcast([local(each.detach())], dist.BroadcastOptions()).wait()
 
     def share_buffers(self) -> None:
-        """Give all ranks rank 0's, as DistributedDataParallel does; those that are saved."""
-        if self._control.alone:
-            return
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for module, names in self._with_buffers:
-            for buffer in (module._buffers[name] for name in names):
-                if buffer is not None:
-                    kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
-        for buffers in kinds.values():
-            flat = torch.cat([each.reshape(-1) for each in buffers]).cpu()
-            self._control.broadcast(flat, 0)
-            parts = torch.split(flat, [each.numel() for each in buffers])
-            torch._foreach_copy_(buffers, [part.view_as(each) for part, each in zip(parts, buffers, strict=True)])
+        """Give all ranks rank 0's."""
+        found = [module._buffers[name] for module, names in self._with_buffers for name in names]
+        share(self._control, [each for each in found if each is not None])
 
     def align_buffers(self, control: Control) -> None:
         self.reshard()

@@ -22,6 +22,7 @@ from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.state import rng
+from elastic_trainer.worker.state.optimizer_set import kind_of
 
 FORMAT = 1
 _DESCRIBED = 512
@@ -104,7 +105,7 @@ class TrainingState:
             },
             "model": self.module.state_dict(),
             "optimizer": {
-                "kind": type(self.optimizer).__name__,
+                "kind": kind_of(self.optimizer),
                 "parameters": parameter_names(self.module, self.optimizer),
                 "state": self.optimizer.state_dict(),
             },
@@ -274,9 +275,9 @@ def check_module(module: nn.Module, saved: Mapping[str, Any]) -> None:
 
 def check_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """CheckpointError naming the first part of ``saved`` that does not fit ``optimizer``."""
-    if saved["kind"] != type(optimizer).__name__:
+    if saved["kind"] != kind_of(optimizer):
         raise CheckpointError(
-            f"the optimizer is {type(optimizer).__name__} here and {saved['kind']} in the checkpoint", hint=_HINT
+            f"the optimizer is {kind_of(optimizer)} here and {saved['kind']} in the checkpoint", hint=_HINT
         )
     mine, theirs = optimizer.param_groups, saved["state"]["param_groups"]
     if len(mine) != len(theirs):

@@ -1,7 +1,7 @@
 """The steps of a training: their opening, their commit and their end.
 
-A step commits in the hook after its one optimizer step. Scheduler, scaler, step number and cursor advance there
-together, so no later error can make a step count twice or not at all.
+A step commits in the hook after its one optimizer step; with several optimizers, when its block ends. Scheduler,
+scaler, step number and cursor advance there together, so no later error can make a step count twice or not at all.
 
 *Runs in* the worker's main thread. *Owns* two hooks of the optimizer.
 *Fails by* ConfigError for a step that would train wrongly; errors of the body pass through.
@@ -25,6 +25,7 @@ from elastic_trainer.worker.model.replica import Replica
 from elastic_trainer.worker.model.trainable import Trainable
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state import rng
+from elastic_trainer.worker.state.optimizer_set import OptimizerSet, members_of
 from elastic_trainer.worker.state.training_state import TrainingState
 from elastic_trainer.worker.steps import closures
 from elastic_trainer.worker.steps.feed import DataFeed
@@ -51,11 +52,13 @@ class Steps:
         self._round_end, self._after_step, self._feed, self._tracker = round_end, after_step, feed, tracker
         self._lost: RoundBrokenError | None = None
         """Set if the round ended before the body of the present step began."""
-        self._own_lrs: list[Any] = []
+        self._own_lrs: list[tuple[dict[str, Any], Any]] = []
         self.dirty = False
         """Between the optimizer's first change and the commit: the state is neither the old nor the new one."""
-        self._before: closures.Before | None = None
-        """The state before an update that uses collectives."""
+        self.updating = False
+        """While an optimizer of the session is at work."""
+        self._before: dict[torch.optim.Optimizer, closures.Before] = {}
+        """The state before updates that collectives follow in the same step."""
         self._prepared: tuple[Step, bool] | None = None
         """The step that peers may commit from now on, and whether with an update."""
         self._rolls = False
@@ -74,8 +77,10 @@ class Steps:
         self._unchecked: list[torch.Tensor] = []
         self._nonfinite = False
         self._loss, self._substituted = math.nan, False
-        self._optimizer.register_step_pre_hook(self._before_update)
-        self._optimizer.register_step_post_hook(self._after_update)
+        self.several = isinstance(self._optimizer, OptimizerSet)
+        for each in members_of(self._optimizer):
+            each.register_step_pre_hook(self._before_update)
+            each.register_step_post_hook(self._after_update)
 
     def bind(self, control: Control) -> None:
         self.control = control
@@ -103,7 +108,7 @@ class Steps:
         if self._current is not None:
             raise ConfigError("session.step() inside another one", hint="end the first step before the next")
         self._lost = self._meet()
-        self._current = step
+        self._current, self.updating = step, False
         self._tracker.step_begins(step.number)
         self.scaling.begin()
         self._follow()
@@ -163,7 +168,9 @@ class Steps:
         if self._current is not step:
             return False
         try:
-            if error is None and not step.committed and (step.skipped or self.scaling.skipped()):
+            if error is None and not step.committed and (step.updated or step.skipped or self.scaling.skipped()):
+                if step.updated:
+                    step.sum_wanted_loss()
                 self._prepare(step, updates=False)
                 self._commit(step)
             if step.skipped:
@@ -225,9 +232,10 @@ class Steps:
         """
         if self._prepared is not None:
             return
-        if self._before is not None:
-            self._before.restore()
-            self._before, self.dirty = None, False
+        if self._before:
+            for each in self._before.values():
+                each.restore()
+            self._before, self.dirty = {}, False
         self._drop_gradients()
         self.replica.undo()
         self.scaling.reset()
@@ -265,7 +273,9 @@ class Steps:
         if self._rolls:
             self._begin_update(optimizer)
             return None
-        if closure is None:
+        if self.several:
+            self._check_member(step, optimizer, closure)
+        elif closure is None:
             self._check(step)
         elif self.replica.layout is not None:
             raise ConfigError(
@@ -278,9 +288,22 @@ class Steps:
         self._begin_update(optimizer)
         return changed
 
+    def _check_member(self, step: Step, optimizer: torch.optim.Optimizer, closure: closures.Closure | None) -> None:
+        """Another pass may follow this update, and fail: in place keep what was there before the first one."""
+        if closure is not None:
+            raise ConfigError(
+                "one of several optimizers does not go with a closure",
+                hint="call its step() after step.backward(loss)",
+            )
+        self.check_round()
+        step.ready()
+        self._round_end.check_gradients()
+        if self.replica.lasting and optimizer not in self._before:
+            self._before[optimizer] = closures.Before(optimizer)
+
     def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         self._scale_lr(optimizer)
-        self.dirty = True
+        self.dirty = self.updating = True
 
     def _prepare(self, step: Step, *, updates: bool) -> None:
         """All ranks of a shard group commit ``step``, or none does.
@@ -344,7 +367,7 @@ class Steps:
                 hint="use bfloat16, which needs no scaler",
             )
         if self.replica.lasting:
-            self._before = closures.Before(optimizer)
+            self._before = {optimizer: closures.Before(optimizer)}
 
         def called() -> torch.Tensor:
             step.again()
@@ -369,28 +392,31 @@ class Steps:
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._restore_lr()
-        if self._current is not None:
+        self.updating = False
+        if self._current is None:
+            return
+        if self.several:
+            self._current.updated = True
+        else:
             self._commit(self._current)
 
     def _scale_lr(self, optimizer: torch.optim.Optimizer) -> None:
         self._restore_lr()
         factor = self._feed.lr_factor()
         if factor != 1.0:
-            self._own_lrs = [group["lr"] for group in optimizer.param_groups]
+            self._own_lrs = [(group, group["lr"]) for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
 
     def _restore_lr(self) -> None:
-        if not self._own_lrs:
-            return
-        for group, own in zip(self._optimizer.param_groups, self._own_lrs, strict=True):
+        for group, own in self._own_lrs:
             group["lr"] = own
         self._own_lrs = []
 
     def _commit(self, step: Step) -> None:
         if self._average is not None:
             self._average.update_parameters(self.replica.module)
-        self._before, self._prepared, self.dirty = None, None, False
+        self._before, self._prepared, self.dirty = {}, None, False
         self.position.step += 1
         self.position.lineage = self.position.generation
         step.committed = True

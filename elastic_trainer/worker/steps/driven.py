@@ -31,6 +31,8 @@ class DrivenStep(Step):
             raise ConfigError(
                 "begin_step() of a sharded model, which no rank can compute alone", hint="use `with session.step()`"
             )
+        if steps.several:
+            raise ConfigError("begin_step() with several models or optimizers", hint="use `with session.step()`")
         super().__init__(steps, batch)
         self._driver = steps
         self.lost = self.ended = False

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.state.optimizer_set import members_of
 from elastic_trainer.worker.steps.commit import Steps
 
 
@@ -27,7 +28,7 @@ class SecondOptimizers:
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Any], steps: Steps
     ) -> None:
-        self._own, self._parts, self._steps = optimizer, parts, steps
+        self._own, self._parts, self._steps = members_of(optimizer), parts, steps
         self._wrapped = _ids(module.parameters())
         self._seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """The step in which each was first used."""
@@ -37,7 +38,7 @@ class SecondOptimizers:
         self._hook.remove()
 
     def _look(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer is self._own or self._steps.dirty:  # the session's may contain others
+        if optimizer in self._own or self._steps.updating:  # the session's may contain others
             return
         kind = type(optimizer).__name__
         mine = _ids(_parameters(optimizer))

@@ -31,6 +31,7 @@ class StepHost(Protocol):
     position: Position
     replica: Replica
     scaling: Scaling
+    several: bool
     trainable: Trainable
 
     def opened(self, step: Step) -> None: ...
@@ -99,7 +100,7 @@ class Step:
         self._done: set[int] = set()
         """First positions of the micro-batches that have had a backward pass."""
         self._open_parts = False
-        self.committed = self.recorded = self.skipped = False
+        self.committed = self.recorded = self.skipped = self.updated = False
         self.generation, self.rank, self.world_size = (
             steps.position.generation,
             steps.control.rank,
@@ -182,8 +183,13 @@ class Step:
             self._grow(replica.tree, fraction, loss.detach() * weight)
         if pending is not None:
             self._normalize(pending.wait()[0] / replica.part(self._control).alike)
-        if self._wanted and not self._open_parts and self._mean is None:
+        if self._wanted and not self._open_parts and self._mean is None and not self._steps.several:
             # After the pass: it has just synchronised the ranks, and its kernels are queued on the device.
+            self._pending = self._sum_losses()
+
+    def sum_wanted_loss(self) -> None:
+        """All passes through several models are made."""
+        if self._wanted:
             self._pending = self._sum_losses()
 
     def want_loss(self) -> None:
@@ -263,7 +269,7 @@ class Step:
         Its samples count as used and the schedule advances. ConfigError if another rank does not skip.
         """
         self._steps.check_round()
-        if self.committed:
+        if self.committed or self.updated:
             raise ConfigError("step.skip() after optimizer.step()", hint="skip before the update")
         self._control.sum(Purpose.SKIP)
         self.skipped = True

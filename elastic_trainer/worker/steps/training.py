@@ -29,10 +29,12 @@ from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.model import ema
 from elastic_trainer.worker.model.arithmetic import FIELD, arithmetic, check_ranks, check_resumed
 from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer, is_sharded
+from elastic_trainer.worker.model.several import SeveralReplica
 from elastic_trainer.worker.state import loading
 from elastic_trainer.worker.state.cadence import Memory
 from elastic_trainer.worker.state.fields import check_run
 from elastic_trainer.worker.state.heal import give
+from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet, members_of
 from elastic_trainer.worker.state.restore import Origin, restore
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.sharded_restore import ShardSource, restore_shards
@@ -69,6 +71,9 @@ class Wrapped:
 
 def _replica(place: Workplace, wrapped: Wrapped) -> Replica:
     reduction, lasting = one_of(Reduction, wrapped.reduction, "reduction"), place.environment.in_place
+    if isinstance(wrapped.optimizer, OptimizerSet):
+        _check_several(wrapped, reduction)
+        return SeveralReplica(wrapped.model, place.placement, place.tracker, lasting=lasting)
     if not is_sharded(wrapped.model):
         return Replica(
             wrapped.model,
@@ -101,13 +106,32 @@ def _replica(place: Workplace, wrapped: Wrapped) -> Replica:
     )
 
 
+def _check_several(wrapped: Wrapped, reduction: Reduction) -> None:
+    for option, given in (
+        ("a sharded model", is_sharded(wrapped.model)),
+        ("reduction='tree'", reduction is Reduction.TREE),
+        ("ddp_options", bool(wrapped.ddp_options)),
+        ("sync_batchnorm", wrapped.sync_batchnorm),
+        ("a GradScaler", wrapped.scaler is not None and wrapped.scaler.is_enabled()),
+    ):
+        if given:
+            raise ConfigError(
+                f"{option} does not go with several models or optimizers",
+                hint="train one model with one optimizer, whose parameter groups can differ, or leave it out",
+            )
+
+
 class Training:
     """See the module. ``round_end`` makes what carries this training across rounds."""
 
     def __init__(self, place: Workplace, wrapped: Wrapped, round_end: Callable[[Training], RoundEnd]) -> None:
-        if isinstance(wrapped.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        members = (
+            wrapped.scheduler.members.values() if isinstance(wrapped.scheduler, SchedulerSet) else [wrapped.scheduler]
+        )
+        if any(isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau) for each in members):
             raise ConfigError("ReduceLROnPlateau needs a metric", hint="register() it and step it yourself")
-        check_optimizer(wrapped.optimizer, wrapped.model)
+        for each in members_of(wrapped.optimizer):
+            check_optimizer(each, wrapped.model)
         self.place, options, position, tracker = place, place.options, place.position, place.tracker
         self.origin = Origin()
         self.replica = _replica(place, wrapped)

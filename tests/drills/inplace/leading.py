@@ -41,6 +41,7 @@ from tests.support.forked import Forked
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 90.0
+FOLLOW_S = 5.0
 Said = TypeVar("Said", bound=Message)
 
 
@@ -211,10 +212,22 @@ class Lead:
     def await_failed(self, workers: Sequence[Worker]) -> None:
         """Wait until a collective of the present round has failed on each of ``workers``."""
         for worker in workers:
-            self.wait(
-                lambda worker=worker: (said := worker.last(Failed)) is not None and said.number == self.number,  # type: ignore[misc]
-                f"{worker.name} to fail in round {self.number}",
-            )
+            self.wait(lambda worker=worker: self.failed(worker), f"{worker.name} to fail in round {self.number}")  # type: ignore[misc]
+
+    def failed(self, worker: Worker) -> bool:
+        """Whether ``worker`` has said so of the present round."""
+        said = worker.last(Failed)
+        return said is not None and said.number == self.number
+
+    def let_follow(self, workers: Sequence[Worker]) -> None:
+        """Give ``workers`` time to get as far as they can without a peer that has failed.
+
+        As a rule they fail too; one whose connection was cut in the middle of a message waits until the round is ended.
+        """
+        deadline = Deadline.after(FOLLOW_S)
+        with self.changed:
+            while not all(map(self.failed, workers)) and not deadline.expired:
+                self.changed.wait(deadline.remaining_s())
 
     def await_ready(self, workers: Sequence[Worker]) -> list[tuple[int, int] | None]:
         """Wait until ``workers`` are free for the next round; the states that they hold, as (round, step)."""

@@ -12,6 +12,7 @@ import torch
 
 from elastic_trainer.local.ledger import audit, parse
 from tests.drills.inplace.leading import LIMIT_S, Lead, Worker, leading
+from tests.drills.inplace.scripts.habits import generator
 from tests.unit.worker.toys import data
 
 STEPS, SAMPLES = 8, 60
@@ -33,9 +34,12 @@ def begun(lead: Lead, names: str, faults: Sequence[tuple[str, int, str, str]] = 
     return workers
 
 
-def regrouped(lead: Lead, workers: Sequence[Worker], failing: Sequence[Worker]) -> list[int | None]:
+def regrouped(
+    lead: Lead, workers: Sequence[Worker], failing: Sequence[Worker], following: Sequence[Worker] = ()
+) -> list[int | None]:
     """A collective has failed on ``failing``: end the round, and form the next; the steps of the states held then."""
     lead.await_failed(failing)
+    lead.let_follow(following)
     lead.end()
     states = lead.await_ready(workers)
     lead.form(workers)
@@ -64,7 +68,7 @@ def test_a_script_may_log_evaluate_and_save_behind_a_step_that_did_not_commit(le
     workers = begun(lead, "ab", faults, habit="naive", checkpoints=str(lead.directory / "checkpoints"))
     assert regrouped(lead, workers, workers) == [0, 0]
     assert regrouped(lead, workers, workers) == [2, 2]
-    assert regrouped(lead, workers, workers) == [4, 5]
+    assert regrouped(lead, workers, workers[:1], workers[1:]) == [4, 5]
     first, second = results(lead, workers)
     assert [line.split()[0] for line in first["lines"]] == [line.split()[0] for line in second["lines"]]
     assert first["lines"][0] == second["lines"][0] == "0 nan True"
@@ -167,7 +171,7 @@ def test_an_optimizer_may_have_a_closure(lead: Lead, optimizer: str) -> None:
     faults = [("all", 3, "backward", "lose"), ("a", 5, "backward", "lose")]
     workers = begun(lead, "ab", faults, habit="closure", optimizer=optimizer, at_call=later, unshuffled=True)
     assert regrouped(lead, workers, workers) == [2, 2]
-    assert regrouped(lead, workers, workers) == [4, 4]
+    assert regrouped(lead, workers, workers[:1], workers[1:]) == [4, 4]
     first, second = results(lead, workers)
     assert first["lines"] == second["lines"]
     assert first["passes"] == second["passes"]
@@ -190,3 +194,47 @@ def test_a_second_optimizer_is_refused_where_its_update_could_not_be_taken_back(
     for name in ("registered, inside", "lasting, inside"):
         assert "was about to make an update inside session.step()" in said[name]
     assert said["registered, behind"] == said["of one step, inside"] == "allowed"
+
+
+def gan_alone() -> tuple[list[torch.Tensor], list[float]]:
+    """The parameters after the same training by hand, and the loss of each step."""
+    torch.manual_seed(5)
+    critic, maker = torch.nn.Linear(4, 1), generator()
+    of_critic = torch.optim.AdamW(critic.parameters(), lr=0.01)
+    of_maker = torch.optim.SGD(maker.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(of_maker, 0.9)
+    x, y = data().tensors
+    losses = []
+    for first in [*range(0, SAMPLES, 16)] * 2:
+        part = slice(first, first + 16)
+        of_critic.zero_grad()
+        fake = maker(x[part])
+        one = torch.nn.functional.mse_loss(critic(x[part]), y[part]) + critic(fake.detach()).square().mean()
+        one.backward()
+        torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
+        of_critic.step()
+        of_maker.zero_grad()
+        other = (critic(fake) - 1.0).square().mean()
+        other.backward()
+        of_maker.step()
+        schedule.step()
+        losses.append(float(one.detach() + other.detach()))
+    return [each.detach().flatten() for model in (critic, maker) for each in model.parameters()], losses
+
+
+def test_several_models_are_trained_in_one_step_or_not_at_all(lead: Lead) -> None:
+    """Rounds end between the two updates of a step, on all ranks and then by C's death, and before the second update
+    on one rank alone: the first update is undone with the rest, or the others are given the state with both."""
+    faults = [("all", 2, "between", "lose"), ("a", 3, "before_update", "lose"), ("c", 5, "between", "kill")]
+    workers = begun(lead, "abc", faults, habit="gan", checkpoints=str(lead.directory / "checkpoints"))
+    assert regrouped(lead, workers, workers) == [1, 1, 1]
+    assert regrouped(lead, workers, workers[:1], workers[1:]) == [2, 3, 3]
+    assert regrouped(lead, workers[:2], workers[:2]) == [4, 4]
+    expected, losses = gan_alone()
+    for result in results(lead, workers[:2]):
+        assert result["step"] == STEPS
+        for got, wanted in zip(result["parameters"], expected, strict=True):
+            assert torch.allclose(torch.tensor(got), wanted, atol=1e-4)
+        seen = {int(line.split()[0]): float(line.split()[1]) for line in result["lines"]}
+        assert seen.keys() >= {1, 2, 4, 5, 6, 7, 8}
+        assert all(abs(loss - losses[step - 1]) < 1e-3 for step, loss in seen.items())

@@ -3,7 +3,8 @@
 ``habit``: ``naive`` (logs, evaluates and saves behind each step, committed or not), ``retry`` (holds a batch until a
 step has committed it), ``hold`` (the same, with tensors read before the first try), ``closure`` (gives one to the
 optimizer, and has a buffer that each pass replaces), ``second`` (optimizers beside the session's), ``driven`` (begins
-and ends steps itself, as frameworks do) or ``parts`` (computes micro-batches, and says of how many samples).
+and ends steps itself, as frameworks do), ``gan`` (two models, each with an optimizer) or ``parts`` (computes
+micro-batches, and says of how many samples).
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ class Net(nn.Module):
         return out
 
 
+def generator() -> nn.Module:
+    """Makes what the other model is to take for real."""
+    torch.manual_seed(6)
+    return nn.Linear(4, 4)
+
+
 def squared(module: nn.Module, batch: Any) -> dict[str, tuple[Any, int]]:
     return {"error": (((module(batch.x) - batch.y) ** 2).sum(), len(batch))}
 
@@ -57,6 +64,8 @@ class Job:
         lbfgs = scenario.values["optimizer"] == "lbfgs"
         kind: Any = torch.optim.LBFGS if lbfgs else torch.optim.AdamW
         self.optimizer = kind(self.module.parameters(), lr=0.5 if lbfgs else 0.01)
+        self.generator: nn.Module = nn.Identity()
+        """The second model, if there is one."""
         self.lines: list[str] = []
         self.second: list[str] = []
         """What became of each optimizer beside the session's."""
@@ -131,6 +140,33 @@ class Job:
                 passes += 1
             step.update()
             self.lines.append(f"{step.number} {passes} {step.lost} {step.end()}")
+
+    def gan(self) -> None:
+        """Both are trained in each step, the discriminator in two passes; it is frozen for the generator's."""
+        critic, maker = self.module, generator()
+        self.generator = maker
+        optimizers = {"critic": self.optimizer, "maker": torch.optim.SGD(maker.parameters(), lr=0.1, momentum=0.9)}
+        schedule = {"maker": torch.optim.lr_scheduler.ExponentialLR(optimizers["maker"], 0.9)}
+        self.session.wrap({"critic": critic, "maker": maker}, optimizer=optimizers, scheduler=schedule)
+        for batch in self.session.batches(data(), global_batch_size=16, epochs=2, shuffle=False):
+            with self.session.step() as step:
+                step.want_loss()
+                critic.requires_grad_(True)
+                fake = maker(batch.x)
+                self.fail("forward")
+                step.backward(nn.functional.mse_loss(critic(batch.x), batch.y))
+                step.backward(critic(fake.detach()).square().mean())
+                nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
+                optimizers["critic"].step()
+                self.fail("between")
+                critic.requires_grad_(False)
+                step.backward((critic(fake) - 1.0).square().mean())
+                self.fail("before_update")
+                optimizers["maker"].step()
+            if step.committed and (loss := step.later_loss().read()) is not None:
+                self.lines.append(f"{step.number} {loss:.4f}")
+            if self.session.step_number % 2 == 0:
+                self.session.save()
 
     def closure(self) -> None:
         self.wrap()
@@ -218,12 +254,13 @@ def main(scenario: Scenario) -> None:
             "closure": job.closure,
             "second": job.second_optimizers,
             "driven": job.driven,
+            "gan": job.gan,
             "parts": job.parts,
         }
         habits[scenario.values["habit"]]()
     result = {
         "pid": os.getpid(),
-        "parameters": [each.flatten().tolist() for each in job.module.parameters()],
+        "parameters": [each.flatten().tolist() for part in (job.module, job.generator) for each in part.parameters()],
         "passes": float(job.module.passes),
         "lines": job.lines,
         "second": job.second,

@@ -1,0 +1,159 @@
+"""The replica of several models, or of a model with several optimizers: GANs, actor and critic, Muon beside AdamW.
+
+A step has several backward passes there, each through some of the parameters, and models are called in any number and
+order between them. So nothing is read from forward passes: after each backward pass the gradients that it has changed
+on any rank are summed, and added to those there were. They are the global batch's whenever the script looks at them.
+
+The price beside DistributedDataParallel: sums do not overlap with the pass, and the gradients of a model that a pass
+only runs through are summed too, unless it is frozen for that time (``requires_grad_(False)``).
+
+*Runs in* the worker's main thread.
+*Fails by* ConfigError for gradients that cannot be summed, RoundBrokenError when the round is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.comm.control import Control
+from elastic_trainer.worker.comm.failures import collective
+from elastic_trainer.worker.comm.groups import all_reduce
+from elastic_trainer.worker.comm.placement import Placement
+from elastic_trainer.worker.model.buffers import share
+from elastic_trainer.worker.model.replica import Replica
+from elastic_trainer.worker.model.wrapped import bare
+from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
+
+BUCKET_BYTES = 32 * 2**20
+"""Gradients that are summed in one collective."""
+
+
+class SeveralReplica(Replica):
+    """See the module. ``module`` holds all models."""
+
+    def __init__(
+        self, module: nn.Module, placement: Placement, tracker: HeartbeatReporter, *, lasting: bool = False
+    ) -> None:
+        super().__init__(module, placement, {}, tracker, sync=False, lasting=lasting)
+        self._control = Control()
+        self._parameters = list(self.module.parameters())
+        self._summed: list[torch.Tensor | None] = []
+        """Gradients from before a pass, by parameter; empty outside of passes and between accumulated ones."""
+        self._accumulates = False
+
+    def begin_step(self, *, counts: bool = True) -> None:
+        super().begin_step(counts=counts)
+        self._summed, self._accumulates = [], False
+
+    def bind(self, control: Control) -> None:
+        self._control = control
+        self._check_trainable()
+
+    @property
+    def share(self) -> float:
+        return 1.0 / self._control.world_size
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self._control.alone:
+            super().backward(loss)
+            return
+        if not self._summed:
+            self._summed = [each.grad for each in self._parameters]
+            for each in self._parameters:
+                each.grad = None
+        loss.backward()  # type: ignore[no-untyped-call]
+        if not self._accumulates:
+            self._sum()
+
+    def _sum(self) -> None:
+        """Sum what the pass has added, and put it to what there was."""
+        before, self._summed = self._summed, []
+        touched = self._touched()
+        for each in touched:
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
+            elif each.grad.is_sparse:
+                raise ConfigError(
+                    "a parameter has sparse gradients, which several optimizers do not go with",
+                    hint="make the embedding with sparse=False",
+                )
+        with torch.no_grad():
+            self._reduce([each.grad for each in touched if each.grad is not None])
+            for each, there in zip(self._parameters, before, strict=True):
+                if there is not None:
+                    each.grad = there if each.grad is None else there.add_(each.grad)
+
+    def _touched(self) -> list[nn.Parameter]:
+        """The parameters that have a gradient of this pass on any rank."""
+        here = [float(each.grad is not None) for each in self._parameters]
+        flags = torch.tensor(here, device=self._placement.device)
+        all_reduce(self._control, flags)
+        return [each for each, flag in zip(self._parameters, flags.tolist(), strict=True) if flag]
+
+    def _reduce(self, gradients: list[torch.Tensor]) -> None:
+        cuda, works = self._placement.device.type == "cuda", self._control.works
+        begun = []
+        for bucket in buckets(gradients):
+            flat = torch.cat([each.reshape(-1) for each in bucket])
+            with collective("all_reduce"):
+                work = dist.all_reduce(flat, async_op=True)
+            begun.append((bucket, flat, work if cuda else works.begun(work)))
+        for bucket, flat, work in begun:
+            with collective("all_reduce"):
+                if cuda:
+                    work.wait()  # only the device waits; the session checks the round before the update
+                else:
+                    works.wait(work)
+            parts = torch.split(flat, [each.numel() for each in bucket])
+            torch._foreach_copy_(bucket, [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)])
+
+    def scale_gradients(self, factor: float) -> None:
+        raise ConfigError(
+            "backward(loss, count) with several models or optimizers, whose passes have no common count",
+            hint="divide the loss by the count of the global batch: session.all_reduce() adds it up",
+        )
+
+    def share_buffers(self) -> None:
+        share(self._control, list(self.module.buffers()))
+
+    def align_buffers(self, control: Control) -> None:
+        self.share_buffers()
+
+
+def together(models: Mapping[str, nn.Module]) -> nn.ModuleDict:
+    """``models`` as one, whose parameters have the model's name in front of theirs."""
+    if not models:
+        raise ConfigError("model is an empty dictionary", hint="give at least one")
+    try:
+        return nn.ModuleDict({name: bare(each) for name, each in models.items()})
+    except KeyError as error:
+        raise ConfigError(f"a model cannot have that name: {error.args[0]}", hint="give it another one") from error
+
+
+def buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """``tensors`` in groups of one type, each of at most ``BUCKET_BYTES`` if it has more than one."""
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    for alike in kinds.values():
+        bucket: list[torch.Tensor] = []
+        for tensor in alike:
+            if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        yield bucket

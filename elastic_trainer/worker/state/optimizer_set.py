@@ -1,0 +1,123 @@
+"""Several optimizers, and several schedulers, as one to the rest of the session.
+
+The state of the optimizers is numbered as that of one with all their parameter groups, so it is saved, healed and read
+straight into the tensors as any other.
+
+*Runs in* the worker's main thread. *Fails by* ConfigError for what cannot be trained together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elastic_trainer.errors import ConfigError
+
+
+class OptimizerSet(torch.optim.Optimizer):
+    """``members`` by name; each is stepped by the script."""
+
+    def __init__(self, members: Mapping[str, torch.optim.Optimizer]) -> None:
+        if not members:
+            raise ConfigError("optimizer is an empty dictionary", hint="give at least one")
+        self.members = tuple(members.values())
+        seen: dict[int, str] = {}
+        for name, each in members.items():
+            for parameter in _parameters(each):
+                if (other := seen.setdefault(id(parameter), name)) != name:
+                    raise ConfigError(
+                        f"optimizers {other!r} and {name!r} hold the same parameter", hint="give it to one of them"
+                    )
+
+    @property
+    def kind(self) -> str:
+        """The members' types, as a checkpoint names them."""
+        return " + ".join(type(each).__name__ for each in self.members)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of all members, one member after another."""
+        return [group for each in self.members for group in each.param_groups]
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
+        """That of all members, by parameter."""
+        return {parameter: known for each in self.members for parameter, known in each.state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As if it were one optimizer."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        first = 0
+        for each in self.members:
+            own = each.state_dict()
+            state |= {first + number: known for number, known in own["state"].items()}
+            groups += [
+                {**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]
+            ]
+            first += len(_parameters(each))
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        groups, first = list(state_dict["param_groups"]), 0
+        for each in self.members:
+            own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
+            last = first + len(_parameters(each))
+            each.load_state_dict(
+                {
+                    "state": {
+                        number - first: known for number, known in state_dict["state"].items() if first <= number < last
+                    },
+                    "param_groups": [
+                        {**group, "params": [number - first for number in group["params"]]} for group in own
+                    ],
+                }
+            )
+            first = last
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self.members:
+            each.zero_grad(set_to_none)
+
+    def __repr__(self) -> str:
+        return f"OptimizerSet({self.kind})"
+
+
+class SchedulerSet:
+    """``members`` by name, all advanced together."""
+
+    def __init__(self, members: Mapping[str, Any]) -> None:
+        self.members = dict(members)
+
+    @property
+    def _step_count(self) -> tuple[Any, ...]:
+        return tuple(getattr(each, "_step_count", getattr(each, "last_epoch", None)) for each in self.members.values())
+
+    def step(self) -> None:
+        for each in self.members.values():
+            each.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: each.state_dict() for name, each in self.members.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != set(self.members):
+            raise ValueError(f"the state has schedulers {sorted(state)}, this job {sorted(self.members)}")
+        for name, each in self.members.items():
+            each.load_state_dict(state[name])
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that ``optimizer`` consists of."""
+    return optimizer.members if isinstance(optimizer, OptimizerSet) else (optimizer,)
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name of its type, or of those of its members."""
+    return optimizer.kind if isinstance(optimizer, OptimizerSet) else type(optimizer).__name__
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]

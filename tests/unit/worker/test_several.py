@@ -1,0 +1,191 @@
+"""Several models and optimizers in one session of one process: saving, resuming, refusing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_trainer.errors import CheckpointError, ConfigError
+from elastic_trainer.worker.session import Session
+from tests.unit.worker.toys import data, loss_of
+
+
+class Gan:
+    """Two models in a session, and steps on them."""
+
+    def __init__(self, session: Session, kind: Any = torch.optim.AdamW) -> None:
+        torch.manual_seed(0)
+        self.session = session
+        self.critic: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1))
+        self.maker: nn.Module = nn.Linear(4, 4)
+        self.critics = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9)
+        self.makers = kind(self.maker.parameters(), lr=0.01)
+        self.wrapped = session.wrap(
+            {"critic": self.critic, "maker": self.maker},
+            optimizer={"critic": self.critics, "maker": self.makers},
+            scheduler={"critic": torch.optim.lr_scheduler.ExponentialLR(self.critics, 0.9)},
+            average=0.9,
+        )
+
+    def train(self, stop_at: int | None = None) -> None:
+        for _ in self.session.batches(data(), global_batch_size=16, micro_batch_size=8, epochs=2):
+            with self.session.step() as step:
+                self.critic.requires_grad_(True)
+                for part in step.micro_batches():
+                    step.backward(loss_of(self.critic, part) + self.critic(self.maker(part.x).detach()).square().mean())
+                self.critics.step()
+                self.critic.requires_grad_(False)
+                for part in step.micro_batches():
+                    step.backward((self.critic(self.maker(part.x)) - 1.0).square().mean())
+                self.makers.step()
+            if self.session.step_number == stop_at:
+                self.session.save(wait=True)
+                break
+
+    def fingerprint(self) -> list[torch.Tensor]:
+        parts = (self.critic, self.maker, self.session.average)
+        return [each.clone() for part in parts for each in part.state_dict().values()]
+
+
+def test_a_resumed_job_ends_bit_by_bit_like_one_that_was_never_interrupted(tmp_path: Path) -> None:
+    """With all models, optimizers, the schedule and the average, left in mid-epoch."""
+    with Session(device="cpu") as session:
+        whole = Gan(session)
+        before = whole.fingerprint()
+        whole.train()
+        expected = whole.fingerprint()
+    assert not all(map(torch.equal, before, expected))
+    with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
+        Gan(session).train(stop_at=3)
+    with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
+        resumed = Gan(session)
+        assert session.step_number == 3
+        resumed.train()
+        assert session.step_number == 8
+        assert all(map(torch.equal, resumed.fingerprint(), expected))
+
+
+def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
+    with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
+        Gan(session).train(stop_at=1)
+    with (
+        pytest.raises(CheckpointError, match=r"is SGD \+ Adagrad here and SGD \+ AdamW in the checkpoint"),
+        Session(tmp_path, device="cpu") as session,
+    ):
+        Gan(session, kind=torch.optim.Adagrad)
+
+
+def test_the_wrapped_models_are_found_by_name() -> None:
+    with Session(device="cpu") as session:
+        gan = Gan(session)
+        assert gan.wrapped["maker"] is gan.maker
+        assert set(gan.wrapped.keys()) == {"critic", "maker"}
+        assert "maker.weight" in gan.wrapped.state_dict()
+
+
+def test_one_model_may_have_two_optimizers_of_which_a_step_uses_some() -> None:
+    """The step counts once, when its block ends; what was not stepped stays as it was."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with Session(device="cpu") as session:
+        first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in module)
+        wrapped = session.wrap(module, optimizer={"first": first, "second": second})
+        for batch in session.batches(data(), global_batch_size=16, epochs=1):
+            before = [each.detach().clone() for each in module.parameters()]
+            with session.step() as step:
+                step.want_loss()
+                loss = loss_of(wrapped, batch)
+                step.backward(loss)
+                first.step()
+                if step.number % 2:
+                    second.step()
+                assert not step.committed
+            assert step.committed
+            assert step.later_loss().read() == pytest.approx(float(loss.detach()))
+            changed = [not torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True)]
+            assert changed == [True, True, bool(step.number % 2), bool(step.number % 2)]
+        assert session.step_number == 4
+
+
+def tried(**options: Any) -> None:
+    with Session(device="cpu") as session:
+        critic, maker = nn.Linear(4, 1), nn.Linear(4, 4)
+        kinds = {"critic": torch.optim.SGD(critic.parameters()), "maker": torch.optim.SGD(maker.parameters())}
+        session.wrap({"critic": critic, "maker": maker}, **{"optimizer": kinds, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"reduction": "tree"}, "reduction='tree' does not go with several"),
+        ({"sync_batchnorm": True}, "sync_batchnorm does not go with several"),
+        ({"ddp_options": {"find_unused_parameters": True}}, "ddp_options does not go with several"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, "a GradScaler does not go with several"),
+        ({"optimizer": {}}, "optimizer is an empty dictionary"),
+        (
+            {"optimizer": {"a": torch.optim.SGD([nn.Parameter(torch.ones(1))])}},
+            "a parameter that is not in the model",
+        ),
+    ],
+)
+def test_what_does_not_go_with_several_is_refused_in_a_sentence(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        tried(**options)
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [(["a.b"], "a model cannot have that name"), (["keys"], "cannot have that name"), ([], "empty")],
+)
+def test_names_that_a_module_cannot_have_are_refused(names: list[str], sentence: str) -> None:
+    layer = nn.Linear(4, 1)
+    with Session(device="cpu") as session, pytest.raises(ConfigError, match=sentence):
+        session.wrap(dict.fromkeys(names, layer), optimizer=torch.optim.SGD(layer.parameters()))
+
+
+def test_steps_that_would_train_wrongly_are_refused() -> None:
+    """None of them commits."""
+
+    def counted(session: Session, gan: Gan, batch: Any) -> None:
+        with session.step() as step:
+            step.backward(loss_of(gan.critic, batch), 3)
+
+    def closure(session: Session, gan: Gan, batch: Any) -> None:
+        with session.step() as step:
+            step.backward(loss_of(gan.critic, batch))
+            gan.critics.step(lambda: 0.0)
+
+    def unused(session: Session, gan: Gan, batch: Any) -> None:
+        with session.step() as step:
+            step.backward(loss_of(gan.critic, batch))
+
+    def blind(session: Session, gan: Gan, batch: Any) -> None:
+        with session.step():
+            gan.critics.step()
+
+    def late_skip(session: Session, gan: Gan, batch: Any) -> None:
+        with session.step() as step:
+            step.backward(loss_of(gan.critic, batch))
+            gan.critics.step()
+            step.skip()
+
+    def driven(session: Session, gan: Gan, batch: Any) -> None:
+        session.begin_step()
+
+    for wrong, sentence in (
+        (counted, "passes have no common count"),
+        (closure, "one of several optimizers does not go with a closure"),
+        (unused, "the step ended without optimizer.step()"),
+        (blind, "without step.backward"),
+        (late_skip, "after optimizer.step()"),
+        (driven, "begin_step.. with several models or optimizers"),
+    ):
+        with Session(device="cpu") as session:
+            gan = Gan(session)
+            batch = next(session.batches(data(), global_batch_size=16, epochs=1))
+            with pytest.raises(ConfigError, match=sentence):
+                wrong(session, gan, batch)
+            assert session.step_number == 0
