@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.telemetry import logs
@@ -116,6 +117,17 @@ class Lines(TrainingProgress):
         logs.logger().info("training.evaluated", step=moment.step, epoch=moment.epoch, metrics=values)
 
 
+class _TwoLines(Bar):
+    """A bar with a text below it: together they are too wide for a terminal of 80 columns."""
+
+    below = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.below:
+            yield Text(self.below)
+
+
 class Terminal(TrainingProgress):
     """A bar at the bottom of the terminal; log lines scroll by above it."""
 
@@ -123,44 +135,50 @@ class Terminal(TrainingProgress):
 
     def __init__(self, console: Console) -> None:
         self._next = 0.0
-        self._metrics = ""
-        self._bar = Bar(
+        self._speed = self._metrics = ""
+        self._bar = _TwoLines(
             TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f} · {task.fields[rate]:,.0f} samples/s · {task.fields[world]}"),
-            TextColumn("{task.fields[metrics]}"),
             TextColumn("ETA"),
             TimeRemainingColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}"),
             console=console,
         )
-        self._row = self._bar.add_task("", total=None, epoch=0, loss=float("nan"), rate=0.0, world="", metrics="")
-        self._bar.start()
-        logs.configure(sys.stderr)  # the bar has put itself in its place, so that log lines scroll by above
+        self._row: TaskID | None = None
+        """The bar's line, from the first report on: before it there is nothing to show."""
 
     def due(self) -> bool:
         return SYSTEM.monotonic() >= self._next
 
     def report(self, moment: ProgressMoment, loss: float, rate: tuple[float, float]) -> None:
         self._next = SYSTEM.monotonic() + self._EVERY_S
-        self._bar.update(
-            self._row,
-            total=moment.steps,
-            completed=moment.step,
-            epoch=moment.epoch,
-            loss=loss,
-            rate=rate[0],
-            world=f"{moment.world_size} rank{'s' * (moment.world_size != 1)}, round {moment.round}",
-            metrics=self._metrics,
-        )
+        shown: dict[str, Any] = {
+            "total": moment.steps,
+            "completed": moment.step,
+            "epoch": moment.epoch,
+            "loss": loss,
+        }
+        ranks = f"{moment.world_size} rank{'s' * (moment.world_size != 1)}, round {moment.round}"
+        self._speed = f"{rate[0]:,.0f} samples/s · {ranks}"
+        self._bar.below = self._speed + self._metrics
+        if self._row is None:
+            self._row = self._bar.add_task("", **shown)
+            self._bar.start()
+            logs.configure(sys.stderr)  # the bar has put itself in its place, so that log lines scroll by above
+        else:
+            self._bar.update(self._row, **shown)
 
     def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float]) -> None:
-        self._metrics = "test: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        self._bar.update(self._row, completed=moment.step, metrics=self._metrics)
+        self._metrics = " · test: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        if self._row is not None:
+            self._bar.below = self._speed + self._metrics
+            self._bar.update(self._row, completed=moment.step)
 
     def close(self) -> None:
-        self._bar.stop()
-        logs.configure()
+        if self._row is not None:
+            self._bar.stop()
+            logs.configure()
 
 
 def progress(config: LoggingConfig, stream: TextIO | None = None) -> TrainingProgress:

@@ -81,15 +81,26 @@ def test_only_a_terminal_gets_a_bar() -> None:
 
 
 def test_a_bar_shows_where_the_run_stands_and_gives_standard_error_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    """In 80 columns nothing is cut, and nothing is shown before there is a loss."""
+    monkeypatch.setenv("COLUMNS", "80")
     stream, before = io.StringIO(), sys.stderr
     bar = progress(LoggingConfig(progress="bar"), stream)
     assert isinstance(bar, Terminal)
     assert bar.due()
-    bar.evaluated(_moment(40), {"accuracy": 0.875})
-    bar.report(_moment(41), 0.25, (320.0, 10.0))
+    bar.evaluated(_moment(40), {"accuracy": 0.875, "loss": 0.3})
+    assert stream.getvalue() == ""
+    bar.report(_moment(41), 0.25, (123_456.0, 10.0))
     bar.close()
     assert sys.stderr is before
     shown = stream.getvalue()
-    for part in ("41/100", "loss 0.2500", "320 samples/s", "3 ranks, round 4", "accuracy 0.8750"):
+    for part in ("epoch", "41/100", "ETA", "loss 0.2500", "123,456 samples/s", "3 ranks, round 4", "accuracy 0.8750"):
         assert part in shown
+    assert "…" not in shown
+
+
+def test_a_bar_that_had_nothing_to_show_leaves_no_trace() -> None:
+    stream, before = io.StringIO(), sys.stderr
+    bar = progress(LoggingConfig(progress="bar"), stream)
+    bar.close()
+    assert stream.getvalue() == ""
+    assert sys.stderr is before
