@@ -316,6 +316,7 @@ class Session(SessionStanding):
         lr_rule: str = LrRule.NONE,
         collate: Collate | None = None,
         epochs: int | None = None,
+        steps: int | None = None,
         workers: int = 0,
         prefetch: int = 2,
         pin_memory: bool | None = None,
@@ -324,6 +325,8 @@ class Session(SessionStanding):
         multiprocessing_context: str | None = None,
     ) -> Iterator[Batch]:
         """This rank's part of each global batch from the cursor on: of the present epoch, or of all up to ``epochs``.
+
+        With ``steps`` as many epochs as it takes until the run, with all its lives, has made that many steps.
 
         A batch comes again until a step has committed it. ``dataset`` is map-style, or a SeekableStream (with
         ``shuffle=False``: it comes in its own order). Random numbers drawn for a sample are keyed by (seed, epoch,
@@ -350,7 +353,7 @@ class Session(SessionStanding):
         length, seed = checked_length(dataset), self._options.seed
         plan = EpochPlan(length, global_batch_size, micro_batch_size, seed, shuffle, scale_from, rule, passes)
         loading = Loading(workers, prefetch, pin_memory, bad_samples, max_bad_fraction, multiprocessing_context)
-        return self._here.feed.batches(dataset, plan, collate, epochs, loading, change)
+        return self._here.feed.batches(dataset, plan, collate, epochs, steps, loading, change)
 
     @property
     def skipped_samples(self) -> int:

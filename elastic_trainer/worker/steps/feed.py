@@ -32,6 +32,9 @@ from elastic_trainer.worker.state.fields import check_fields
 from elastic_trainer.worker.state.training_state import Position
 from elastic_trainer.worker.steps.plan_agreement import UNNAMED, Accord, Plan
 
+ENDLESS = 2**31
+"""Epochs, where the number of steps ends the training."""
+
 
 class Awaited:
     """A source of samples whose time is reported."""
@@ -70,6 +73,7 @@ class DataFeed:
         self._last_epoch: int | None = None
         """The number of epochs, inside epochs()."""
         self._sampler: Sampler | None = None
+        self._most_steps: int | None = None
         self._same_until = 0
         """The epoch before which the sampler stays; 0: for the present one."""
         self._source: Fetcher | None = None
@@ -104,7 +108,7 @@ class DataFeed:
         batch, sampler, cursor = self.batch, self._sampler, self._position.cursor
         if batch is None or batch.used or sampler is None or self._drawn_at == self._place:
             return
-        if sampler.plan.ended(cursor):
+        if self._made or sampler.plan.ended(cursor):
             batch.used = True  # by other ranks
         else:
             batch.become(self._draw(sampler))
@@ -153,6 +157,7 @@ class DataFeed:
         plan: EpochPlan,
         collate: Collate | None,
         epochs: int | None,
+        steps: int | None,
         loading: Loading,
         change: Callable[[], bool],
     ) -> Iterator[Batch]:
@@ -160,8 +165,11 @@ class DataFeed:
 
         ``change()`` lets the ranks change before a batch is drawn; it returns whether they did.
         """
-        if epochs is None and self._last_epoch is None:
+        if steps is not None and (epochs is not None or self._last_epoch is not None):
+            raise ConfigError("batches() with both steps and epochs", hint="say steps=N alone, outside of epochs()")
+        if epochs is None and steps is None and self._last_epoch is None:
             raise ConfigError("batches() does not know how many epochs", hint="say epochs=N, or loop over epochs(N)")
+        epochs = ENDLESS if steps is not None else epochs
         if plan.shuffle and is_stream(dataset):
             raise ConfigError(
                 f"{type(dataset).__name__} is a stream, which cannot be shuffled from outside",
@@ -178,7 +186,7 @@ class DataFeed:
         source = self._source_of(dataset, collate, loading, plan)
         until = epochs if epochs is not None else self._last_epoch or 0
         timed: Source = source if source.immediate else Awaited(source, self._tracker)
-        return self._drawn(Sampler(timed, plan, even=self._even, until=until), epochs, change)
+        return self._drawn(Sampler(timed, plan, even=self._even, until=until), epochs, steps, change)
 
     def _source_of(self, dataset: Any, collate: Collate | None, loading: Loading, plan: EpochPlan) -> Fetcher:
         """Reuse the previous epoch's source if it fits: its data workers go on."""
@@ -194,11 +202,13 @@ class DataFeed:
             self._source.close()
         self._source, self._source_for = None, ()
 
-    def _drawn(self, sampler: Sampler, epochs: int | None, change: Callable[[], bool]) -> Iterator[Batch]:
+    def _drawn(
+        self, sampler: Sampler, epochs: int | None, steps: int | None, change: Callable[[], bool]
+    ) -> Iterator[Batch]:
         position = self._position
-        self._sampler, self._same_until = sampler, epochs or 0
-        while epochs is None or position.cursor.epoch < epochs:
-            while not sampler.plan.ended(position.cursor):
+        self._sampler, self._same_until, self._most_steps = sampler, epochs or 0, steps
+        while (epochs is None or position.cursor.epoch < epochs) and not self._made:
+            while not sampler.plan.ended(position.cursor) and not self._made:
                 if change():
                     continue
                 self.batch = self._draw(sampler)
@@ -206,9 +216,15 @@ class DataFeed:
             self.batch = None
             if epochs is None:
                 return
-            self._next_epoch()
+            if sampler.plan.ended(position.cursor):
+                self._next_epoch()
         if self._sampler is sampler:
             self.close()
+
+    @property
+    def _made(self) -> bool:
+        """Whether the run has made all steps, where their number was asked for."""
+        return self._most_steps is not None and self._position.step >= self._most_steps
 
     def _draw(self, sampler: Sampler) -> Batch:
         self._drawn_at = cursor, rank, world, _ = self._place

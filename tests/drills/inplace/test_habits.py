@@ -87,6 +87,14 @@ def test_a_batch_that_is_tried_again_is_this_ranks_new_part(lead: Lead) -> None:
         assert (result["step"], result["passes"]) == (STEPS, STEPS)
 
 
+def test_the_last_of_so_many_steps_is_made_once_by_all(lead: Lead) -> None:
+    """It ends in mid-epoch. A fails in it when B has made it and waits at the end: A is given it, and makes no more."""
+    workers = begun(lead, "ab", [("a", 6, "before_update", "lose")], habit="retry", steps=6)
+    assert regrouped(lead, workers, workers[:1], workers[1:]) == [5, 6]
+    for result in results(lead, workers):
+        assert result["step"] == 6
+
+
 def test_data_that_was_read_before_the_ranks_changed_is_not_trained_on(lead: Lead) -> None:
     """It is of the old part, and the samples of the new one would be missing: the sentence says what to do."""
     workers = begun(lead, "abc", [("c", 4, "forward", "kill")], habit="hold")

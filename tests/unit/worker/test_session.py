@@ -49,6 +49,31 @@ def test_a_resumed_job_ends_bit_by_bit_like_one_that_was_never_interrupted(tmp_p
     assert all(torch.equal(a, b) for a, b in zip(resumed, uninterrupted(3), strict=True))
 
 
+def test_a_run_may_end_after_steps_instead_of_epochs(tmp_path: Path) -> None:
+    """In mid-epoch, and with more of them when it is resumed; the steps of its lives count together."""
+    ended = []
+    for steps in (6, 6, 9):
+        with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
+            job, made = Job(session), 0
+            for batch in session.batches(data(), global_batch_size=16, steps=steps):
+                with session.step() as step:
+                    step.backward(loss_of(job.wrapped, batch))
+                    job.optimizer.step()
+                made += 1
+            ended.append((made, session.step_number, session.cursor))
+    assert ended == [(6, 6, Cursor(1, 32)), (0, 6, Cursor(1, 32)), (3, 9, Cursor(2, 16))]
+
+
+def test_steps_and_epochs_are_not_both_asked_for() -> None:
+    with Session(device="cpu") as session:
+        Job(session)
+        with pytest.raises(ConfigError, match="with both steps and epochs"):
+            session.batches(data(), global_batch_size=16, steps=3, epochs=2)
+        for _ in session.epochs(1):
+            with pytest.raises(ConfigError, match="with both steps and epochs"):
+                session.batches(data(), global_batch_size=16, steps=3)
+
+
 def test_a_job_that_has_ended_has_nothing_left_to_do(tmp_path: Path) -> None:
     """Started again it trains no step and writes no checkpoint."""
     with Session(tmp_path, device="cpu") as session:

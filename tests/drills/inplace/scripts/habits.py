@@ -74,7 +74,9 @@ class Job:
         self.model = self.session.wrap(self.module, optimizer=self.optimizer)
         ordered = self.scenario.values.get("unshuffled", False)
         passes = self.scenario.values.get("passes")
-        self.batches = self.session.batches(data(), global_batch_size=16, epochs=2, shuffle=not ordered, passes=passes)
+        steps = self.scenario.values.get("steps")
+        length: Any = {"epochs": 2} if steps is None else {"steps": steps}
+        self.batches = self.session.batches(data(), global_batch_size=16, shuffle=not ordered, passes=passes, **length)
 
     def fail(self, where: str) -> None:
         self.scenario.at(self.session.step_number + 1, where, self.session)
@@ -103,6 +105,7 @@ class Job:
                         loss = loss_of(self.model, part)
                         self.fail("backward")
                         step.backward(loss)
+                    self.fail("before_update")
                     self.optimizer.step()
 
     def parts(self) -> None:
