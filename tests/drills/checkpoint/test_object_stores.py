@@ -61,8 +61,7 @@ def test_training_goes_on_while_the_store_fails_and_the_next_save_works(
 ) -> None:
     """The save that fails is an event with the reason, also raised by a save that waits; no step is lost or changed."""
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    if fault == "time-out":  # alone: under load, retries of the others outlast so short a limit
-        monkeypatch.setattr(locations, "LIMITS", replace(locations.LIMITS, request_s=5.0, part_s=5.0, silence_s=2.0))
+    brief = replace(locations.LIMITS, request_s=5.0, part_s=5.0, silence_s=2.0)
     injected, reason = FAULTS[fault]
     events: list[Event] = []
     met = []
@@ -80,7 +79,10 @@ def test_training_goes_on_while_the_store_fails_and_the_next_save_works(
             met.append(s3.hits())
             s3.inject()
 
-    done, parameters = train(s3_url, STEPS, SAVE_EVERY, after, events.append)
+    with monkeypatch.context() as meanwhile:
+        if fault == "time-out":  # alone: under load, retries of the others outlast so short a limit
+            meanwhile.setattr(locations, "LIMITS", brief)
+        done, parameters = train(s3_url, STEPS, SAVE_EVERY, after, events.append)
     assert met[0] > 0
     assert [event.values["step"] for event in failed()] == [8, 10]
     assert all(re.search(reason, event.reason) for event in failed())

@@ -22,6 +22,8 @@ from tests.drills.sharded.test_sharded import CLOSE, PLACES, SCRIPT, Sharded
 from tests.drills.sharded.train import Net, named_tensors
 from tests.integration.training.launch import ran
 
+SAVE_EVERY = 6
+
 
 class Saved(Sharded):
     """A sharded job that saves, and what it has saved."""
@@ -49,6 +51,20 @@ class Saved(Sharded):
         goal = self.job.newest() + 1
         self.job.wait_for(lambda: self.newest_saved() >= goal, f"no step from {goal} on is saved")
         compared(self.directory, self.checkpoints)
+
+    def await_copied(self) -> None:
+        """Wait until all places have copied a step that is not saved, and the next save is two steps away."""
+        self.job.wait_for(self._copied, "no step behind a save is copied")
+
+    def _copied(self) -> bool:
+        copies = []
+        for path in self.directory.glob("copies-*"):
+            lines = path.read_text().rpartition("\n")[0].splitlines()[-2:]
+            copies.append(tuple(json.loads(line)["step"] for line in lines))
+        whole, begun = max((each for each in copies if len(each) == 2), default=(0, 0))
+        return (
+            copies.count((whole, begun)) >= PLACES and whole > self.newest_saved() and begun % SAVE_EVERY in range(1, 5)
+        )
 
     def kill_all(self) -> None:
         for node in self.job.running:
@@ -78,7 +94,9 @@ def test_whatever_happens_amid_a_save_the_next_one_is_whole_and_any_number_of_ra
     tmp_path: Path, etcd_endpoint: str, run_id: str
 ) -> None:
     """A worker dies in its file, also place 0's; a node dies; a place never comes; all workers die at once."""
-    job = Saved(tmp_path, etcd_endpoint, run_id, pace_s=0.05, save_every=6, snapshot_every_s=0.1, patience_s=2.0)
+    job = Saved(
+        tmp_path, etcd_endpoint, run_id, pace_s=0.05, save_every=SAVE_EVERY, snapshot_every_s=0.1, patience_s=2.0
+    )
     with job.job as cluster:
         cluster.start(2)
         job.await_together()
@@ -94,6 +112,7 @@ def test_whatever_happens_amid_a_save_the_next_one_is_whole_and_any_number_of_ra
             assert all(job.workers(node) == before[node.name] for node in kept if node.name in before), kind
         assert "place 1 did not come to write its shards" in "".join(cluster.log(node.name) for node in cluster.nodes)
         cluster.await_steps(8)
+        job.await_copied()
         job.kill_all()
         job.await_together()
         logs = "".join(cluster.log(node.name) for node in cluster.nodes)
