@@ -259,14 +259,20 @@ class _Teardowns:
 _TEARDOWNS = _Teardowns()
 
 
-def all_reduce(control: Control, tensor: torch.Tensor) -> None:
-    """Sum ``tensor`` over the ranks of torch's default group, in place; the end of the round interrupts the wait."""
-    if tensor.device.type == "cuda":
-        dist.all_reduce(tensor)  # asynchronous; a wait would block on the device
+def all_reduce(control: Control, *tensors: torch.Tensor) -> None:
+    """Sum each of ``tensors``, all on one device, over the ranks of torch's default group, in place.
+
+    The end of the round interrupts the wait.
+    """
+    if tensors and tensors[0].device.type == "cuda":
+        for tensor in tensors:
+            dist.all_reduce(tensor)  # asynchronous; a wait would block on the device
         return
     works = control.works
     with collective("all_reduce"):
-        works.wait(works.begun(dist.all_reduce(tensor, async_op=True)))
+        begun = [works.begun(dist.all_reduce(tensor, async_op=True)) for tensor in tensors]
+        for work in begun:
+            works.wait(work)
 
 
 def abort_nccl() -> None:

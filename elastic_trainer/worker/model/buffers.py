@@ -81,5 +81,10 @@ def share(control: Control, buffers: Sequence[torch.Tensor]) -> None:
     for alike in kinds.values():
         flat = torch.cat([each.reshape(-1) for each in alike]).cpu()
         control.broadcast(flat, 0)
-        parts = torch.split(flat, [each.numel() for each in alike])
-        torch._foreach_copy_(alike, [part.view_as(each) for part, each in zip(parts, alike, strict=True)])
+        unflatten(flat, alike)
+
+
+def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy what ``flat`` holds, one tensor behind another, into ``tensors``."""
+    parts = torch.split(flat, [each.numel() for each in tensors])
+    torch._foreach_copy_(list(tensors), [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)])

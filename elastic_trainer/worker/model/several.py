@@ -17,15 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.comm.failures import collective
 from elastic_trainer.worker.comm.groups import all_reduce
 from elastic_trainer.worker.comm.placement import Placement
-from elastic_trainer.worker.model.buffers import share
+from elastic_trainer.worker.model.buffers import share, unflatten
 from elastic_trainer.worker.model.replica import Replica
 from elastic_trainer.worker.model.wrapped import bare
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
@@ -105,21 +103,10 @@ class SeveralReplica(Replica):
         return [each for each, flag in zip(self._parameters, flags.tolist(), strict=True) if flag]
 
     def _reduce(self, gradients: list[torch.Tensor]) -> None:
-        cuda, works = self._placement.device.type == "cuda", self._control.works
-        begun = []
-        for bucket in buckets(gradients):
-            flat = torch.cat([each.reshape(-1) for each in bucket])
-            with collective("all_reduce"):
-                work = dist.all_reduce(flat, async_op=True)
-            begun.append((bucket, flat, work if cuda else works.begun(work)))
-        for bucket, flat, work in begun:
-            with collective("all_reduce"):
-                if cuda:
-                    work.wait()  # only the device waits; the session checks the round before the update
-                else:
-                    works.wait(work)
-            parts = torch.split(flat, [each.numel() for each in bucket])
-            torch._foreach_copy_(bucket, [part.view(each.shape) for part, each in zip(parts, bucket, strict=True)])
+        flat = [(bucket, torch.cat([each.reshape(-1) for each in bucket])) for bucket in buckets(gradients)]
+        all_reduce(self._control, *(sums for _, sums in flat))
+        for bucket, sums in flat:
+            unflatten(sums, bucket)
 
     def scale_gradients(self, factor: float) -> None:
         raise ConfigError(
@@ -151,9 +138,11 @@ def buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         kinds.setdefault(tensor.dtype, []).append(tensor)
     for alike in kinds.values():
         bucket: list[torch.Tensor] = []
+        size = 0
         for tensor in alike:
-            if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > BUCKET_BYTES:
+            if bucket and size + tensor.nbytes > BUCKET_BYTES:
                 yield bucket
-                bucket = []
+                bucket, size = [], 0
             bucket.append(tensor)
+            size += tensor.nbytes
         yield bucket

@@ -25,7 +25,7 @@ class OptimizerSet(torch.optim.Optimizer):
         self.members = tuple(members.values())
         seen: dict[int, str] = {}
         for name, each in members.items():
-            for parameter in _parameters(each):
+            for parameter in parameters_of(each):
                 if (other := seen.setdefault(id(parameter), name)) != name:
                     raise ConfigError(
                         f"optimizers {other!r} and {name!r} hold the same parameter", hint="give it to one of them"
@@ -57,14 +57,14 @@ class OptimizerSet(torch.optim.Optimizer):
             groups += [
                 {**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]
             ]
-            first += len(_parameters(each))
+            first += len(parameters_of(each))
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         groups, first = list(state_dict["param_groups"]), 0
         for each in self.members:
             own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
-            last = first + len(_parameters(each))
+            last = first + len(parameters_of(each))
             each.load_state_dict(
                 {
                     "state": {
@@ -93,7 +93,7 @@ class SchedulerSet:
 
     @property
     def _step_count(self) -> tuple[Any, ...]:
-        return tuple(getattr(each, "_step_count", getattr(each, "last_epoch", None)) for each in self.members.values())
+        return tuple(map(advanced, self.members.values()))
 
     def step(self) -> None:
         for each in self.members.values():
@@ -119,5 +119,11 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     return optimizer.kind if isinstance(optimizer, OptimizerSet) else type(optimizer).__name__
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def advanced(scheduler: Any) -> Any:
+    """How often ``scheduler`` was advanced; None without one."""
+    return getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", None))
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its parameters, as its state numbers them."""
     return [each for group in optimizer.param_groups for each in group["params"]]

@@ -22,7 +22,7 @@ from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
 from elastic_trainer.worker.state import rng
-from elastic_trainer.worker.state.optimizer_set import kind_of
+from elastic_trainer.worker.state.optimizer_set import kind_of, parameters_of
 
 FORMAT = 1
 _DESCRIBED = 512
@@ -137,7 +137,7 @@ class TrainingState:
         """The tensors that a checkpoint of the same model and optimizer can be read into, before it is applied."""
         average = None if self.average is None else self.average.state_dict(keep_vars=True)
         state = {"model": self.module.state_dict(keep_vars=True), "average": average}
-        like = {} if self.sharding is None else dict(enumerate(self._optimized()))
+        like = {} if self.sharding is None else dict(enumerate(parameters_of(self.optimizer)))
         return Live(
             {**state, "optimizer": {"state": self.optimizer.state_dict()}},
             like={("optimizer", "state", "state", number): each for number, each in like.items()},
@@ -177,13 +177,9 @@ class TrainingState:
         return {
             **state,
             "model": sharding.placed_model(state["model"], self.module.state_dict()),
-            "optimizer": {**kept, "state": sharding.placed_optimizer(kept["state"], self._optimized())},
+            "optimizer": {**kept, "state": sharding.placed_optimizer(kept["state"], parameters_of(self.optimizer))},
             "average": average,
         }
-
-    def _optimized(self) -> list[torch.Tensor]:
-        """The parameters as the optimizer's state numbers them."""
-        return [each for group in self.optimizer.param_groups for each in group["params"]]
 
     def _apply_average(self, average: AveragedModel, state: Mapping[str, Any]) -> None:
         """Without an average in the checkpoint it begins at the parameters."""

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from elastic_trainer.worker.state.optimizer_set import parameters_of
+
 Closure = Callable[[], Any]
 
 
@@ -36,7 +38,7 @@ class Before:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._parameters = parameters_of(optimizer)
         self._values = [each.detach().clone() for each in self._parameters]
         self._state = copy.deepcopy(optimizer.state_dict())
 

@@ -25,7 +25,7 @@ from elastic_trainer.worker.model.replica import Replica
 from elastic_trainer.worker.model.trainable import Trainable
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state import rng
-from elastic_trainer.worker.state.optimizer_set import OptimizerSet, members_of
+from elastic_trainer.worker.state.optimizer_set import OptimizerSet, advanced, members_of
 from elastic_trainer.worker.state.training_state import TrainingState
 from elastic_trainer.worker.steps import closures
 from elastic_trainer.worker.steps.feed import DataFeed
@@ -73,7 +73,7 @@ class Steps:
         self.trainable = Trainable(self.replica.module, self._optimizer)
         self._agreed = False
         """Whether all ranks of the round are known to train the same parameters."""
-        self._schedule_count = _count(self._scheduler)
+        self._schedule_count = advanced(self._scheduler)
         self._unchecked: list[torch.Tensor] = []
         self._nonfinite = False
         self._loss, self._substituted = math.nan, False
@@ -86,7 +86,7 @@ class Steps:
         self.control = control
         self.trainable.look()
         self._agreed = False
-        self._schedule_count = _count(self._scheduler)
+        self._schedule_count = advanced(self._scheduler)
         self._unchecked.clear()
 
     @property
@@ -434,14 +434,10 @@ class Steps:
     def _advance_schedule(self) -> None:
         if self._scheduler is None:
             return
-        if _count(self._scheduler) != self._schedule_count:
+        if advanced(self._scheduler) != self._schedule_count:
             raise ConfigError(
                 "the scheduler was advanced by the script, and the session advances it at each step",
                 hint="remove scheduler.step(); to step it otherwise, register() it instead of passing it to wrap()",
             )
         self._scheduler.step()
-        self._schedule_count = _count(self._scheduler)
-
-
-def _count(scheduler: Any) -> Any:
-    return getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", None))
+        self._schedule_count = advanced(self._scheduler)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.state.optimizer_set import members_of
+from elastic_trainer.worker.state.optimizer_set import members_of, parameters_of
 from elastic_trainer.worker.steps.commit import Steps
 
 
@@ -63,7 +63,7 @@ class SecondOptimizers:
 
 def _parameters(part: object) -> Iterable[torch.Tensor]:
     if isinstance(part, torch.optim.Optimizer):
-        return (parameter for group in part.param_groups for parameter in group["params"])
+        return parameters_of(part)
     return part.parameters() if isinstance(part, nn.Module) else ()
 
 
