@@ -1,4 +1,4 @@
-"""What commands share: checks of their numbers, ``key=value`` lists, and the console that tables go to.
+"""What commands share: sub-commands, checks of numbers, ``key=value`` lists, and the console that tables go to.
 
 *Fails by* ConfigError for values that make no sense.
 """
@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 from elastic_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Mapping
+
     from rich.console import Console
 
 
@@ -23,6 +26,16 @@ def console(width: int = 80) -> Console:
     if not made.is_terminal:
         made.width = max(width, made.width)
     return made
+
+
+def add_actions(
+    parser: argparse.ArgumentParser,
+    actions: Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int], str]],
+) -> None:
+    """Describe sub-commands, each by what describes its options, what runs it, and its help."""
+    made = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=type(parser))
+    for name, (describe, _, text) in actions.items():
+        describe(made.add_parser(name, help=text, description=text))
 
 
 def seconds(value: float, option: str, *, above_zero: bool = False) -> float:

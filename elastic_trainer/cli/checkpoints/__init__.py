@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 
 from elastic_trainer.cli.checkpoints import comparing, exchanging, looking, pruning, saving
+from elastic_trainer.cli.options import add_actions
 
 ACTIONS = {
     "list": (looking.configure_list, looking.run_list, "the checkpoints of a directory, newest first"),
@@ -25,9 +26,7 @@ ACTIONS = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the actions."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=type(parser))
-    for name, (describe, _, text) in ACTIONS.items():
-        describe(actions.add_parser(name, help=text, description=text))
+    add_actions(parser, ACTIONS)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 
 from elastic_trainer.cli.k8s import making, scaling
+from elastic_trainer.cli.options import add_actions
 
 ACTIONS = {
     "render": (making.configure, making.run, "print all manifests of one run, or write a folder of them"),
@@ -18,9 +19,7 @@ ACTIONS = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the actions."""
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=type(parser))
-    for name, (describe, _, text) in ACTIONS.items():
-        describe(actions.add_parser(name, help=text, description=text))
+    add_actions(parser, ACTIONS)
 
 
 def run(arguments: argparse.Namespace) -> int:

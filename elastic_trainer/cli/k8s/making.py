@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--retries", type=int, metavar="N", help="failures of each pod until its index is given up (default: 10)")
     add("--shutdown-timeout", type=int, metavar="S", help="time to leave and save; pods get 30 s more (default: 60)")
     add("--startup-timeout", type=int, metavar="S", help="time until a pod has an endpoint (default: what checks take)")
-    add("--ttl", type=int, metavar="S", help="remove the Job so many seconds after its end (default: never)")
+    add("--ttl", type=int, metavar="S", help="seconds from the end of the Job to its removal (default: never)")
     add("--priority-class", metavar="NAME", help="priorityClassName of the pods")
     add("--spread", action="append", metavar="KEY", help="spread pods over this label of machines; may be repeated")
     add("--queue", metavar="NAME", help="a LocalQueue of Kueue, which may start fewer pods, down to MIN")
@@ -228,7 +228,7 @@ def _span(text: str) -> tuple[str, str]:
 
 
 def _times(text: str, units: int) -> str:
-    """Each number of ``text`` for so many GPUs or workers."""
+    """Each number of ``text``, which is for one GPU or worker, times their number."""
     parts = [part.removesuffix("Gi") for part in text.split(":")]
     unit = "Gi" if "Gi" in text else ""
     return ":".join(f"{int(part) * units}{unit}" for part in parts)

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def decide(job: dict[str, Any], pods: int) -> Size:
-    """What the Job becomes with so many pods; its command says the limits."""
+    """The Job with another number of pods; its command says the limits."""
     words = [word for each in job["spec"]["template"]["spec"]["containers"] for word in each.get("command", ())]
     limits = [word.partition("=")[2] for word in words if word.startswith("--nnodes=")]
     name = job["metadata"]["name"]

@@ -87,7 +87,7 @@ def test_a_batch_that_is_tried_again_is_this_ranks_new_part(lead: Lead) -> None:
         assert (result["step"], result["passes"]) == (STEPS, STEPS)
 
 
-def test_the_last_of_so_many_steps_is_made_once_by_all(lead: Lead) -> None:
+def test_the_last_step_of_a_limited_run_is_made_once_by_all(lead: Lead) -> None:
     """It ends in mid-epoch. A fails in it when B has made it and waits at the end: A is given it, and makes no more."""
     workers = begun(lead, "ab", [("a", 6, "before_update", "lose")], habit="retry", steps=6)
     assert regrouped(lead, workers, workers[:1], workers[1:]) == [5, 6]
