@@ -19,9 +19,8 @@ from elastic_trainer.checkpoint import Arena, CheckpointManager, Live, SaveInfo,
 from elastic_trainer.checkpoint.checking import records
 from elastic_trainer.checkpoint.storage.posix_io import PosixSource
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.loading import trial_size
-from elastic_trainer.worker.state.restore import Origin, restore, whole
+from elastic_trainer.worker.state.restore import Origin, whole
 from tests.unit.worker.ranks import run_ranks
 from tests.unit.worker.state.test_restore import Rank, damage
 
@@ -51,20 +50,11 @@ class LargeRank(Rank):
 
     def __init__(self, control: Control, directory: Path | None) -> None:
         super().__init__(control, directory)
-        self.live = large_state(seed=100 + control.rank)["model"]
-        self.state = {"model": self.live, "random": control.rank}
+        self.tensors = large_state(seed=100 + control.rank)["model"]
+        self.state = {"model": self.tensors, "random": control.rank}
 
-    def loaded(self, left: StateSnapshot | None = None) -> Origin:
-        return restore(
-            self.control,
-            self.manager,
-            lambda: self.state,
-            self.apply,
-            HeartbeatReporter(),
-            lambda origin: None,
-            snapshot=left,
-            live=Live({"model": self.live}),
-        )
+    def live(self) -> Live:
+        return Live({"model": self.tensors})
 
 
 def all_load(
@@ -75,7 +65,7 @@ def all_load(
     def body(control: Control) -> tuple[Origin, dict[str, Any]]:
         rank = LargeRank(control, directories[control.rank])
         origin = rank.loaded(snapshots.get(control.rank))
-        for name, tensor in rank.live.items():
+        for name, tensor in rank.tensors.items():
             assert rank.state["model"][name] is tensor, f"{name} was not read into the live tensor"
         return origin, rank.state
 

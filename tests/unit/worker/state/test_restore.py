@@ -42,8 +42,11 @@ class Rank:
     def apply(self, tree: Mapping[str, Any]) -> None:
         self.state = {**tree, "random": self.control.rank}
 
-    def restored(self, left: StateSnapshot | None = None) -> tuple[Origin, float]:
-        origin = restore(
+    def live(self) -> Live:
+        return Live({"value": self.state["value"]})
+
+    def loaded(self, left: StateSnapshot | None = None) -> Origin:
+        return restore(
             self.control,
             self.manager,
             lambda: self.state,
@@ -51,8 +54,11 @@ class Rank:
             HeartbeatReporter(),
             lambda origin: None,
             snapshot=left,
-            live=Live({"value": self.state["value"]}),
+            live=self.live(),
         )
+
+    def restored(self, left: StateSnapshot | None = None) -> tuple[Origin, float]:
+        origin = self.loaded(left)
         return origin, float(self.state["value"][0])
 
 
