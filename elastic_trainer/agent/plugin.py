@@ -28,7 +28,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     sigterm.listen()
     from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler
     from elastic_trainer.agent.rendezvous.restart import Etcd3RendezvousHandler, end
-    from elastic_trainer.agent.workers import warm_starts
+    from elastic_trainer.agent.workers import leash, warm_starts
     from elastic_trainer.errors import ElasticTrainerError
     from elastic_trainer.model import RecoveryMode
     from elastic_trainer.settings import rendezvous_options
@@ -37,7 +37,9 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     kind = InPlaceHandler if in_place else Etcd3RendezvousHandler
     try:
         handler = kind.from_parameters(parameters)
-        warm_starts.install(rendezvous_options(parameters.config).preload)
+        options = rendezvous_options(parameters.config)
+        warm_starts.install(options.preload)
+        leash.install(options.stop_grace)
     except ElasticTrainerError as error:
         end(error)
     return handler

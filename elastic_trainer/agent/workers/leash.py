@@ -1,0 +1,124 @@
+"""Ends the workers of an agent that was killed: they would hold GPUs, and write where their successors do.
+
+Workers with a ``Session`` notice by themselves. Others know nothing of an agent, and torchrun asks the kernel for no
+signal at its death. So a small process holds the other end of a pipe, and knows the workers' numbers.
+
+*Runs in* torchrun's main thread (``install``), and in the process that holds on (``python leash.py``), which imports
+the standard library alone. *Owns* that process; it ends with the agent.
+*Fails by* nothing: without that process workers are started all the same, and one event says why.
+*Invariant*: a process that has got the number of a worker is not signalled.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+BY_THEMSELVES_S = 5.0
+"""How long workers have to notice before they get SIGTERM."""
+_LOOK_S = 0.1
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+class Leash:
+    """The agent's end. Workers that outlive it get SIGTERM after ``notice_s`` seconds, SIGKILL ``grace_s`` later."""
+
+    def __init__(self, grace_s: float, notice_s: float = BY_THEMSELVES_S) -> None:
+        command = [sys.executable, "-E", "-S", __file__, str(notice_s), str(grace_s)]
+        self._holder = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # whoever reads the agent's output sees its end with the agent's
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def hold(self, pid: int) -> None:
+        """The process group of the worker ``pid`` ends with this process."""
+        stream: Any = self._holder.stdin
+        with suppress(OSError):  # it was killed, too
+            stream.write(f"{pid} {_start_of(pid) or 'gone'}\n".encode())
+            stream.flush()
+
+    def close(self) -> None:
+        """What this process holds ends as if it died."""
+        stream: Any = self._holder.stdin
+        with suppress(OSError):
+            stream.close()
+        self._holder.wait()
+
+
+def install(grace_s: float) -> None:
+    """From now on the workers that torchrun starts in this process end with it."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    from elastic_trainer.telemetry.logs import logger
+
+    start: Start | None = getattr(SubprocessHandler, "_popen", None)
+    try:
+        if start is None:
+            raise OSError("this torch starts workers in another way")
+        leash = Leash(grace_s)
+    except OSError as error:
+        logger().warning("leash.refused", reason=str(error), effect="workers may outlive an agent that is killed")
+        return
+    handler: Any = SubprocessHandler
+    handler._popen = held(leash, start)
+
+
+def held(leash: Leash, start: Start) -> Start:
+    """What takes the place of torch's method ``start``."""
+
+    def popen(*arguments: Any) -> subprocess.Popen[bytes]:
+        worker = start(*arguments)
+        leash.hold(worker.pid)
+        return worker
+
+    return popen
+
+
+def main(notice_s: float, grace_s: float) -> None:
+    """Wait for the end of the agent, then for that of its workers."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they are meant for the agent, which this process outlives
+    workers = [line.split() for line in sys.stdin]
+    _await_end(workers, notice_s)
+    _signal(workers, signal.SIGTERM)
+    _await_end(workers, grace_s)
+    _signal(workers, signal.SIGKILL)
+
+
+def _await_end(workers: Iterable[list[str]], patience_s: float) -> None:
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until and _living(workers):
+        time.sleep(_LOOK_S)
+
+
+def _signal(workers: Iterable[list[str]], number: signal.Signals) -> None:
+    for pid in _living(workers):
+        with suppress(OSError):
+            os.killpg(pid, number)  # torchrun gives each worker a group of its own
+
+
+def _living(workers: Iterable[list[str]]) -> list[int]:
+    return [int(pid) for pid, start in workers if _start_of(pid) == start]
+
+
+def _start_of(pid: int | str) -> str:
+    """When the process began, as ``ipc.page.start_of`` has it; "" if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+if __name__ == "__main__":
+    main(*map(float, sys.argv[1:]))
