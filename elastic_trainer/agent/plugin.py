@@ -28,7 +28,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     sigterm.listen()
     from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler
     from elastic_trainer.agent.rendezvous.restart import Etcd3RendezvousHandler, end
-    from elastic_trainer.agent.workers import leash, warm_starts
+    from elastic_trainer.agent.workers import orphan_reaper, warm_starts
     from elastic_trainer.errors import ElasticTrainerError
     from elastic_trainer.model import RecoveryMode
     from elastic_trainer.settings import rendezvous_options
@@ -39,7 +39,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
         handler = kind.from_parameters(parameters)
         options = rendezvous_options(parameters.config)
         warm_starts.install(options.preload)
-        leash.install(options.stop_grace)
+        orphan_reaper.install(options.stop_grace)
     except ElasticTrainerError as error:
         end(error)
     return handler

@@ -1,4 +1,4 @@
-"""The workers of an agent that is killed end: real torchrun, real processes, and the holder alone."""
+"""The workers of an agent that is killed end: real torchrun, real processes, and the reaper alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_trainer.agent.workers.leash import Leash, held
+from elastic_trainer.agent.workers.orphan_reaper import OrphanReaper, watched
 from elastic_trainer.ipc.page import start_of
 from tests.support.plainjob import PlainJob
 
@@ -52,18 +52,18 @@ def test_workers_of_a_killed_agent_get_sigterm_and_end(
 
 
 @pytest.fixture
-def leash() -> Iterator[Leash]:
-    made = Leash(grace_s=0.2, notice_s=0.0)
+def reaper() -> Iterator[OrphanReaper]:
+    made = OrphanReaper(grace_s=0.2, notice_s=0.0)
     yield made
     made.close()
 
 
-def _started(command: str, leash: Leash) -> subprocess.Popen[bytes]:
+def _started(command: str, reaper: OrphanReaper) -> subprocess.Popen[bytes]:
     def start() -> subprocess.Popen[bytes]:
         words = [sys.executable, "-S", "-c", command]
         return subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
 
-    worker = held(leash, start)()
+    worker = watched(reaper, start)()
     return _ready(worker)
 
 
@@ -74,36 +74,36 @@ def _ready(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_who_ignores_sigterm_is_killed(leash: Leash) -> None:
+def test_who_ignores_sigterm_is_killed(reaper: OrphanReaper) -> None:
     """After the time that workers get; who obeys is not."""
-    workers = [_started(STUBBORN, leash), _started(OBEDIENT, leash)]
-    leash.close()
+    workers = [_started(STUBBORN, reaper), _started(OBEDIENT, reaper)]
+    reaper.close()
     assert [each.wait() for each in workers] == [-signal.SIGKILL, -signal.SIGTERM]
 
 
-def test_a_process_that_has_got_the_number_of_a_worker_is_left_alone(leash: Leash) -> None:
+def test_a_process_that_has_got_the_number_of_a_worker_is_left_alone(reaper: OrphanReaper) -> None:
     """The start that was noted is another one's."""
     words = [sys.executable, "-S", "-c", OBEDIENT]
     stranger = _ready(subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True))
-    holder = cast("Any", leash)._holder
-    holder.stdin.write(f"{stranger.pid} 1\n".encode())
-    worker = _started(OBEDIENT, leash)
-    leash.close()
+    process = cast("Any", reaper)._process
+    process.stdin.write(f"{stranger.pid} 1\n".encode())
+    worker = _started(OBEDIENT, reaper)
+    reaper.close()
     assert worker.wait() == -signal.SIGTERM
     assert stranger.poll() is None
     stranger.kill()
     stranger.wait()
 
 
-def test_signals_for_the_agent_do_not_end_the_holder(leash: Leash) -> None:
+def test_signals_for_the_agent_do_not_end_the_reaper(reaper: OrphanReaper) -> None:
     """A service manager sends SIGTERM to all processes of a service."""
-    worker = _started(OBEDIENT, leash)
-    holder = cast("Any", leash)._holder
-    while not _ignores_sigterm(holder.pid):
-        assert holder.poll() is None
-    holder.terminate()
-    leash.close()
-    assert holder.returncode == 0
+    worker = _started(OBEDIENT, reaper)
+    process = cast("Any", reaper)._process
+    while not _ignores_sigterm(process.pid):
+        assert process.poll() is None
+    process.terminate()
+    reaper.close()
+    assert process.returncode == 0
     assert worker.wait() == -signal.SIGTERM
 
 
@@ -113,10 +113,10 @@ def _ignores_sigterm(pid: int) -> bool:
     return bool(ignored >> (signal.SIGTERM - 1) & 1)
 
 
-def test_a_holder_that_is_gone_stops_nothing(leash: Leash) -> None:
+def test_a_reaper_that_is_gone_stops_nothing(reaper: OrphanReaper) -> None:
     """Workers start all the same."""
-    holder = cast("Any", leash)._holder
-    holder.kill()
-    holder.wait()
+    process = cast("Any", reaper)._process
+    process.kill()
+    process.wait()
     worker = cast("Any", SimpleNamespace(pid=os.getpid()))
-    assert held(leash, lambda: worker)() is worker
+    assert watched(reaper, lambda: worker)() is worker

@@ -3,14 +3,15 @@
 Workers with a ``Session`` notice by themselves. Others know nothing of an agent, and torchrun asks the kernel for no
 signal at its death. So a small process holds the other end of a pipe, and knows the workers' numbers.
 
-*Runs in* torchrun's main thread (``install``), and in the process that holds on (``python leash.py``), which imports
-the standard library alone. *Owns* that process; it ends with the agent.
+*Runs in* torchrun's main thread (``install``), and in that process (``python orphan_reaper.py``), which imports the
+standard library alone. *Owns* that process; an agent that exits waits for its end, so that nothing is left behind.
 *Fails by* nothing: without that process workers are started all the same, and one event says why.
 *Invariant*: a process that has got the number of a worker is not signalled.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -24,35 +25,38 @@ from typing import Any
 BY_THEMSELVES_S = 5.0
 """How long workers have to notice before they get SIGTERM."""
 _LOOK_S = 0.1
+_VARIABLES = ("LD_LIBRARY_PATH",)
+"""What an interpreter may need to start. The agent's others, such as etcd's password, are none of its business."""
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
-class Leash:
+class OrphanReaper:
     """The agent's end. Workers that outlive it get SIGTERM after ``notice_s`` seconds, SIGKILL ``grace_s`` later."""
 
     def __init__(self, grace_s: float, notice_s: float = BY_THEMSELVES_S) -> None:
         command = [sys.executable, "-E", "-S", __file__, str(notice_s), str(grace_s)]
-        self._holder = subprocess.Popen(
+        self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # whoever reads the agent's output sees its end with the agent's
             stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
             start_new_session=True,
         )
 
-    def hold(self, pid: int) -> None:
-        """The process group of the worker ``pid`` ends with this process."""
-        stream: Any = self._holder.stdin
+    def watch(self, pid: int) -> None:
+        """End the process group of the worker ``pid`` with this process."""
+        stream: Any = self._process.stdin
         with suppress(OSError):  # it was killed, too
             stream.write(f"{pid} {_start_of(pid) or 'gone'}\n".encode())
             stream.flush()
 
     def close(self) -> None:
-        """What this process holds ends as if it died."""
-        stream: Any = self._holder.stdin
+        """End what this process watches as if the agent had died, and wait until that is done."""
+        stream: Any = self._process.stdin
         with suppress(OSError):
             stream.close()
-        self._holder.wait()
+        self._process.wait()
 
 
 def install(grace_s: float) -> None:
@@ -65,20 +69,21 @@ def install(grace_s: float) -> None:
     try:
         if start is None:
             raise OSError("this torch starts workers in another way")
-        leash = Leash(grace_s)
+        reaper = OrphanReaper(grace_s)
     except OSError as error:
-        logger().warning("leash.refused", reason=str(error), effect="workers may outlive an agent that is killed")
+        logger().warning("reaper.refused", reason=str(error), effect="workers may outlive an agent that is killed")
         return
+    atexit.register(reaper.close)
     handler: Any = SubprocessHandler
-    handler._popen = held(leash, start)
+    handler._popen = watched(reaper, start)
 
 
-def held(leash: Leash, start: Start) -> Start:
+def watched(reaper: OrphanReaper, start: Start) -> Start:
     """What takes the place of torch's method ``start``."""
 
     def popen(*arguments: Any) -> subprocess.Popen[bytes]:
         worker = start(*arguments)
-        leash.hold(worker.pid)
+        reaper.watch(worker.pid)
         return worker
 
     return popen
