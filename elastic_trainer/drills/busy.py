@@ -53,10 +53,10 @@ def busy_machine(stage: Stage, repeat: int, seconds: float) -> Effect:
 @contextmanager
 def busy_loops() -> Iterator[None]:
     """``LOOPS`` processes compute as fast as they can; they die with this one."""
-    leash = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid())]
+    tied = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid())]
     with ExitStack() as stack:
         for _ in range(LOOPS):
-            loop = subprocess.Popen([*leash, sys.executable, "-c", _LOOP], stdin=subprocess.DEVNULL)
+            loop = subprocess.Popen([*tied, sys.executable, "-c", _LOOP], stdin=subprocess.DEVNULL)
             stack.callback(loop.wait)
             stack.callback(loop.kill)
         yield

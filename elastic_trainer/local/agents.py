@@ -1,7 +1,8 @@
 """Starts the torchrun of a node: from a template, in a process that has asked for it, or by the interpreter.
 
-*Runs in* any thread; what is started is started in one that lives as long as the process, since the leash of a node (it
-ends when this process does) is tied to the thread. *Owns* the templates, one for each of the last three environments.
+*Runs in* any thread; what is started is started in one that lives as long as the process, since the parent-death signal
+of a node (it ends when this process does) is tied to the thread. *Owns* the templates, one for each of the last three
+environments.
 *Fails by* OSError. A node that a template cannot start is started by the interpreter.
 """
 
@@ -50,12 +51,12 @@ def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str]) ->
         try:
             streams = nothing.fileno(), output.fileno(), output.fileno()
             network, words = _inside(command)
-            wish = Wish(words, environment, *streams, leash=signal.SIGTERM, heir=True, network=network)
+            wish = Wish(words, environment, *streams, death_signal=signal.SIGTERM, heir=True, network=network)
             return _starter(wish).start(wish)
         except Cold:
-            leash = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid())]
+            tied = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid())]
             return subprocess.Popen(
-                [*leash, *command],
+                [*tied, *command],
                 stdin=nothing,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -50,11 +50,11 @@ def _is_script(path: str) -> bool:
 
 def spawn(command: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
     """Start ``command`` with its output going to ``log``. It gets SIGKILL when this process ends."""
-    leashed = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+    tied = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
 
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            leashed,
+            tied,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -132,8 +132,8 @@ class Segment:
 
     def _hold(self) -> subprocess.Popen[bytes]:
         """A process that does nothing in a network of its own, and dies with this one."""
-        leash = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid())]
-        holder = subprocess.Popen([*leash, "unshare", "--net", "sleep", "infinity"], stdin=subprocess.DEVNULL)
+        tied = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid())]
+        holder = subprocess.Popen([*tied, "unshare", "--net", "sleep", "infinity"], stdin=subprocess.DEVNULL)
         self._stack.callback(holder.wait)
         self._stack.callback(holder.kill)
         mine, deadline = os.readlink("/proc/thread-self/ns/net"), Deadline.after(_READY_S)

@@ -5,7 +5,7 @@ parent, then becomes the command. torchrun answers SIGTERM by ending its workers
 behind.
 
 *Runs in* the child, before the command. *Fails by* exit code 75 when the parent is gone already.
-*Invariant*: the leash survives exec. It is tied to the parent's *thread* that started the child, which must live on.
+*Invariant*: the signal survives exec. It is tied to the parent's *thread* that started the child, which must live on.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ EXIT_ORPHAN = 75
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Put this process on the leash of the process ``argv[0]`` and become ``argv[1:]``."""
+    """End with the process ``argv[0]``, and become ``argv[1:]``."""
     parent, command = int(argv[0]), argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        print(f"no leash: prctl failed with {os.strerror(ctypes.get_errno())}", file=sys.stderr)
+        print(f"no parent-death signal: prctl failed with {os.strerror(ctypes.get_errno())}", file=sys.stderr)
     if os.getppid() != parent:  # it died before the call above, which then never signals
         sys.exit(EXIT_ORPHAN)
     os.execvp(command[0], command)

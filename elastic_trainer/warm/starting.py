@@ -47,15 +47,15 @@ class Adopted(subprocess.Popen[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How a program is to be started. ``leash``: the signal that the death of its parent sends; ``heir``: whether it
-    starts programs itself, by a template of its own; ``network``: the file of the network namespace that it enters."""
+    """How a program is to be started. ``death_signal``: what it gets when its parent dies; ``heir``: whether it starts
+    programs itself, by a template of its own; ``network``: the file of the network namespace that it enters."""
 
     words: Sequence[str]
     environment: Mapping[str, str]
     stdin: int
     stdout: int
     stderr: int
-    leash: int = 0
+    death_signal: int = 0
     heir: bool = False
     network: str = ""
 
@@ -128,7 +128,7 @@ class Starter:
             "command": asdict(command),
             "words": list(wish.words),
             "environment": dict(wish.environment),
-            "leash": wish.leash,
+            "death_signal": wish.death_signal,
             "heir": wish.heir,
             "network": wish.network,
             "owner": os.getpid(),

@@ -194,8 +194,8 @@ class Template:
         if order["heir"] and self._bequeath():
             return None
         os.setsid()
-        if order["leash"]:
-            identity.die_with_parent(order["leash"])
+        if order["death_signal"]:
+            identity.die_with_parent(order["death_signal"])
             if os.getppid() != order["owner"]:
                 os._exit(EXIT_ORPHAN)
         self._learned.close()

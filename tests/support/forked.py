@@ -46,14 +46,14 @@ def _forkserver() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What the child is to be. ``leashed``: in a session of its own, and only as long as who started it lives."""
+    """What the child is to be. ``dies_with_parent``: in a session of its own, and only as long as its parent lives."""
 
     words: list[str]
     env: dict[str, str]
     out: Path
     err: Path
     cwd: Path
-    leashed: bool
+    dies_with_parent: bool
     clean: str
     """The address of the process that forks."""
 
@@ -72,7 +72,7 @@ class Forked:
         err: Path,
         cwd: Path | None = None,
         *,
-        leashed: bool = False,
+        dies_with_parent: bool = False,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -84,7 +84,7 @@ class Forked:
             out.absolute(),
             err.absolute(),
             cwd or Path.cwd(),
-            leashed,
+            dies_with_parent,
             _forkserver()._forkserver_address,
         )
         self._process: Any = context.Process(target=_become, args=(program, begins))
@@ -129,7 +129,7 @@ class Forked:
 def _become(program: Program, begins: Connection) -> None:
     """In the child: what a new interpreter would find, then the program."""
     words, env = program.words, program.env
-    if program.leashed:
+    if program.dies_with_parent:
         os.setsid()
         threading.Thread(target=_end_with_parent, daemon=True).start()
     multiprocessing.set_start_method(None, force=True)  # not that of this process, which its children would inherit
@@ -178,6 +178,6 @@ def _fork_workers_too(program: Program) -> None:
     known.ensure_running = lambda: None  # it is no child of this process
 
     def popen(_: SubprocessHandler, words: tuple[str, ...], env: dict[str, str]) -> Forked:
-        return Forked(words[1:], env, program.out, program.err, program.cwd, leashed=True)
+        return Forked(words[1:], env, program.out, program.err, program.cwd, dies_with_parent=True)
 
     SubprocessHandler._popen = popen  # type: ignore[method-assign, assignment]

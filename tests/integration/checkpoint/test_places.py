@@ -46,7 +46,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 env = environment(RANK=str(rank), WORLD_SIZE=str(size), STORE=str(store))
                 log = tmp_path / f"log-{rank}"
                 log.unlink(missing_ok=True)
-                found.append(Forked(words, env, log, log, Path.cwd(), leashed=True))
+                found.append(Forked(words, env, log, log, Path.cwd(), dies_with_parent=True))
                 ends.callback(found[-1].kill)
             return found
 

@@ -119,7 +119,7 @@ def test_a_worker_orphaned_by_its_torchrun_is_found_at_the_stop(cluster: LocalCl
 
 
 def test_a_node_outlives_the_thread_that_asked_for_it(cluster: LocalCluster) -> None:
-    """The kernel ties a leash to a thread; a drill may start nodes from one of its own."""
+    """The kernel ties the signal to a thread; a drill may start nodes from one of its own."""
     thread = threading.Thread(target=cluster.add)
     thread.start()
     thread.join()
@@ -135,7 +135,7 @@ def test_an_unknown_node_is_named(cluster: LocalCluster) -> None:
         cluster.node("n5")
 
 
-def test_the_leash_refuses_to_start_for_a_parent_that_is_gone() -> None:
+def test_nothing_starts_for_a_parent_that_is_gone() -> None:
     """The signal would never come, so the command is not run."""
     command = [sys.executable, "-m", "elastic_trainer.local.parent_death", "1", sys.executable, "-c", "print('ran')"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -106,7 +106,7 @@ def become(description: dict[str, Any]) -> NoReturn:
     os.execve("/usr/bin/setpriv", ["setpriv", *description["privileges"], *description["words"]], description["env"])
 
 
-def _leashed() -> None:
+def _dies_with_parent() -> None:
     """Die with the parent."""
     _checked(_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
 
@@ -120,13 +120,13 @@ def main(path: str) -> int:
     """Start the container that the file describes, and wait for its end."""
     description = json.loads(Path(path).read_text(encoding="utf-8"))
     os.umask(0o022)
-    _leashed()
+    _dies_with_parent()
     _checked(_LIBRARY.unshare(CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID), "unshare")
     ready, up = os.pipe()  # the exec that makes the container what it is to be closes its end
     first = os.fork()
     if first == 0:
         os.close(ready)
-        _leashed()
+        _dies_with_parent()
         try:
             become(description)
         except OSError as error:

@@ -126,5 +126,5 @@ class Process:
 
     def end(self) -> None:
         """End it at once, and all that it started."""
-        self._launcher.kill()  # the container is on its leash
+        self._launcher.kill()  # the container ends with it
         self._launcher.wait()
