@@ -1,1 +1,1 @@
-"""Who is in the job: pure rules, and the member that performs them against the store."""
+"""Which nodes are in the run: pure rules, and the member that applies them to the store."""

@@ -1,4 +1,4 @@
-"""Admission to a run: agree on its spec, meet a closed run, reopen it on request.
+"""Admission to a run: check its spec, refuse a closed run or reopen it on request.
 
 *Runs in* the agent's main thread, once at the start.
 *Fails by* SpecMismatchError, RunClosedError.
@@ -20,11 +20,11 @@ ATTEMPTS = 20
 
 
 def admit(store: Store, keys: RunKeys, spec: Spec, *, reopen: bool, deadline: Deadline) -> None:
-    """Agree with the run on ``spec``.
+    """Check ``spec`` against the run's.
 
-    The first node writes it. A node that differs is refused, unless no node of the run is present: then the run takes
-    over the new limits. A closed run is refused, unless ``reopen``: then its next epoch begins. A run of another
-    protocol version is refused in any case: what its nodes wrote cannot be read, so nothing of it may be replaced.
+    The first node writes it. A node whose spec differs raises SpecMismatchError, unless no node of the run is present:
+    then its spec replaces the run's. A closed run raises RunClosedError, unless ``reopen``: then its next epoch begins.
+    A run of another protocol version always raises: this version cannot read its documents, so it must not replace any.
     """
     try:
         _settle(store, keys, spec, reopen=reopen, deadline=deadline)
@@ -36,10 +36,10 @@ def other_version(found: int, run_id: str) -> SpecMismatchError:
     """The error for a node that meets a run of protocol version ``found``."""
     which = "a newer" if found > PROTOCOL_VERSION else "an older"
     return SpecMismatchError(
-        f"run {run_id!r} was begun by {which} elastic_trainer: it has protocol version {found}, "
+        f"run {run_id!r} was started by {which} elastic_trainer: it has protocol version {found}, "
         f"this node has {PROTOCOL_VERSION}",
-        hint="start all nodes of a run with the same version; to go on with it under this version, stop its nodes, "
-        f"give 'elastic-trainer forget {run_id} --unfinished', and start it again from its checkpoints",
+        hint="start all nodes of a run with the same version; to continue the run with this version, stop its nodes, "
+        f"run 'elastic-trainer forget {run_id} --unfinished', and start it again from its checkpoints",
     )
 
 
@@ -53,7 +53,7 @@ def _settle(store: Store, keys: RunKeys, spec: Spec, *, reopen: bool, deadline: 
 
 
 def _settle_closed(store: Store, keys: RunKeys, *, reopen: bool, deadline: Deadline) -> bool:
-    """Whether the run is open (now)."""
+    """Whether the run is open, or was reopened by this call."""
     found = store.get(keys.round, deadline).first
     if found is None:
         return True
@@ -78,7 +78,7 @@ def _settle_closed(store: Store, keys: RunKeys, *, reopen: bool, deadline: Deadl
 
 
 def _settle_spec(store: Store, keys: RunKeys, spec: Spec, deadline: Deadline) -> bool:
-    """Whether the run's spec is ours."""
+    """Whether the run's spec equals ours, or was written by this call."""
     found = store.get(keys.spec, deadline).first
     if found is None:
         return store.transact([absent(keys.spec)], [Put(keys.spec, spec.encode())], deadline=deadline).succeeded

@@ -1,4 +1,4 @@
-"""Who stands where in a run: the view that decisions rest on, and the questions asked of it. Pure."""
+"""The cluster view: everything that a membership decision depends on, and queries on it. Pure."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class Limits:
     deputy_delay_s: float = 0.25
     report_floor_s: float = 10.0
     suspect_grace_s: float = 0.05
-    """What a member that did not answer gets to show that it lives, once the round is broken without it."""
+    """Once a round is broken because a member did not answer: how long that member has to prove that it lives."""
     failure_limit: int = 3
     stalled_rounds: int = 10
     sizes: tuple[int, ...] = ()
-    """The numbers of nodes that a round may have, rising, from ``min_nodes`` to ``max_nodes``; empty: all of these."""
+    """Allowed node counts of a round, ascending; empty: every count from ``min_nodes`` to ``max_nodes``."""
     shard_nodes: int = 1
-    """How many nodes hold one sharded model together; all numbers of nodes are multiples of it."""
+    """Nodes that together hold one sharded model; the node count of a round is a multiple of it."""
 
     def fitting(self, count: int) -> int:
-        """The most nodes of ``count`` that a round may have; 0 if they are too few."""
+        """The largest round that ``count`` nodes can form; 0 if they are too few."""
         allowed = self.sizes or range(self.min_nodes, min(count, self.max_nodes) + 1)
         return max((size for size in allowed if size <= count), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One node's key as seen."""
+    """One node's key, as read from the store."""
 
     id: str
     create_revision: int
@@ -49,12 +49,12 @@ class NodeView:
 
     @property
     def incarnation(self) -> Incarnation:
-        """The life that this key stands for."""
+        """The life of the node that this key belongs to."""
         return Incarnation(self.create_revision, self.record.life)
 
     @property
     def ghost(self) -> Ghost:
-        """What a round document says about this key, as it is now, to pass it over."""
+        """The entry by which a round document excludes this key in its present version."""
         return Ghost(
             node=self.id,
             create_revision=self.create_revision,
@@ -65,23 +65,23 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class Sightings:
-    """When, on this node's monotonic clock, things were first seen as they are now."""
+    """Since when each present condition holds, on this node's monotonic clock."""
 
     candidates_since: float = 0.0
-    """The set of nodes that are ready for the next round last changed."""
+    """When the set of nodes that are ready for the next round last changed."""
     enough_since: float | None = None
-    """At least min nodes have been ready since."""
+    """Since when at least ``min_nodes`` nodes are ready."""
     newcomers_since: float | None = None
-    """There have been newcomers since."""
+    """Since when there are newcomers."""
     round_since: float = 0.0
-    """The round document last changed."""
+    """When the round document last changed."""
     failing_since: float | None = None
-    """A member has been lost, or has left unplanned, since."""
+    """Since when a member is lost, or has left unplanned."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """Everything a decision rests on."""
+    """The input of a membership decision."""
 
     me: str
     nodes: Mapping[str, NodeView]
@@ -89,7 +89,7 @@ class ClusterView:
     limits: Limits
     sightings: Sightings
     nonce: str
-    """A fresh random name for the round that may be formed."""
+    """A fresh random name for the round that this decision may form."""
     suspects: frozenset[str] = field(default_factory=frozenset)
     """Nodes whose agent's port refuses connections: their process is gone."""
 
@@ -100,12 +100,12 @@ def by_seniority(nodes: Iterable[NodeView]) -> list[NodeView]:
 
 
 def is_ghost(view: ClusterView, node: NodeView) -> bool:
-    """Whether this key was left behind by an excluded node and has not changed since."""
+    """Whether the round excludes this node and its key has not changed since."""
     return view.round is not None and bool(view.round.ghosts) and node.ghost in view.round.ghosts
 
 
 def live_members(view: ClusterView) -> list[tuple[RoundMember, NodeView]]:
-    """Members of the round whose very key still exists, in rank order."""
+    """Members of the round whose key, of the same create-revision, still exists; in rank order."""
     if view.round is None:
         return []
     return [
@@ -118,7 +118,7 @@ def live_members(view: ClusterView) -> list[tuple[RoundMember, NodeView]]:
 
 
 def accused(view: ClusterView) -> list[NodeView]:
-    """Members of the round that it was broken without, since they did not answer, and that have shown nothing since."""
+    """Members that were suspected of not answering when the round was broken, and whose keys have not changed since."""
     current = view.round
     if current is None or current.state is not RoundState.BROKEN:
         return []
@@ -127,7 +127,7 @@ def accused(view: ClusterView) -> list[NodeView]:
 
 
 def candidates(view: ClusterView) -> list[NodeView]:
-    """Nodes that are free and willing to take part in the next round: survivors in rank order, then newcomers."""
+    """Nodes that are free and ready for the next round: survivors in rank order, then newcomers."""
     willing = [
         node
         for node in by_seniority(view.nodes.values())
@@ -142,19 +142,19 @@ def candidates(view: ClusterView) -> list[NodeView]:
 
 
 def is_free(view: ClusterView, node: NodeView) -> bool:
-    """Whether this life of the node takes no part in the present round, or its workers have left it."""
+    """Whether this life of the node is no member of the present round, or its workers have left it."""
     return not (same_life(view, node) or is_behind(view, node)) or node.record.reported > number_of(view)
 
 
 def is_behind(view: ClusterView, node: NodeView) -> bool:
-    """Whether its key shows an earlier life than the present round means: the store has gone back to an older state,
-    and the node will show again what it is now."""
+    """Whether its key holds an earlier life than the round document names: the store was rolled back, and the node will
+    write its present record again."""
     member = view.round.member(node.id) if view.round else None
     return member is not None and member.create_revision == node.create_revision and node.record.life < member.life
 
 
 def same_life(view: ClusterView, node: NodeView) -> bool:
-    """Whether the present round means this very life of the node."""
+    """Whether this life of the node is a member of the present round."""
     member = view.round.member(node.id) if view.round else None
     return member is not None and (member.create_revision, member.life) == (node.create_revision, node.record.life)
 
@@ -171,15 +171,15 @@ def newcomers(view: ClusterView) -> list[NodeView]:
 
 
 def next_number(view: ClusterView) -> int:
-    """The number of the round after the present one, and after the one that a planned change has named: newcomers may
-    have begun to form that, under this number."""
+    """The first unused round number. A number that a planned change has named counts as used: newcomers may already be
+    forming that round."""
     return (0 if view.round is None else view.round.last_number) + 1
 
 
 def losses(view: ClusterView) -> dict[str, str]:
-    """Why the present round cannot go on: a phrase for each member that is lost or has left unplanned.
+    """Why the present round cannot continue: a phrase for each member that is lost or has left unplanned.
 
-    While a planned change is under way only those count that the next round needs, and whoever is found dead is lost.
+    During a planned change only members of the next round count; one whose agent is found dead is lost at once.
     """
     current = view.round
     if current is None:
@@ -198,6 +198,6 @@ def losses(view: ClusterView) -> dict[str, str]:
 
 
 def _newcomer(view: ClusterView, member: RoundMember) -> NodeView | None:
-    """The node that a planned change takes in as ``member``."""
+    """The newcomer that a planned change adds as ``member``."""
     node = view.nodes.get(member.node)
     return node if node is not None and node.create_revision == member.create_revision else None

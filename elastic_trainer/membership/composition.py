@@ -1,4 +1,4 @@
-"""How a round document is composed: the next round, a broken one, and whom it leaves out. Pure."""
+"""Builds round documents: the next round, a broken round, and the keys that it excludes. Pure."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def broken(
     suspects: tuple[Ghost, ...] = (),
     lost: tuple[str, ...] = (),
 ) -> RoundDocument:
-    """The round document after a failure; ``suspects`` count for nothing unless they write their keys.
+    """The round document after a failure; ``suspects`` are excluded until they write their keys.
 
-    A planned change that was under way counts as made, since some ranks may have switched already: what is broken is
-    the round that it leads to.
+    A planned change that was in progress counts as made, since some ranks may have switched already: the broken round
+    is the one that it leads to.
     """
     base = current.next if current.next is not None else current
     ghosts = current.ghosts if current.next is not None else base.ghosts
@@ -52,7 +52,7 @@ def compose(
     left_out: str | None = None,
     cause: Cause | None = None,
 ) -> RoundDocument:
-    """The next round, of ``chosen`` in this order; ``cause`` ended the one before."""
+    """The next round, with ``chosen`` as members in this order; ``cause`` ended the previous one."""
     members, first_rank = [], 0
     for node in chosen:
         size = node.record.local_world_size
@@ -87,7 +87,7 @@ def compose(
 
 
 def _ghosts(view: ClusterView, chosen: set[str]) -> tuple[Ghost, ...]:
-    """Keys of members that the next round leaves out although their lease still stands."""
+    """Keys of members that the next round excludes although their leases are still alive."""
     left_out = {node.id: node for _, node in live_members(view)}
     left_out |= {node.id: node for node in view.nodes.values() if is_ghost(view, node)}
     present = {node.id for node in candidates(view)}

@@ -1,4 +1,4 @@
-"""The documents that nodes share through the store: versioned JSON, checked when read.
+"""The documents that nodes share through the store: versioned JSON, validated when read.
 
 *Fails by* DocumentError for content that this version cannot read; everything in the store is untrusted.
 """
@@ -29,7 +29,7 @@ class DocumentError(PermanentError):
 
 
 class VersionError(DocumentError):
-    """It is a document of another protocol version: ``found``."""
+    """The document has another protocol version, ``found``."""
 
     def __init__(self, message: str, found: int, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -37,7 +37,7 @@ class VersionError(DocumentError):
 
 
 class Document(BaseModel):
-    """Base: frozen, JSON, read leniently about new fields so that a later version can add some."""
+    """Base class: frozen, JSON; ignores unknown fields when read, so that a later version can add some."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -48,7 +48,7 @@ class Document(BaseModel):
 
     @classmethod
     def decode(cls, value: bytes, key: str) -> Self:
-        """Read the JSON found under ``key``; DocumentError names the key when it does not fit."""
+        """Parse the JSON found under ``key``; raises DocumentError, which names the key, if it does not validate."""
         try:
             return cls.model_validate_json(cleaned(value))
         except ValueError as error:  # pydantic's ValidationError is one
@@ -67,7 +67,7 @@ class Document(BaseModel):
 
 
 def _version_of(value: bytes) -> int | None:
-    """The version that a document gives itself, of whatever kind it is; None if it is no such document."""
+    """The version field of a document of any kind; None if it has none."""
     try:
         found = _Versioned.model_validate_json(value)
     except ValueError:
@@ -76,7 +76,7 @@ def _version_of(value: bytes) -> int | None:
 
 
 class _Versioned(BaseModel):
-    """The one field that documents of all versions have."""
+    """The one field that documents of all versions share."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -94,7 +94,7 @@ class Spec(Document):
     shard_nodes: int = Field(default=1, ge=1)
 
     def disagreement(self, other: Spec) -> str | None:
-        """The first point in which ``other`` differs, in words, or None."""
+        """The first difference of ``other``, in words, or None."""
         for name, mine, theirs in (
             ("min nodes", self.min_nodes, other.min_nodes),
             ("max nodes", self.max_nodes, other.max_nodes),
@@ -112,13 +112,13 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 
 class NodeState(StrEnum):
-    """How far a node is."""
+    """The progress of a node."""
 
     WARMING = "warming"
     READY = "ready"
     DRAINING = "draining"
     FINISHING = "finishing"
-    """In place: its workers have come to the end of the training, but not to their own."""
+    """In place: its workers have finished the training but have not exited yet."""
     DONE = "done"
 
 
@@ -132,16 +132,16 @@ class Identity(BaseModel):
     digest: str = ""
     epoch: int = 0
     samples: int = 0
-    """How far it is in the data: samples of ``epoch`` used."""
+    """Samples of ``epoch`` already used."""
     batch: int = 0
-    """How many samples the next step takes, where that is known."""
+    """Samples of the next step, if known."""
 
 
 class NodeRecord(Document):
     """One node's key.
 
-    ``acknowledged``: the agent knows that all rounds below this number are over. ``reported``: its workers are free
-    for this round number (in restart mode both are the same).
+    ``acknowledged``: the agent knows that all rounds below this number are over. ``reported``: its workers are free to
+    join the round of this number (in restart mode both are equal).
     """
 
     host: str
@@ -149,12 +149,12 @@ class NodeRecord(Document):
     local_world_size: Workers
     role: str = "default"
     store_port: int = Field(ge=0, le=65535)
-    """Where rank 0's store is found if this node becomes the first: reserved anew for each life."""
+    """Port of rank 0's store if this node becomes the first: reserved anew for each life."""
     probe_port: int = Field(ge=0, le=65535)
-    """A port that the agent listens on: a refused connection shows that the agent is dead."""
+    """Port on which the agent listens: a refused connection proves that the agent is dead."""
     metrics_port: int = 0
     place: int | None = Field(default=None, ge=0)
-    """In place, with shard groups of several nodes: which place of a group its workers hold the shards of."""
+    """In place, with shard groups of several nodes: the place in a group whose shards its workers hold."""
     state: NodeState = NodeState.WARMING
     life: int = Field(default=0, ge=0)
     acknowledged: int = Field(default=0, ge=0)
@@ -164,31 +164,31 @@ class NodeRecord(Document):
     """Whether it left its last round by agreement rather than by a failure."""
     identity: Identity | None = None
     reached: Identity | None = None
-    """How far its last life came, by its workers' heartbeat pages, or by their last report where there are none."""
+    """The progress of its last life, from its workers' heartbeat pages, or their last report if there are none."""
     joinable: bool = True
-    """In place: whether its workers could go on beside a newcomer now (not in the middle of an evaluation)."""
+    """In place: whether a newcomer could join its workers now (they are not in the middle of an evaluation)."""
     newcomer: bool = False
-    """In place: whether one of its workers has never been where the others are, though a round may have named it."""
+    """In place: whether one of its workers never joined a round, although a round document may have named it."""
     busy: str = ""
-    """In place: what keeps its workers in a round that is over, for people. Its agent sees to it that they leave."""
+    """In place: why its workers are still in a round that is over, for people. Its agent makes sure that they leave."""
     committed: int = Field(default=0, ge=0)
-    """In place: the newest step that a worker of this life is known to hold."""
+    """In place: the newest step whose state a worker of this life is known to hold."""
     unreachable: tuple[str, ...] = ()
-    """Members of the last round that it could not reach, where that was not formed, or broken for it (in place)."""
+    """In place: members of the last round that it could not reach, if it did not form or broke for that reason."""
     stuck: bool = False
-    """In place: a worker of its last round stands still, so nobody waits for what that reports."""
+    """In place: a worker of its last round hangs, so other nodes do not wait for its report."""
     cause: str = ""
     """Why it left its last round, for people."""
     ended_by: Cause | None = None
-    """What ended its last life, unless that was agreed on: others may break the round before its agent does."""
+    """What ended its last life, unless by agreement: other nodes may break the round before its agent does."""
     false_start: str = ""
-    """How its present life ended at its very start, for as long as others are given time to show the same."""
+    """How its present life failed at startup, kept while other nodes have time to report the same."""
     false_starts: int = Field(default=0, ge=0)
-    """How many of its lives in a row ended like that."""
+    """Its consecutive lives that failed at startup in this way."""
 
 
 class RoundState(StrEnum):
-    """What becomes of a round. Only CLOSED is final."""
+    """The state of a round. Only CLOSED is final."""
 
     ACTIVE = "active"
     BROKEN = "broken"
@@ -199,8 +199,8 @@ class RoundState(StrEnum):
 class RoundMember(NamedTuple):
     """One node of a round; ``first_rank`` is the global rank of its local rank 0.
 
-    Stored as a list without the names, since every node receives the entry of every other one with each round document.
-    So entries are read strictly: one more value makes it another protocol version.
+    Stored as a list without names, since every node receives all nodes' entries with each round document. Entries are
+    therefore read strictly: an added value needs another protocol version.
     """
 
     node: Name
@@ -212,15 +212,15 @@ class RoundMember(NamedTuple):
 
     @property
     def incarnation(self) -> Incarnation:
-        """The life of the node that this round means."""
+        """The life of the node that is the member."""
         return Incarnation(self.create_revision, self.life)
 
 
 class Ghost(BaseModel):
-    """A key, as it was, of a node that was left out or is suspected: the node counts for nothing until it writes it.
+    """The version of a node's key with which the node was excluded or suspected: it is ignored until it writes its key.
 
-    Every live member writes its key when the round is broken. A restored store uses its revisions again, so a
-    mod-revision alone may be that of another key of the node.
+    Every live member writes its key when the round is broken. A restored store reuses revisions, so a mod-revision
+    alone may be that of another key of the node.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -247,25 +247,25 @@ class RoundDocument(Document):
     state: RoundState
     members: tuple[RoundMember, ...]
     store: str = ""
-    """``host:port`` of the store that the workers of this round meet at."""
+    """``host:port`` of the TCPStore at which the workers of this round rendezvous."""
     source: str | None = None
     last_step: int | None = None
     failures: int = 0
-    """Failures of workers in a row after ``last_step`` steps: a poison batch would kill one node after another."""
+    """Consecutive worker failures after ``last_step`` steps: a poison batch would kill one node after another."""
     culprits: tuple[Name, ...] = ()
-    """In restart mode: the nodes whose own workers those were."""
+    """In restart mode: the nodes whose own workers failed."""
     stalled: int = 0
-    """Rounds in a row that ended without a committed step."""
+    """Consecutive rounds that ended without a committed step."""
     ghosts: tuple[Ghost, ...] = ()
     left_out: str | None = None
-    """The node that could have been a member, had the others reached it."""
+    """The node that was not made a member because the others could not reach it."""
     reason: str = ""
     worker_failed: bool = False
-    """Whether it was broken by a failure of workers, rather than by the loss of a node."""
+    """Whether a worker failure broke it, rather than the loss of a node."""
     cause: Cause | None = None
-    """What broke it, where that is known."""
+    """What broke it, if known."""
     lost: tuple[Name, ...] = ()
-    """Whose loss broke it, where that is known."""
+    """The nodes whose loss broke it, if known."""
     result: RunResult | None = None
     next: RoundDocument | None = None
 
@@ -276,7 +276,7 @@ class RoundDocument(Document):
 
     @property
     def last_number(self) -> int:
-        """The number of the newest round that may be in effect: a planned change may have been made already."""
+        """The number of the newest round that may be in effect: a planned change may have taken effect already."""
         return self.next.number if self.next is not None else self.number
 
     def is_first(self, node: str) -> bool:
@@ -293,18 +293,18 @@ class RoundDocument(Document):
 
 
 class Departure(Document):
-    """How the last node of a run left. Nodes that died at once leave none, and the next one that comes removes it."""
+    """How the last node of a run left. Nodes that crash leave none, and the next node that joins removes it."""
 
     wall: float
     node: str
     planned: bool
-    """Whether somebody asked it to go; else it gave up."""
+    """Whether it was asked to leave; otherwise it gave up."""
     reason: str
     exit_code: int
 
 
 class JournalEntry(Document):
-    """One transition, kept for people (bounded)."""
+    """One transition, kept for people; the journal's length is bounded."""
 
     wall: float
     by: str

@@ -1,4 +1,4 @@
-"""What the protocol's core is given and what it asks for: plain values, for a thread or a simulator to perform."""
+"""Input and output of the protocol's core, as plain values: a thread or a simulator performs the effects."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from elastic_trainer.store.api import Compare, Operation, TransactionResult
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What this node knows of the run, and of its own key."""
+    """What this node knows about the run, and about its own key."""
 
     seen: Observation
     create_revision: int
-    """Of this node's key; 0 while it is not shown."""
+    """Create-revision of this node's key; 0 while the key does not exist."""
     senior: bool
     """Whether it was among the most senior nodes when its key was created."""
     away: bool
-    """Whether the key is to be shown (again)."""
+    """Whether the key must be written (again): its lease has ended, or no write is known to have succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """``effect`` was performed. ``again_in_s``: it was not, and is tried again after that time."""
+    """``effect`` was performed. With ``again_in_s`` it was not, and is tried again after that time."""
 
     effect: Effect
     again_in_s: float | None = None
@@ -37,7 +37,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Oldest:
-    """The answer to AskOldest: the most senior nodes, without ghosts."""
+    """The answer to AskOldest: the most senior nodes, ghosts excluded."""
 
     names: tuple[str, ...]
 
@@ -57,37 +57,37 @@ Event = Looked | Ended | Oldest | Probed
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Call the listeners with a round document that is new."""
+class Notify:
+    """Call the listeners with a new round document."""
 
     document: RoundDocument
 
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """Show this node's record again, under a new incarnation."""
+    """Write this node's record again under a new incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShowAgain:
-    """Write this node's record once more: the store may hold an older one since the view was read anew."""
+    """Write this node's record once more: the view was reloaded, so the store may hold an older record."""
 
     reloads: int
 
 
 @dataclass(frozen=True, slots=True)
 class CommitRound:
-    """Write the decided round document against ``seen``."""
+    """Write the decided round document, guarded by ``seen``."""
 
     decision: Decision
     seen: Observation
-    went_back: bool = False
-    """Whether it brings a store that was restored to where the run was."""
+    rolled_back: bool = False
+    """Whether it brings a restored store forward to where the run was."""
 
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Follow the nodes with the round, or the round alone."""
+    """Watch the nodes and the round, or the round alone."""
 
     nodes: bool
     reason: str
@@ -95,7 +95,7 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class AskOldest:
-    """Ask the store for the ``places`` most senior nodes, ``ghosts`` not counted."""
+    """Ask the store for the ``places`` most senior nodes, excluding ``ghosts``."""
 
     places: int
     ghosts: tuple[Ghost, ...]
@@ -103,36 +103,36 @@ class AskOldest:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Ask these nodes' kernels whether their agents live."""
+    """Connect to these nodes' agents: a kernel that refuses the connection proves its agent dead."""
 
     nodes: tuple[NodeView, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SayDelayed:
+class LogDelay:
     """Log why round ``after`` has no successor yet."""
 
     after: int
     reason: str
 
 
-Effect = Tell | Return | ShowAgain | CommitRound | Follow | AskOldest | Probe | SayDelayed
+Effect = Notify | Return | ShowAgain | CommitRound | Follow | AskOldest | Probe | LogDelay
 
 
 @dataclass(frozen=True, slots=True)
 class TurnOutcome:
-    """What to do now, in this order, and the monotonic time of the next step if nothing happens before."""
+    """What to do now, in this order, and the monotonic time of the next step if no event comes before."""
 
     effects: tuple[Effect, ...]
     next_at: float
 
 
-# ---- the steps of a write that takes several
+# ---- the steps of a write that takes several requests
 
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """Run ``success`` if all guards hold, else ``failure``; answered by a TransactionResult or a store's error."""
+    """Run ``success`` if all guards hold, else ``failure``; answered by a TransactionResult or a store error."""
 
     guards: tuple[Compare, ...]
     success: tuple[Operation, ...]
@@ -142,7 +142,7 @@ class Transaction:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait. ``shared``: others may write this node's key meanwhile."""
+    """Wait. ``shared``: another thread may write this node's key meanwhile."""
 
     seconds: float
     shared: bool = False
@@ -150,19 +150,19 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Grant a new lease in the place of one that is lost."""
+    """Grant a new lease to replace a lost one."""
 
     limit_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Knock:
-    """Find out whether ``host`` answers that nobody listens on ``port``."""
+class ProbePort:
+    """Find out whether ``host`` refuses connections to ``port``."""
 
     host: str
     port: int
 
 
-Request = Transaction | Pause | Renew | Knock
+Request = Transaction | Pause | Renew | ProbePort
 Steps = Generator[Request, TransactionResult | bool | None, None]
-"""Requests of one procedure; each is answered, or its error raised, before the next."""
+"""The requests of one procedure; each gets its answer, or its error is raised, before the next."""

@@ -1,6 +1,6 @@
-"""How often a run has failed at one place: a poison batch, or a dead network, must not keep it going for ever.
+"""How often a run has failed at one step: a poison batch or a dead network must not keep it retrying for ever.
 
-Pure. The count travels in the round document, job-wide: a poison batch would kill one node after another.
+Pure. The round document carries the count, for the whole run: a poison batch would kill one node after another.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from elastic_trainer.model import Cause
 
 @dataclass(frozen=True, slots=True)
 class FailureBudget:
-    """What has gone wrong since the job last came further: that was to ``step`` (None: it has not begun)."""
+    """Failures since the job last made progress, which was to ``step`` (None: no step yet)."""
 
     step: int | None
     failures: int
     stalled: int
     place: Identity | None = None
-    """Where the job stands, with what it would do next."""
+    """The job's position in the data, with the samples of the next step."""
     culprits: tuple[str, ...] = ()
     """In restart mode: the nodes whose own workers failed there."""
 
     def verdict(self, limits: Limits) -> str:
-        """Why the run has to end, or nothing."""
+        """Why the run has to end; empty if it may continue."""
         if self.failures >= limits.failure_limit:
-            what = f"{self.failures} failures of workers"
+            what = f"{self.failures} worker failures"
         elif self.stalled >= limits.stalled_rounds:
-            what = f"{self.stalled} rounds in a row ended"
+            what = f"{self.stalled} consecutive rounds ended"
         else:
             return ""
         if self.step is None:
-            return f"{what} before the training had begun"
+            return f"{what} before the first step"
         return f"{what} after step {self.step}, without a step committed since{_samples(self.place)}"
 
 
 UNSPENT = FailureBudget(None, 0, 0)
-"""That of a run that begins."""
+"""The budget of a run that starts."""
 
 
 def count(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> FailureBudget:
-    """The tally after the end of the present round, whose successor ``ready`` will make up."""
+    """The counts after the end of the present round, whose successor will consist of ``ready``."""
     if current.state is RoundState.DRAINING:
         return FailureBudget(current.last_step, current.failures, current.stalled)
     ended = [node for member, node in live_members(view) if node.record.life > member.life]
-    # Whoever lives knows exactly how far the job has come; of the dead that is known only where they had a page.
+    # Live nodes know the exact progress; of a dead node it is known only if its workers had heartbeat pages.
     known = [node.record.identity for node in ready if node.record.identity is not None]
     known = known or [node.record.reached for node in ended if node.record.reached is not None]
     place = max(known, key=lambda each: each.step, default=None)
@@ -57,10 +57,10 @@ def count(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> F
 
 
 def count_lives(view: ClusterView, current: RoundDocument) -> FailureBudget:
-    """The tally in restart mode: lives in a row that ended by a failure of workers after the very same step.
+    """The counts in restart mode: consecutive lives that ended with a worker failure after the same step.
 
-    Each begins at a checkpoint, so one that ends before that step says nothing of it: such failures are those of
-    machines, which may come at any step. Nor does a life that ended with the loss of a node.
+    Each life starts at a checkpoint, so one that ends before that step says nothing about it: such failures come from
+    machines, at any step. A life that ended with the loss of a node says nothing about the step either.
     """
     before = FailureBudget(current.last_step, current.failures, current.stalled, culprits=current.culprits)
     ended = [node for member, node in live_members(view) if node.record.life > member.life]
@@ -75,7 +75,7 @@ def count_lives(view: ClusterView, current: RoundDocument) -> FailureBudget:
 
 
 def _samples(place: Identity | None) -> str:
-    """Which samples come next at ``place``, for people: each epoch has an order of its own."""
+    """The samples that come next at ``place``, for people: each epoch has its own order."""
     if place is None or not place.batch:
         return ""
     last = place.samples + place.batch - 1

@@ -1,10 +1,10 @@
-"""Take a run's keys out of the store: of one that is over, or that nobody will go on with.
+"""Remove a run's keys from the store: of a run that is over, or that nobody will continue.
 
 *Runs in* commands, the main thread.
 *Owns* nothing.
 *Fails by* ConfigError for a run that must not be forgotten, the store's errors.
-*Invariant*: the keys go in one write, and only while no node is in the run and its round is as it was judged. What is
-read is taken as it comes, since other versions' runs must go as well; checkpoints are never touched.
+*Invariant*: one write removes all keys, and only while no node is in the run and its round is the one that was judged.
+Documents are read leniently, since runs of other versions must be removable too; checkpoints are never touched.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from elastic_trainer.store.keys import RunKeys
 _NAMED = 5
 
 
-class _Told(BaseModel):
-    """What is read of documents of any version."""
+class _Summary(BaseModel):
+    """The fields read from documents of any version."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -33,7 +33,7 @@ class _Told(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """What the store holds of one run at ``revision``. ``nodes``: those that are in it; keys of none do not count."""
+    """What the store holds of one run at ``revision``. ``nodes``: the nodes that are in it; other keys do not count."""
 
     keys: RunKeys
     revision: int
@@ -42,11 +42,11 @@ class Remains:
     round_revision: int
     closed: bool
     last_wall: float
-    """When its journal was last written (Unix time of the node that wrote); 0 where that is not known."""
+    """When its journal was last written (Unix time of the writing node); 0 if unknown."""
 
 
 def look(store: Store, keys: RunKeys, deadline: Deadline) -> Remains:
-    """What there is of the run. The round is read with the rest, at one revision."""
+    """Read what the store holds of the run, all at one revision."""
     everything = Read(keys.root, prefix_end(keys.root), keys_only=True)
     events = Read(keys.events, prefix_end(keys.events))
     read = store.transact([], [everything, Read(keys.round), events], deadline=deadline)
@@ -59,32 +59,32 @@ def look(store: Store, keys: RunKeys, deadline: Deadline) -> Remains:
         len(found[0].items),
         tuple(nodes),
         current.mod_revision if current is not None else 0,
-        current is not None and _told(current.value).state == RoundState.CLOSED,
-        max((_told(item.value).wall for item in found[2].items), default=0.0),
+        current is not None and _summary(current.value).state == RoundState.CLOSED,
+        max((_summary(item.value).wall for item in found[2].items), default=0.0),
     )
 
 
-def _told(value: bytes) -> _Told:
+def _summary(value: bytes) -> _Summary:
     try:
-        return _Told.model_validate_json(value)
+        return _Summary.model_validate_json(value)
     except ValidationError:
-        return _Told()
+        return _Summary()
 
 
 def refusal(remains: Remains, *, unfinished: bool) -> ConfigError | None:
-    """Why the run must be kept; None if it may go. Pure."""
+    """Why the run must be kept; None if it may be removed. Pure."""
     run = remains.keys.run_id
     if remains.nodes:
         more = " and others" if len(remains.nodes) > _NAMED else ""
         who = ", ".join(remains.nodes[:_NAMED]) + more
         return ConfigError(
             f"run {run!r} has nodes: {who}",
-            hint="stop them first; a node that died is gone when its lease ends, by default after 5 s",
+            hint="stop them first; a node that died disappears when its lease ends, by default after 5 s",
         )
     if not remains.closed and not unfinished:
         return ConfigError(
-            f"run {run!r} is not over: its nodes may come back and go on",
-            hint="if they will not, or are to begin with round 1 from their checkpoints, add --unfinished",
+            f"run {run!r} is not over: its nodes may come back and continue it",
+            hint="if they will not, or if they should start again at round 1 from their checkpoints, add --unfinished",
         )
     return None
 
@@ -95,13 +95,13 @@ def is_old(remains: Remains, now_wall: float, days: float) -> bool:
 
 
 def forget(store: Store, remains: Remains, deadline: Deadline) -> None:
-    """Remove all keys of the run, unless anything has happened to it since it was looked at."""
+    """Remove all keys of the run; raises ConfigError if the run has changed since ``look``."""
     keys = remains.keys
-    # Whatever is below nodes/ now was there when it was looked at; where nothing is, the comparison holds.
+    # Holds if nodes/ has no key that was created after the look; also if it has no key at all.
     nobody = Compare(
         keys.nodes, Field.MOD_REVISION, Relation.LESS, remains.revision + 1, range_end=prefix_end(keys.nodes)
     )
     guards = [nobody, unchanged(keys.round, remains.round_revision)]
     everything = Delete(keys.root, range_end=prefix_end(keys.root))
     if not store.transact(guards, [everything], deadline=deadline).succeeded:
-        raise ConfigError(f"run {keys.run_id!r} goes on: somebody has just joined it", hint="look at its status")
+        raise ConfigError(f"run {keys.run_id!r} continues: a node has just joined it", hint="look at its status")

@@ -1,7 +1,7 @@
-"""What nodes publish about their workers: how each rank is, and what they have counted.
+"""What nodes publish about their workers: the status of each rank, and counters.
 
-A node's document is written every few seconds and stays when the node goes: its counters belong to the run. Whether the
-node is there shows in its leased key (``nodes/<node>``) alone.
+A node writes its document every few seconds. The document stays when the node leaves, since its counters belong to the
+run; only the leased key (``nodes/<node>``) shows whether the node is present.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic_trainer.model import Cause
 from elastic_trainer.telemetry.rank import GAUGES, RankGauges
 
 GONE: Final = "_gone"
-"""Counts of nodes that are gone for long, added up, are kept under this name (no node can have it)."""
+"""The name under which the summed counters of long-gone nodes are kept (no node can have it)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,17 +30,17 @@ class RankHealth(RankGauges):
     phase: str
     """A model.Phase."""
     phase_s: float
-    """How long it has been in it."""
+    """How long it has been in this phase."""
     still_s: float
     """Seconds without progress."""
     device: str = "cpu"
     waits: bool = False
-    """Whether it waits for other ranks."""
+    """Whether it is waiting for other ranks."""
     waits_s: float = 0.0
-    """How long it has been seen to do nothing else."""
+    """How long it has been observed to only wait."""
 
     def as_status(self) -> dict[str, Any]:
-        """By name, None for what is not known."""
+        """The fields by name; None for unknown values."""
         status = dict(zip(RANK_FIELDS, _VALUES(self), strict=True))
         return status | {gauge.name: gauge.known(status[gauge.name]) for gauge in GAUGES}
 
@@ -50,12 +50,12 @@ _VALUES: Final = attrgetter(*RANK_FIELDS)
 
 
 def _columns(ranks: Sequence[RankHealth]) -> dict[str, Sequence[Any]]:
-    """Each name once, as there may be many ranks."""
+    """Columns instead of rows: each name is stored once, as there may be many ranks."""
     return dict(zip(RANK_FIELDS, zip(*map(_VALUES, ranks), strict=True), strict=True)) if ranks else {}
 
 
 def _rows(stored: Any) -> Any:
-    """What :func:`_columns` has made; columns that this version does not know are left out when it is validated."""
+    """The inverse of :func:`_columns`; validation drops columns that this version does not know."""
     if not isinstance(stored, dict):
         return stored
     if not all(isinstance(column, list) for column in stored.values()):
@@ -73,73 +73,72 @@ class Saved(BaseModel):
 
     step: int
     wall: float
-    """When (Unix time, of that node)."""
+    """When it was saved (Unix time of that node)."""
     bytes: int = 0
     duration_s: float = 0.0
     free_bytes: int | None = None
-    """What was left then of the space for checkpoints; None where that is not known."""
+    """Free space left for checkpoints after the save; None if unknown."""
 
 
 class NodeHealth(Document):
-    """See the module. ``counters``: sums over this node's workers since it came, of those that are gone too.
+    """See the module. ``counters``: sums over this node's workers since it joined, including those that have ended.
 
-    Their names: ``seconds.<phase>``; ``samples``, ``steps``, ``nonfinite_steps``, ``differences``; ``left`` (the node,
-    on request); ``ended.<cause>`` (rounds that this node has seen the end of first); ``save.ok``, ``save.failed``,
-    ``load.ok``, ``load.failed``; and
-    of the histograms ``save_s``, ``load_s``, ``recovery_s.failure``, ``recovery_s.planned``, ``recovery_s.start``:
-    ``<name>.le.<bound>`` (not cumulative), ``<name>.sum``, ``<name>.count``.
+    Names: ``seconds.<phase>``; ``samples``, ``steps``, ``nonfinite_steps``, ``differences``; ``left`` (the node left on
+    request); ``ended.<cause>`` (rounds whose end this node noticed first); ``save.ok``, ``save.failed``, ``load.ok``,
+    ``load.failed``. The histograms ``save_s``, ``load_s``, ``recovery_s.failure``, ``recovery_s.planned`` and
+    ``recovery_s.start`` have ``<name>.le.<bound>`` (not cumulative), ``<name>.sum`` and ``<name>.count``.
     """
 
     node: str
     host: str = ""
     wall: float
-    """When this was written (Unix time, of that node; to be shown, and compared with itself alone)."""
+    """When this was written (Unix time of that node; for display, and comparable only with values of the same node)."""
     every_s: float = Field(default=5.0, gt=0.0)
-    """How often it is written."""
+    """Seconds between two writes."""
     metrics: str = ""
-    """``scheme://host:port`` of the node's endpoint; empty if it has none that others reach."""
+    """``scheme://host:port`` of the node's endpoint; empty if it has none that other machines can reach."""
     logs: str = ""
-    """Where its output goes (see agent/health/log_place); empty if that is not known."""
+    """Where its output goes (see agent/health/log_place); empty if unknown."""
     round: int = 0
     ranks: Ranks = ()
     counters: Mapping[str, float] = Field(default_factory=dict)
     loss: float | None = None
-    """The newest loss known on the node of rank 0."""
+    """The newest loss; known on the node of rank 0."""
     saved: Saved | None = None
-    """The last that a worker of this node has saved, as rank 0."""
+    """The last checkpoint that a worker of this node saved as rank 0."""
     save_interval_s: float = 0.0
 
 
 class Incident(Document):
-    """One event with all that is known of it: what ended a round and how it went on, or what else people should know.
+    """One event for people: what ended a round and how the run continued, or something else worth knowing.
 
-    The record of a round's end is written when the next round has made its first step (or when the run has ended), by
-    the node of that round's rank 0; until then the journal has the transitions.
+    The node of the next round's rank 0 writes the record of a round's end, when that round has made its first step or
+    the run has ended; until then only the journal has the transitions.
     """
 
     wall: float
-    """When it began (Unix time of the node that reports it)."""
+    """When it began (Unix time of the reporting node)."""
     by: str
     cause: Cause | None = None
     kind: str = "round"
     """``round`` (a round ended), ``straggler``, ``checkpoint_failed``, ``nonfinite_loss``, ``ranks_differ``,
     ``node_unfit``, ``node_gave_up``, ``run_stopped``, ``worker_died``."""
     open: bool = False
-    """A round ended, and none has followed yet."""
+    """The round ended, and no round has followed yet."""
     round: int = 0
     """The round that ended, or in which it happened."""
     next_round: int | None = None
     reason: str = ""
     nodes: tuple[str, ...] = ()
-    """Whom it concerns: lost, joined, left, slow."""
+    """The nodes that were lost, joined, left or are slow."""
     ranks: tuple[int, ...] = ()
     world_before: int = 0
     world_after: int = 0
     step: int = 0
-    """The last committed step known before it."""
+    """The last known committed step before it."""
     steps_lost: int = 0
     detect_s: float = 0.0
-    """From its last sign of life to its discovery, where that is known."""
+    """From the last sign of life to the detection, if known."""
     regroup_s: float = 0.0
     """From the end of the round to the agreement on the next."""
     resume_s: float = 0.0

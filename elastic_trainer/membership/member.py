@@ -1,12 +1,12 @@
-"""One node's membership: a thin thread around the protocol's core, and what the node's agent asks of it.
+"""One node's membership: a thin thread around the protocol's core, and the methods that the node's agent calls.
 
-*Runs in* the node agent: one thread that decides (``membership``), short-lived ones that probe, calls from torchrun's
-main thread.
+*Runs in* the node agent: one deciding thread (``membership``), short-lived threads that probe, and calls from
+torchrun's main thread.
 *Owns* the node's lease and key, the view of the run.
 *Fails by* RunClosedError, JoinTimeoutError, SpecMismatchError and StoreUnavailableError (at the start only: later an
 outage of the store is waited out).
-*Invariant*: every write of the round document is a ``round_write``. A store that was restored from an older state is
-brought to where the run was, before anything else is decided.
+*Invariant*: every write of the round document is a ``round_write``. If the store was restored from an older state, the
+member first brings it forward to where the run was, before it decides anything else.
 """
 
 from __future__ import annotations
@@ -44,17 +44,16 @@ from elastic_trainer.membership.effects import (
     Ended,
     Event,
     Follow,
+    LogDelay,
     Looked,
+    Notify,
     Oldest,
     Probe,
     Probed,
     Return,
-    SayDelayed,
     ShowAgain,
-    Tell,
 )
 from elastic_trainer.membership.leader_priority import first_names, oldest_keys, written_by_nodes
-from elastic_trainer.membership.outlook import LEASE_SLACK_S
 from elastic_trainer.membership.parting import closing, is_left, parting
 from elastic_trainer.membership.presence import Presence, refuses
 from elastic_trainer.membership.probe import PROBE_TIMEOUT_S
@@ -70,6 +69,7 @@ from elastic_trainer.membership.round_write import (
 )
 from elastic_trainer.membership.shard_groups import has_places
 from elastic_trainer.membership.view import Observation, RunView
+from elastic_trainer.membership.watch_scope import LEASE_SLACK_S
 from elastic_trainer.store.api import Read, Store, TransactionResult
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.logs import logger
@@ -79,7 +79,7 @@ ASK_LIMIT_S = 2.0
 PARTING_S = 2.0
 LOST_RACE_S = 0.1
 OUTAGE_S = 0.2
-"""How long after a write that lost its compare, or that the store did not take, the core looks again."""
+"""Seconds until the core looks again after a write that lost its compare, or that failed in the store."""
 RESTS_PER_TURN = 3.0
 LONGEST_REST_S = 0.2
 
@@ -114,7 +114,7 @@ class Member:
         self._listeners.append(listener)
 
     def start(self, deadline: Deadline) -> None:
-        """Follow the run and begin to decide. The node becomes visible with the first ``announce``."""
+        """Start to watch the run and to decide. The node becomes visible with the first ``announce``."""
         self._view.start(self._store)
         if not self._view.wait_loaded(deadline.remaining_s()):
             raise StoreUnavailableError(
@@ -124,11 +124,11 @@ class Member:
         self._thread.start()
 
     def look(self) -> Observation:
-        """What is known of the run now (no I/O)."""
+        """The latest observation of the run (no I/O)."""
         return self._view.look()
 
     def nodes(self, names: Sequence[str], deadline: Deadline) -> dict[str, NodeView]:
-        """The keys of ``names``, where they are there; asks the store unless this node follows all nodes."""
+        """The existing keys of ``names``; asks the store unless this node watches all nodes."""
         seen = self._view.look()
         if seen.follows_nodes:
             return {name: seen.nodes[name] for name in names if name in seen.nodes}
@@ -142,24 +142,24 @@ class Member:
         return found
 
     def announce(self, record: NodeRecord, deadline: Deadline) -> None:
-        """Show ``record`` under this node's key; waits out an outage of the store until ``deadline``."""
+        """Write ``record`` to this node's key; waits out an outage of the store until ``deadline``."""
         self._presence.show(record, deadline)
         self._view.wake()
 
     def record(self) -> NodeRecord:
-        """What this node shows of itself."""
+        """The record that this node last announced."""
         if self._presence.key.record is None:
             raise RuntimeError("nothing has been announced yet")
         return self._presence.key.record
 
     def is_mine(self, member: RoundMember | None) -> bool:
-        """Whether ``member`` means the present life of this node."""
+        """Whether ``member`` is the present life of this node."""
         return self._presence.key.is_mine(member)
 
     def break_round(self, failure: RoundFailure, deadline: Deadline, record: NodeRecord | None = None) -> None:
-        """Break the round of ``failure`` if it is still on; waits out an outage of the store.
+        """Break the round of ``failure`` if it is still in effect; waits out an outage of the store.
 
-        With ``record`` this node's key is changed in the same write.
+        With ``record`` the same write also changes this node's key.
         """
         while not deadline.expired:
             seen = self._view.look()
@@ -174,15 +174,15 @@ class Member:
             self._view.wait_change(seen.serial, min(0.2, deadline.remaining_s()))
 
     def create_revision(self) -> int:
-        """Which key of this node is meant: 0 before it is shown."""
+        """Create-revision of this node's key; 0 before the key exists."""
         return self._presence.key.create_revision
 
     def shown(self) -> NodeRecord | None:
-        """What this node's key is known to hold; None before it is shown, and after it was lost."""
+        """The record that this node's key is known to hold; None before it exists, and after it was lost."""
         return self._presence.key.shown
 
     def await_round(self, join_timeout_s: float) -> RoundDocument:
-        """Wait for an active round that this life of the node is part of.
+        """Wait for an active round that has this life of the node as a member.
 
         ``join_timeout_s`` bounds the wait while no round is active (a spare waits as long as others train).
         Raises RunClosedError or JoinTimeoutError.
@@ -210,7 +210,7 @@ class Member:
             self._view.wait_change(seen.serial, min(left, LOOK_AGAIN_S))
 
     def await_over(self, number: int, deadline: Deadline) -> None:
-        """Wait until round ``number`` is not on any more, at most until ``deadline``."""
+        """Wait until round ``number`` is no longer in effect, at most until ``deadline``."""
         while not deadline.expired:
             seen = self._view.look()
             if seen.round is not None and not is_on(seen.round, number):
@@ -218,9 +218,9 @@ class Member:
             self._view.wait_change(seen.serial, min(deadline.remaining_s(), LOOK_AGAIN_S))
 
     def await_end(self, number: int, outage_limit_s: float) -> RoundDocument | None:
-        """After this node is done: wait until the run is closed or round ``number`` is over.
+        """After this node has finished: wait until the run is closed or round ``number`` is over.
 
-        An unreachable store is waited for at most ``outage_limit_s``; None then.
+        Returns None if the store was unreachable for ``outage_limit_s``.
         """
         lost_since: float | None = None
         while True:
@@ -234,7 +234,7 @@ class Member:
             self._view.wait_change(seen.serial, LOOK_AGAIN_S)
 
     def leave(self, departure: Departure | None = None) -> None:
-        """Take this node's key away and end all threads; ``departure``: why, for the record. Never raises."""
+        """Delete this node's key and stop all threads; ``departure`` records why. Never raises."""
         self._stop.set()
         self._view.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -247,7 +247,7 @@ class Member:
     def _record(self, departure: Departure) -> None:
         current = self._view.look().round
         if self.create_revision() == 0 or (current is not None and current.state is RoundState.CLOSED):
-            return  # it was never in the run, or the end of the run says why
+            return  # it was never in the run, or the closed run has its own reason
         guards, if_last, else_ = parting(self._keys, departure, current)
         deadline = Deadline.after(PARTING_S, self._clock)
         try:
@@ -283,10 +283,10 @@ class Member:
                 next_at = step.next_at
                 for effect in step.effects:
                     self._perform(effect)
-            except Exception:  # noqa: BLE001 - the edge of a thread: a dead decider would be silence
+            except Exception:  # noqa: BLE001 - the edge of a thread: a dead deciding thread would go unnoticed
                 logger().exception("decision.failed")
                 next_at = began + LOOK_AGAIN_S
-            # A crowd that reports one by one is looked at in batches: else one look would follow the other.
+            # Handles changes in batches: a thousand nodes that report one by one would cause as many looks.
             now = self._clock.monotonic()
             self._clock.wait(self._stop, min(RESTS_PER_TURN * (now - began), LONGEST_REST_S, max(0.0, next_at - began)))
             self._view.wait_change(seen.serial, next_at - self._clock.monotonic())
@@ -305,7 +305,7 @@ class Member:
         return Looked(seen, key.create_revision, key.senior, key.away)
 
     def _perform(self, effect: Effect) -> None:
-        """Do it, and keep how it ended for the next step."""
+        """Perform ``effect`` and queue its outcome for the next step."""
         again_in_s = None
         try:
             if not self._do(effect):
@@ -319,8 +319,8 @@ class Member:
         self._answer(Ended(effect, again_in_s))
 
     def _do(self, effect: Effect) -> bool:
-        """Perform it; False if somebody was faster or this node's key is gone."""
-        if isinstance(effect, Tell):
+        """Perform ``effect``; False if another node was faster or this node's key is gone."""
+        if isinstance(effect, Notify):
             for listener in self._listeners:
                 listener(effect.document)
         elif isinstance(effect, Return):
@@ -335,7 +335,7 @@ class Member:
             self._view.change(self._store, nodes=effect.nodes)
         elif isinstance(effect, AskOldest):
             self._answer(self._oldest(effect))
-        elif isinstance(effect, SayDelayed):
+        elif isinstance(effect, LogDelay):
             logger().info("round.delayed", after=effect.after, reason=effect.reason)
         else:
             self._start_probes(effect)
@@ -364,14 +364,14 @@ class Member:
         document = effect.decision.round
         if document is None:
             return True
-        if effect.went_back:
-            logger().warning("store.went_back", reason=effect.decision.reason, known_round=document.number)
+        if effect.rolled_back:
+            logger().warning("store.rolled_back", reason=effect.decision.reason, known_round=document.number)
         return self._commit(document, effect.decision.reason, effect.seen, ATTEMPT_S)
 
     def _commit(
         self, document: RoundDocument, reason: str, seen: Observation, limit_s: float, record: NodeRecord | None = None
     ) -> bool:
-        """Write the round document; False if somebody was faster or this node's key is gone."""
+        """Write the round document; False if another node was faster or this node's key is gone."""
         author = Author(self._keys, self.node_id, self._presence.key.create_revision)
         with self._presence.writing(record) if record is not None else nullcontext() as put:
             more = [put] if put is not None else []
@@ -426,7 +426,7 @@ def closed_error(document: RoundDocument) -> RunClosedError:
 
 
 def _note(document: RoundDocument, reason: str) -> None:
-    """One line for each state that a round comes to, on the node that has written it."""
+    """Log each state change of a round, on the node that wrote it."""
     names = [member.node for member in document.members]
     log = logger().bind(round=document.number, world_size=document.world_size, nodes=names, reason=reason)
     match document.state:

@@ -1,9 +1,9 @@
 """The key of one node: what to write next, given what the store answered. Pure.
 
-Each procedure is a generator of requests, so that a thread and a simulator perform the same steps.
+Each procedure is a generator of requests, so a thread and a simulator perform the same steps.
 
-*Invariant*: the key is written only while it is absent or still holds what this object knows of, so that a write whose
-outcome stayed unknown cannot come late and undo a newer one.
+*Invariant*: the key is written only while it is absent or at the version that this object knows, so a delayed write of
+unknown outcome cannot undo a newer one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from elastic_trainer.clock import Clock, Deadline
 from elastic_trainer.errors import ConfigError, LeaseLostError, StoreUnavailableError, TransientError
 from elastic_trainer.membership.documents import DocumentError, NodeRecord, RoundMember
-from elastic_trainer.membership.effects import Knock, Pause, Renew, Request, Steps, Transaction
+from elastic_trainer.membership.effects import Pause, ProbePort, Renew, Request, Steps, Transaction
 from elastic_trainer.membership.leader_priority import SENIORS, oldest_keys, written_by_nodes
 from elastic_trainer.store.api import (
     Compare,
@@ -55,7 +55,7 @@ class HeldLease(Protocol):
 
 
 class OwnKey:
-    """The key of ``node_id``; ``create_revision`` is 0 until it is shown."""
+    """The key of ``node_id``; ``create_revision`` is 0 until the key exists."""
 
     def __init__(self, keys: RunKeys, node_id: str, lease: HeldLease, clock: Clock) -> None:
         self._keys, self._lease, self._clock = keys, lease, clock
@@ -66,42 +66,42 @@ class OwnKey:
         self.senior = False
         """Whether it was among the most senior nodes when its key was created."""
         self.record: NodeRecord | None = None
-        """What is, or is to be, shown."""
+        """The record that the key holds or should hold."""
         self.written: NodeRecord | None = None
-        """What the key is known to hold, while its lease lives; None while the outcome of a write is open."""
+        """What the key is known to hold while its lease lives; None while the outcome of a write is unknown."""
         self._mod_revision = 0
 
     @property
     def lost(self) -> bool:
-        """Whether the store has ended the lease, and with it the key."""
+        """Whether the lease has ended in the store, and the key with it."""
         return self._lease.lost.is_set()
 
     @property
     def shown(self) -> NodeRecord | None:
-        """What the key is known to hold; None before it is shown, while it may be gone, or hold what was sent last."""
+        """The record that the key is known to hold; None if it may be absent or may already hold a newer record."""
         return None if self.lost or not self.create_revision else self.written
 
     @property
     def away(self) -> bool:
-        """Whether the key is to be shown (again): its lease has ended, or no write of it is known to have worked."""
+        """Whether the key must be written (again): its lease has ended, or no write is known to have succeeded."""
         return self.record is not None and (self.lost or self.create_revision == 0)
 
     def is_mine(self, member: RoundMember | None) -> bool:
-        """Whether ``member`` of a round means the present life of this node."""
+        """Whether ``member`` of a round is the present life of this node."""
         mine = (self.create_revision, self.record.life) if self.record is not None else None
         return member is not None and (member.create_revision, member.life) == mine
 
     def put(self, record: NodeRecord) -> Put:
-        """The write that shows ``record``, for a transaction guarded by the round and this key's create-revision."""
+        """The write of ``record``, for a transaction guarded by the round and this key's create-revision."""
         return Put(self._key, record.encode(), self._lease.lease_id)
 
     def wrote(self, record: NodeRecord, revision: int) -> None:
-        """Such a write went through, as ``revision`` of the store."""
+        """Take note that such a write succeeded, at ``revision`` of the store."""
         self.record = self.written = record
         self._mod_revision = revision
 
     def showing(self, record: NodeRecord, deadline: Deadline) -> Steps:
-        """Write ``record``; again over an outage of the store until ``deadline``."""
+        """Write ``record``; retries during an outage of the store until ``deadline``."""
         while True:
             self.record = record
             try:
@@ -118,7 +118,7 @@ class OwnKey:
             yield Pause(AGAIN_S, shared=True)
 
     def returning(self, deadline: Deadline) -> Steps:
-        """After the lease was lost: show the same record as a new incarnation; once more if that remained unknown."""
+        """After the lease was lost: write the same record as a new incarnation; again if the outcome was unknown."""
         if self.record is None or not self.away:
             return
         if self.lost:
@@ -127,7 +127,7 @@ class OwnKey:
         yield from self._write_again(self.record, deadline)
 
     def showing_again(self, deadline: Deadline) -> Steps:
-        """Write what is shown once more: the store may hold an older record than it was given."""
+        """Write the present record once more: a restored store may hold an older one."""
         if self.record is not None and not self.away:
             yield from self._write_again(self.record, deadline)
 
@@ -148,7 +148,7 @@ class OwnKey:
                 self.wrote(record, result.revision)
                 return
             if there is not None and there.create_revision == self.create_revision:
-                self._mod_revision = there.mod_revision  # a write of ours, its answer lost; or a store that went back
+                self._mod_revision = there.mod_revision  # our write, whose answer was lost; or a restored store
             else:
                 self.create_revision = 0
         yield from self._create(record, put, deadline)
@@ -173,16 +173,16 @@ class OwnKey:
                 yield self._transaction(deadline, unchanged(self._key, left_behind.mod_revision), deletion)
             elif waiting_until.expired:
                 raise ConfigError(
-                    f"another live node is called {self.node_id!r} in this run",
-                    hint="give each node its own --rdzv-conf node_id, or leave it out",
+                    f"another live node of this run has the id {self.node_id!r}",
+                    hint="give each node its own --rdzv-conf node_id, or omit the option",
                 )
             elif deadline.expired:
-                raise StoreUnavailableError(f"the key of an earlier node {self.node_id!r} did not go in time")
+                raise StoreUnavailableError(f"the key of an earlier node {self.node_id!r} did not disappear in time")
             else:
                 yield Pause(AGAIN_S)
 
     def _adopt(self, mine: KeyValue, record: NodeRecord, put: Put, deadline: Deadline) -> Steps:
-        """An earlier write of ours went through unnoticed (its answer was lost)."""
+        """Take over the key that an earlier write of ours created; its answer was lost."""
         guard = unchanged(self._key, mine.mod_revision)
         result = _result((yield self._transaction(deadline, guard, (put, self._oldest))))
         if result.succeeded:
@@ -206,10 +206,10 @@ def _result(answer: TransactionResult | bool | None) -> TransactionResult:
     return answer
 
 
-def _port_of(item: KeyValue) -> Knock | None:
-    """Where the owner of a key can be asked for; None if it cannot."""
+def _port_of(item: KeyValue) -> ProbePort | None:
+    """The agent port of a key's owner; None if it has none."""
     try:
         record = NodeRecord.decode(item.value, item.key)
     except DocumentError:
         return None
-    return Knock(record.address, record.probe_port) if record.probe_port > 0 else None
+    return ProbePort(record.address, record.probe_port) if record.probe_port > 0 else None

@@ -1,7 +1,7 @@
-"""What a node leaves behind when it goes: the last one says whether the run was stopped on purpose or given up. Pure.
+"""What a node writes when it leaves: the last one records whether the run was stopped on purpose or gave up. Pure.
 
-*Invariant*: the departure is there only while no node is, and the last one has left by itself. A node that dies, or one
-that comes, leaves none.
+*Invariant*: the departure exists only while no node is present and the last one left by itself. A node that dies writes
+none, and a node that joins removes it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ STOPPED = "run_stopped"
 def parting(
     keys: RunKeys, departure: Departure, current: RoundDocument | None
 ) -> tuple[tuple[Compare, ...], tuple[Operation, ...], tuple[Operation, ...]]:
-    """Guards, what to do for the last node, and what for any other. The node's own key is gone by then.
+    """Guards, the operations of the last node, and those of any other. The node's own key is already deleted.
 
-    The last one reads the open incident, which nobody will complete: see :func:`closing`.
+    The last node reads the open incident, which no other node will complete: see :func:`closing`.
     """
     nobody = Compare(keys.nodes, Field.CREATE_REVISION, Relation.EQUAL, 0, range_end=prefix_end(keys.nodes))
     number = int(departure.wall * 1000.0)
@@ -45,9 +45,9 @@ def parting(
 def closing(
     keys: RunKeys, found: KeyValue, departure: Departure | None, following: RoundDocument | None = None
 ) -> tuple[tuple[Compare, ...], tuple[Operation, ...]]:
-    """Guards and writes that close the incident ``found``, which nobody will complete.
+    """Guards and writes that close the incident ``found``, which no other node will complete.
 
-    Either the run ends with ``departure``, or the round ``following`` is of other nodes.
+    Either the run ends with ``departure``, or the round ``following`` consists of other nodes.
     """
     opened = Incident.decode(found.value, found.key)
     how = _reason(departure) if departure is not None else "all its nodes were lost"
@@ -60,7 +60,7 @@ def closing(
 
 
 def is_left(before: RoundDocument | None, following: RoundDocument) -> bool:
-    """Whether no node of the broken round ``before`` goes on in ``following``: none can say how it went on."""
+    """Whether no node of the broken round ``before`` is in ``following``: then none can complete its incident."""
     if before is None or before.state is not RoundState.BROKEN:
         return False
     keys = {(member.node, member.create_revision) for member in before.members}

@@ -1,7 +1,7 @@
-"""A node's key: shown under a lease, changed only by its owner, shown again under a new incarnation after a loss.
+"""A node's key: written under a lease, only by its owner, and written again as a new incarnation after a loss.
 
 *Runs in* torchrun's main thread (``show``) and the deciding thread (``return_from_loss``), one at a time.
-*Owns* the lease session. What is written when is decided in ``own_key``.
+*Owns* the lease session. ``own_key`` decides what is written when.
 *Fails by* ConfigError when another live node uses the same id, TransientError past the deadline.
 """
 
@@ -15,18 +15,18 @@ from contextlib import contextmanager
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.membership.documents import NodeRecord
-from elastic_trainer.membership.effects import Knock, Pause, Renew, Request, Steps, Transaction
+from elastic_trainer.membership.effects import Pause, ProbePort, Renew, Request, Steps, Transaction
 from elastic_trainer.membership.own_key import OwnKey
 from elastic_trainer.store.api import Put, Store, TransactionResult
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.telemetry.logs import logger
 
-KNOCK_LIMIT_S = 0.2
+PROBE_LIMIT_S = 0.2
 
 
 class Presence:
-    """Shows the ``key`` of ``node_id``."""
+    """Writes the ``key`` of ``node_id``."""
 
     def __init__(self, store: Store, keys: RunKeys, node_id: str, session: LeaseSession, clock: Clock = SYSTEM) -> None:
         self._store, self._session, self._clock = store, session, clock
@@ -36,42 +36,42 @@ class Presence:
 
     @property
     def ttl_s(self) -> float:
-        """How long the key stays after its owner has fallen silent."""
+        """How long the key outlives the last keepalive of its owner."""
         return self._session.ttl_s
 
     @contextmanager
     def writing(self, record: NodeRecord) -> Iterator[Put]:
-        """Around a transaction that shows ``record`` with the round: no other thread writes the key meanwhile."""
+        """Context of a transaction that writes ``record`` with the round: no other thread writes the key meanwhile."""
         with self._lock:
             self.key.written = None
             yield self.key.put(record)
 
     def wrote(self, record: NodeRecord, revision: int) -> None:
-        """Such a transaction went through, as ``revision`` of the store."""
+        """Take note that such a transaction succeeded, at ``revision`` of the store."""
         with self._lock:
             self.key.wrote(record, revision)
 
     def show(self, record: NodeRecord, deadline: Deadline) -> None:
-        """Write ``record``; repeats over an outage of the store until ``deadline``."""
+        """Write ``record``; retries during an outage of the store until ``deadline``."""
         self._perform(self.key.showing(record, deadline))
 
     def return_from_loss(self, deadline: Deadline) -> None:
-        """After the lease was lost: show the same record as a new incarnation; once more if that remained unknown."""
+        """After the lease was lost: write the same record as a new incarnation; again if the outcome was unknown."""
         was_away = self.key.away
         self._perform(self.key.returning(deadline))
         if was_away:
             logger().warning("node.returned", node=self.node_id, create_revision=self.key.create_revision)
 
     def show_again(self, deadline: Deadline) -> None:
-        """Write what is shown once more: the store may hold an older record than it was given."""
+        """Write the present record once more: a restored store may hold an older one."""
         self._perform(self.key.showing_again(deadline))
 
     def close(self) -> None:
-        """Take the key away; an unreachable store will do it when the lease ends."""
+        """Delete the key; if the store is unreachable, the key disappears when its lease ends."""
         self._session.close()
 
     def _perform(self, steps: Steps) -> None:
-        """Give ``steps`` the answers to its requests, holding the key but for pauses that are shared."""
+        """Answer the requests of ``steps``; holds the key's lock except during shared pauses."""
         answer: TransactionResult | bool | None = None
         error: ElasticTrainerError | None = None
         while True:
@@ -103,8 +103,8 @@ class Presence:
         if isinstance(request, Transaction):
             limit = Deadline.after(request.limit_s, self._clock)
             return self._store.transact(request.guards, request.success, request.failure, deadline=limit)
-        if isinstance(request, Knock):
-            return refuses(request.host, request.port, KNOCK_LIMIT_S)
+        if isinstance(request, ProbePort):
+            return refuses(request.host, request.port, PROBE_LIMIT_S)
         if isinstance(request, Renew):
             self._session.renew(Deadline.after(request.limit_s, self._clock))
         else:
@@ -113,7 +113,7 @@ class Presence:
 
 
 def refuses(host: str, port: int, timeout_s: float) -> bool:
-    """Whether ``host`` answers that nobody listens on ``port``; a time-out proves nothing."""
+    """Whether ``host`` refuses connections to ``port``; a timeout proves nothing."""
     try:
         with socket.create_connection((host, port), timeout=timeout_s):
             return False

@@ -1,6 +1,6 @@
-"""Whose agents are probed: nodes in doubt, whose kernels refuse connections where their agents are dead. Pure.
+"""Which agents to probe: the kernel of a node whose agent is dead refuses the connection. Pure.
 
-A time-out proves nothing (a partition, a loaded host) and changes nothing.
+A timeout proves nothing (a partition, a loaded host) and changes nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from elastic_trainer.membership.effects import Probe, Probed
 PROBE_TIMEOUT_S = 0.5
 PROBE_INTERVAL_S = 0.1
 PROBES_AT_ONCE = 32
-"""A thousand nodes may be silent together; those that were asked longest ago come first."""
+"""A thousand nodes may be silent together; those probed longest ago come first."""
 
 
-class Doubts:
-    """Remembers which nodes' agents were found dead, by the mod-revision of their keys."""
+class AgentProbes:
+    """The nodes whose agents were found dead, by the mod-revision of their keys."""
 
     def __init__(self) -> None:
         self._dead: set[tuple[str, int]] = set()
@@ -27,19 +27,19 @@ class Doubts:
         self._asking = 0
 
     def dead(self, nodes: Mapping[str, NodeView]) -> frozenset[str]:
-        """The nodes whose keys are as they were when their agents were found dead."""
+        """The nodes whose keys have not changed since their agents were found dead."""
         return frozenset(
             name for name, revision in self._dead if name in nodes and nodes[name].mod_revision == revision
         )
 
-    def heard(self, answer: Probed) -> None:
+    def on_probed(self, answer: Probed) -> None:
         self._asking -= 1
         if answer.dead:
             self._dead.add((answer.node, answer.mod_revision))
 
     def turn(self, view: ClusterView, now: float) -> tuple[Probe | None, float]:
         """The nodes to probe now, and the seconds until the next look is due."""
-        silent = doubtful(view)
+        silent = unconfirmed(view)
         before = now - PROBE_INTERVAL_S
         due = sorted((self._asked.get(node.id, before), node.id, node) for node in silent)
         chosen = tuple(node for asked, _, node in due if asked <= before)[: PROBES_AT_ONCE - self._asking]
@@ -48,11 +48,11 @@ class Doubts:
         return Probe(chosen) if chosen else None, PROBE_INTERVAL_S if silent else math.inf
 
 
-def doubtful(view: ClusterView) -> list[NodeView]:
-    """The nodes that must not be dead for what comes next, of which nobody has heard just now.
+def unconfirmed(view: ClusterView) -> list[NodeView]:
+    """The nodes that must be alive for the next transition and have sent no recent news.
 
-    Members of a broken or draining round that have not said that they are free, and newcomers that are about to be
-    taken in: a round with a dead one would stand still until its lease ends.
+    These are members of a broken or draining round that have not reported that they are free, and newcomers about to be
+    added: a round with a dead node would make no progress until its lease ends.
     """
     return [
         node

@@ -1,7 +1,7 @@
-"""Whom the next round leaves out when some of its members cannot reach each other. Pure.
+"""Which node the next round excludes when some of its members cannot reach each other. Pure.
 
-Each of two nodes that are cut off from one another may reach the store and all the rest, so no lease ends and no agent
-is found dead; yet no round with both of them can be formed, for ever.
+Two nodes that cannot reach each other may both reach the store and all other nodes, so no lease ends and no agent is
+found dead; yet no round with both of them can ever form.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections import Counter
 from elastic_trainer.membership.cluster_view import NodeView
 
 FAILED_ROUNDS = 2
-"""Rounds in a row that ended without a committed step before the word of one side alone is enough."""
+"""Consecutive rounds without a committed step after which the report of one side alone is enough."""
 
 
 def left_out(ready: list[NodeView], stalled: int, least: int) -> NodeView | None:
-    """The node that most of the others could not reach, the last of equals; None if all may stay.
+    """The node that most others could not reach, the last one in case of a tie; None if all may stay.
 
-    ``ready`` would make up the next round, in this order, of which at least ``least`` have to be left. Two nodes that
-    name each other count at once; of one that only others name it may be that it was slow for a moment.
+    ``ready`` would form the next round, in this order; at least ``least`` nodes have to remain. Two nodes that report
+    each other count at once; a node that only others report may just have been slow for a moment.
     """
     if len(ready) <= least:
         return None
@@ -28,12 +28,12 @@ def left_out(ready: list[NodeView], stalled: int, least: int) -> NodeView | None
 
 
 def apart(ready: list[NodeView]) -> tuple[str, str] | None:
-    """Two of ``ready`` that name each other: a round with both would be formed in vain."""
+    """Two of ``ready`` that report each other: a round with both could not form."""
     named = _named(ready)
     return min(((node, name) for node, name in named if (name, node) in named), default=None)
 
 
 def _named(ready: list[NodeView]) -> set[tuple[str, str]]:
-    """Who of ``ready`` could not reach whom of them."""
+    """Pairs of ``ready``: the first could not reach the second."""
     present = {node.id for node in ready}
     return {(node.id, name) for node in ready for name in node.record.unreachable if name in present - {node.id}}

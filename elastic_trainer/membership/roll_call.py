@@ -1,6 +1,6 @@
-"""Who is there, asked of the store for a node that gives up and does not follow the nodes.
+"""Which nodes are present, read from the store for a node that gives up and does not watch the nodes.
 
-*Runs in* any thread of the agent. *Owns* nothing. *Fails by* nothing: what is not known is said.
+*Runs in* any thread of the agent. *Owns* nothing. *Fails by* nothing: the result says what is not known.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from elastic_trainer.store.api import Read, Store, prefix_end
 from elastic_trainer.store.keys import RunKeys
 
 NAMED = 32
-"""Most nodes that a message names."""
+"""Upper bound on the nodes that a message names."""
 CALLED = 64
-"""How many members are looked up; if none of them is there, the round has no live member."""
+"""Members that are looked up; if none of them is present, the round counts as having no live member."""
 
 
 @dataclass(frozen=True, slots=True)
 class RollCall:
-    """Who is there, for people, and whether members of the round are."""
+    """The present nodes, for people, and whether members of the round are among them."""
 
     present: str
     round_lives: bool
 
 
 def roll_call(store: Store, keys: RunKeys, current: RoundDocument | None, deadline: Deadline) -> RollCall:
-    """The nodes of the run by the store."""
+    """Read the nodes of the run from the store."""
     everyone = Read(keys.nodes, prefix_end(keys.nodes), limit=NAMED + 1 + STRAYS, keys_only=True)
     members = current.members[:CALLED] if current is not None else ()
     reads = [Read(keys.node(member.node), keys_only=True) for member in members]

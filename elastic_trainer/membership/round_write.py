@@ -1,6 +1,6 @@
-"""The one transaction that changes the round document, and what breaks a round. Pure.
+"""The only transaction that changes the round document, and the document that breaks a round. Pure.
 
-*Invariant*: the document is written only against the revision last seen and while the writer's own key stands, so a
+*Invariant*: the document is written only over the revision last seen and while the writer's own key exists, so a
 thawed or partitioned member cannot undo what others decided.
 """
 
@@ -19,13 +19,13 @@ from elastic_trainer.store.api import Delete, Operation, Put, Read, created_at, 
 from elastic_trainer.store.keys import RunKeys
 
 ATTEMPT_S = 1.5
-"""One try of a round write: one sent to an etcd leader that has just died is lost, and is not answered for 7 s."""
+"""Limit of one attempt: a write sent to an etcd leader that has just died is lost, and gets no answer for 7 s."""
 JOURNAL_LENGTH = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Author:
-    """Who writes: the node, and the create-revision of its key."""
+    """The writing node, and the create-revision of its key."""
 
     keys: RunKeys
     node_id: str
@@ -41,13 +41,13 @@ def round_write(
     limit_s: float = ATTEMPT_S,
     left: bool = False,
 ) -> Transaction | None:
-    """The write of ``document`` over the one at mod-revision ``over``, with ``more``; None for a node without a key.
+    """The write of ``document`` over the one of mod-revision ``over``, with ``more``; None for a node without a key.
 
-    ``wall``: Unix time, for the journal. ``left``: the open incident is read and stays, as the round before has no
-    survivor who could write its whole record.
+    ``wall``: Unix time, for the journal. ``left``: read and keep the open incident, as no node of the previous round
+    survives to complete it.
     """
     if author.create_revision == 0:
-        return None  # who is not shown decides nothing; and as a guard it would mean that the key is absent
+        return None  # a node without a key may not decide; and revision 0 in the guard would mean an absent key
     keys = author.keys
     guards = (unchanged(keys.round, over), created_at(keys.node(author.node_id), author.create_revision))
     return Transaction(guards, (*_writes(author, document, wall, left), *more), limit_s=limit_s)
@@ -71,14 +71,14 @@ def _writes(author: Author, document: RoundDocument, wall: float, left: bool) ->
     elif left:
         writes.append(Read(keys.open_incident))
     elif document.state in (RoundState.ACTIVE, RoundState.CLOSED):
-        writes.append(Delete(keys.open_incident))  # its whole record follows, by the next round's first node
+        writes.append(Delete(keys.open_incident))  # the next round's first node writes the complete record
     if number > JOURNAL_LENGTH:
         writes.append(Delete(keys.event(0), range_end=keys.event(number - JOURNAL_LENGTH)))
     return writes
 
 
 def _opened(author: Author, document: RoundDocument, wall: float) -> Incident:
-    """What is known of the end of a round at once: nobody may be left to say more."""
+    """The incident as known when a round breaks: no node may be left to complete it."""
     return Incident(
         wall=wall,
         by=author.node_id,
@@ -94,7 +94,7 @@ def _opened(author: Author, document: RoundDocument, wall: float) -> Incident:
 
 @dataclass(frozen=True, slots=True)
 class RoundFailure:
-    """Why a node breaks round ``number``. ``suspects`` are not waited for."""
+    """Why a node breaks round ``number``. Nobody waits for ``suspects``."""
 
     number: int
     reason: str
@@ -104,11 +104,11 @@ class RoundFailure:
 
 
 def breaking(current: RoundDocument | None, failure: RoundFailure, limits: Limits) -> RoundDocument | None:
-    """The document that breaks the round of ``failure``; None if that is not on (any more)."""
+    """The document that breaks the round of ``failure``; None if that round is not in effect (any more)."""
     if current is None or not is_on(current, failure.number):
         return None
     if current.state is RoundState.DRAINING and limits.recovery is RecoveryMode.RESTART:
-        return None  # it ends by agreement already: all leave it now, each as soon as it hears of it
+        return None  # it already ends by agreement: each member leaves as soon as it sees the document
     return broken(
         current,
         failure.reason,
@@ -119,14 +119,14 @@ def breaking(current: RoundDocument | None, failure: RoundFailure, limits: Limit
 
 
 def is_on(current: RoundDocument, number: int) -> bool:
-    """Whether round ``number`` is in effect, or about to be."""
+    """Whether round ``number`` is in effect, or soon will be."""
     if current.state is RoundState.ACTIVE:
         return current.number == number
     return current.state is RoundState.DRAINING and current.number <= number <= current.last_number
 
 
 def free_again(record: NodeRecord, number: int) -> NodeRecord | None:
-    """What a restarted node shows if round ``number`` was over before it saw it; None if it shows that already."""
+    """The record of a restarted node if round ``number`` was over before it saw it; None if it has announced that."""
     if record.reported > number:
         return None
     free = {"acknowledged": number + 1, "reported": number + 1, "planned": True, "cause": ""}

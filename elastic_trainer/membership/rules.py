@@ -1,7 +1,7 @@
-"""The membership rules: from what a node sees and the time, what it should do. Pure.
+"""The membership rules: from a node's cluster view and the time, what it should do. Pure.
 
-``decide`` is run by every node that watches the nodes; safety does not depend on who runs it, because its
-result is committed by one compare on the round document.
+Every node that watches the nodes runs ``decide``; safety does not depend on which node runs it, because one compare
+on the round document commits its result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elastic_trainer.membership.shard_groups import has_places, in_groups, newes
 from elastic_trainer.model import Cause, RecoveryMode
 
 FALSE_STARTS = 2
-"""Lives in a row that ended alike at their very start, on all nodes, before the run does."""
+"""Consecutive lives that failed at startup in the same way on all nodes, after which the run fails."""
 
 
 class Action(StrEnum):
@@ -54,7 +54,7 @@ class Decision:
 
 
 def decide(view: ClusterView, now: float) -> Decision:
-    """The rules. Every clause says in ``reason`` why it holds."""
+    """The rules. The ``reason`` of each decision says why."""
     current = view.round
     if current is not None and current.state is RoundState.CLOSED:
         return Decision(Action.WAIT, "the run is closed")
@@ -83,19 +83,19 @@ def _turn(view: ClusterView, now: float) -> float | None:
 
 
 def _first_round(view: ClusterView, now: float) -> Decision:
-    """Nobody of an earlier round is left: gather min to max nodes, with a last call."""
+    """No member of an earlier round is left: gather min to max nodes, with a last call."""
     limits, ready, seen = view.limits, in_groups(view, candidates(view)), view.sightings
     if decision := _cannot_begin(view):
         return decision
     if len(ready) >= limits.max_nodes:
-        return _form(view, ready, f"all {limits.max_nodes} nodes are here")
+        return _form(view, ready, f"all {limits.max_nodes} nodes are present")
     if len(ready) < limits.min_nodes or seen.enough_since is None:
         return _too_few(view, len(ready))
     quiet = seen.candidates_since + limits.last_call_s - now
     bound = seen.enough_since + limits.last_call_limit_s - now
     left = min(quiet, bound)
     if left <= 0.0:
-        return _form(view, ready, f"{len(ready)} nodes are here and the last call is over")
+        return _form(view, ready, f"{len(ready)} nodes are present and the last call is over")
     return Decision(Action.WAIT, "last call for more nodes", again_in_s=left)
 
 
@@ -105,7 +105,7 @@ def _too_few(view: ClusterView, usable: int) -> Decision:
 
 
 def _next_round(view: ClusterView, current: RoundDocument, now: float) -> Decision:
-    """Members of the present round are alive: end it, break it, open it to newcomers, or follow it up."""
+    """Members of the present round are alive: close the run, break the round, plan a change, or form the next round."""
     done = any(node.record.state is NodeState.DONE for _, node in live_members(view))
     if done or _head_has_finished(view, current):
         return _ending(view, current)
@@ -121,38 +121,38 @@ def _next_round(view: ClusterView, current: RoundDocument, now: float) -> Decisi
 
 
 def _cannot_start(view: ClusterView, current: RoundDocument) -> Decision | None:
-    """All members show that their workers ended at their very start, and alike: the second time that ends the run."""
+    """Fail the run when the workers of all members failed at startup in the same way twice in a row."""
     records = [node.record for member, node in live_members(view) if node.record.life == member.life]
     what, times = _false_start(records, len(current.members))
     if not times:
         return None
     if times < FALSE_STARTS:
         return Decision(Action.BREAK, what, broken(current, what, worker_failed=True, cause=Cause.WORKER_LOST))
-    return _failed(current, f"{what}, {FALSE_STARTS} times in a row: see the log of any of them")
+    return _failed(current, f"{what}, {FALSE_STARTS} times in a row: see any node's log")
 
 
 def _cannot_begin(view: ClusterView) -> Decision | None:
-    """The same in place, where workers come to no round before they open a Session."""
+    """The same in place, where workers join no round before they open a Session."""
     records = [node.record for node in view.nodes.values() if node.id not in view.suspects and not is_ghost(view, node)]
     what, times = _false_start(records, view.limits.min_nodes)
     if times < FALSE_STARTS:
         return None
     none_yet = RoundDocument(number=0, nonce=view.nonce, state=RoundState.CLOSED, members=())
-    return _failed(view.round or none_yet, f"{what}, {FALSE_STARTS} times in a row: see the log of any of them")
+    return _failed(view.round or none_yet, f"{what}, {FALSE_STARTS} times in a row: see any node's log")
 
 
 def _false_start(records: list[NodeRecord], least: int) -> tuple[str, int]:
-    """What all nodes (at ``least`` that many) show alike of a start that failed, and how often in a row; 0 if they do
-    not."""
+    """The startup failure that all nodes (at ``least`` that many) report alike, and how often in a row; 0 if they do
+    not agree."""
     found = {record.false_start for record in records}
     if len(records) < least or len(found) != 1 or not all(found):
         return "", 0
-    what = f"the script fails at its start, alike on all nodes ({found.pop()})"
+    what = f"the script fails at startup in the same way on all nodes ({found.pop()})"
     return what, min(record.false_starts for record in records)
 
 
 def _failed(current: RoundDocument, reason: str) -> Decision:
-    """The run ends."""
+    """Close the run as failed."""
     update = {"state": RoundState.CLOSED, "result": RunResult.FAILED, "reason": reason, "next": None}
     return Decision(Action.CLOSE, reason, current.model_copy(update=update))
 
@@ -163,7 +163,7 @@ def _break(current: RoundDocument, lost: dict[str, str]) -> Decision:
 
 
 def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
-    """An active round in which all is well: let nodes leave, take newcomers in, in batches."""
+    """A healthy active round: let nodes leave and add newcomers, in batches."""
     alive = [node for _, node in live_members(view)]
     leaving = [node.id for node in alive if node.record.state is NodeState.DRAINING]
     fresh = [node for node in newcomers(view) if not _tried_without(view, current, node)]
@@ -172,9 +172,7 @@ def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     size = view.limits.fitting(len(able))
     chosen = able[: size if has_places(view.limits) else max(size, staying)]
     joining = [node.id for node in chosen if node in fresh]
-    spare = (
-        0 < size < staying
-    )  # in the middle of a call of the script's all survivors went on, whatever sizes are allowed
+    spare = 0 < size < staying  # in the middle of the script's call all survivors continued, whatever sizes are allowed
     if not leaving and not spare:
         if not joining or view.sightings.newcomers_since is None:
             return Decision(Action.WAIT, "all is well")
@@ -196,13 +194,13 @@ def _planned(view: ClusterView, current: RoundDocument, now: float) -> Decision:
 
 
 def _tried_without(view: ClusterView, current: RoundDocument, node: NodeView) -> bool:
-    """In restart mode: whether the present round is to show how the others fare without this process of ``node``."""
+    """In restart mode: whether the present round tests whether the others succeed without this process of ``node``."""
     restarts = view.limits.recovery is RecoveryMode.RESTART
     return restarts and current.left_out == node.id and node.record.ended_by is not None
 
 
 def _spare(view: ClusterView, names: list[str]) -> str:
-    """Who has no whole group any more."""
+    """A phrase that names the nodes without a whole group; empty if there are none."""
     places = (f"{name} (place {view.nodes[name].record.place})" for name in names)
     return f"without a whole shard group: {', '.join(places)}" if names else ""
 
@@ -216,7 +214,7 @@ def _verb(names: list[str], verb: str) -> str:
 def _after_drain(
     view: ClusterView, current: RoundDocument, chosen: list[NodeView], reason: str
 ) -> RoundDocument | None:
-    """In place: the complete next round. None where workers are restarted, or too few nodes would be left."""
+    """In place: the complete next round. None in restart mode, or if too few nodes would be left."""
     if view.limits.recovery is RecoveryMode.RESTART:
         return None
     members = {node.id for _, node in live_members(view)}
@@ -224,12 +222,12 @@ def _after_drain(
         view, [node for node in chosen if node.id not in members or node.record.state is NodeState.READY]
     )
     if not members.intersection(node.id for node in chosen) or view.limits.fitting(len(chosen)) != len(chosen):
-        return None  # the state must be made durable before the last who hold it in memory are gone
+        return None  # the state must be saved before the last nodes that hold it in memory are gone
     return compose(view, chosen, reason, FailureBudget(current.last_step, current.failures, current.stalled))
 
 
 def _switching(view: ClusterView, current: RoundDocument, planned: RoundDocument) -> Decision:
-    """A planned change is under way in place: it is over when all that stay have switched."""
+    """A planned change is in progress in place: it is over when all remaining members have switched."""
     if lost := losses(view):
         return _break(current, lost)
     staying = [node for member, node in live_members(view) if planned.member(member.node) is not None]
@@ -240,7 +238,7 @@ def _switching(view: ClusterView, current: RoundDocument, planned: RoundDocument
 
 
 def _regroup(view: ClusterView, current: RoundDocument, now: float) -> Decision:
-    """A broken round, or one that is left for a restart: wait for the survivors to be free, then form the next."""
+    """A round that is broken or drains for a restart: wait until the survivors are free, then form the next."""
     waited_s = now - view.sightings.round_since
     silent, left = [], []
     for member, node in live_members(view):
@@ -263,11 +261,11 @@ def _regroup(view: ClusterView, current: RoundDocument, now: float) -> Decision:
 
 
 def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> list[NodeView]:
-    """In place after a failure: newcomers only in the place of lost nodes, or where too few are left.
+    """In place after a failure: add newcomers only to replace lost nodes, or if too few are left.
 
-    Survivors in the middle of a call of the script's complete it by themselves, however few they are: nobody who comes
-    new could follow them there, and all would wait for each other. A planned change takes the others in behind it. A
-    newcomer that a planned change has named, but that never got so far, is no survivor.
+    Survivors in the middle of the script's call complete it by themselves, however few they are: a newcomer could not
+    join them there, and all would wait for each other. A planned change adds newcomers after the call. A newcomer that
+    a planned change has named, but that never joined, is no survivor.
     """
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
     if not all(node.record.joinable for node in survivors):
@@ -277,25 +275,25 @@ def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeVi
 
 
 def _bound_s(view: ClusterView, current: RoundDocument, node: NodeView) -> float:
-    """How long ``node`` may take to leave the round, since that is over."""
+    """How long ``node`` may take to leave the round after its end, in seconds."""
     if current.state is RoundState.DRAINING and view.limits.recovery is RecoveryMode.IN_PLACE:
-        return math.inf  # by agreement: the step goes on to its end, and a checkpoint is saved
+        return math.inf  # by agreement: its workers finish the step and save a checkpoint
     if view.limits.recovery is RecoveryMode.IN_PLACE and (node.record.busy or _is_ahead(view, node)):
-        return math.inf  # its agent ends workers that stay for no reason; if that is gone, so is its lease
+        return math.inf  # its agent kills workers that stay without a reason; if the agent is dead, its lease ends
     if node.record.acknowledged <= current.number:
         return view.limits.regroup_grace_s
     return max(2.0 * node.record.step_time_s, view.limits.report_floor_s)
 
 
 def _is_ahead(view: ClusterView, node: NodeView) -> bool:
-    """Whether steps would be lost without ``node``: no survivor that is free holds as much as it may."""
+    """Whether steps would be lost without ``node``: no free survivor holds a step as new as ``node`` may hold."""
     free = [each.record.identity for each in candidates(view) if same_life(view, each)]
     newest = max((identity.step for identity in free if identity is not None), default=None)
     return newest is None or node.record.committed > newest
 
 
 def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> Decision:
-    """The round after one that is over, unless the run has failed too often at one place."""
+    """The round after one that is over, unless the run has failed too often at one step."""
     restarts = view.limits.recovery is RecoveryMode.RESTART
     usual = ready if restarts else _without_haste(view, current, ready)
     reason, cause = _what_was_lost(view, current, usual)
@@ -310,12 +308,12 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
     if absent is not None and (restarts or _without_haste(view, current, others)):
         ready = others
         why = "which others cannot reach" if suspect is None else f"whose workers alone failed: {verdict}"
-        reason = f"node {absent.id} is left out, {why}: {reason}"
+        reason = f"node {absent.id} is excluded, {why}: {reason}"
     else:
         absent = None
     ready = _fitting(view, ready if restarts else _without_haste(view, current, ready))
     if not ready:
-        return Decision(Action.WAIT, "the survivors make no whole group for the call of the script's that they are in")
+        return Decision(Action.WAIT, "the survivors form no whole group for the script's call that they are in")
     if (pair := apart(ready)) is not None:
         return Decision(Action.WAIT, f"nodes {pair[0]} and {pair[1]} cannot reach each other, and both are needed")
     if has_places(view.limits):
@@ -333,9 +331,9 @@ def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) ->
 
 
 def _fitting(view: ClusterView, ready: list[NodeView]) -> list[NodeView]:
-    """As many of ``ready`` as a round may have, in their order; who stands by does not hold the newest step alone.
+    """As many of ``ready`` as a round may have, in their order; a spare is never the only holder of the newest step.
 
-    In the middle of a call none of the survivors can be spared; a planned change follows, see ``_planned``.
+    In the middle of a call all survivors stay; a planned change follows, see ``_planned``.
     """
     if not all(node.record.joinable for node in ready if same_life(view, node)):
         return ready[: view.limits.max_nodes]
@@ -344,9 +342,10 @@ def _fitting(view: ClusterView, ready: list[NodeView]) -> list[NodeView]:
 
 
 def _suspect(view: ClusterView, tally: FailureBudget, ready: list[NodeView]) -> NodeView | None:
-    """The one node whose own workers failed so often at one step, where the others are enough to try it without.
+    """The one node whose own workers failed too often at one step, if the others are enough to continue without it.
 
-    It may be the machine. If it was the batch, the next failure there is that of another, and ends the run.
+    The cause may be the machine. If it was the batch, the next failure at that step is on another node, and ends the
+    run.
     """
     if tally.failures != view.limits.failure_limit or len(tally.culprits) != 1 or len(ready) <= view.limits.min_nodes:
         return None
@@ -354,7 +353,7 @@ def _suspect(view: ClusterView, tally: FailureBudget, ready: list[NodeView]) -> 
 
 
 def _what_was_lost(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> tuple[str, Cause | None]:
-    """Why there is a next round: the nodes that are gone, rather than whoever noticed first."""
+    """Why there is a next round: the nodes that are lost, rather than the node that noticed first."""
     here = {node.id for node in candidates(view)}
     members = live_members(view)
     starting = {node.id for _, node in members if node.record.state is NodeState.WARMING}
@@ -376,7 +375,7 @@ def _lost(names: list[str]) -> str:
 
 
 def _ending(view: ClusterView, current: RoundDocument) -> Decision:
-    """Some member has finished its work: no further round; close when nobody is still at work in this one."""
+    """A member has finished its work: form no further round; close the run when no member still works in this one."""
     lives = _lives(view, current)
     working = [
         name
@@ -399,7 +398,7 @@ def _ending(view: ClusterView, current: RoundDocument) -> Decision:
 
 
 def _lives(view: ClusterView, current: RoundDocument) -> dict[str, NodeView]:
-    """Members that still are in the life that the round means, also where a lease was lost and their key is another."""
+    """Members that are still in the life that the round names, even if they lost their lease and have a new key."""
     return {
         member.node: view.nodes[member.node]
         for member in current.members
@@ -408,7 +407,7 @@ def _lives(view: ClusterView, current: RoundDocument) -> dict[str, NodeView]:
 
 
 def _head_has_finished(view: ClusterView, current: RoundDocument) -> bool:
-    """Whether rank 0's node is done, which decides the run's result, whatever became of its lease since."""
+    """Whether rank 0's node has finished, which decides the run's result, even if it has lost its lease since."""
     head = _lives(view, current).get(current.members[0].node) if current.members else None
     return head is not None and head.record.state is NodeState.DONE
 

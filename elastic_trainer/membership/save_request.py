@@ -1,4 +1,4 @@
-"""What ``elastic-trainer checkpoints save`` asks a run for, and the answer: one key of the run. Pure."""
+"""The request of ``elastic-trainer checkpoints save`` to a run, and its answer: one key of the run. Pure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from elastic_trainer.membership.documents import Document
 
 
 class SaveRequest(Document):
-    """A save that somebody asked for; only one that has its answer is replaced by another."""
+    """A requested save; another request may replace it only once it is answered."""
 
     id: str
     wall: float
-    """When it was asked for (Unix time of the machine of the command; to be shown alone)."""
+    """When it was requested (Unix time of the command's machine; for display only)."""
     name: str = ""
-    """The checkpoint that was written."""
+    """The checkpoint written for it."""
     problem: str = ""
-    """Why none was."""
+    """Why no checkpoint was written."""
     code: int = 0
-    """The exit code that fits ``problem``."""
+    """The command's exit code for ``problem``."""
 
     @property
     def answered(self) -> bool:

@@ -1,8 +1,8 @@
-"""Which nodes make up shard groups of several nodes, by the places that their workers hold shards for. Pure.
+"""Forms shard groups of several nodes, by the places whose shards their workers hold. Pure.
 
-A node has one place for as long as its workers live: they hold that place's shards. A round is made of whole groups,
+A node keeps its place while its workers live: they hold that place's shards. A round consists of whole groups,
 ranks group by group, so member i of a round is at place ``i % size`` of group ``i // size``. Nodes without a group are
-spares, until some other node takes the place that is missing. In restart mode any node can have any place.
+spares until another node takes the missing place. In restart mode any node can have any place.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from elastic_trainer.model import RecoveryMode
 
 
 def has_places(limits: Limits) -> bool:
-    """Whether nodes have places that they cannot change from round to round."""
+    """Whether nodes have fixed places, which they keep from round to round."""
     return limits.shard_nodes > 1 and limits.recovery is RecoveryMode.IN_PLACE
 
 
 def in_groups(view: ClusterView, ready: Sequence[NodeView]) -> list[NodeView]:
-    """Those of ``ready`` that make whole groups, group by group; in each place they keep their order.
+    """The nodes of ``ready`` that form whole groups, group by group; within each place they keep their order.
 
-    Groups of the present round stay together. What is left of others is put together by places.
+    Whole groups of the present round stay together. The remaining nodes are grouped by place.
     """
     if not has_places(view.limits):
         return list(ready)
@@ -44,7 +44,7 @@ def in_groups(view: ClusterView, ready: Sequence[NodeView]) -> list[NodeView]:
 
 
 def _whole(group: Sequence[NodeView | None]) -> list[NodeView]:
-    """The nodes of ``group``, if all are there, each at its place."""
+    """The nodes of ``group`` if all are present, each at its place; empty otherwise."""
     here = [node for i, node in enumerate(group) if node is not None and node.record.place == i]
     return here if len(here) == len(group) else []
 
@@ -57,13 +57,13 @@ def newest_groups(limits: Limits, members: Sequence[NodeView], count: int, held:
     return [node for i in sorted(newest[: count // size]) for node in groups[i]]
 
 
-# ---- who takes which place
+# ---- which node takes which place
 
 
 def place_of(nodes: Iterable[NodeView], me: str, size: int) -> int:
-    """The place for workers of ``me`` that begin: the one that is rarest among those that were there before.
+    """The place for new workers of ``me``: the rarest one among nodes whose workers are up or that are more senior.
 
-    Of nodes that begin at once each gives way to the more senior ones, so that all come to different places.
+    Nodes that start together each yield to the more senior ones, so they get different places.
     """
     known = {node.id: node for node in nodes}
     mine = known.get(me)
@@ -80,10 +80,10 @@ def place_of(nodes: Iterable[NodeView], me: str, size: int) -> int:
 
 
 def move(view: ClusterView) -> tuple[NodeView, int] | None:
-    """The one spare that should begin anew at another place, so that one more group is whole, and that place.
+    """The spare that should restart its workers at another place to complete one more group, and that place.
 
-    Whoever holds no state goes first, then whoever holds the oldest. A survivor in the middle of a call that only
-    newcomers could make a whole group with begins anew too, at its own place: they could not follow it there.
+    A spare without state goes first, then the one with the oldest state. A survivor in the middle of a call that only
+    newcomers could complete to a whole group restarts too, at its own place: newcomers could not join that call.
     """
     limits, current = view.limits, view.round
     if not has_places(limits):

@@ -1,4 +1,4 @@
-"""Since when things are as they are: keeps the times that the rules need. Pure."""
+"""Tracks since when each condition of the rules holds. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic_trainer.membership.shard_groups import in_groups
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """The sightings, and what they were taken from."""
+    """The sightings, and the state that they were derived from."""
 
     sightings: Sightings = field(default_factory=Sightings)
     candidates: frozenset[tuple[str, int, int]] = frozenset()

@@ -1,6 +1,6 @@
-"""Which ranks compute much longer than the others. Pure.
+"""Finds ranks that compute much longer than the others. Pure.
 
-All ranks wait for the slowest at each step, so step times are alike and only the time without that wait differs.
+All ranks wait for the slowest at each step, so their step times are equal; only the time without that wait differs.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from statistics import median
 from typing import Final
 
 RATIO: Final = 1.5
-"""A rank is a straggler from this many times the median on: the job then takes half as long again."""
+"""A rank is a straggler from this multiple of the median on: the job then takes half as long again."""
 LEAST_RANKS: Final = 3
-"""Of two ranks nobody can say which of them is the unusual one."""
+"""With only two ranks one cannot say which is the unusual one."""
 LEAST_EXCESS_S: Final = 0.005
-"""And it computes so much longer at least: the scheduler of a shared machine takes a few milliseconds from any process
-now and then, which is half of a tiny step and nothing of one that anybody would mind."""
+"""Minimum excess over the median: the scheduler of a shared machine occasionally takes a few milliseconds from any
+process, which is half of a tiny step but negligible in a step of realistic length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
-    """The judgment on one look at all ranks. ``median_s`` is None where too few ranks are known."""
+    """The result of comparing all ranks once. ``median_s`` is None if too few ranks are known."""
 
     ranks: frozenset[int]
     median_s: float | None
     reason: str
 
     def slowdown(self, compute_s: float) -> float | None:
-        """How many times the median ``compute_s`` is."""
+        """``compute_s`` as a multiple of the median."""
         return compute_s / self.median_s if self.median_s and compute_s > 0 else None
 
 
 def find_stragglers(compute_s: Mapping[int, float]) -> Stragglers:
-    """The ranks whose ``compute_s`` (seconds of a step without the wait for others; 0: not known) stands out."""
+    """The ranks whose ``compute_s`` (seconds of a step without the wait for others; 0: unknown) is unusually long."""
     known = {rank: seconds for rank, seconds in compute_s.items() if seconds > 0}
     if len(known) < LEAST_RANKS:
         return Stragglers(frozenset(), None, f"{len(known)} ranks are known, {LEAST_RANKS} are needed")

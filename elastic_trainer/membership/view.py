@@ -1,9 +1,9 @@
-"""What a node knows of its run: the round document, and the nodes too while it follows them.
+"""A node's view of its run: the round document, and the nodes too while it watches them.
 
 *Runs in* the watches' threads (writes), the deciding thread (``open``, ``tidy``) and any thread (reads).
-*Owns* the watch on the run, a second one while it changes over, and a condition that is notified at each change.
-*Invariant*: what is shown comes from one ordered stream at a time, so a round never shows before the nodes that it
-names, and the change from one stream to another never shows an older round.
+*Owns* the watch on the run, a second one while it switches, and a condition that is notified at each change.
+*Invariant*: an observation comes from one ordered stream at a time, so it never has a round before the nodes that the
+round names, and a switch to another stream never yields an older round.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from elastic_trainer.telemetry.logs import logger
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One consistent look at the run. ``nodes`` is empty for a node that follows the round alone."""
+    """A consistent snapshot of the run. ``nodes`` is empty for a node that watches only the round."""
 
     nodes: dict[str, NodeView]
     round: RoundDocument | None
     round_revision: int
-    """Mod-revision of the round document; 0 where there is none."""
+    """Mod-revision of the round document; 0 if there is none."""
     connected: bool
     serial: int
-    """Grows with each change, so that a waiter knows whether it has seen the newest."""
+    """Increases with each change, so that a waiter knows whether it has seen the newest."""
     follows_nodes: bool = True
     revision: int = 0
-    """Everything up to this revision of the store is in here."""
+    """The observation includes every change up to this revision of the store."""
     reloads: int = 0
-    """How often all of it had to be read anew, since the store's history had a gap or had become another."""
+    """How often everything had to be reloaded, because the store's history had a gap or was replaced."""
     changing: bool = False
-    """Whether another feed has been opened and has not taken over yet."""
+    """Whether another feed has been opened and has not replaced the present one yet."""
 
     @property
     def decidable(self) -> bool:
-        """Whether the nodes are known, and as they were at the round document or later."""
+        """Whether the nodes are known, as of the round document's revision or later."""
         return self.follows_nodes and self.revision >= self.round_revision
 
 
 class Feed:
-    """One watch, on the whole run or on the round document alone, and what has come through it.
+    """One watch, on the whole run or on the round document alone, and the state received through it.
 
     ``moved(self)`` is called with ``lock`` held after each change.
     """
@@ -70,7 +70,7 @@ class Feed:
             self._watch = store.watch(self._keys.round, self, exact=True)
 
     def end(self) -> None:
-        """Close the watch; not with the lock held, which its thread may be waiting for."""
+        """Close the watch. Call it without the lock, which the watch's thread may be waiting for."""
         if self._watch is not None:
             self._watch.close()
 
@@ -121,7 +121,7 @@ class Feed:
 
 
 class RunView:
-    """Shows one feed. Another may be opened beside it, and takes over when it knows no older round."""
+    """Serves observations from one feed. A second feed, opened beside it, replaces it once it knows no older round."""
 
     def __init__(self, keys: RunKeys, changed: threading.Condition | None = None) -> None:
         self._keys = keys
@@ -130,14 +130,14 @@ class RunView:
         self._next: Feed | None = None
         self._retired: list[Feed] = []
         self._serial = 0
-        self._reloads = 0  # of the feeds that are not shown any more
+        self._reloads = 0  # of feeds that were replaced
 
     def start(self, store: Store) -> None:
-        """Begin by following the round alone."""
+        """Start by watching the round alone."""
         self._shown.begin(store)
 
     def change(self, store: Store, *, nodes: bool) -> None:
-        """Go over to following the nodes with the round, or the round alone; returns at once."""
+        """Switch to watching the nodes and the round, or the round alone; returns at once."""
         feed = Feed(self._keys, self.changed, self._moved, nodes=nodes)
         with self.changed:
             if self._next is not None:
@@ -146,7 +146,7 @@ class RunView:
         feed.begin(store)
 
     def tidy(self) -> None:
-        """Close the watch of a feed that is not shown any more."""
+        """Close the watch of a feed that was replaced."""
         with self.changed:
             retired, self._retired = self._retired, []
         for feed in retired:
@@ -158,9 +158,9 @@ class RunView:
         self.tidy()
 
     def note_round(self, document: RoundDocument, revision: int, seen: Observation) -> None:
-        """Take over a round document that this node has just committed over ``seen``, ahead of the watch.
+        """Show a round document that this node has just committed over ``seen``, ahead of the watch.
 
-        Not if all was read anew since: the store may have gone back behind the commit, whose revision is none of it.
+        Does nothing if everything was reloaded since: the store may have been rolled back behind the commit.
         """
         with self.changed:
             shown = self._shown
@@ -198,10 +198,10 @@ class RunView:
 
     def _moved(self, feed: Feed) -> None:
         following = self._next
-        # A store that was wiped begins with small revisions again: then the shown feed forgets its round first.
+        # A wiped store starts with small revisions again: then the present feed forgets its round first.
         if following is not None and following.loaded and following.revision >= self._shown.round_revision:
             self._retired.append(self._shown)
-            # A store that was restored meanwhile was read for the first time by the one, and is not read by the other.
+            # The new feed's first read counts as a reload: the store may have been restored since the old feed's.
             self._reloads += self._shown.reloads + 1
             self._shown, self._next = following, None
             self._bump()

@@ -22,23 +22,23 @@ from elastic_trainer.membership.effects import (
     Ended,
     Event,
     Follow,
-    Knock,
     Looked,
+    Notify,
     Oldest,
     Probe,
     Probed,
+    ProbePort,
     Renew,
     Return,
     ShowAgain,
     Steps,
-    Tell,
     Transaction,
 )
 from elastic_trainer.membership.leader_priority import first_names, oldest_keys, written_by_nodes
-from elastic_trainer.membership.outlook import LEASE_SLACK_S
 from elastic_trainer.membership.own_key import ATTEMPT_S, OwnKey
 from elastic_trainer.membership.round_write import Author, RoundFailure
 from elastic_trainer.membership.view import Observation, RunView
+from elastic_trainer.membership.watch_scope import LEASE_SLACK_S
 from elastic_trainer.store.api import Store, TransactionResult
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.session import REFRESHES_PER_TTL
@@ -194,7 +194,7 @@ class SimNode:
 
     def _do(self, effect: Effect) -> Generator[Any, Any, bool]:
         deadline = Deadline.after(member.WRITE_TIMEOUT_S, self.loop)
-        if isinstance(effect, Tell):
+        if isinstance(effect, Notify):
             self.see(effect.document)
         elif isinstance(effect, Return):
             yield from self._steps(self.key.returning(deadline))
@@ -289,7 +289,7 @@ class SimNode:
                         answer = yield from self._send(request)
                     elif isinstance(request, Renew):
                         yield from self._grant(request.limit_s)
-                    elif isinstance(request, Knock):
+                    elif isinstance(request, ProbePort):
                         answer = False
                     elif request.shared:
                         self._unlock()

@@ -50,7 +50,7 @@ def test_a_job_goes_on_with_an_etcd_that_was_restored_from_a_backup(tmp_path: Pa
         assert job.finish() == {"n0": 0, "n1": 0}
         job.check_lossless()
         ended = {entry.round: entry.reason for entry in job.journal() if entry.state is RoundState.BROKEN}
-        assert ended[reached] == f"the store went back to an older state (round {first}, active)"
+        assert ended[reached] == f"the store was rolled back to an older state (round {first}, active)"
         assert job.closed().number == reached + 1, "what the backup says of nodes was believed"
         assert min(ended) == reached, "a number was used twice"
         rounds = [line.round for line in job.steps("n0")]

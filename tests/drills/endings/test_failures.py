@@ -24,7 +24,7 @@ def test_a_poison_batch_ends_the_run_and_is_named(tmp_path: Path, etcd_endpoint:
         assert job.exit_codes() == {"n0": 1, "n1": 1, "n2": 1}
         closed = job.closed()
         assert closed.result is RunResult.FAILED
-        place = f"3 failures of workers after step 3, without a step committed since (epoch 0, samples {3 * BATCH} to"
+        place = f"3 worker failures after step 3, without a step committed since (epoch 0, samples {3 * BATCH} to"
         assert closed.reason.startswith(f"{place} {4 * BATCH - 1} of its order): "), closed.reason
         for name in ("n0", "n1", "n2"):
             assert any(place in sentence for sentence in job.sentences(name)), job.log(name)
@@ -42,7 +42,7 @@ def test_in_restart_mode_too(tmp_path: Path, etcd_endpoint: str, run_id: str) ->
         assert job.exit_codes(limit_s=400) == {"n0": 1, "n1": 1}
         closed = job.closed()
         assert closed.result is RunResult.FAILED
-        place = f"3 failures of workers after step 3, without a step committed since (epoch 0, samples {3 * BATCH} to"
+        place = f"3 worker failures after step 3, without a step committed since (epoch 0, samples {3 * BATCH} to"
         assert closed.reason.startswith(f"{place} {4 * BATCH - 1} of its order): "), closed.reason
         assert closed.number == 3
         assert all(any(place in sentence for sentence in job.sentences(node.name)) for node in job.nodes)
@@ -57,7 +57,7 @@ def test_rounds_that_never_commit_a_step_end_the_run(tmp_path: Path, etcd_endpoi
         assert job.exit_codes() == {"n0": 1, "n1": 1}
         closed = job.closed()
         assert closed.result is RunResult.FAILED
-        assert "4 rounds in a row ended after step 0, without a step committed since" in closed.reason
+        assert "4 consecutive rounds ended after step 0, without a step committed since" in closed.reason
         assert "lost contact with a peer" in closed.reason
         assert closed.number == 5
 
@@ -73,7 +73,7 @@ def test_an_error_of_the_script_is_in_the_log_of_its_node(tmp_path: Path, etcd_e
     with Job(tmp_path, etcd_endpoint, run_id, "--bad", str(bad), least=1, most=2) as job:
         job.start(1)
         assert job.exit_codes() == {"n0": 1}
-        assert "3 failures of workers after step 3" in job.closed().reason
+        assert "3 worker failures after step 3" in job.closed().reason
         logs = job.log("n0")
         assert logs.count("Traceback (most recent call last)") >= 3
         assert logs.count(f"ValueError: sample {bad} is bad") >= 3

@@ -62,7 +62,7 @@ def test_a_newer_node_is_refused_by_an_older_run_which_goes_on(
         refused = node(later, etcd_endpoint, run_id, tmp_path / "never_started.py")
         assert refused.returncode == EXIT_CONFIG, refused.stderr
         (sentence,) = sentences(refused)
-        assert f"run {run_id!r} was begun by an older elastic_trainer" in sentence
+        assert f"run {run_id!r} was started by an older elastic_trainer" in sentence
         assert f"it has protocol version {PROTOCOL_VERSION}, this node has {OTHER}" in sentence
         assert f"'elastic-trainer forget {run_id} --unfinished'" in sentence
         job.await_steps("n0", 5)
@@ -83,7 +83,7 @@ def test_an_older_node_is_refused_by_a_newer_run_until_that_is_forgotten(
     refused = node(None, etcd_endpoint, run_id, script)
     assert refused.returncode == EXIT_CONFIG, refused.stderr
     (sentence,) = sentences(refused)
-    assert f"was begun by a newer elastic_trainer: it has protocol version {OTHER}" in sentence
+    assert f"was started by a newer elastic_trainer: it has protocol version {OTHER}" in sentence
     assert f"this node has {PROTOCOL_VERSION}" in sentence
     assert main(["forget", run_id, "--endpoint", etcd_endpoint]) == 0
     again = node(None, etcd_endpoint, run_id, script)

@@ -110,12 +110,12 @@ def test_two_first_nodes_at_once_agree_on_one_spec() -> None:
 def test_a_closed_run_is_refused_and_says_how_it_ended(result: RunResult) -> None:
     """Success and failure are distinguished, and the hint names the way back in."""
     store = MemoryStore()
-    close(store, result, "3 failures of workers")
+    close(store, result, "3 worker failures")
     with pytest.raises(RunClosedError) as raised:
         admit(store, KEYS, SPEC, reopen=False, deadline=soon())
     assert raised.value.succeeded is (result is RunResult.SUCCEEDED)
     assert "reopen=true" in str(raised.value.hint)
-    told = "has finished" if result is RunResult.SUCCEEDED else "has failed: 3 failures of workers"
+    told = "has finished" if result is RunResult.SUCCEEDED else "has failed: 3 worker failures"
     assert told in str(raised.value)
 
 
@@ -169,7 +169,7 @@ def test_a_run_of_another_protocol_version_is_refused(version: int, which: str, 
         with pytest.raises(SpecMismatchError) as raised:
             admit(store, KEYS, SPEC, reopen=reopen, deadline=soon())
         assert raised.value.exit_code == EXIT_CONFIG
-        assert f"was begun by {which} elastic_trainer" in raised.value.message
+        assert f"was started by {which} elastic_trainer" in raised.value.message
         assert f"it has protocol version {version}, this node has {PROTOCOL_VERSION}" in raised.value.message
         assert f"elastic-trainer forget {KEYS.run_id} --unfinished" in str(raised.value.hint)
     found = store.get(key, soon()).first

@@ -6,7 +6,7 @@ import random
 
 from elastic_trainer.membership.core import Core
 from elastic_trainer.membership.documents import RoundDocument, RoundState
-from elastic_trainer.membership.effects import CommitRound, Ended, Looked, Tell, TurnOutcome
+from elastic_trainer.membership.effects import CommitRound, Ended, Looked, Notify, TurnOutcome
 from elastic_trainer.membership.rules import Action
 from elastic_trainer.membership.view import Observation
 
@@ -24,7 +24,7 @@ def step(core: Core, document: RoundDocument | None, now: float, *answers: Ended
 
 
 def told(taken: TurnOutcome) -> list[RoundDocument]:
-    return [effect.document for effect in taken.effects if isinstance(effect, Tell)]
+    return [effect.document for effect in taken.effects if isinstance(effect, Notify)]
 
 
 def core() -> Core:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elastic_trainer.membership.delays import WORTH_SAYING_S, Delays
+from elastic_trainer.membership.delays import MIN_DELAY_S, Delays
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.membership.effects import SayDelayed
+from elastic_trainer.membership.effects import LogDelay
 from elastic_trainer.membership.rules import Action, Decision
 
 from .scenes import node, round_of
@@ -22,7 +22,7 @@ def test_a_reason_that_lasts_is_said_once() -> None:
         (BROKEN, Decision(Action.FORM, "all are free", BROKEN), 10.1),
         (BROKEN, SAVES, 20.0),
     ]
-    notes += [(active, SAVES, 20.0 + after_s) for after_s in (0.1, WORTH_SAYING_S, 2 * WORTH_SAYING_S)]
+    notes += [(active, SAVES, 20.0 + after_s) for after_s in (0.1, MIN_DELAY_S, 2 * MIN_DELAY_S)]
     assert [delays.note(*note) for note in notes] == [None] * len(notes)
-    said = [delays.note(BROKEN, SAVES, 30.0 + after_s) for after_s in (0.0, WORTH_SAYING_S, 2 * WORTH_SAYING_S)]
-    assert said == [None, SayDelayed(4, SAVES.reason), None]
+    said = [delays.note(BROKEN, SAVES, 30.0 + after_s) for after_s in (0.0, MIN_DELAY_S, 2 * MIN_DELAY_S)]
+    assert said == [None, LogDelay(4, SAVES.reason), None]

@@ -93,7 +93,7 @@ def test_a_run_that_comes_back_to_life_meanwhile_is_kept(key: str) -> None:
     remains = look(store, KEYS, soon())
     store.transact([], [Put(key, NODE.encode())], deadline=soon())
     before = names(store)
-    with pytest.raises(ConfigError, match="somebody has just joined"):
+    with pytest.raises(ConfigError, match="a node has just joined"):
         forget(store, remains, soon())
     assert names(store) == before
 

@@ -14,7 +14,7 @@ from elastic_trainer.membership.leader_priority import (
     Plan,
     elders,
     first_names,
-    is_one_too_many,
+    is_surplus_watcher,
     plan,
 )
 from elastic_trainer.store.api import KeyValue
@@ -98,8 +98,8 @@ def test_keys_of_ghosts_take_no_place() -> None:
 def test_nobody_stops_watching_in_a_small_run_or_while_a_round_is_over() -> None:
     """Only a junior of a large run whose round is on may stop."""
     large = run_of(CROWD + 1)
-    assert is_one_too_many(large, SENIORS, CROWD + 1)
-    assert not is_one_too_many(large, SENIORS - 1, CROWD + 1)
-    assert not is_one_too_many(large, SENIORS, CROWD)
+    assert is_surplus_watcher(large, SENIORS, CROWD + 1)
+    assert not is_surplus_watcher(large, SENIORS - 1, CROWD + 1)
+    assert not is_surplus_watcher(large, SENIORS, CROWD)
     for state in NOT_ON:
-        assert not is_one_too_many(run_of(CROWD + 1, state), SENIORS, CROWD + 1)
+        assert not is_surplus_watcher(run_of(CROWD + 1, state), SENIORS, CROWD + 1)

@@ -9,7 +9,7 @@ import pytest
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError, OutcomeUnknownError
 from elastic_trainer.membership.documents import NodeRecord, NodeState
-from elastic_trainer.membership.effects import Knock, Pause, Renew, Steps, Transaction
+from elastic_trainer.membership.effects import Pause, ProbePort, Renew, Steps, Transaction
 from elastic_trainer.membership.own_key import OwnKey
 from elastic_trainer.store.api import Put, TransactionResult
 from elastic_trainer.store.keys import RunKeys
@@ -64,7 +64,7 @@ class Owner:
                     )
                 elif isinstance(request, Renew):
                     self.renew()
-                elif isinstance(request, Knock):
+                elif isinstance(request, ProbePort):
                     answer = not self.others_live
                 elif isinstance(request, Pause):
                     self.clock.advance(request.seconds)
@@ -130,7 +130,7 @@ def test_the_key_of_an_earlier_node_of_this_name_goes_only_where_that_is_dead(li
     other = owner.store.grant(60.0, owner.limit()).id
     owner.store.transact([], [Put(KEYS.node("a"), OLD.encode(), other)], deadline=owner.limit())
     if lives:
-        with pytest.raises(ConfigError, match="another live node is called 'a' in this run"):
+        with pytest.raises(ConfigError, match="another live node of this run has the id 'a'"):
             owner.show(NEW, 60.0)
     else:
         owner.show(NEW)

@@ -7,7 +7,7 @@ import pytest
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import RoundState
 from elastic_trainer.membership.effects import Probed
-from elastic_trainer.membership.probe import PROBE_INTERVAL_S, Doubts, doubtful
+from elastic_trainer.membership.probe import PROBE_INTERVAL_S, AgentProbes, unconfirmed
 from tests.unit.membership.scenes import Scene, node, round_of
 
 TRIO = [node("a", 1), node("b", 2), node("c", 3)]
@@ -15,7 +15,7 @@ TRIO = [node("a", 1), node("b", 2), node("c", 3)]
 
 def asked(scene: Scene) -> list[str]:
     """The names of those in doubt."""
-    return [each.id for each in doubtful(scene.view())]
+    return [each.id for each in unconfirmed(scene.view())]
 
 
 def scene_of(state: RoundState, *more: NodeView) -> Scene:
@@ -47,12 +47,12 @@ def test_newcomers_of_a_planned_change_are_asked_for() -> None:
 def test_nobody_is_asked_for_when_the_run_is_closed_or_has_not_begun() -> None:
     """And nobody is known to be dead who has changed its key since: that is another life."""
     assert asked(scene_of(RoundState.CLOSED)) == asked(Scene().show(*TRIO)) == []
-    scene, doubts = scene_of(RoundState.BROKEN), Doubts()
-    probe, _ = doubts.turn(scene.view(), 1.0)
+    scene, probes = scene_of(RoundState.BROKEN), AgentProbes()
+    probe, _ = probes.turn(scene.view(), 1.0)
     assert probe is not None
     assert [each.id for each in probe.nodes] == ["b", "c"]
-    assert doubts.turn(scene.view(), 1.0 + PROBE_INTERVAL_S / 2) == (None, PROBE_INTERVAL_S), "asked again too soon"
-    doubts.heard(Probed("b", 2, dead=True))
-    doubts.heard(Probed("c", 3, dead=False))
-    assert doubts.dead(scene.nodes) == {"b"}
-    assert doubts.dead({name: node(name, 1, mod=99) for name in "bc"}) == frozenset()
+    assert probes.turn(scene.view(), 1.0 + PROBE_INTERVAL_S / 2) == (None, PROBE_INTERVAL_S), "asked again too soon"
+    probes.on_probed(Probed("b", 2, dead=True))
+    probes.on_probed(Probed("c", 3, dead=False))
+    assert probes.dead(scene.nodes) == {"b"}
+    assert probes.dead({name: node(name, 1, mod=99) for name in "bc"}) == frozenset()

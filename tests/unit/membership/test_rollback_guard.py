@@ -60,7 +60,7 @@ def test_an_older_store_is_given_the_end_of_the_newest_round(known: RoundDocumen
     assert decision.action is Action.BREAK
     assert decision.round is not None
     assert (decision.round.number, decision.round.state, decision.round.nonce) == (3, RoundState.BROKEN, "x")
-    assert "the store went back" in decision.reason
+    assert "the store was rolled back" in decision.reason
     assert not after.advance(decision.round, 11.0).behind
 
 

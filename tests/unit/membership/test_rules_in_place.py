@@ -401,7 +401,7 @@ def test_failures_at_one_step_are_counted_over_nodes_and_end_the_run() -> None:
         rejoin(scene, number + 2)
     closed = made(fail(scene, 5, 40, "a", **place), Action.CLOSE)
     assert closed.result is RunResult.FAILED
-    expected = "3 failures of workers after step 40, without a step committed since (epoch 2, samples 96 to 127 of its"
+    expected = "3 worker failures after step 40, without a step committed since (epoch 2, samples 96 to 127 of its"
     assert closed.reason.startswith(expected)
     scene.adopt(closed)
     assert scene.decide(after_s=3600.0).action is Action.WAIT
@@ -444,7 +444,7 @@ def test_rounds_without_a_committed_step_end_the_run() -> None:
     for number in range(1, 5):
         made(fail(scene, number, 0, "", worker=False), Action.FORM)
     closed = made(fail(scene, 5, 0, "", worker=False), Action.CLOSE)
-    assert closed.reason.startswith("4 rounds in a row ended after step 0, without a step committed since")
+    assert closed.reason.startswith("4 consecutive rounds ended after step 0, without a step committed since")
 
 
 def test_rounds_that_never_get_to_a_state_end_the_run_too() -> None:
@@ -458,7 +458,7 @@ def test_rounds_that_never_get_to_a_state_end_the_run_too() -> None:
     nodes = [free(name, i + 1, 4, identity=None) for i, name in enumerate("abc")]
     assert scene.round is not None
     scene.adopt(scene.round.model_copy(update={"state": RoundState.BROKEN})).show(*nodes)
-    assert made(scene.decide(), Action.CLOSE).reason.startswith("4 rounds in a row ended before the training had begun")
+    assert made(scene.decide(), Action.CLOSE).reason.startswith("4 consecutive rounds ended before the first step")
 
 
 def alone(number: int, life: int, last_step: int | None, failures: int, reached: int) -> Scene:
@@ -475,7 +475,7 @@ def test_failures_are_counted_where_nobody_survives_as_well() -> None:
     assert (first.last_step, first.failures) == (5, 1)
     second = made(alone(2, 2, 5, 1, 4).decide(), Action.FORM)
     assert (second.last_step, second.failures) == (5, 2)
-    assert made(alone(3, 3, 5, 2, 5).decide(), Action.CLOSE).reason.startswith("3 failures of workers after step 5")
+    assert made(alone(3, 3, 5, 2, 5).decide(), Action.CLOSE).reason.startswith("3 worker failures after step 5")
 
 
 def test_a_single_node_that_comes_on_between_its_failures_is_not_given_up() -> None:
@@ -505,7 +505,7 @@ def test_after_two_rounds_in_vain_the_unreachable_node_is_left_out_and_named() -
     scene.show(free("a", 1, 4, unreachable=("c",)), free("b", 2, 4), free("c", 3, 4, unreachable=("a",)))
     without = made(scene.decide(), Action.FORM)
     assert (names(without), without.left_out, without.stalled) == (["a", "b"], "c", 2)
-    assert without.reason.startswith("node c is left out, which others cannot reach")
+    assert without.reason.startswith("node c is excluded, which others cannot reach")
     assert without.ghosts == ()  # it may come back
 
 

@@ -57,9 +57,7 @@ def test_lives_that_end_at_the_same_step_end_the_run() -> None:
     assert closed.action is Action.CLOSE
     assert closed.round is not None
     assert closed.round.result is RunResult.FAILED
-    place = (
-        "3 failures of workers after step 3, without a step committed since (epoch 0, samples 96 to 127 of its order)"
-    )
+    place = "3 worker failures after step 3, without a step committed since (epoch 0, samples 96 to 127 of its order)"
     assert closed.reason.startswith(place)
 
 
@@ -121,7 +119,9 @@ def test_a_script_that_cannot_start_anywhere_ends_the_run_the_second_time() -> N
     assert show_false_starts(running(), 1, **alike).action is Action.BREAK
     closed = show_false_starts(running(), 2, **alike)
     assert closed.action is Action.CLOSE
-    assert closed.reason.startswith("the script fails at its start, alike on all nodes (exit code 2), 2 times in a row")
+    assert closed.reason.startswith(
+        "the script fails at startup in the same way on all nodes (exit code 2), 2 times in a row"
+    )
 
 
 @pytest.mark.parametrize("what", [{"a": "exit code 1", "b": "exit code 1"}, {**dict.fromkeys("ab", "x"), "c": "y"}])

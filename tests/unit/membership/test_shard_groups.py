@@ -96,7 +96,7 @@ def test_survivors_in_a_call_take_no_newcomer_into_their_groups() -> None:
     scene = broken("a0", "a1", "b0", "b1", lost="a1", joinable=False).show(at("x1", 50))
     assert groups(made(scene.decide(), Action.FORM)) == ["b0 b1"]
     scene = broken("a0", "a1", lost="a1", joinable=False).show(at("x1", 50))
-    assert scene.decide().reason.startswith("the survivors make no whole group")
+    assert scene.decide().reason.startswith("the survivors form no whole group")
     found = move(scene.view())
     assert found is not None
     assert (found[0].id, found[1]) == ("a0", 0)

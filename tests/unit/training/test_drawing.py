@@ -19,7 +19,7 @@ from elastic_trainer.training.task import Exhibits
 from elastic_trainer.training.tensorboard import DIRECTORY, TensorBoard, check_installed
 
 RUN = [
-    {"kind": "round", "step": 0, "round": 1, "world_size": 3, "reason": "3 nodes are here"},
+    {"kind": "round", "step": 0, "round": 1, "world_size": 3, "reason": "3 nodes are present"},
     {"kind": "loss", "step": 10, "loss": 2.0},
     {"kind": "evaluation", "step": 10, "metrics": {"accuracy": 0.5}},
     {"kind": "round", "step": 11, "round": 2, "world_size": 2, "reason": "node n2 was lost"},

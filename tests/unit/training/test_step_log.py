@@ -31,12 +31,12 @@ def written(directory: Path) -> list[dict[str, Any]]:
 def test_losses_evaluations_and_changes_are_lines_of_json(tmp_path: Path) -> None:
     """Each with where the run was; what JSON cannot say is null."""
     log = StepLog(tmp_path)
-    log.round(moment(0), "2 nodes are here")
+    log.round(moment(0), "2 nodes are present")
     log.loss(moment(10), 0.5, 1e-3, 123.456)
     log.loss(moment(20), float("nan"), 1e-3, 120.0)
     log.evaluated(moment(20), {"accuracy": 0.9, "loss": float("inf")})
     first, loss, lost, evaluation = written(tmp_path)
-    assert (first["kind"], first["step"], first["reason"], first["world_size"]) == ("round", 0, "2 nodes are here", 2)
+    assert [first[key] for key in ("kind", "step", "reason", "world_size")] == ["round", 0, "2 nodes are present", 2]
     assert (loss["kind"], loss["step"], loss["epoch"], loss["loss"], loss["samples_per_s"]) == (
         "loss",
         10,
@@ -102,7 +102,7 @@ def test_rows_of_a_rank_0_that_was_replaced_are_passed_over() -> None:
     curves = curves_of(lines(*told, *after))
     assert curves.losses == {10: 3.0, 30: 1.9, 40: 1.8, 50: 1.7}
     assert curves.repeated == []
-    curves = curves_of(lines(*told, change(30, 1, 2, "2 nodes are here"), loss(40, 1.6) | {"round": 1}))
+    curves = curves_of(lines(*told, change(30, 1, 2, "2 nodes are present"), loss(40, 1.6) | {"round": 1}))
     assert curves.losses == {10: 3.0, 30: 1.9, 40: 1.6}
 
 
@@ -125,7 +125,7 @@ def test_changes_are_beginnings_plans_or_faults() -> None:
     """The beginning is none; joins and departures were planned, the rest are faults."""
     curves = curves_of(
         lines(
-            change(0, 1, 2, "2 nodes are here"),
+            change(0, 1, 2, "2 nodes are present"),
             change(5, 2, 3, "node c joins"),
             change(9, 3, 2, "node b was lost"),
             change(12, 4, 1, "node a leaves"),

@@ -77,7 +77,7 @@ def test_an_outage_is_waited_out(desk: Desk) -> None:
 
 def test_a_record_that_is_refused_is_not_tried_again(desk: Desk) -> None:
     """Another live node has this name: that will not pass."""
-    desk.error = ConfigError("another live node is called 'a'")
+    desk.error = ConfigError("another live node of this run has the id 'a'")
     desk.writer.announce(numbered(1))
     assert desk.writer.turn() > AGAIN_S
     desk.error = None

@@ -1,4 +1,4 @@
-"""Keeps a node's view as wide as its seniority asks: the nodes with the round, or the round alone. Pure."""
+"""Decides by seniority whether a node watches the nodes and the round, or the round alone. Pure."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 import random
 
 from elastic_trainer.membership.effects import AskOldest, Follow, Looked, Oldest
-from elastic_trainer.membership.leader_priority import is_one_too_many, plan
+from elastic_trainer.membership.leader_priority import is_surplus_watcher, plan
 
 LEASE_SLACK_S = 1.0
-"""How much later than its time a lease may end (etcd looks twice a second)."""
+"""How late a lease may end after its TTL (etcd checks twice a second)."""
 JITTER = 0.25
 
 Turn = tuple[Follow | AskOldest | None, float]
-"""What to do, and the seconds until the next look if nothing changes."""
+"""An effect, and the seconds until the next turn if nothing changes."""
 
 
-class Outlook:
+class WatchScope:
     """See the module. ``patience_s``: the time after which a silent node's lease has ended."""
 
     def __init__(self, node_id: str, patience_s: float, chance: random.Random) -> None:
@@ -29,14 +29,14 @@ class Outlook:
         self._junior_since: float | None = None
 
     def turn(self, look: Looked, now: float) -> Turn:
-        """Widen or narrow the view if that is due."""
+        """Widen or narrow what this node watches, if that is due."""
         mine = look.create_revision
         if mine == 0 or look.seen.changing:
             return None, math.inf
         return self._narrow(look, now) if look.seen.follows_nodes else self._widen(look, now)
 
-    def heard(self, answer: Oldest, places: int, now: float) -> Follow | None:
-        """The store has named the most senior nodes."""
+    def on_oldest(self, answer: Oldest, places: int, now: float) -> Follow | None:
+        """Take in the store's answer, the most senior nodes."""
         if self._node_id in answer.names:
             return Follow(nodes=True, reason=f"it is among the {places} most senior")
         self._asked += 1
@@ -55,16 +55,16 @@ class Outlook:
         if left > 0.0:
             return None, left
         if due.places is None:
-            return Follow(nodes=True, reason="the round is over and nothing happens"), math.inf
+            return Follow(nodes=True, reason="the round is over and no node acts"), math.inf
         return AskOldest(due.places, seen.round.ghosts if seen.round is not None else ()), 0.0
 
     def _narrow(self, look: Looked, now: float) -> Turn:
-        """Leave the nodes to more senior ones, when that has been possible for a while."""
+        """Stop watching the nodes once enough more senior nodes have watched them for a while."""
         seen, mine = look.seen, look.create_revision
         ghosts = seen.round.ghosts if seen.round is not None else ()
         alive = [node for node in seen.nodes.values() if node.ghost not in ghosts]
         older = sum(node.create_revision < mine for node in alive)
-        if not is_one_too_many(seen.round, older, len(alive)):
+        if not is_surplus_watcher(seen.round, older, len(alive)):
             self._junior_since = None
             return None, math.inf
         if self._junior_since is None:
@@ -78,4 +78,4 @@ class Outlook:
 
     def _forget(self, news: tuple[int, int], now: float) -> None:
         self._news, self._quiet_since, self._asked, self._asked_at_s = news, now, 0, 0.0
-        self._spread = self._chance.uniform(1.0, 1.0 + JITTER)  # a thousand nodes need not ask at once
+        self._spread = self._chance.uniform(1.0, 1.0 + JITTER)  # so that a thousand nodes do not ask at once
