@@ -1,1 +1,1 @@
-"""torchrun's rendezvous handlers and what guards them: joining, waiting, leaving."""
+"""torchrun's rendezvous handlers and their guards: joining, waiting, leaving."""

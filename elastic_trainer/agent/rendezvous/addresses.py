@@ -1,4 +1,4 @@
-"""Addresses, ports and name of a node: how others reach it, a liveness port, and ports kept free for rank 0's store.
+"""Addresses, ports and name of a node: how others reach it, its liveness port, and ports reserved for rank 0's store.
 
 *Owns* sockets; each is closed by its owner's ``close``.
 """
@@ -11,15 +11,15 @@ import secrets
 import socket
 import threading
 
-from elastic_trainer.agent.suspicion.reception import Answering, Reception, no_answer
+from elastic_trainer.agent.suspicion.liveness_server import Answering, LivenessServer, no_answer
 from elastic_trainer.ipc.listening import listen
 from elastic_trainer.settings import Endpoint
 
 
 def own_address(towards: Endpoint) -> str:
-    """The address that this host uses to reach ``towards``: one that others in that network can use too.
+    """The address that this host uses to reach ``towards``: hosts in that network can reach it too.
 
-    Falls back to the host name where no route is known.
+    Falls back to the host name if no route is known.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(towards.host, towards.port, type=socket.SOCK_DGRAM)[0]
@@ -41,31 +41,31 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 class LivenessPort:
-    """Listens as long as this process lives: a peer whose connection is refused knows that it does not.
+    """Listens while this process lives: a refused connection proves to a peer that the process is dead.
 
-    Whoever sends a question gets ``answer(question)``.
+    A peer that sends a question gets ``answer(question)``.
     """
 
     def __init__(self, address: str, answer: Answering = no_answer) -> None:
         self._socket = listen(address)
         self._closing = False
         self.port: int = self._socket.getsockname()[1]
-        reception = Reception(self._socket, answer, lambda: self._closing)
+        reception = LivenessServer(self._socket, answer, lambda: self._closing)
         self._thread = threading.Thread(target=reception.run, name="liveness", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening; the thread, which may be about to use the socket, closes it."""
+        """Stop listening; the thread closes the socket, which it may still be using."""
         self._closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class ReservedPort:
-    """A free port that nobody is given by chance while a worker of this node may want to listen on it.
+    """A free port that the kernel assigns to no other process while a worker of this node may need it.
 
-    The socket stays bound without listening. Both sides set SO_REUSEADDR, and Linux lets a second socket bind and
-    listen then, while its automatic choice of ports passes the port over.
+    The socket stays bound without listening. Both sides set SO_REUSEADDR: then Linux lets a second socket bind and
+    listen, but skips the port in its automatic choice.
     """
 
     def __init__(self, address: str) -> None:

@@ -1,7 +1,7 @@
-"""The store that torchrun's agent is given for one round: it answers from the round document, without a network.
+"""The store that torchrun's agent gets for one round: it answers from the round document, without a network.
 
-torchrun asks it for two things only: the ranks of its workers (a role exchange), and a barrier when its workers have
-finished. Both are known here without asking other nodes, so no node can block or fail on a dying one.
+torchrun uses it for two things: the ranks of its workers (a role exchange), and a barrier when its workers have
+finished. Neither needs other nodes here, so no node can block or fail on a dying one.
 
 *Runs in* torchrun's main thread.
 *Fails by* KeyError for keys that torchrun 2.13 does not use.
@@ -22,9 +22,9 @@ BARRIER_END = "/last_member"
 
 
 class RoundStore:
-    """Stands for a torch ``Store`` towards torchrun's agent (duck-typed: it is never handed to workers).
+    """A torch ``Store`` for torchrun's agent (duck-typed: workers never get it).
 
-    ``finish(timeout_s)`` is called when this node's workers have succeeded; it returns when all others have ended.
+    ``finish(timeout_s)`` is called when this node's workers have succeeded; it returns when all other nodes have ended.
     """
 
     def __init__(self, document: RoundDocument, finish: Callable[[float], None]) -> None:
@@ -55,13 +55,13 @@ class RoundStore:
             return self._values[key]
         if key.startswith(ROLE_INFO):
             return self._role_info(int(key.removeprefix(ROLE_INFO)))
-        raise KeyError(f"torchrun asked for {key!r}, which this backend does not know")
+        raise KeyError(f"torchrun requested {key!r}, which this backend does not know")
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]
 
     def add(self, key: str, amount: int) -> int:
-        """Count; the barrier's counter never reaches the number of nodes, so that ``wait`` decides."""
+        """Count up; the barrier's counter never reaches the number of nodes, so that ``wait`` decides."""
         count = int(self._values.get(key, b"0")) + amount
         self.set(key, str(count))
         return 0 if key.endswith(BARRIER_COUNT) else count

@@ -1,10 +1,11 @@
-"""torchrun's rendezvous handler for in-place mode: workers start at once and are led through rounds by the conductor.
+"""torchrun's rendezvous handler for in-place mode: workers start at once, and the conductor leads them through rounds.
 
-``next_rendezvous`` returns a provisional world of this node's first worker alone; the real ranks come to the workers
-through their Session.
+``next_rendezvous`` returns a provisional world of this node alone; the workers get their real ranks through their
+Session.
 
-*Runs in* torchrun's main thread; its duties run in threads of the same process.
-*Owns* what the restart handler owns, and the conductor, its channel and duties, this node's TCP store, the trap.
+*Runs in* torchrun's main thread, and duty threads of the same process.
+*Owns* what the restart handler owns, and the conductor, its channel and duties, this node's TCP store, the guard
+against plain scripts.
 *Fails by* SystemExit with one sentence; a fatal verdict in a thread ends the process (``os._exit``) after its workers.
 """
 
@@ -31,12 +32,12 @@ from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, Etcd3Rendez
 from elastic_trainer.agent.suspicion.neighbours import Peers
 from elastic_trainer.agent.suspicion.watch import Suspicion
 from elastic_trainer.agent.workers.channel_server import ChannelServer
-from elastic_trainer.agent.workers.conduct import Conduct, ConductorPorts
 from elastic_trainer.agent.workers.conductor import Conductor
+from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
 from elastic_trainer.agent.workers.local_sockets import descendants
 from elastic_trainer.agent.workers.reachability import Reachability, nodes_of, records_of
 from elastic_trainer.agent.workers.record_writer import RecordWriter
-from elastic_trainer.agent.workers.session_watch import Arrival
+from elastic_trainer.agent.workers.session_watch import SessionWatch
 from elastic_trainer.agent.workers.supervisor import kill_workers, worker_pids
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
@@ -61,32 +62,32 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store as TorchStore
 
 _NO_SESSION = "--rdzv-conf recovery=in_place needs a training script that opens an elastic_trainer.Session"
-_NO_SESSION_HINT = "open one, or leave recovery=in_place out"
+_NO_SESSION_HINT = "open one, or omit recovery=in_place"
 
 
 @dataclass(frozen=True, slots=True)
-class LedNode:
-    """This node in place, once it has arrived: what leads its workers through rounds, whole or not at all."""
+class InPlaceNode:
+    """What an arrived node needs to lead its workers through rounds in place."""
 
     arrived: ArrivedNode
     conductor: Conductor
     channel: ChannelServer
-    announcer: RecordWriter
+    record_writer: RecordWriter
     progress: ProgressWriter
     guard: PlainScriptGuard
     patience: JoinTimeout
     suspicion: Suspicion
     places: NodePlace
     tcp_store: Any
-    """Held, so that it goes on serving."""
+    """Kept alive, so that it continues to serve."""
 
     def close(self) -> None:
-        """Decide nothing any more. The node's key is still there, and so are its workers."""
-        for each in (self.places, self.suspicion, self.patience, self.progress, self.announcer, self.guard):
+        """Stop leading the workers. The node's key and its workers remain."""
+        for each in (self.places, self.suspicion, self.patience, self.progress, self.record_writer, self.guard):
             each.close()
 
-    def start(self) -> LedNode:
-        for each in (self.announcer, self.progress, self.patience, self.suspicion, self.places):
+    def start(self) -> InPlaceNode:
+        for each in (self.record_writer, self.progress, self.patience, self.suspicion, self.places):
             each.start()
         return self
 
@@ -94,27 +95,27 @@ class LedNode:
 class InPlaceHandler(Etcd3RendezvousHandler):
     """One node's handler in in-place mode; see the module."""
 
-    _led: LedNode | None = None
+    _led: InPlaceNode | None = None
     """None before the first rendezvous, and after the end."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._dying = threading.Lock()
-        """Taken by the thread that ends this process, and never given back."""
+        """Acquired by the thread that ends this process, and never released."""
 
     @property
     def use_agent_store(self) -> bool:
-        """True: a worker that calls ``init_process_group`` by itself must connect, and be caught, not serve."""
+        """True: a worker that calls ``init_process_group`` by itself must connect, and be detected, not serve."""
         return True
 
     def num_nodes_waiting(self) -> int:
-        """Healthy workers are never restarted."""
+        """Always 0: healthy workers are never restarted."""
         return 0
 
-    def _cannot_help(self) -> bool:
-        """Only where it never came to a Session: a sample that cannot be read has the same exit code, and the run is
-        closed with its name after some tries."""
-        return super()._cannot_help() and self._led is not None and not self._led.conductor.met.is_set()
+    def _is_misconfigured(self) -> bool:
+        """Only if no worker opened a Session: an unreadable sample has the same exit code, and closes the run with the
+        sample's name after some attempts."""
+        return super()._is_misconfigured() and self._led is not None and not self._led.conductor.met.is_set()
 
     def _leave(self, error: BaseException | None) -> bool:
         led, self._led = self._led, None
@@ -131,7 +132,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
     def _join(self) -> RendezvousInfo:
         try:
             if self._dying.locked():
-                _await_the_end()  # this is torchrun's main thread, which sees the workers die before the process does
+                _await_the_end()  # this is torchrun's main thread, which sees the workers die before the process exits
             return self._begin_life()
         except (ElasticTrainerError, RuntimeError):
             if self._dying.locked():
@@ -155,7 +156,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
 
         place = led.places.take(begin)
         if start is not None and start.count == FALSE_STARTS:
-            member.await_over(0, deadline.at_most(OTHERS_START_S))  # theirs may be a life behind
+            member.await_over(0, deadline.at_most(OTHERS_START_S))  # other nodes' starts may be a life behind
         closed = member.look().round
         if closed is not None and closed.state is RoundState.CLOSED:
             raise closed_error(closed)
@@ -165,11 +166,11 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         health.starting()
         return self._provisional(workers, led, place)
 
-    def _arrive_in_place(self, workers: LocalWorkers) -> LedNode:
+    def _arrive_in_place(self, workers: LocalWorkers) -> InPlaceNode:
         if workers.max_restarts < 1:
             raise ConfigError(
                 "in-place recovery restarts crashed workers on their own node, but torchrun's --max-restarts is 0",
-                hint="add --max-restarts 100, say",
+                hint="add --max-restarts, for example 100",
             )
         node = self._arrive()
         member, health, options = node.member, node.health, self._options
@@ -177,9 +178,12 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         guard = PlainScriptGuard(
             lambda: self._fatal(ConfigError(_NO_SESSION, hint=_NO_SESSION_HINT)), self._without_session
         )
-        announcer, progress = RecordWriter(member, self._clock), ProgressWriter(self._store, self._keys, self._clock)
+        record_writer, progress = (
+            RecordWriter(member, self._clock),
+            ProgressWriter(self._store, self._keys, self._clock),
+        )
         conductor = Conductor(
-            Conduct(
+            ConductorConfig(
                 self._run_id,
                 self.node_id,
                 self._record(node, tcp_store.port, workers, state=NodeState.WARMING),
@@ -187,7 +191,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
                 options.hang_timeout,
             ),
             ConductorPorts(
-                announcer,
+                record_writer,
                 partial(_report, member, progress),
                 member.create_revision,
                 Reachability(partial(records_of, self._store, self._keys)),
@@ -199,17 +203,17 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         )
         member.on_round(conductor.see)
         peers = Peers(self._run_id, self.node_id, member.nodes, self._clock)
-        suspicion = Suspicion(conductor, health.pages, self._notice, peers, self._clock)
+        suspicion = Suspicion(conductor, health.pages, self._status_board, peers, self._clock)
         patience = JoinTimeout(member, options.join_timeout, self._fatal, self._clock)
         channel = ChannelServer(conductor)
         places = NodePlace(member, self.node_id, partial(nodes_of, self._store, self._keys), conductor, self._clock)
-        self._led = LedNode(
-            node, conductor, channel, announcer, progress, guard, patience, suspicion, places, tcp_store
+        self._led = InPlaceNode(
+            node, conductor, channel, record_writer, progress, guard, patience, suspicion, places, tcp_store
         )
         return self._led.start()
 
-    def _provisional(self, workers: LocalWorkers, led: LedNode, place: int | None) -> RendezvousInfo:
-        """A world of this node alone: enough for torchrun to start the workers and to watch them."""
+    def _provisional(self, workers: LocalWorkers, led: InPlaceNode, place: int | None) -> RendezvousInfo:
+        """A world of this node alone: enough for torchrun to start and watch the workers."""
         os.environ[ENV_NODE] = self.node_id
         os.environ[ENV_ROUND] = "0"
         os.environ[ENV_RECOVERY] = str(self._options.recovery)
@@ -218,7 +222,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         os.environ[ENV_FORM_TIMEOUT] = str(self._options.form_timeout)
         os.environ[ENV_CHANNEL] = str(led.channel.path)
         os.environ[ENV_MEMORY] = led.arrived.rescue.paths
-        # torchrun exports 1, and NCCL's watchdog would then kill survivors of a failed collective.
+        # torchrun exports 1, with which NCCL's watchdog would kill the survivors of a failed collective.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
         alone = RoundMember(
@@ -236,27 +240,27 @@ class InPlaceHandler(Etcd3RendezvousHandler):
     # ---- while they run
 
     def _watch_round(self, document: RoundDocument) -> None:
-        """Nothing: the conductor leads the workers out of a round that is over."""
+        """Does nothing: the conductor leads the workers out of a round that is over."""
 
     def _watch_for_session(self, conductor: Conductor) -> None:
         life = conductor.life
 
         def awaited() -> bool:
-            """Those workers are still meant, and nobody has given up."""
+            """Whether the same workers are still awaited and the node has not given up."""
             led = self._led
             return not self._finished and led is not None and led.conductor is conductor and conductor.life == life
 
         workers = partial(worker_pids, self._run_id)
         limit_s = self._options.session_timeout
-        Arrival(conductor.met, awaited, workers, limit_s, self._fatal, self._clock).start()
+        SessionWatch(conductor.met, awaited, workers, limit_s, self._fatal, self._clock).start()
 
     def _without_session(self) -> Iterator[int]:
-        """The workers that have opened no Session, and their children; nothing else is below this process."""
+        """The workers without a Session, and their children; this process has no other descendants."""
         opened = self._led.conductor.in_session() if self._led is not None else frozenset[int]()
         return descendants(os.getpid(), without=opened)
 
     def _finish(self, outage_limit_s: float) -> None:
-        """torchrun's exit barrier: this node's workers have ended with success."""
+        """torchrun's exit barrier: this node's workers have succeeded."""
         led = self._led
         if led is None:
             return
@@ -264,11 +268,11 @@ class InPlaceHandler(Etcd3RendezvousHandler):
             self._fatal(ConfigError(f"{_NO_SESSION}: the script ended without one", hint=_NO_SESSION_HINT))
         current = led.arrived.member.look().round
         if current is not None and current.member(self.node_id) is not None:
-            led.announcer.close()
+            led.record_writer.close()
             self._await_end(led.arrived, current.number, outage_limit_s)
 
     def _fatal(self, error: ElasticTrainerError) -> None:
-        """From any thread: the job cannot go on here; say why, kill the workers, exit. Only the first call speaks."""
+        """End this node from any thread: print why, kill the workers, exit. Only the first call prints."""
         if not self._dying.acquire(blocking=False):
             _await_the_end()
         try:
@@ -280,13 +284,13 @@ class InPlaceHandler(Etcd3RendezvousHandler):
 
 
 def _report(member: Member, writer: ProgressWriter, progress: Progress) -> None:
-    """Pass rank 0's ``progress`` on, if it is of the round that this node knows."""
+    """Pass rank 0's ``progress`` on if it belongs to the round that this node knows."""
     seen = member.look()
     if seen.round is not None and seen.round.number == progress.round:
         writer.offer(progress, seen.round_revision)
 
 
 def _await_the_end() -> NoReturn:
-    """Another thread ends the process."""
+    """Wait for another thread to end the process."""
     while True:
         pause(1.0)

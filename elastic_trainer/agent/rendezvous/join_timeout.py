@@ -1,8 +1,8 @@
-"""Ends a node that has waited too long for a round: too few nodes came, or came back.
+"""Ends a node that has waited too long for a round because too few nodes joined.
 
-*Runs in* the agent: a thread named ``patience``. *Owns* that thread.
+*Runs in* the agent: a thread named ``join-timeout``. *Owns* that thread.
 *Fails by* calling ``give_up`` once with the JoinTimeoutError.
-*Invariant*: an unreachable store is no reason to end: nobody can form a round then, and training may go on.
+*Invariant*: an unreachable store never ends the node: no round can form then, and training may continue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOOK_EVERY_S = 0.5
 
 
 class JoinTimeout:
-    """Counts the time in which this node is ready and no round is on, up to ``join_timeout_s`` seconds."""
+    """Counts the time in which this node is ready without a round in effect, up to ``join_timeout_s`` seconds."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class JoinTimeout:
         self._member, self._join_timeout_s, self._give_up, self._clock = member, join_timeout_s, give_up, clock
         self._pause_s = min(LOOK_EVERY_S, join_timeout_s / 4)
         self._since = clock.monotonic()
-        self._duty = Duty("patience", self.turn, clock)
+        self._duty = Duty("join-timeout", self.turn, clock)
 
     def start(self) -> None:
         self._duty.start()
@@ -42,9 +42,9 @@ class JoinTimeout:
         self._duty.close()
 
     def turn(self) -> float:
-        """Look whether this node still waits; seconds until the next look."""
+        """Check whether this node still waits; returns the seconds until the next look."""
         seen, mine = self._member.look(), self._member.shown()
-        waits = mine is not None and mine.state is not NodeState.WARMING  # else others wait for this node
+        waits = mine is not None and mine.state is not NodeState.WARMING  # otherwise others wait for this node
         now = self._clock.monotonic()
         if not (waits and seen.connected) or _under_way(seen):
             self._since = now
@@ -55,22 +55,22 @@ class JoinTimeout:
 
 
 def _under_way(seen: Observation) -> bool:
-    """Whether the run has ended, or a round is on, with members that live, or about to be on."""
+    """Whether the run has ended, or a round with live members is in effect or soon will be."""
     current = seen.round
     if current is None:
         return False
-    if current.state is RoundState.BROKEN:  # whoever follows no nodes will, if this lasts
+    if current.state is RoundState.BROKEN:  # a node that watches only the round will watch the nodes if this lasts
         return any(node.record.busy for node in _members(seen, current))
     if current.state is RoundState.CLOSED:
         return True
     if current.state is RoundState.DRAINING and current.next is None:
-        return False  # too few will be left
+        return False  # too few nodes will remain
     if not seen.follows_nodes:
-        return True  # those who decide see to it
+        return True  # the deciding nodes handle it
     return bool(_members(seen, current))
 
 
 def _members(seen: Observation, current: RoundDocument) -> list[NodeView]:
-    """The members of the round that are there."""
+    """The members of the round that are present."""
     keys = {(member.node, member.create_revision) for member in current.members}
     return [node for node in seen.nodes.values() if (node.id, node.create_revision) in keys]

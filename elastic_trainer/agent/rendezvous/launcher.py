@@ -1,7 +1,7 @@
-"""What torchrun starts on this node, and why: read from torchrun's agent, which does not pass it to the handler.
+"""What torchrun starts on this node, and why: read from the frames of torchrun's agent, which does not pass it on.
 
-The handler needs the number of workers before ranks can be agreed. torchrun's own backends learn it through a second
-exchange after the rendezvous, in which every node can block on a dying one.
+The handler needs the number of workers before it can assign ranks. torchrun's own backends get it from a second
+exchange after the rendezvous, in which any node can block on a dying one.
 
 *Runs in* torchrun's main thread, inside ``next_rendezvous``.
 *Fails by* ConfigError when no torchrun agent is calling.
@@ -23,7 +23,7 @@ from elastic_trainer.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LocalWorkers:
-    """The workers of this node: how many, and torchrun's ``--role`` and ``--max-restarts``."""
+    """The number of workers of this node, and torchrun's ``--role`` and ``--max-restarts``."""
 
     count: int
     role: str
@@ -31,7 +31,7 @@ class LocalWorkers:
 
 
 def local_workers() -> LocalWorkers:
-    """Ask the torchrun agent that is calling (the nearest one up the stack)."""
+    """Read them from the calling torchrun agent (the nearest one up the stack)."""
     for names in _callers():
         caller = names.get("self")
         if isinstance(caller, ElasticAgent):
@@ -41,7 +41,7 @@ def local_workers() -> LocalWorkers:
 
 
 def failures() -> dict[int, ProcessFailure]:
-    """The workers that failed, by rank, where their failure is why torchrun calls."""
+    """The failed workers, by rank, if torchrun calls because of their failure."""
     for names in _callers():
         result = names.get("run_result")
         if isinstance(result, RunResult):
@@ -50,7 +50,7 @@ def failures() -> dict[int, ProcessFailure]:
 
 
 def _callers() -> Iterator[dict[str, Any]]:
-    """The variables of all who are calling, the nearest first."""
+    """The local variables of all callers, nearest first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame.f_locals

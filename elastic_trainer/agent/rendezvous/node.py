@@ -1,4 +1,4 @@
-"""This node once it takes part in its run: what it has from its arrival to its end, whole or not at all."""
+"""This node from its arrival in the run to its end."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class ArrivedNode:
     rescue: Rescue
 
     def leave(self, departure: Departure | None = None) -> bool:
-        """End this node's part: its key goes away, everybody else's stays. Whether its workers made steps.
+        """Leave the run: delete this node's key. Returns whether its workers made steps.
 
-        ``departure``: why, where that is neither the end of the run nor of the process by force."""
+        ``departure``: why, unless the run has ended or the process was killed."""
         made_steps = False
         try:
             made_steps = self.health.made_steps
             self.health.close()
-        except Exception:  # noqa: BLE001 - what reports health must not keep this node's key where others wait for it
+        except Exception:  # noqa: BLE001 - a failing health report must not keep the key that others wait for
             logger().exception("health.failed")
         last = self.member.look().round
         self.member.leave(departure)

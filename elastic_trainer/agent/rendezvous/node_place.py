@@ -1,8 +1,8 @@
-"""The place of this node in shard groups of several nodes: taken before its workers start, changed while it is a spare.
+"""This node's place in shard groups of several nodes: taken before its workers start, changed while it is a spare.
 
 *Runs in* torchrun's main thread (``take``) and a thread named ``places``, which it owns.
-*Fails by* nothing: a place that others have too leaves this node a spare, until it or another one changes.
-*Invariant*: the place is that of all workers of one life, since they hold its shards.
+*Fails by* nothing: a place that another node also has leaves this node a spare until one of them changes.
+*Invariant*: all workers of one life keep the same place, since they hold its shards.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.shard_groups import has_places, move, place_of
 
 SETTLE_S, SETTLES = 0.25, 20
-"""How long nodes that begin at once wait for what the others take, and how often."""
+"""How long nodes that start together wait to see each other's places, and how often."""
 LOOK_S = 2.0
-"""How often a spare looks; of hundreds of nodes each looks more rarely."""
+"""Interval at which a spare looks; with hundreds of nodes each looks more rarely."""
 CROWD = 50
 PATIENCE_S = 30.0
-"""How long a spare that holds state waits until another node takes the place that its group lacks."""
+"""How long a spare that holds state waits for another node to take the missing place of its group."""
 
 
 class NodePlace:
@@ -40,7 +40,7 @@ class NodePlace:
         self._member, self._node, self._nodes, self._conductor = member, node, nodes, conductor
         self._clock = clock
         self._since: float | None = None
-        """Since when this node is the one that should begin anew."""
+        """Since when this node is the one that should restart its workers."""
         self._duty = Duty("places", self.turn, clock)
 
     def start(self) -> None:
@@ -50,7 +50,7 @@ class NodePlace:
         self._duty.close()
 
     def take(self, announce: Callable[[int | None], None]) -> int | None:
-        """Announce the place for workers that begin; None where nodes have no places."""
+        """Choose and announce the place of new workers; None if nodes have no places."""
         if not has_places(self._member.limits):
             announce(None)
             return None
@@ -65,7 +65,7 @@ class NodePlace:
         return place
 
     def turn(self) -> float:
-        """Begin anew at another place if the run is better off with that; seconds until the next look."""
+        """Restart the workers at another place if that completes a group; returns the seconds until the next look."""
         if not has_places(self._member.limits):
             return IDLE_S
         seen, mine = self._member.look(), self._member.shown()
@@ -83,5 +83,5 @@ class NodePlace:
             self._since = now
         elif now - self._since >= (PATIENCE_S if mine.identity is not None else LOOK_S):
             self._since = None
-            self._conductor.begin_anew(f"this spare is needed at place {found[1]} of a shard group")
+            self._conductor.restart_workers(f"this spare is needed at place {found[1]} of a shard group")
         return LOOK_S * max(1.0, len(nodes) / CROWD)

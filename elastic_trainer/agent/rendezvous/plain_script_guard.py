@@ -1,11 +1,12 @@
-"""Catches a script that would train alone: in place, every node starts its workers as rank 0 of a world of one.
+"""Detects a script that would train alone: in place, every node starts its workers as rank 0 of a world of one.
 
-A script without a Session would not notice. Its MASTER_PORT is therefore one that this package listens on: a worker
-that connects there has called ``init_process_group`` by itself. Anybody else on this machine may connect, too, and
-proves nothing by it: the kernel says whose sockets the connections are.
+A script without a Session would not notice. Therefore this guard listens at its MASTER_PORT: a worker that connects
+there has called ``init_process_group`` by itself. Other processes of this machine may connect too, which proves
+nothing: the kernel says which process owns each connection.
 
-*Runs in* the agent: a thread named ``trap``. *Owns* a listening socket. *Fails by* calling ``caught`` once.
-*Invariant*: however many connect, the kernel is asked a few times a second at most.
+*Runs in* the agent: a thread named ``plain-script-guard``. *Owns* a listening socket. *Fails by* calling ``caught``
+once.
+*Invariant*: however many processes connect, it asks the kernel a few times a second at most.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from elastic_trainer.agent.workers.local_sockets import sockets_of, sockets_to
 from elastic_trainer.telemetry.logs import logger
 
 PAUSE_S = 0.1
-"""After a look at those that had connected."""
+"""Pause after each check of the open connections."""
 _WAITING = 128
 
 
 class PlainScriptGuard:
-    """Listens on 127.0.0.1 until closed. ``suspects()`` are the processes that may not connect."""
+    """Listens on 127.0.0.1 until closed. ``suspects()`` returns the processes that may not connect."""
 
     def __init__(self, caught: Callable[[], None], suspects: Callable[[], Iterable[int]]) -> None:
         self._caught, self._suspects = caught, suspects
@@ -34,7 +35,7 @@ class PlainScriptGuard:
         self._socket.bind(("127.0.0.1", 0))
         self._socket.listen(_WAITING)
         self.port: int = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=self._watch, name="trap", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="plain-script-guard", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
@@ -42,10 +43,10 @@ class PlainScriptGuard:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                if self._closing.wait(PAUSE_S):  # else this process has no descriptor left, for now
+                if self._closing.wait(PAUSE_S):  # otherwise this process is out of descriptors for now
                     return
                 continue
-            with connection:  # whoever waits for an answer stays connected, and can be found
+            with connection:  # a worker that waits for an answer stays connected, and can be found
                 guilty = self._find_suspect()
             if guilty:
                 self._caught()
@@ -53,14 +54,14 @@ class PlainScriptGuard:
             self._closing.wait(PAUSE_S)
 
     def _find_suspect(self) -> bool:
-        """Whether a suspect is among all that are connected, or wait to be."""
+        """Whether a suspect is connected, or is waiting to be accepted."""
         strangers = sockets_to("127.0.0.1", self.port)
         for pid in self._suspects():
             if strangers & sockets_of(pid):
                 return True
         if not self._warned:
             self._warned = True
-            logger().warning("connection.refused", port=self.port, reason="no worker without a Session has made it")
+            logger().warning("connection.refused", port=self.port, reason="it is not of a worker without a Session")
         return False
 
     def close(self) -> None:

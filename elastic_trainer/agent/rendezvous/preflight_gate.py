@@ -1,9 +1,9 @@
-"""The optional check before a node joins (``--rdzv-conf preflight=warn|refuse``): is this machine fit for the job?
+"""The optional check before a node joins (``--rdzv-conf preflight=warn|refuse``): whether this machine is fit.
 
-*Runs in* torchrun's main thread, once, after the run has admitted the node and before the node shows itself.
-*Owns* nothing that lasts: its report and the incident stay in the store.
-*Fails by* UnfitError where unfit nodes are refused. A store that does not answer makes no node unfit.
-*Invariant*: a refused node has never had a key of a node.
+*Runs in* torchrun's main thread, once, after the run has admitted the node and before the node writes its key.
+*Owns* nothing: its report and the incident stay in the store.
+*Fails by* UnfitError if unfit nodes are refused. A store that does not answer never makes a node unfit.
+*Invariant*: a refused node never had a node key.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.telemetry.logs import logger
 
 KEEP_S = 7 * 24 * 3600.0
-"""How long a report is there for newcomers to be compared with; it outlives its node, whose successor it serves."""
+"""How long a report stays for comparison with newcomers; it outlives its node, for the node's successor."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeCandidate:
-    """The node that would like to join a job of ``least`` nodes or more."""
+    """A node that wants to join a job of at least ``least`` nodes."""
 
     node: str
     address: str
@@ -41,24 +41,24 @@ class NodeCandidate:
 
 
 def ensure_fit(store: Store, keys: RunKeys, options: RendezvousOptions, candidate: NodeCandidate, clock: Clock) -> None:
-    """Check this node. What is bad becomes an incident, and is refused if the options say so."""
+    """Check this node. Bad findings become an incident, and refuse the node if the options say so."""
     begun = clock.monotonic()
-    logger().info("preflight.begun", limit_s=options.preflight_timeout)
+    logger().info("preflight.started", limit_s=options.preflight_timeout)
     findings = examined(store, keys, options, candidate, clock)
     for finding in findings:
         if finding.status is Status.WARN:
-            logger().warning("node.doubted", check=finding.name, text=finding.text, hint=finding.hint)
+            logger().warning("preflight.warned", check=finding.name, text=finding.text, hint=finding.hint)
     unfit = bad(findings)
     took_s = round(clock.monotonic() - begun, 3)
-    logger().info("preflight.done", fit=not unfit, checks=len(findings), duration_s=took_s)
+    logger().info("preflight.finished", fit=not unfit, checks=len(findings), duration_s=took_s)
     if not unfit:
         return
     for finding in unfit:
         logger().warning("node.unfit", check=finding.name, text=finding.text, hint=finding.hint)
     text = f"node {candidate.node} is not fit: {sentence(unfit)}"
     refused = options.preflight is PreflightMode.REFUSE
-    outcome = "it stays out" if refused else "it joins all the same"
-    _tell_people(store, keys, candidate.node, f"{text} ({outcome})", clock)
+    outcome = "it does not join" if refused else "it joins anyway"
+    _write_incident(store, keys, candidate.node, f"{text} ({outcome})", clock)
     if refused:
         raise UnfitError(text, hint=unfit[0].hint or "run the job on another machine")
 
@@ -66,7 +66,7 @@ def ensure_fit(store: Store, keys: RunKeys, options: RendezvousOptions, candidat
 def examined(
     store: Store, keys: RunKeys, options: RendezvousOptions, candidate: NodeCandidate, clock: Clock
 ) -> list[Finding]:
-    """The checks of this node, then its comparison with the others."""
+    """Run the checks of this node, then compare it with the others."""
     limits = limits_of(options)
     comparison = PeerComparison(store, keys, candidate.node, limits, clock)
     subject = Subject(
@@ -82,11 +82,11 @@ def examined(
     try:
         found.append(round_trip(store, keys.round, limits, Deadline.after(STORE_S, clock), clock))
         comparison.publish(report, KEEP_S)
-        # A job cannot begin without its least number of nodes, so waiting for their results costs it little.
+        # A job cannot start without its minimum of nodes, so waiting for their results costs little.
         others = candidate.least - 1 if candidate.least > limits.peers else 0
         found += comparison.findings(others=others, wait_s=options.preflight_wait, keep_s=KEEP_S)
     except TransientError as error:
-        found.append(Finding("peers", Status.SKIPPED, f"the other nodes' results are not known: {error}"))
+        found.append(Finding("peers", Status.SKIPPED, f"the other nodes' results are unknown: {error}"))
     return found
 
 
@@ -95,7 +95,7 @@ def limits_of(options: RendezvousOptions) -> FitLimits:
     return FitLimits(ratio=options.preflight_ratio, disk_bytes=int(options.preflight_min_disk * GIB))
 
 
-def _tell_people(store: Store, keys: RunKeys, node: str, text: str, clock: Clock) -> None:
+def _write_incident(store: Store, keys: RunKeys, node: str, text: str, clock: Clock) -> None:
     incident = Incident(wall=clock.wall(), by=node, kind="node_unfit", reason=text, nodes=(node,))
     try:
         HealthStore(store, keys, node).write_incident(incident)

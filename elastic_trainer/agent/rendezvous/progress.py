@@ -1,8 +1,8 @@
-"""Publishes how far the job is: rank 0's node writes it to the store, at most once a second.
+"""Publishes the job's progress: rank 0's node writes it to the store, at most once a second.
 
 *Runs in* the agent: a thread named ``progress``. *Owns* that thread.
-*Fails by* nothing: progress that cannot be written is replaced by the next.
-*Invariant*: progress of a round is written only while that round is the one in the store.
+*Fails by* nothing: if a write fails, the next progress replaces it.
+*Invariant*: progress of a round is written only while the store holds that round.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class ProgressWriter:
         self._duty.start()
 
     def offer(self, progress: Progress, round_revision: int) -> None:
-        """The newest progress, and the revision of the round document that it belongs to."""
+        """Replace the pending progress; ``round_revision`` is that of the round document that it belongs to."""
         with self._lock:
             self._latest = (progress, round_revision)
         self._duty.wake()
 
     def close(self) -> None:
-        """End the thread; the last progress is written if it can be."""
+        """Stop the thread; tries to write the last progress."""
         self._duty.close()
         self._not_before = 0.0
         self.turn()
 
     def turn(self) -> float:
-        """Write the newest progress, if it is time; seconds until then."""
+        """Write the newest progress if it is due; returns the seconds until the next turn."""
         now = self._clock.monotonic()
         if now < self._not_before:
             return self._not_before - now

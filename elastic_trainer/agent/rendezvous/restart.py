@@ -1,9 +1,10 @@
-"""torchrun's rendezvous handler for restart mode: agreed ranks for each start of the workers.
+"""torchrun's rendezvous handler for restart mode: assigns ranks for each start of the workers.
 
-*Runs in* torchrun's main thread; its duties run in threads of the same process.
+*Runs in* torchrun's main thread, and duty threads of the same process.
 *Owns* the member, the liveness port, the reserved store port, the supervisor; all end with :meth:`shutdown` or with the
-process (the lease does the rest).
-*Fails by* SystemExit with one sentence: 0 for a node that comes after a success, 78 for wrong configuration.
+process (then the lease expires).
+*Fails by* SystemExit with one sentence: 0 for a node that joins after the run has succeeded, 78 for a wrong
+configuration.
 *Invariant*: ``num_nodes_waiting`` does no I/O and never raises.
 """
 
@@ -23,15 +24,15 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from elastic_trainer.agent.health.service import HealthService
 from elastic_trainer.agent.rendezvous import sigterm
 from elastic_trainer.agent.rendezvous.addresses import LivenessPort, ReservedPort, default_node_id, own_address
-from elastic_trainer.agent.rendezvous.departing import exit_code_after, parting_of
 from elastic_trainer.agent.rendezvous.exit_barrier_store import RoundStore
+from elastic_trainer.agent.rendezvous.exit_reason import exit_code_after, exit_reason_of
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, failures, local_workers
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.preflight_gate import NodeCandidate, ensure_fit
 from elastic_trainer.agent.rendezvous.sizes import allowed_sizes
-from elastic_trainer.agent.suspicion.questions import Notice
-from elastic_trainer.agent.workers.deaths import Deaths, leave_word
-from elastic_trainer.agent.workers.false_starts import FalseStart, Starts
+from elastic_trainer.agent.suspicion.questions import StatusBoard
+from elastic_trainer.agent.workers.deaths import Deaths, write_termination_message
+from elastic_trainer.agent.workers.false_starts import FalseStart, StartupWatch
 from elastic_trainer.agent.workers.rescue import Rescue
 from elastic_trainer.agent.workers.supervisor import Supervisor
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
@@ -78,8 +79,8 @@ if TYPE_CHECKING:
 BACKEND = "etcd3"
 RESTART_REGROUP_S = 60.0
 _SHORTEST_WAIT_S, OTHERS_START_S = 5.0, 30.0
-"""How long others are waited for whose workers may end at their start too: between them, as long as these lasted."""
-_WRONG = "a worker said that its configuration is wrong; trying again cannot help"
+"""Bounds on the wait for other nodes whose workers may fail at startup too; between them, as long as these lived."""
+_WRONG = "a worker reported a wrong configuration; a retry cannot help"
 
 
 class Etcd3RendezvousHandler(RendezvousHandler):
@@ -107,21 +108,21 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self._keys = RunKeys(options.prefix, run_id)
         node = options.node_id or default_node_id()
         self.node_id = checked_name(node, "node id")
-        self._notice = Notice(run_id, self.node_id, clock)
+        self._status_board = StatusBoard(run_id, self.node_id, clock)
         self._node: ArrivedNode | None = None
         """None before the first rendezvous, and after the end."""
         self._port: ReservedPort | None = None
         self._worked = False
-        """What :attr:`_made_steps` was when the node's part ended."""
+        """The value of :attr:`_made_steps` when the node left the run."""
         self._current: RoundDocument | None = None
         self._life = 0
         self._finished = False
-        self._starts, self._deaths = Starts(clock), Deaths()
+        self._starts, self._deaths = StartupWatch(clock), Deaths()
         logs.bind(run=run_id, node=self.node_id, role="agent")
 
     @classmethod
     def from_parameters(cls, parameters: RendezvousParameters) -> Self:
-        """Validate torchrun's parameters and reach the store. Raises ConfigError or StoreUnavailableError."""
+        """Validate torchrun's parameters and connect to the store. Raises ConfigError or StoreUnavailableError."""
         logs.configure()
         options = rendezvous_options(parameters.config)
         checked_name(parameters.run_id, "run id (--rdzv-id)")
@@ -129,7 +130,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             raise ConfigError("no store address was given", hint="add --rdzv-endpoint host:2379")
         if parameters.min_nodes > parameters.max_nodes:
             raise ConfigError(
-                f"--nnodes {parameters.min_nodes}:{parameters.max_nodes} has its minimum above its maximum"
+                f"--nnodes {parameters.min_nodes}:{parameters.max_nodes}: the minimum is above the maximum"
             )
         settings = options.store(parameters.endpoint)
         store = connect_patiently(settings, Deadline.after(options.connect_timeout), run=parameters.run_id)
@@ -143,15 +144,15 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             address=address,
         )
 
-    # ---- what torchrun calls
+    # ---- called by torchrun
 
     def get_backend(self) -> str:
-        """The name that torchrun knows this handler by."""
+        """The handler's name in torchrun."""
         return BACKEND
 
     @property
     def use_agent_store(self) -> bool:
-        """False: rank 0's worker hosts the workers' store, on a port of its own for each round.
+        """False: rank 0's worker hosts the workers' store, on its own port for each round.
 
         torchrun would otherwise name the workers' store prefix after its own restart count, which differs between
         nodes, and stale addresses of an earlier round would be read.
@@ -159,31 +160,31 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round; blocks until it is formed."""
-        if any(each.exitcode == EXIT_CONFIG for each in failures().values()) and self._cannot_help():
+        """Join the next round; blocks until it forms."""
+        if any(each.exitcode == EXIT_CONFIG for each in failures().values()) and self._is_misconfigured():
             logs.logger().error("node.given_up", reason=_WRONG)
             raise SystemExit(EXIT_CONFIG)
         try:
             return self._join()
         except RunClosedError as error:
-            logs.logger().info("run.met_closed", succeeded=error.succeeded)
+            logs.logger().info("run.already_closed", succeeded=error.succeeded)
             if error.succeeded:
                 raise SystemExit(0) from error
             end(error)
         except ElasticTrainerError as error:
             end(error)
 
-    def _cannot_help(self) -> bool:
-        """Whether a worker that ended with the exit code of a wrong configuration will do so each time.
+    def _is_misconfigured(self) -> bool:
+        """Whether a worker with the exit code of a wrong configuration would fail again each time.
 
-        Not where workers of this node have made steps: then its configuration is right, and its data or their storage
-        have failed since. A node that ended with that code for it would take all others of a Kubernetes Job along.
+        Not if workers of this node have made steps: then the configuration is right, and the data or its storage has
+        failed since. A node that exited with that code would make a Kubernetes Job end all other nodes too.
         """
         return not self._made_steps
 
     @property
     def _made_steps(self) -> bool:
-        """Whether workers of this node have made steps, in any of their lives; False for scripts without a Session."""
+        """Whether workers of this node have made steps in any life; False for scripts without a Session."""
         return self._worked or (self._node is not None and self._node.health.made_steps)
 
     def is_closed(self) -> bool:
@@ -191,10 +192,10 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         return current is not None and current.state is RoundState.CLOSED
 
     def set_closed(self) -> None:
-        """torchrun never calls this for a plugin; rounds are closed by the members (DESIGN section 3, *End*)."""
+        """torchrun never calls this for a plugin; the members close the run (DESIGN section 3, *End*)."""
 
     def num_nodes_waiting(self) -> int:
-        """1 when the workers' round is over, which makes torchrun restart them; else 0."""
+        """1 when the workers' round is over, so that torchrun restarts them; otherwise 0."""
         if self._node is None or self._current is None:
             return 0
         return 1 if round_is_over(self._current, self._node.member.look().round) else 0
@@ -206,16 +207,16 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         return self._leave(self._ending())
 
     def _ending(self) -> BaseException | None:
-        """What ends this process: an exception on its way through torchrun, or that which the interpreter reported."""
+        """The exception that ends this process: one that torchrun handles now, or that the interpreter reported."""
         return sys.exc_info()[1] or getattr(sys, "last_value", None)
 
     def _leave(self, error: BaseException | None) -> bool:
-        """End this node's part; ``error`` says in the store why."""
+        """Leave the run, and record in the store that ``error`` is why."""
         node, self._node = self._node, None
         if node is not None:
             departure = self._departure(error, node)
             if departure is not None and departure.planned:
-                node.health.pages.count("left")  # its last report says so: nobody misses it
+                node.health.pages.count("left")  # its last report then says that the node left on request
             self._worked = node.leave(departure) or self._worked
         if self._port is not None:
             self._port.close()
@@ -230,18 +231,18 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         made_steps = self._worked or node.health.made_steps
         died = ""
         if isinstance(error, ChildFailedError):
-            died = self._deaths.told(error.failures, node.health.pages.said())
-        parting = parting_of(error, made_steps=made_steps, died=died)
+            died = self._deaths.describe(error.failures, node.health.pages.said())
+        parting = exit_reason_of(error, made_steps=made_steps, died=died)
         if parting is None:
             return None
-        leave_word(parting.reason)
+        write_termination_message(parting.reason)
         return Departure(wall=self._clock.wall(), node=self.node_id, **asdict(parting))
 
     def _at_exit(self) -> None:
-        """The process ends, in whatever way: take this node's key away, and name the right exit code.
+        """The process exits, in whatever way: delete this node's key, and use the right exit code.
 
-        torchrun would exit with 1 after a SIGTERM, which a job controller takes for a failure, and after a
-        worker's wrong configuration, which the controller would try again.
+        torchrun would exit with 1 after a SIGTERM, which a job controller counts as a failure, and after a worker's
+        wrong configuration, which the controller would retry.
         """
         self.shutdown()
         code = exit_code_after(getattr(sys, "last_value", None), made_steps=self._worked)
@@ -275,7 +276,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         return self._describe(document)
 
     def _arrive(self) -> ArrivedNode:
-        """First call: agree with the run, then become able to take part."""
+        """First call: pass admission, then start all that a member needs."""
         deadline = Deadline.after(self._options.connect_timeout, self._clock)
         admit(self._store, self._keys, self._spec, reopen=self._options.reopen, deadline=deadline)
         if self._options.preflight is not PreflightMode.OFF:
@@ -287,7 +288,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         member = Member(self._store, self._keys, presence, self._limits(), clock=self._clock)
         atexit.register(self._at_exit)
         with ExitStack() as undo:
-            liveness = LivenessPort(self._address, self._notice.answer)
+            liveness = LivenessPort(self._address, self._status_board.answer)
             undo.callback(liveness.close)
             supervisor = Supervisor(self._run_id, self._options.stop_grace, self._clock)
             undo.callback(supervisor.close)
@@ -302,16 +303,16 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         return self._node
 
     def _how_workers_died(self, node: ArrivedNode) -> str:
-        """The workers that failed are why torchrun calls: note it where people look; "" if none has."""
+        """How this node's workers died, if torchrun calls for that reason, else ""; logs it and notes it for people."""
         if not (failed := failures()):
             return ""
-        told = self._deaths.told(failed, node.health.pages.said())
+        told = self._deaths.describe(failed, node.health.pages.said())
         logs.logger().warning("worker.died", reason=told)
         node.health.health.note("worker_died", told, tuple(sorted(failed)))
         return told
 
     def _leave_round(self, node: ArrivedNode, deadline: Deadline) -> tuple[bool, str]:
-        """Say that this node has left its round, if it was still on; whether by agreement, and why."""
+        """Announce that this node left its round, if that was still in effect; whether by agreement, and why."""
         if self._current is None:
             return True, ""
         member, hung, died = node.member, node.health.verdicts.take_any(), self._how_workers_died(node)
@@ -319,19 +320,19 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         seen = member.look().round
         if seen is None or round_is_over(self._current, seen):
             return True, ""
-        if false_start is not None and self._others_too(member, self._current, false_start, deadline):
+        if false_start is not None and self._report_false_start(member, self._current, false_start, deadline):
             return True, ""
-        cause = f"its workers failed{f': {died}' if died else ''}" if hung is None else f"a worker was ended: {hung}"
+        cause = f"its workers failed{f': {died}' if died else ''}" if hung is None else f"a worker was killed: {hung}"
         reason = f"node {self.node_id} left the round: {cause}"
         kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
         member.break_round(RoundFailure(self._current.number, reason, worker_failed=True, cause=kind), deadline)
         seen = member.look().round
         if seen is not None and seen.number == self._current.number and seen.state is RoundState.DRAINING:
-            return True, ""  # it ended by agreement, of which this node had not heard when its workers went
+            return True, ""  # it ended by agreement, which this node had not seen when its workers ended
         return False, cause
 
-    def _others_too(self, member: Member, mine: RoundDocument, start: FalseStart, deadline: Deadline) -> bool:
-        """Show that the workers ended at their start; whether the round is over before this node has to break it."""
+    def _report_false_start(self, member: Member, mine: RoundDocument, start: FalseStart, deadline: Deadline) -> bool:
+        """Announce that the workers failed at startup; whether the round ends before this node must break it."""
         member.announce(with_false_start(member.record(), start), deadline)
         grace_s = min(OTHERS_START_S, max(_SHORTEST_WAIT_S, self._starts.lasted_s))
         member.await_over(mine.number, deadline.at_most(grace_s))
@@ -339,7 +340,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         return seen is not None and (seen.state is RoundState.CLOSED or round_is_over(mine, seen))
 
     def _last_life(self, node: ArrivedNode, planned: bool) -> dict[str, Any]:
-        """How far it came, and what ended it."""
+        """The progress of the last life, and what ended it."""
         if self._current is None:
             return {}
         pages, failed = node.health.pages, failures()
@@ -393,19 +394,19 @@ class Etcd3RendezvousHandler(RendezvousHandler):
     # ---- during and after a round
 
     def _watch_round(self, document: RoundDocument) -> None:
-        """From the deciding thread: workers of a broken round get their grace."""
+        """Called by the deciding thread: starts the grace period of a broken round's workers."""
         if self._current is None or self._node is None or self._finished:
             return
         if round_is_over(self._current, document) and document.state is not RoundState.DRAINING:
             self._node.supervisor.round_over(self._current.number)
 
     def _finish(self, outage_limit_s: float) -> None:
-        """torchrun's exit barrier: say that this node is done, and stay until all members are."""
+        """torchrun's exit barrier: announce that this node has finished, and wait until all members have."""
         if self._node is not None and self._current is not None:
             self._await_end(self._node, self._current.number, outage_limit_s)
 
     def _await_end(self, node: ArrivedNode, number: int, outage_limit_s: float) -> None:
-        """This node's workers have succeeded: so has the node, unless the run is known to have failed."""
+        """Wait for the end of the run: this node has succeeded, unless the run is known to have failed."""
         self._finished = True
         done: dict[str, Any] = {"state": NodeState.DONE, "planned": True}
         record = node.member.record().model_copy(update=done)
@@ -418,11 +419,11 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         logs.logger().info("run.ended", result=ended.result, reason=ended.reason)
         if ended.result is RunResult.FAILED:
             end(closed_error(ended))
-        sigterm.too_late()
+        sigterm.ignore_sigterm()
 
 
 def round_is_over(mine: RoundDocument, seen: RoundDocument | None) -> bool:
-    """Whether ``seen`` shows that the round ``mine`` does not go on (an absent document proves nothing)."""
+    """Whether ``seen`` proves that the round ``mine`` is over (an absent document proves nothing)."""
     if seen is None:
         return False
     return seen.number > mine.number or (
@@ -431,11 +432,11 @@ def round_is_over(mine: RoundDocument, seen: RoundDocument | None) -> bool:
 
 
 def end(error: ElasticTrainerError) -> NoReturn:
-    """Say ``error`` in one line and leave with its exit code."""
+    """Print ``error`` in one line and exit with its exit code."""
     logs.last_words(f"elastic-trainer: {error}")
     raise SystemExit(error.exit_code)
 
 
 def with_false_start(record: NodeRecord, start: FalseStart) -> NodeRecord:
-    """The ``record`` of a node whose last life ended at its start."""
+    """The ``record`` of a node whose last life failed at startup."""
     return record.model_copy(update={"false_start": start.what, "false_starts": start.count})

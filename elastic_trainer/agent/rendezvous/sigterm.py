@@ -1,19 +1,19 @@
-"""SIGTERM where torchrun does not handle it, or not well: before its first workers, a second time, after a success.
+"""SIGTERM where torchrun does not handle it correctly: before its first workers, a second time, after a success.
 
-Before its workers it would have its default action, and none at all on process 1 of a container: a pod that is evicted
-while it waits for etcd or for other nodes would join later, and be killed in the middle of its work. The exception
-that ends this process can be swallowed: it is raised wherever the main thread is, and Python only reports exceptions of
-destructors and callbacks. So it is raised again until the process ends.
+Before its workers start, SIGTERM has its default action, and none at all for process 1 of a container: a pod that is
+evicted while it waits for etcd or other nodes would join later, and be killed in the middle of its work. The exception
+that ends this process can be swallowed: it is raised wherever the main thread is, and Python only reports exceptions
+of destructors and callbacks. So it is raised again until the process ends.
 
-torchrun's own handler raises each time, also while torchrun ends its workers because of the signal before: the second
-one then leaves workers behind that nobody ends. Two come at once when the process that started torchrun dies with
-several threads (prctl(2), PR_SET_PDEATHSIG), or when a terminal and a service manager both send one.
+torchrun's own handler raises each time, even while torchrun ends its workers because of the previous signal: the second
+signal then leaves workers behind that no process ends. Two come at once when the process that started torchrun dies
+with several threads (prctl(2), PR_SET_PDEATHSIG), or when a terminal and a service manager both send one.
 
-When the run has succeeded, the first pod of a Kubernetes Job to exit makes the controller end the others: they are
-about to exit with 0, and should.
+When the run has succeeded, the first pod of a Kubernetes Job to exit makes the controller end the others: these are
+about to exit with 0, and must still do so.
 
 *Runs in* torchrun's main thread. *Owns* the process's handler for SIGTERM before and after torchrun's own, which it
-replaces, and from an early SIGTERM on its real-time timer and SIGALRM.
+replaces, and after an early SIGTERM its real-time timer and SIGALRM.
 *Fails by* SystemExit with the exit code of a node that left on request, from wherever the main thread is.
 """
 
@@ -34,13 +34,13 @@ from elastic_trainer.errors import EXIT_LEFT
 
 Handler = Callable[[int, FrameType | None], None]
 _TORCHRUNS = "_terminate_process_handler"
-"""What torchrun registers when it starts workers, for SIGTERM, SIGINT, SIGHUP and SIGQUIT (torch 2.10 to 2.13)."""
+"""torchrun's handler for SIGTERM, SIGINT, SIGHUP and SIGQUIT once it starts workers (torch 2.10 to 2.13)."""
 _SENTENCE = b"elastic-trainer: SIGTERM came before the workers were started: this node leaves\n"
 _AGAIN_S = 1.0
 
 
 def listen() -> None:
-    """Take SIGTERM from now on, unless somebody does already, and let a second signal not disturb the first."""
+    """Handle SIGTERM from now on, unless the process already does; a second signal cannot disturb the first."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, unless_leaving(_leave))
     torchruns: Handler | None = getattr(api, _TORCHRUNS, None)
@@ -49,9 +49,9 @@ def listen() -> None:
 
 
 def unless_leaving(handler: Handler) -> Handler:
-    """``handler``, except while this thread already handles what an earlier signal raised.
+    """``handler``, but ignored while this thread still handles the exception of an earlier signal.
 
-    An exception that was swallowed is not being handled: the next signal raises again.
+    A swallowed exception is no longer being handled: the next signal raises again.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -69,23 +69,23 @@ def _leaving(error: BaseException | None) -> bool:
     return False
 
 
-def too_late() -> None:
+def ignore_sigterm() -> None:
     """The run has succeeded: this process is about to exit with 0, so ignore SIGTERM."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    # Neither a logger nor a stream: the main thread may just be inside of one.
+    # Uses neither a logger nor a stream: the main thread may be inside one.
     os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, _SENTENCE)
     signal.signal(signal.SIGALRM, unless_leaving(_leave_again))
     signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
-    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # soon SIGALRM would have its default action
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # after the handlers are gone SIGALRM would kill
     raise SystemExit(EXIT_LEFT)
 
 
 def _leave_again(number: int, frame: FrameType | None) -> None:
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
-    if frame is not None and frame.f_globals.get("__name__") == "__main__":  # else Python itself is ending
+    if frame is not None and frame.f_globals.get("__name__") == "__main__":  # otherwise Python itself is exiting
         raise SystemExit(EXIT_LEFT)

@@ -1,1 +1,1 @@
-"""Finds nodes and workers that stand still by asking the agents around, long before a lease ends."""
+"""Detects frozen nodes and hung workers by asking neighbouring agents, long before a lease ends."""

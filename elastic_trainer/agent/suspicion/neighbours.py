@@ -1,8 +1,8 @@
-"""The agents around this one: asks what their workers do, and finds those that do not answer.
+"""The neighbouring agents: asks what their workers do, and finds those that do not answer.
 
-*Runs in* one thread, which waits for none of them. *Owns* the questions under way.
-*Fails by* nothing: of nodes that the store or the network does not let it ask, nothing is known.
-*Invariant*: a node is silent only after more time than recent answers took, this node's answer to itself included.
+*Runs in* one thread, which blocks on none of them. *Owns* the open questions.
+*Fails by* nothing: nodes that it cannot ask because of the store or the network stay unknown.
+*Invariant*: a node counts as silent only after more time than recent answers took, this node's own included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from elastic_trainer.agent.suspicion.asking import Address, Asker
-from elastic_trainer.agent.workers import doubt
+from elastic_trainer.agent.workers import suspicion_rules
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.membership.cluster_view import NodeView
@@ -22,16 +22,16 @@ from elastic_trainer.telemetry.logs import logger
 
 STORE_S: Final = 0.5
 LATE_S: Final = 0.1
-"""This agent stood still if a turn comes so much later than planned."""
+"""This agent was frozen if a turn comes this much later than planned, in seconds."""
 FORGOTTEN_S: Final = 5.0
-"""An answer that took longer would teach nothing."""
+"""A longer answer says nothing about normal delays."""
 
 Nodes = Callable[[Sequence[str], Deadline], Mapping[str, NodeView]]
 
 
 @dataclass(frozen=True, slots=True)
 class Suspects:
-    """Keys of nodes that do not answer, and what speaks against them."""
+    """Keys of nodes that do not answer, and the evidence."""
 
     ghosts: tuple[Ghost, ...]
     reason: str
@@ -45,43 +45,43 @@ class Peers:
         self._asker = asker if asker is not None else Asker(run, node, clock)
         self._number = -1
         self._around: dict[str, Address] = {}
-        """Whom this node asks in the round of that number, itself among them."""
-        self._delays: dict[str, doubt.AnswerDelays] = {}
+        """The nodes that this one asks in the round of that number, including itself."""
+        self._delays: dict[str, suspicion_rules.AnswerDelays] = {}
         self._dead: set[str] = set()
         self._own_s = float("inf")
-        """What this node's last answer to itself took."""
+        """Seconds that this node's last answer to itself took."""
 
     def ask(self, document: RoundDocument) -> None:
-        """Ask the neighbours in the round of ``document`` whose answer is not awaited already."""
+        """Ask the neighbours in the round of ``document`` to which no question is pending."""
         if document.number != self._number:
             self._meet(document)
         for name, address in self._around.items():
             self._asker.ask(name, address)
 
     def forget(self, but: Iterable[str] = ()) -> None:
-        """Await no answer any more, ``but`` of those.
+        """Drop all open questions except those to ``but``.
 
-        A connection that was begun while the network was cut says nothing of it now, and how long somebody needed who
-        had stood still is no measure.
+        A connection attempted while the network was cut says nothing about its present state, and the delay of a
+        process that was frozen is no measure.
         """
         for name in set(self._asker.open) - set(but):
             self._asker.forget(name)
         self._dead &= set(but)
 
     def _meet(self, document: RoundDocument) -> None:
-        """Look up the addresses to ask."""
+        """Look up the neighbours' addresses."""
         self.forget()
-        names = doubt.neighbours(document, self._node)
+        names = suspicion_rules.neighbours(document, self._node)
         keys = self._read((*names, self._node))
         found = {name: _address(each.record.address, each.record.probe_port) for name, each in keys.items()}
         self._around = {name: address for name, address in found.items() if address is not None}
         if self._around:
             self._number = document.number
 
-    def hear(self, timeout_s: float) -> None:
-        """Take in the answers that come within ``timeout_s`` seconds."""
+    def receive(self, timeout_s: float) -> None:
+        """Process the answers that arrive within ``timeout_s`` seconds."""
         before = self._clock.monotonic()
-        heard = self._asker.hear(timeout_s)
+        heard = self._asker.receive(timeout_s)
         now = self._clock.monotonic()
         stood_still = now - before > timeout_s + LATE_S
         for each in heard:
@@ -90,7 +90,7 @@ class Peers:
                 continue
             self._dead.discard(each.node)
             if not stood_still:
-                self._delays.setdefault(each.node, doubt.AnswerDelays()).note(each.after_s, now)
+                self._delays.setdefault(each.node, suspicion_rules.AnswerDelays()).note(each.after_s, now)
             if each.node == self._node:
                 self._own_s = each.after_s
             elif each.answer is not None and not all(worker.waits for worker in each.answer.workers):
@@ -100,11 +100,11 @@ class Peers:
                 self._asker.forget(name)
 
     def suspects(self, now: float, awake_at: float) -> Suspects | None:
-        """The nodes that are dead, or silent for too long; time before ``awake_at`` does not count."""
+        """The nodes that are dead, or silent for too long; silence before ``awake_at`` does not count."""
         open_ = {name: now - max(since, awake_at) for name, since in self._asker.open.items()}
         reasons = {name: f"node {name} does not answer its peer {self._node} ({s:.2f} s)" for name, s in open_.items()}
         silent = [name for name, silent_s in open_.items() if silent_s > self._limit_s(name, now)]
-        reasons |= {name: f"the agent of node {name} is gone" for name in self._dead}
+        reasons |= {name: f"the agent of node {name} is dead" for name in self._dead}
         accused = [name for name in self._around if name in (*silent, *self._dead) and name != self._node]
         keys = self._read(accused) if accused else {}
         if not keys:
@@ -114,8 +114,8 @@ class Peers:
     def _limit_s(self, name: str, now: float) -> float:
         own_s = self._asker.open.get(self._node)
         own_s = self._own_s if own_s is None else now - own_s
-        lately = [self._delays.get(each, doubt.AnswerDelays()) for each in (name, self._node)]
-        return max(doubt.TIMES_OWN * own_s, *(each.limit_s(doubt.ANSWER_S, now) for each in lately))
+        lately = [self._delays.get(each, suspicion_rules.AnswerDelays()) for each in (name, self._node)]
+        return max(suspicion_rules.TIMES_OWN * own_s, *(each.limit_s(suspicion_rules.ANSWER_S, now) for each in lately))
 
     def close(self) -> None:
         self._asker.close()
@@ -129,7 +129,7 @@ class Peers:
 
 
 def _address(host: str, port: int) -> Address | None:
-    """Where to connect; None if that is not known."""
+    """The socket address; None if the host cannot be resolved or has no port."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError:

@@ -1,6 +1,6 @@
-"""The question that one agent asks another, and the answer: one line of JSON each, on a connection of its own.
+"""The question of one agent to another, and the answer: one line of JSON each, on a separate connection.
 
-*Fails by* nothing: what cannot be understood is None.
+*Fails by* nothing: a line that cannot be parsed is None.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastic_trainer.membership.documents import MOST_WORKERS
 
 LONGEST_ANSWER = 1 << 16
 _WORKERS_TOLD = 64
-"""More would be an answer that does not fit into a buffer."""
+"""A longer answer would not fit into a socket buffer."""
 Word = Annotated[str, Field(max_length=256)]
 
 
@@ -24,7 +24,7 @@ class _Line(BaseModel):
     version: Literal[1] = 1
     run: Word
     node: Word
-    """Who sends it."""
+    """The sending node."""
 
     def encode(self) -> bytes:
         return self.model_dump_json().encode() + b"\n"
@@ -34,7 +34,7 @@ class Question(_Line):
     """What do your workers do?"""
 
 
-class WorkerStanding(BaseModel):
+class WorkerActivity(BaseModel):
     """What one worker does."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -42,47 +42,47 @@ class WorkerStanding(BaseModel):
     local_rank: int = Field(ge=0, lt=MOST_WORKERS)
     phase: Word
     waits: bool = False
-    """Whether it waits for others, and for how long."""
+    """Whether it waits for other ranks, and for how many seconds."""
     waits_s: float = 0.0
     state: Word = "unknown"
-    """The kernel's word for its process, and how long its control thread has been silent, where that was looked at."""
+    """The kernel's state of its process, and the seconds that its control thread has been silent, if checked."""
     silent_s: float = 0.0
 
 
-class NoticeAnswer(_Line):
-    """What the workers of ``node`` do in ``round``, the newest that it has a part in (0: none)."""
+class StatusAnswer(_Line):
+    """What the workers of ``node`` do in ``round``, its newest one as a member (0: none)."""
 
     round: int = Field(ge=0)
-    workers: tuple[WorkerStanding, ...] = ()
+    workers: tuple[WorkerActivity, ...] = ()
 
 
 LineT = TypeVar("LineT", bound=_Line)
 
 
 def read(kind: type[LineT], line: bytes) -> LineT | None:
-    """``line`` as a question or an answer of this version; None if it is none."""
+    """``line`` parsed as a question or an answer of this version; None if it is neither."""
     try:
         return kind.model_validate_json(line)
     except ValidationError:
         return None
 
 
-class Notice:
-    """What this node answers: put up by one thread, read by another that must not wait."""
+class StatusBoard:
+    """This node's present answer: set by one thread, read by another that must not block."""
 
     def __init__(self, run: str, node: str, clock: Clock = SYSTEM) -> None:
         self._clock = clock
-        self._answer = NoticeAnswer(run=run, node=node, round=0)
+        self._answer = StatusAnswer(run=run, node=node, round=0)
         self.asked_at = -float("inf")
         """Monotonic time of the last question."""
 
-    def show(self, round_: int, workers: tuple[WorkerStanding, ...]) -> None:
-        """From now on this is the answer."""
+    def show(self, round_: int, workers: tuple[WorkerActivity, ...]) -> None:
+        """Set the answer."""
         update = {"round": round_, "workers": workers[:_WORKERS_TOLD]}
         self._answer = self._answer.model_copy(update=update)
 
     def answer(self, line: bytes) -> bytes | None:
-        """The line that answers ``line``; None if that is no question of this run."""
+        """The answer to the question ``line``; None if that is no question of this run."""
         question = read(Question, line)
         if question is None or question.run != self._answer.run:
             return None

@@ -1,1 +1,1 @@
-"""The worker processes of one node: led through rounds, watched, killed where they must be."""
+"""The worker processes of one node: leads them through rounds, watches them, kills those that hang."""

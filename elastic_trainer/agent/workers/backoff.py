@@ -1,6 +1,6 @@
-"""How long a node whose workers keep failing waits before it joins again. Pure.
+"""Exponential back-off of a node whose workers keep failing, before it joins again. Pure.
 
-Each join is a planned change for everybody. A node whose workers do not get anywhere doubles its distance.
+Each join is a planned change for all nodes. A node whose workers make no progress doubles its wait each time.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 ENOUGH_STEPS = 10
 LONGEST_S = 60.0
 DOUBLINGS = 6
-"""More of them come to more than :data:`LONGEST_S`."""
+"""More lives would exceed :data:`LONGEST_S`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Lives in a row that ended before they had committed :data:`ENOUGH_STEPS` steps."""
+    """Consecutive lives that ended before they had committed :data:`ENOUGH_STEPS` steps."""
 
     count: int = 0
 
     def after(self, steps: int) -> Backoff:
-        """The strikes after a life of ``steps`` committed steps."""
+        """The back-off after a life of ``steps`` committed steps."""
         return Backoff(0 if steps >= ENOUGH_STEPS else self.count + 1)
 
     def back_off_s(self) -> float:

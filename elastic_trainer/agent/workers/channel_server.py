@@ -1,6 +1,6 @@
-"""The agent's end of the channel: a thread for each worker that connects, which passes on what it says.
+"""The agent's end of the channel: one thread for each connected worker, which passes its messages on.
 
-*Runs in* the agent: the listener's thread, one for each connection, one that waits for each worker's death.
+*Runs in* the agent: the listener's thread, one for each connection, and one that waits for each worker's death.
 *Owns* the listener. *Fails by* nothing: a worker that breaks the protocol is treated as lost.
 """
 
@@ -25,12 +25,12 @@ from elastic_trainer.ipc.mutex import await_death
 from elastic_trainer.telemetry.logs import logger
 
 
-class Hearer(Protocol):
-    """Who leads the workers: admits one or refuses it (None), hears what it says, and learns when it is gone."""
+class WorkerHandler(Protocol):
+    """The owner of the workers: admits or refuses (None) each, and receives its messages and its end."""
 
     def admit(self, connection: Connection, local_rank: int) -> Worker | None: ...
 
-    def hear(self, worker: Worker, message: Message) -> None: ...
+    def receive(self, worker: Worker, message: Message) -> None: ...
 
     def gone(self, worker: Worker) -> None: ...
 
@@ -38,8 +38,8 @@ class Hearer(Protocol):
 class ChannelServer:
     """See the module."""
 
-    def __init__(self, hearer: Hearer) -> None:
-        self._hearer = hearer
+    def __init__(self, handler: WorkerHandler) -> None:
+        self._handler = handler
         self._listener = Listener(self._serve)
 
     @property
@@ -57,21 +57,21 @@ class ChannelServer:
                 if isinstance(message, Hello):
                     worker = self._welcome(connection, message)
                 elif worker is not None:
-                    self._hearer.hear(worker, message)
+                    self._handler.receive(worker, message)
                 if isinstance(message, Leaving):
-                    return  # hanging up confirms that its word has been taken, so it may end now
+                    return  # closing the connection confirms that the message was processed, so the worker may exit now
         except MessageError as error:
-            logger().error("worker.not_understood", pid=connection.peer()[0], error=str(error))
+            logger().error("worker.message_rejected", pid=connection.peer()[0], error=str(error))
         finally:
             if worker is not None:
-                self._hearer.gone(worker)
+                self._handler.gone(worker)
 
     def _welcome(self, connection: Connection, hello: Hello) -> Worker | None:
         if hello.version != CHANNEL_VERSION:
             reason = f"the worker speaks channel version {hello.version}, its agent {CHANNEL_VERSION}"
             connection.send(Exit(code=78, reason=reason))
             return None
-        worker = self._hearer.admit(connection, hello.local_rank)
+        worker = self._handler.admit(connection, hello.local_rank)
         if worker is not None and hello.mutex is not None:
             arguments = (worker, Path(hello.mutex))
             threading.Thread(target=self._await_death, args=arguments, name=f"life-{worker.pid}", daemon=True).start()
@@ -80,6 +80,6 @@ class ChannelServer:
     def _await_death(self, worker: Worker, mutex: Path) -> None:
         try:
             if await_death(mutex):
-                self._hearer.gone(worker)
+                self._handler.gone(worker)
         except OSError as error:
             logger().warning("worker.mutex_unusable", pid=worker.pid, error=str(error))

@@ -1,10 +1,10 @@
-"""Leads this node's workers through rounds in place: carries their reports to the run, and its decisions to them.
+"""Leads this node's workers through rounds in place: sends their reports to the run, and its decisions to them.
 
 *Runs in* the agent: reader threads of the channel, the deciding thread (``see``), torchrun's main thread (``begin``).
-Writes to the store are left to the announcer's thread, so that none of these waits for it.
+The record writer's thread writes to the store, so that none of these waits for it.
 *Owns* the table of workers and the watchdog.
 *Fails by* nothing: a worker that breaks the protocol is treated as lost.
-*Invariant*: a life of this node's workers ends once; after that nothing its workers say counts.
+*Invariant*: a life of this node's workers ends once; messages of its workers are ignored after that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 from elastic_trainer.agent.workers.backoff import Backoff
-from elastic_trainer.agent.workers.conduct import Conduct, ConductorPorts
+from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
 from elastic_trainer.agent.workers.duty import Later, later
 from elastic_trainer.agent.workers.quarantine import Quarantine
 from elastic_trainer.agent.workers.release import Release
@@ -52,17 +52,17 @@ from elastic_trainer.model import Cause
 from elastic_trainer.telemetry.logs import logger
 
 SUSPECTED_S = 1.0
-"""Seconds after which a suspicion that could not be written is dropped: the suspect may have come back since."""
+"""Seconds after which an unwritten suspicion is dropped: the suspect may have recovered since."""
 
 
 class Conductor:
     """See the module."""
 
     def __init__(
-        self, conduct: Conduct, ports: ConductorPorts, clock: Clock = SYSTEM, call_later: Later = later
+        self, conduct: ConductorConfig, ports: ConductorPorts, clock: Clock = SYSTEM, call_later: Later = later
     ) -> None:
-        self._conduct, self._ports, self._node, self._clock = conduct, ports, conduct.node, clock
-        self._announcer, self._create_revision = ports.announcer, ports.create_revision
+        self._config, self._ports, self._node, self._clock = conduct, ports, conduct.node, clock
+        self._record_writer, self._create_revision = ports.record_writer, ports.create_revision
         self._lock, self._later = threading.RLock(), call_later
         self._release = Release(conduct.sever_timeout_s, self._lock, ports.busy, self._late, clock, call_later)
         self._life = Life(0, 0, ended=True)
@@ -71,10 +71,10 @@ class Conductor:
         self._place: int | None = None
         self._evicted = ""
         self._reached: Identity | None = None
-        """How far the last life came."""
+        """The progress of the last life."""
         self._ended_by: Cause | None = None
         """What ended it."""
-        self._strikes = Backoff()
+        self._backoff = Backoff()
         self._quarantine = Quarantine(
             self._node, ports.reachability, lambda: self._document, self._released, call_later
         )
@@ -88,7 +88,7 @@ class Conductor:
         return self._life.number
 
     def close(self) -> None:
-        """Close the workers' connections: nobody leads them any more."""
+        """Close the workers' connections, which ends their lead."""
         self._watchdog.close()
         self._quarantine.close()
         self._release.close()
@@ -102,78 +102,78 @@ class Conductor:
             return frozenset(worker.pid for worker in self._life.workers.values())
 
     def _at_work(self) -> list[Worker]:
-        """The workers that have not said farewell."""
+        """The workers that have not announced that they leave."""
         with self._lock:
             return [] if self._life.ended else [each for each in self._life.workers.values() if each.left is None]
 
     # ---- lives
 
     def begin(self, size: int, place: int | None = None) -> NodeRecord:
-        """torchrun starts ``size`` workers, at ``place`` of a shard group: the record of a node that warms up."""
+        """Begin a life of ``size`` workers, at ``place`` of a shard group; the record of a node that warms up."""
         with self._lock:
             if not self._life.ended:
                 self._end_life("its workers failed")
-            back_off_s = self._strikes.back_off_s()
+            back_off_s = self._backoff.back_off_s()
             joins_at = math.inf if self._quarantine.active else self._clock.monotonic() + back_off_s
             self._life = Life(self._life.number, size, joins_at=joins_at)
             if back_off_s:
-                logger().warning("node.backs_off", node=self._node, seconds=back_off_s, failures=self._strikes.count)
+                logger().warning("node.backed_off", node=self._node, seconds=back_off_s, failures=self._backoff.count)
                 life = self._life.number
                 self._later(back_off_s, lambda: self._offer(life))
             self._quarantine.clear()
             self._place = place
-            self._evicted = ""  # SIGTERM went to a worker alone: torchrun itself would not start it again
+            self._evicted = ""  # the SIGTERM went only to a worker: torchrun, had it got one, would start none
             self.met.clear()
             return self._record(NodeState.WARMING)
 
-    def begin_anew(self, why: str) -> None:
-        """End a life that has no part in a round, through no fault of its workers: torchrun starts others."""
+    def restart_workers(self, why: str) -> None:
+        """End a life that is in no round, without counting it as a failure: torchrun starts new workers."""
         with self._lock:
-            current, strikes = self._document, self._strikes
+            current, strikes = self._document, self._backoff
             idle = self._my_entry(current) is None or (current is not None and current.state is RoundState.BROKEN)
             if idle and not self._life.ended:
                 logger().info("place.changed", node=self._node, place=self._place, reason=why)
                 self._end_life(why)
-                self._strikes = strikes
+                self._backoff = strikes
 
     def _offer(self, life: int) -> None:
-        """The back-off is over."""
+        """The back-off is over: announce this node if the life is still the same."""
         with self._lock:
             if life == self._life.number and not self._life.ended:
                 self._publish()
 
     def _released(self) -> None:
-        """All who train can be reached again."""
+        """All members of the round can be reached again."""
         with self._lock:
             self._life.joins_at = 0.0
             self._offer(self._life.number)
 
     def _end_life(self, cause: str, kind: Cause = Cause.WORKER_LOST) -> None:
-        """The workers of this life are gone, or are to go; called with the lock held."""
+        """The workers of this life have ended, or are told to exit. Called with the lock held."""
         life, current = self._life, self._document
-        self._look_how_far(life)
+        self._read_progress(life)
         life.ended = True
         self._reached, self._ended_by = life.reached, kind
         if life.size:
-            self._strikes = self._strikes.after(life.steps)
+            self._backoff = self._backoff.after(life.steps)
         for worker in life.workers.values():
-            self._tell(worker, Exit(code=EXIT_FAILURE, reason=cause))
+            self._send(worker, Exit(code=EXIT_FAILURE, reason=cause))
         taking_part = self._my_entry(current) is not None
         self._life = Life(life.number + 1, life.size, ended=True)
-        if current is None or not taking_part:  # else it would seem to have left a round that takes it in
-            self._announcer.announce(self._record(NodeState.WARMING, planned=False, cause=cause))
+        if current is None or not taking_part:  # a round that only plans to add it must not break
+            self._record_writer.announce(self._record(NodeState.WARMING, planned=False, cause=cause))
             return
         self._acknowledged = max(self._acknowledged, current.last_number + 1)
         reason = f"node {self._node} left the round: {cause}"
         failure = RoundFailure(current.last_number, reason, worker_failed=True, cause=kind)
-        self._announcer.break_round(failure, self._record(NodeState.WARMING, planned=False, cause=cause))
+        self._record_writer.break_round(failure, self._record(NodeState.WARMING, planned=False, cause=cause))
 
-    def _look_how_far(self, life: Life) -> None:
-        """The last reports of its workers may be a moment old: their pages are not."""
+    def _read_progress(self, life: Life) -> None:
+        """Read the progress of ``life`` from its workers' pages, which are newer than their last reports."""
         for worker in life.workers.values():
             try:
                 place = self._ports.committed(worker.pid)
-            except Exception:  # noqa: BLE001 - whatever a page holds: the life must end
+            except Exception:  # noqa: BLE001 - the life must end whatever a page contains
                 logger().exception("page.unreadable", pid=worker.pid)
                 continue
             if place is not None:
@@ -182,7 +182,7 @@ class Conductor:
     # ---- what the run decides (the deciding thread)
 
     def see(self, document: RoundDocument) -> None:
-        """Pass ``document`` on to the workers, as far as it concerns them."""
+        """Send the workers what ``document`` means for them."""
         with self._lock:
             self._document = document
             if self._life.ended:
@@ -191,7 +191,7 @@ class Conductor:
             if document.state is RoundState.CLOSED:
                 code = 0 if document.result is RunResult.SUCCEEDED else EXIT_FAILURE
                 for worker in self._life.workers.values():
-                    self._tell(worker, Exit(code=code, reason=document.reason))
+                    self._send(worker, Exit(code=code, reason=document.reason))
             elif document.state is RoundState.BROKEN:
                 self._over(document, document.number, document.reason)
             elif document.state is RoundState.ACTIVE and mine is not None:
@@ -199,7 +199,7 @@ class Conductor:
             elif document.state is RoundState.ACTIVE:
                 self._over(document, document.number - 1, f"round {document.number} was formed without this node")
                 if document.left_out == self._node:
-                    self._keep_away(document)
+                    self._quarantine_node(document)
             elif document.state is RoundState.DRAINING:
                 self._drain(document, mine)
 
@@ -211,64 +211,64 @@ class Conductor:
         return mine
 
     def _over(self, document: RoundDocument, number: int, reason: str) -> None:
-        """Rounds up to ``number`` are over: send that to the workers, and acknowledge it to the run."""
-        self._tell_over(number, reason)
+        """Rounds up to ``number`` are over: notify the workers, and acknowledge it to the run."""
+        self._send_over(number, reason)
         waited_for = document.member(self._node) is not None or self._node in (ghost.node for ghost in document.ghosts)
-        waited_for |= any(worker.told_formation for worker in self._life.workers.values())
+        waited_for |= any(worker.sent_formation for worker in self._life.workers.values())
         if self._acknowledged <= number and waited_for:
             self._acknowledged = number + 1
             self._publish()
 
-    def _keep_away(self, document: RoundDocument) -> None:
+    def _quarantine_node(self, document: RoundDocument) -> None:
         self._quarantine.enter(document)
         if self._quarantine.active and self._life.joins_at != math.inf:
             self._life.joins_at = math.inf
             self._publish()
 
-    def _tell_over(self, number: int, reason: str) -> None:
+    def _send_over(self, number: int, reason: str) -> None:
         for worker in self._life.workers.values():
-            if worker.told_over < number:
-                worker.told_over = number
-                self._tell(worker, Over(number=number, reason=reason))
+            if worker.sent_over < number:
+                worker.sent_over = number
+                self._send(worker, Over(number=number, reason=reason))
                 self._release.expect(self._life, worker, number)
 
     def _late(self, worker: Worker) -> None:
-        """It is not free yet: the others must know why, and how far it has come."""
-        self._look_how_far(self._life)
+        """``worker`` is not free yet: publish why, and its progress."""
+        self._read_progress(self._life)
         self._publish()
 
     def _form(self, document: RoundDocument, mine: RoundMember) -> None:
-        """Where all leases were lost at once a round follows on one that nobody has seen the end of."""
-        self._tell_over(document.number - 1, f"round {document.number} was formed")
+        """Send the new round to the workers; if all leases were lost at once, no node saw the previous round end."""
+        self._send_over(document.number - 1, f"round {document.number} was formed")
         for worker in self._life.workers.values():
-            if worker.ready is not None and worker.told_formation < document.number:
-                worker.told_formation = worker.inside = document.number
-                self._tell(worker, _formation_of(document, mine, worker.local_rank))
+            if worker.ready is not None and worker.sent_formation < document.number:
+                worker.sent_formation = worker.inside = document.number
+                self._send(worker, _formation_of(document, mine, worker.local_rank))
 
     def _drain(self, document: RoundDocument, mine: RoundMember | None) -> None:
         if mine is not None:
-            self._form(document, mine)  # a change may be planned before a slow member has seen its round
+            self._form(document, mine)  # a change may be planned before a slow member sees this round
         following = document.next
         place = self._my_entry(following)
         for worker in self._life.workers.values():
             then = _formation_of(following, place, worker.local_rank) if following and place else None
-            if mine is not None and worker.told_drain < document.number:
-                worker.told_drain = document.number
+            if mine is not None and worker.sent_drain < document.number:
+                worker.sent_drain = document.number
                 if following is not None:
-                    worker.told_formation = following.number
+                    worker.sent_formation = following.number
                 worker.offered = then.number if then is not None else 0
-                self._tell(
+                self._send(
                     worker,
                     Drain(number=document.number, reason=document.reason, waits=following is None, next=then),
                 )
-            elif mine is None and then is not None and worker.told_formation < then.number:
-                worker.told_formation = worker.inside = then.number
-                self._tell(worker, then)
+            elif mine is None and then is not None and worker.sent_formation < then.number:
+                worker.sent_formation = worker.inside = then.number
+                self._send(worker, then)
 
     # ---- what the workers say (reader threads)
 
     def admit(self, connection: Connection, local_rank: int) -> Worker | None:
-        """A worker has connected; None if it has been refused."""
+        """A worker has connected; returns None if it is refused."""
         with self._lock:
             life = self._life
             if life.ended or local_rank in life.workers:
@@ -277,17 +277,17 @@ class Conductor:
             worker = Worker(connection, connection.peer()[0], local_rank, life.number)
             life.workers[local_rank] = worker
             self.met.set()
-            self._tell(worker, Welcome(run=self._conduct.run, node=self._node))
+            self._send(worker, Welcome(run=self._config.run, node=self._node))
             return worker
 
-    def hear(self, worker: Worker, message: Message) -> None:
+    def receive(self, worker: Worker, message: Message) -> None:
         worker.heard_at = self._clock.monotonic()
         if isinstance(message, Pong):
             worker.ponged(worker.heard_at)
         if isinstance(message, Failed) and message.forming:
-            self._quarantine.ask(self._document)  # takes a moment; what the worker says next comes after it
+            self._quarantine.check(self._document)  # may take seconds; later messages wait for it
         elif isinstance(message, Ready) and self._is_accused():
-            self._quarantine.ask(self._document)
+            self._quarantine.check(self._document)
         with self._lock:
             if worker.life != self._life.number or self._life.ended:
                 return
@@ -312,7 +312,7 @@ class Conductor:
 
     def _ready(self, worker: Worker, message: Ready) -> None:
         worker.ready, worker.stuck = message, False
-        if worker.free_for() > worker.told_over:
+        if worker.free_for() > worker.sent_over:
             self._release.freed(worker)
         if message.planned and message.number == worker.offered:
             worker.inside = message.number
@@ -321,18 +321,18 @@ class Conductor:
         self._publish()
 
     def _is_accused(self) -> bool:
-        """Whether the others have broken the round since this node did not answer: can it not reach them either?"""
+        """Whether the others broke the round because this node did not answer; it may be unable to reach them too."""
         return self._document is not None and self._document.accuses(self._node)
 
     def _left(self, worker: Worker, message: Leaving) -> None:
         worker.left = message
         if message.status == "stopped" and self._document is not None:
-            # It left by agreement, so nobody need wait until its process and its key are gone.
+            # It left by agreement, so no node needs to wait for the end of its process or its key.
             worker.ready = Ready(number=self._document.last_number + 1, planned=True)
         self._publish()
 
     def _failed(self, message: Failed) -> None:
-        """A collective failed: break the round, unless somebody has done so."""
+        """A collective failed: break the round, unless it is broken already."""
         current = self._document
         if current is None or message.number not in (current.number, current.last_number):
             return
@@ -340,17 +340,17 @@ class Conductor:
             reason = f"node {self._node} lost contact with a peer ({message.error})"
             self._acknowledged = max(self._acknowledged, current.last_number + 1)
             failure = RoundFailure(current.last_number, reason, cause=Cause.CONTACT_LOST)
-            self._announcer.break_round(failure, self._record(planned=False))
+            self._record_writer.break_round(failure, self._record(planned=False))
 
     def _evict(self, reason: str) -> None:
-        """This node is asked to go: a planned change."""
+        """This node is asked to leave: a planned change."""
         if not self._evicted:
             self._evicted = reason
             logger().info("node.evicted", node=self._node, reason=reason)
             self._publish()
 
     def gone(self, worker: Worker) -> None:
-        """A worker has hung up, or is dead; may come twice."""
+        """A worker has closed its connection, or is dead; may be called twice."""
         with self._lock:
             self._release.freed(worker)
             if worker.life != self._life.number or self._life.ended:
@@ -359,14 +359,14 @@ class Conductor:
                 return
             logger().warning("worker.lost", pid=worker.pid, local_rank=worker.local_rank, node=self._node)
             hung = self._ports.verdicts.take(worker.pid)
-            cause = "was lost" if hung is None else f"was ended: {hung}"
+            cause = "was lost" if hung is None else f"was killed: {hung}"
             kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
             self._end_life(f"its worker {worker.local_rank} {cause}", kind)
 
     # ---- suspicions (the thread of that name)
 
     def at_work(self) -> tuple[RoundDocument | None, list[Worker]]:
-        """The newest round, if this life of the node has a part in it, and its workers; those may be in it still."""
+        """The newest round, if this life is or becomes a member, and the workers that may still be in it."""
         with self._lock:
             current = self._document
             if self._my_entry(current) is None and (current is None or self._my_entry(current.next) is None):
@@ -374,31 +374,31 @@ class Conductor:
             return current, self._at_work()
 
     def accuse(self, document: RoundDocument, suspects: tuple[Ghost, ...], reason: str) -> None:
-        """Break the round of ``document`` without ``suspects``, which do not answer, unless it is over."""
+        """Break the round of ``document`` because ``suspects`` do not answer, unless it is over."""
         with self._lock:
             if self._life.ended or document is not self._document:
                 return
-            self._quarantine.found(tuple(each.node for each in suspects))
+            self._quarantine.note_unreachable(tuple(each.node for each in suspects))
             failure = RoundFailure(document.last_number, reason, cause=Cause.CONTACT_LOST, suspects=suspects)
-            self._announcer.break_round(failure, self._record(), SUSPECTED_S)
+            self._record_writer.break_round(failure, self._record(), SUSPECTED_S)
 
-    def pass_over(self, worker: Worker, why: str) -> None:
-        """``worker``, one of this node's, will not come: let the others go on without it."""
+    def exclude(self, worker: Worker, why: str) -> None:
+        """``worker`` of this node hangs while others wait for it: break the round, so that they continue without it."""
         with self._lock:
             current = self._document
             if current is None or self._life.ended or worker.life != self._life.number or worker.stuck:
                 return
             number, worker.stuck = current.last_number, True
             self._acknowledged = max(self._acknowledged, number + 1)
-            reason = f"worker {worker.local_rank} of node {self._node} stands still: {why}"
-            logger().warning("worker.passed_over", pid=worker.pid, local_rank=worker.local_rank, reason=why)
+            reason = f"worker {worker.local_rank} of node {self._node} hangs: {why}"
+            logger().warning("worker.excluded", pid=worker.pid, local_rank=worker.local_rank, reason=why)
             failure = RoundFailure(number, reason, cause=Cause.WORKER_HUNG)
-            self._announcer.break_round(failure, self._record(cause=why))
+            self._record_writer.break_round(failure, self._record(cause=why))
 
     # ---- the node's record
 
     def _publish(self) -> None:
-        self._announcer.announce(self._record())
+        self._record_writer.announce(self._record())
 
     def _record(self, state: NodeState | None = None, *, planned: bool | None = None, cause: str = "") -> NodeRecord:
         now = self._clock.monotonic()
@@ -409,9 +409,9 @@ class Conductor:
             fields["planned"] = planned
         fields["unreachable"], fields["place"] = self._quarantine.unreachable, self._place
         last: dict[str, Any] = {"reached": self._reached, "ended_by": self._ended_by, "cause": cause}
-        return self._conduct.base.model_copy(update=fields | last)
+        return self._config.base.model_copy(update=fields | last)
 
-    def _tell(self, worker: Worker, message: Message) -> None:
+    def _send(self, worker: Worker, message: Message) -> None:
         try:
             worker.connection.send(message)
         except ChannelClosedError:
@@ -419,7 +419,7 @@ class Conductor:
 
 
 def _formation_of(document: RoundDocument, mine: RoundMember, local_rank: int) -> Formation:
-    """The place of one worker in ``document``."""
+    """The message that gives one worker its rank in ``document``."""
     return Formation(
         number=document.number,
         nonce=document.nonce,

@@ -1,7 +1,7 @@
-"""Why workers died: exit code or signal, the last line of their exception, and whether the kernel ran out of memory.
+"""Why workers died: exit code or signal, last line of the exception, and whether the kernel killed them for memory.
 
-*Runs in* torchrun's main thread. *Owns* the last count of kills for memory in this cgroup.
-*Fails by* nothing: what the kernel or the worker did not write is not known.
+*Runs in* torchrun's main thread. *Owns* the last count of OOM kills in this cgroup.
+*Fails by* nothing: what the kernel or the worker did not write stays unknown.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from elastic_trainer.errors import LONGEST_LINE
 
 TERMINATION_LOG: Final = Path("/dev/termination-log")
-"""Where Kubernetes reads a container's last words."""
+"""The file from which Kubernetes reads a container's termination message."""
 
 
 class Deaths:
-    """See the module. ``events`` counts the kills for memory in this process's cgroup: they are of its workers."""
+    """See the module. ``events`` counts the OOM kills in this process's cgroup, which are those of its workers."""
 
     def __init__(self, events: Path | None = None) -> None:
         self._events = events if events is not None else own_events()
         self._killed = self._kills()
 
-    def told(self, failures: Mapping[int, ProcessFailure], said: Mapping[int, str]) -> str:
-        """Of the worker that failed first; ``said``: the last line of its exception, by process id."""
+    def describe(self, failures: Mapping[int, ProcessFailure], said: Mapping[int, str]) -> str:
+        """Why the first failed worker died. ``said``: the last line of each exception, by process id."""
         if not failures:
             return ""
         rank, first = min(failures.items(), key=lambda item: (item[1].timestamp, item[0]))
@@ -36,7 +36,7 @@ class Deaths:
         if first.exitcode < 0:
             how = f"was killed by {signal.Signals(-first.exitcode).name}"
             if -first.exitcode == signal.SIGKILL and self._killed > before:
-                how += ", since the memory of its cgroup was used up"
+                how += ", because its cgroup was out of memory"
         else:
             how = f"ended with exit code {first.exitcode}"
         why = said.get(first.pid, "") or _recorded(first)
@@ -53,7 +53,7 @@ class Deaths:
 def own_events(listed: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Path:
     """``memory.events`` of cgroup v2, else ``memory.oom_control`` of v1: both have a line ``oom_kill``.
 
-    A container of v1 sees the path that its group has on the host, and its own group in the place of the root.
+    A v1 container reads its group's path on the host, but sees its own group mounted as the root.
     """
     try:
         lines = [line.split(":", 2) for line in listed.read_text(encoding="utf-8").splitlines()]
@@ -68,13 +68,13 @@ def own_events(listed: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys
 
 
 def _recorded(failure: ProcessFailure) -> str:
-    """What a script whose main() has torch's @record has written."""
+    """The error message of a script whose main() has torch's @record."""
     said: Any = failure.error_file_data.get("message")
     said = said.get("message") if isinstance(said, dict) else None
     return " ".join(said.split())[:LONGEST_LINE] if isinstance(said, str) else ""
 
 
-def leave_word(reason: str, file: Path = TERMINATION_LOG) -> None:
+def write_termination_message(reason: str, file: Path = TERMINATION_LOG) -> None:
     """Have Kubernetes show ``reason`` as the pod's termination message; elsewhere there is no such file."""
     try:
         if file.exists():

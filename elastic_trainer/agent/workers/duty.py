@@ -1,7 +1,7 @@
-"""The agent's threads: one that takes turns until it is closed, and calls at a later time.
+"""The agent's threads: a periodic one that runs until it is closed, and delayed calls.
 
-*Runs in* daemon threads that are started here. *Owns* them.
-*Fails by* nothing: a turn that fails is logged, and the next one comes. A dead duty would be silence.
+*Runs in* daemon threads, which it starts and owns.
+*Fails by* nothing: a failed turn is logged, and the next one follows, so that no duty dies unnoticed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.telemetry.logs import logger
 
 IDLE_S: Final = 3600.0
-"""What a turn answers that has nothing to do before somebody wakes it."""
+"""The result of a turn that has nothing to do until ``wake`` is called."""
 _RETRY_S: Final = 0.5
 _JOIN_LIMIT_S: Final = 6.0
 
 
 class Duty:
-    """Calls ``turn()`` in a thread named ``name``; it answers how many seconds to wait for the next turn."""
+    """Calls ``turn()`` in a thread named ``name``; each turn returns the seconds until the next one."""
 
     def __init__(self, name: str, turn: Callable[[], float], clock: Clock = SYSTEM) -> None:
         self._name, self._turn, self._clock = name, turn, clock
@@ -30,7 +30,7 @@ class Duty:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, after_s: float = 0.0) -> None:
-        """Take the first turn in ``after_s`` seconds."""
+        """Start the thread, with the first turn in ``after_s`` seconds."""
         self._first_s = after_s
         self._thread.start()
 
@@ -38,7 +38,7 @@ class Duty:
         self._awake.set()
 
     def close(self) -> None:
-        """Take no turn any more, and wait for the one under way."""
+        """Stop after the turn in progress, and wait for it."""
         self.closing = True
         self._awake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -65,12 +65,12 @@ class Cancellable(Protocol):
 
 
 Later = Callable[[float, Callable[[], None]], Cancellable]
-"""``later(seconds, call)``: ``call()`` in a thread of its own, unless it is cancelled before."""
+"""``later(seconds, call)``: makes ``call()`` in its own thread after that time, unless it is cancelled before."""
 
 
 def later(seconds: float, call: Callable[[], None]) -> Cancellable:
     """See :data:`Later`."""
     timer = threading.Timer(seconds, call)
-    timer.daemon = True  # a node that ends meanwhile does not wait for it
+    timer.daemon = True  # a process that exits meanwhile does not wait for it
     timer.start()
     return timer

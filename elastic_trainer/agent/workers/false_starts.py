@@ -1,11 +1,11 @@
-"""Lives that ended at their start: before this node's workers could have met those of others.
+"""Lives that failed at startup: before this node's workers could have met those of other nodes.
 
-A script that cannot start (an import that fails, a wrong argument) fails alike on every node, again and again. What one
-node alone suffers from is no such thing, so all members of the round have to show the same, twice (see
-``membership.rules``); and what fails once the ranks have met may be the doing of any of them.
+A script that cannot start (a failing import, a wrong argument) fails in the same way on every node, every time. A
+failure of one node alone is something else, so all members of the round have to report the same failure twice (see
+``membership.rules``); and once the ranks have met, any of them may have caused the failure of another.
 
-*Runs in* torchrun's main thread, and for a minute of each life in a thread named ``starts``. *Owns* that thread.
-*Fails by* nothing: where the kernel does not show who listens, a life counts as one that has met the others.
+*Runs in* torchrun's main thread, and for a minute of each life in a thread named ``startup``. *Owns* that thread.
+*Fails by* nothing: if the kernel does not show listening sockets, a life counts as one whose workers have met others.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from elastic_trainer.agent.workers.listening import listened_at
 from elastic_trainer.clock import SYSTEM, Clock
 
 AT_START_S: Final = 60.0
-"""A life that lasts longer has got past its start."""
+"""A life that lasts longer has completed its startup."""
 _LOOK_EVERY_S: Final = 0.05
 _LONGEST: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
 class FalseStart:
-    """How the last life ended, and how many in a row did like that."""
+    """How the last life failed, and how many consecutive lives failed in that way."""
 
     what: str
     count: int
 
 
-class Starts:
+class StartupWatch:
     """See the module."""
 
     def __init__(self, clock: Clock = SYSTEM, listened: Callable[[int], bool] = listened_at) -> None:
         self._clock, self._listened = clock, listened
         self._began = clock.monotonic()
         self._got_past = False
-        """Whether a life of this node did; then the script can start, whatever keeps it from that now."""
+        """Whether a life of this node did; then the script can start, whatever prevents that now."""
         self._last: FalseStart | None = None
         self._duty: Duty | None = None
 
     def begin(self, port: int | None) -> None:
-        """The workers are started; ``port``: where all ranks meet, if that is on this node."""
+        """The workers start; ``port``: where all ranks meet, if that is on this node."""
         self.close()
         self._began = self._clock.monotonic()
         if port is not None and not self._got_past:
-            self._duty = Duty("starts", partial(self.look, port), self._clock)
+            self._duty = Duty("startup", partial(self.look, port), self._clock)
             self._duty.start()
 
     def end(self, failures: Mapping[int, ProcessFailure], *, stepped: bool) -> FalseStart | None:
-        """The workers are gone, ``failures`` of them by themselves; ``stepped``: some have made a step."""
+        """The workers have ended, ``failures`` of them by themselves; ``stepped``: some have made a step."""
         self.close()
         self._got_past |= stepped or self.lasted_s >= AT_START_S
         what = described(failures)
@@ -75,7 +75,7 @@ class Starts:
             duty.close()
 
     def look(self, port: int) -> float:
-        """Note whether somebody listens at ``port`` now; seconds until the next look."""
+        """Note whether a socket listens at ``port`` now; returns the seconds until the next look."""
         if self._got_past or self.lasted_s >= AT_START_S:
             return IDLE_S
         try:
@@ -86,7 +86,7 @@ class Starts:
 
 
 def described(failures: Mapping[int, ProcessFailure]) -> str:
-    """How the workers failed, in words that are alike where they failed alike; "" if not of their own accord."""
+    """How the workers failed, in words that are equal for equal failures; "" if they did not fail by themselves."""
     if not failures or any(each.exitcode <= 0 for each in failures.values()):
         return ""
     first = failures[min(failures)]

@@ -1,7 +1,8 @@
-"""Which workers hang, and which of them keep the others waiting. Pure.
+"""Which workers hang, and which of them the others wait for. Pure.
 
-A worker that waits for other ranks is a victim: whoever it waits for does something else, or nothing. So each node
-finds its own culprits without asking the others. Where all ranks of the round wait, nobody is one: the round is over.
+A worker that waits for other ranks is a victim: the rank that it waits for does something else, or nothing. So each
+node finds its own culprits without asking the others. If all ranks of the round wait, none is a culprit: the round is
+over.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from elastic_trainer.membership.health import NodeHealth
 from elastic_trainer.model import Phase
 
 STEPS_PER_LIMIT: Final = 10.0
-"""How much longer than the others one step may take for good reason, beside the fixed time."""
+"""How many times longer than the others one step may legitimately take, in addition to the fixed time."""
 NEAR: Final = 0.9
-"""The part of one node's limit that another's ranks must have stood still for: their own limits differ a little."""
+"""Fraction of one node's limit that other nodes' ranks must have made no progress: limits differ slightly."""
 VICTIMS_WAIT: Final = 0.5
-"""The part of the limit that each rank must have spent waiting alone. Who was slow for its own reasons and has just
-come to a collective waits as well, for as long as that takes: nobody may take it for the end."""
+"""Fraction of the limit that each rank must have only waited. A slow rank that has just reached a collective also
+waits, for as long as the collective takes: that must not count as the end of the round."""
 FRESH_STEPS: Final = 2
 """Steps of a round that may compile something."""
 _LONG: Final = (Phase.CHECKPOINT, Phase.EVALUATION, Phase.HEALING)
-_DOING: Final = {Phase.DATA: "waiting for samples", Phase.HEALING: "getting its state"}
+_DOING: Final = {Phase.DATA: "waiting for samples", Phase.HEALING: "receiving its state"}
 _NEVER: Final[Mapping[int, float]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class HangLimits:
-    """Seconds without progress after which a worker hangs; 0: never. See the options of the same names."""
+    """Seconds without progress after which a worker counts as hung; 0: never. See the options of the same names."""
 
     step_s: float
     first_step_s: float
@@ -39,13 +40,13 @@ class HangLimits:
 
     @property
     def least_s(self) -> float:
-        """The shortest of them; 0 if there is none."""
+        """The shortest limit; 0 if there is none."""
         return min((each for each in (self.step_s, self.first_step_s, self.phase_s) if each), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Hung:
-    """A worker without progress for longer than its limit."""
+    """A worker that has made no progress for longer than its limit."""
 
     reading: Reading
     still_s: float
@@ -53,14 +54,14 @@ class Hung:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for others: a victim."""
+        """Whether it waits for others, and so is a victim."""
         return self.reading.waits
 
     @property
     def reason(self) -> str:
         return (
-            f"it has made no progress for {self.still_s:.1f} s ({_doing(self.reading.phase)}, behind step"
-            f" {self.reading.pulse.step}; it may take {self.limit_s:.1f} s)"
+            f"it has made no progress for {self.still_s:.1f} s ({_doing(self.reading.phase)}, after step"
+            f" {self.reading.pulse.step}; its limit is {self.limit_s:.1f} s)"
         )
 
 
@@ -69,16 +70,16 @@ def _doing(phase: Phase) -> str:
 
 
 def _phase(reading: Reading) -> Phase:
-    """What it does, in detail where it makes steps."""
+    """Its phase; while it makes steps, the part of the step."""
     return reading.phase if reading.pulse.phase in WORK else reading.pulse.phase
 
 
 def limit_of(reading: Reading, limits: HangLimits) -> float:
-    """Seconds that this worker may go without progress in what it is doing; 0: no limit."""
+    """Seconds that this worker may make no progress in its present phase; 0: no limit."""
     phase = _phase(reading)
     if phase in _LONG:
         return limits.phase_s
-    ends = phase is Phase.ENDING and reading.waits  # some rank may be in one more step, for ever
+    ends = phase is Phase.ENDING and reading.waits  # another rank may hang in one more step
     if not (phase in WORK or ends) or not limits.step_s:
         return 0.0
     if reading.pulse.fresh < FRESH_STEPS:
@@ -87,10 +88,10 @@ def limit_of(reading: Reading, limits: HangLimits) -> float:
 
 
 def busy(reading: Reading) -> str:
-    """What keeps this worker, though its round is over, in words; empty for one that ought to leave at once.
+    """Why this worker is still in a round that is over, in words; empty for one that should leave at once.
 
-    No end of a round can interrupt a save, an evaluation, a compilation or what the script does between two steps, nor
-    need it: none of them waits for the others. How long they may take :func:`limit_of` says.
+    The end of a round cannot interrupt a save, an evaluation, a compilation or the script's code between two steps, and
+    need not: none of them waits for other ranks. :func:`limit_of` bounds their time.
     """
     phase = _phase(reading)
     if reading.waits:
@@ -111,11 +112,11 @@ def hung(
     stood: Sequence[tuple[float, float]] = (),
     waited: Mapping[int, float] = _NEVER,
 ) -> list[Hung]:
-    """Those without progress for longer than their limit at monotonic time ``now``.
+    """The workers that have made no progress for longer than their limit at monotonic time ``now``.
 
-    ``stood``: when the agent went on after it had stood still, and for how long it had: that counts for nobody.
-    ``waited``: when each process was last seen to wait for others. What it waited is not its own: a victim that has
-    just been freed, and has not moved yet, would be taken for a culprit.
+    ``stood``: when the agent resumed after a freeze, and for how long it was frozen; that time does not count.
+    ``waited``: when each process was last seen to wait for others. That wait does not count either: otherwise a victim
+    that has just been freed and has not moved yet would look like a culprit.
     """
     found = []
     for reading in readings:
@@ -129,9 +130,9 @@ def hung(
 
 
 def all_wait(round_: RoundDocument, published: Mapping[str, NodeHealth], limit_s: float) -> bool:
-    """Whether each rank of ``round_`` is published to wait for others, beyond the limit at which one would be killed.
+    """Whether every rank of ``round_`` is reported to wait for others, for longer than the limit of a hung worker.
 
-    ``published`` is by node. A node that does not show all its ranks may have the culprit.
+    ``published`` is by node. A node that does not report all its ranks may have the culprit.
     """
     return all(
         _waits(published.get(member.node), round_.number, member.local_world_size, limit_s) for member in round_.members
@@ -149,14 +150,14 @@ def _waits(health: NodeHealth | None, number: int, ranks: int, limit_s: float) -
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Since when a worker is seen to do nothing but wait for others."""
+    """Since when a worker has only waited for others."""
 
     moved_at: float
     since: float
 
     @classmethod
     def seen(cls, before: Mapping[int, Waiting], waiting: Iterable[Reading], now: float) -> dict[int, Waiting]:
-        """By process, those that are ``waiting`` in a look at ``now``; ``before`` is what the last look gave."""
+        """By process id, the workers that are ``waiting`` at ``now``; ``before`` is the result of the last look."""
         found = {}
         for reading in waiting:
             known, moved_at = before.get(reading.pid), reading.pulse.moved_at

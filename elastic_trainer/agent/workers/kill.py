@@ -1,6 +1,6 @@
 """Kills a worker process, and logs why and what it was doing.
 
-*Runs in* any thread of the agent. *Fails by* nothing: a process that is gone already is what was wanted.
+*Runs in* any thread of the agent. *Fails by* nothing: a process that has already ended needs no kill.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic_trainer.telemetry.logs import logger
 
 
 def kill_now(pid: int, reason: str, **more: int) -> bool:
-    """SIGKILL the worker ``pid``; ``more`` goes into the log. False if it was gone."""
+    """SIGKILL the worker ``pid``; ``more`` is added to the log entry. False if it had already ended."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -26,9 +26,9 @@ def kill_now(pid: int, reason: str, **more: int) -> bool:
 
 
 class Verdicts:
-    """The workers that were found hung and killed, and why: their node reports that to the others, not "lost".
+    """The workers that were killed because they hung, and why: their node reports that cause instead of "lost".
 
-    ``count()`` is called with each; ``page_of(pid)`` is the heartbeat page of a worker.
+    ``count()`` is called for each; ``page_of(pid)`` is the heartbeat page of a worker.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Verdicts:
         self._reasons: dict[int, str] = {}
 
     def end(self, pid: int, reason: str, *, local_rank: int) -> None:
-        """Log the stacks of the hung worker ``pid``, and kill it. At most once."""
+        """Log the stacks of the hung worker ``pid`` and kill it, at most once."""
         with self._lock:
             if pid in self._reasons:
                 return
@@ -51,17 +51,17 @@ class Verdicts:
             self._count()
 
     def reason(self, pid: int) -> str | None:
-        """Why ``pid`` was ended; None if it was not."""
+        """Why ``pid`` was killed; None if it was not."""
         with self._lock:
             return self._reasons.get(pid)
 
     def take(self, pid: int) -> str | None:
-        """The same of a process that is gone; forgotten then, since its number may be given again."""
+        """The same for a process that has ended; forgets it, since the kernel may reuse its id."""
         with self._lock:
             return self._reasons.pop(pid, None)
 
     def take_any(self) -> str | None:
-        """The reason of any of them, once: torchrun has restarted all workers of the node."""
+        """The reason of any of them, once; for a restart of all workers of the node by torchrun."""
         with self._lock:
             reason = next(iter(self._reasons.values()), None)
             self._reasons.clear()

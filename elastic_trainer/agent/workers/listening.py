@@ -1,9 +1,9 @@
-"""Whether somebody listens at a TCP port of this machine, found without connecting to it.
+"""Whether a process listens at a TCP port of this machine, found without connecting to it.
 
-*Runs in* any thread. *Fails by* OSError where neither of the kernel's two answers can be had.
+*Runs in* any thread. *Fails by* OSError if neither of the kernel's two interfaces is available.
 
-The kernel lists listening sockets alone by netlink (``man 7 sock_diag``) in some 20 us. ``/proc/net/tcp``, for kernels
-and sandboxes without that, walks the table of all connections: milliseconds, and more on machines with much memory.
+Netlink (``man 7 sock_diag``) lists only listening sockets, in about 20 us. ``/proc/net/tcp``, for kernels and sandboxes
+without netlink, walks the table of all connections: milliseconds, and more on machines with much memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ERROR, _LONGEST, _LIMIT_S = 2, 1 << 15, 5.0
 
 
 def listened_at(port: int) -> bool:
-    """Whether somebody listens at ``port`` now, at any address of this process' network."""
+    """Whether a process listens at ``port`` now, at any address of this process's network namespace."""
     try:
         return any(_answer(family, port) == SOCK_DIAG_BY_FAMILY for family in _FAMILIES)
     except OSError:
@@ -28,7 +28,7 @@ def listened_at(port: int) -> bool:
 
 
 def _answer(family: int, port: int) -> int:
-    """The kind of the kernel's first message about sockets of ``family`` that listen at ``port``."""
+    """The type of the kernel's first message about sockets of ``family`` that listen at ``port``."""
     wanted = struct.pack("=BBBxI", family, socket.IPPROTO_TCP, 0, 1 << TCP_LISTEN) + struct.pack("!H", port)
     body = wanted.ljust(8 + _SOCKET_ID_BYTES, b"\0")
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as kernel:
@@ -43,6 +43,6 @@ def _answer(family: int, port: int) -> int:
 
 
 def in_tables(port: int, tables: Path) -> bool:
-    """The same by the files ``tcp`` and ``tcp6`` in ``tables``."""
+    """The same, from the files ``tcp`` and ``tcp6`` in ``tables``."""
     rows = [row.split() for name in ("tcp", "tcp6") for row in (tables / name).read_text().splitlines()[1:]]
     return any(row[1].endswith(f":{port:04X}") and row[3] == f"{TCP_LISTEN:02X}" for row in rows)

@@ -1,7 +1,7 @@
-"""Who is at the other end of a connection within this machine, as the kernel knows it (``/proc``, on Linux).
+"""Which process is at the other end of a connection within this machine, from the kernel's ``/proc`` (Linux).
 
 *Runs in* any thread of the agent. *Owns* nothing.
-*Fails by* nothing: of processes that are gone, or may not be looked at, nothing is known.
+*Fails by* nothing: processes that have ended, or that it may not read, are skipped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REMOTE, _INODE = 2, 9
 
 
 def descendants(pid: int, without: Collection[int] = ()) -> Iterator[int]:
-    """The processes below ``pid``; not those in ``without``, nor what is below them."""
+    """The descendants of ``pid``, without the processes in ``without`` and their descendants."""
     for task in (_PROC / str(pid) / "task").glob("*/children"):
         for child in map(int, _text(task).split()):
             if child not in without:
@@ -30,7 +30,7 @@ def descendants(pid: int, without: Collection[int] = ()) -> Iterator[int]:
 
 
 def sockets_to(address: str, port: int) -> frozenset[int]:
-    """The inodes of all TCP sockets of this network that are connected to ``port`` of the IPv4 ``address``, or try."""
+    """The inodes of this network namespace's TCP sockets that are connected, or connecting, to ``address:port``."""
     number = int.from_bytes(socket.inet_aton(address), sys.byteorder)  # as the kernel writes it
     wanted = f"{number:08X}:{port:04X}"
     rows = (row.split() for name in ("tcp", "tcp6") for row in _text(_PROC / "net" / name).splitlines()[1:])

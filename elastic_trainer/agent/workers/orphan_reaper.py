@@ -1,12 +1,12 @@
-"""Ends the workers of an agent that was killed: they would hold GPUs, and write where their successors do.
+"""Ends the workers of an agent that was killed: they would hold GPUs, and write to their successors' files.
 
-Workers with a ``Session`` notice by themselves. Others know nothing of an agent, and torchrun asks the kernel for no
-signal at its death. So a small process holds the other end of a pipe, and knows the workers' numbers.
+Workers with a ``Session`` notice by themselves. Others have no link to the agent, and torchrun sets no parent-death
+signal. So a small process holds the other end of a pipe from the agent, and knows the workers' process ids.
 
 *Runs in* torchrun's main thread (``install``), and in that process (``python orphan_reaper.py``), which imports the
-standard library alone. *Owns* that process; an agent that exits waits for its end, so that nothing is left behind.
-*Fails by* nothing: without that process workers are started all the same, and one event says why.
-*Invariant*: a process that has got the number of a worker is not signalled.
+standard library alone. *Owns* that process; an agent that exits waits for its end, so that no process is left behind.
+*Fails by* nothing: if that process cannot start, workers start without it, and one event says why.
+*Invariant*: a process that reuses a worker's process id is never signalled.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 BY_THEMSELVES_S = 5.0
-"""How long workers have to notice before they get SIGTERM."""
+"""Seconds that workers have to notice the agent's death before they get SIGTERM."""
 _LOOK_S = 0.1
 _VARIABLES = ("LD_LIBRARY_PATH",)
-"""What an interpreter may need to start. The agent's others, such as etcd's password, are none of its business."""
+"""The variables that an interpreter may need to start; others, such as etcd's password, stay with the agent."""
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
@@ -38,21 +38,21 @@ class OrphanReaper:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # whoever reads the agent's output sees its end with the agent's
+            stdout=subprocess.DEVNULL,  # else a reader of the agent's output would see no EOF at its end
             stderr=subprocess.DEVNULL,
             env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
             start_new_session=True,
         )
 
     def watch(self, pid: int) -> None:
-        """End the process group of the worker ``pid`` with this process."""
+        """End the process group of the worker ``pid`` when this process ends."""
         stream: Any = self._process.stdin
-        with suppress(OSError):  # it was killed, too
+        with suppress(OSError):  # the reaper was killed too
             stream.write(f"{pid} {_start_of(pid) or 'gone'}\n".encode())
             stream.flush()
 
     def close(self) -> None:
-        """End what this process watches as if the agent had died, and wait until that is done."""
+        """End the watched workers as if the agent had died, and wait until that is done."""
         stream: Any = self._process.stdin
         with suppress(OSError):
             stream.close()
@@ -60,7 +60,7 @@ class OrphanReaper:
 
 
 def install(grace_s: float) -> None:
-    """From now on the workers that torchrun starts in this process end with it."""
+    """From now on, workers that torchrun starts in this process end when it ends."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     from elastic_trainer.telemetry.logs import logger
@@ -79,7 +79,7 @@ def install(grace_s: float) -> None:
 
 
 def watched(reaper: OrphanReaper, start: Start) -> Start:
-    """What takes the place of torch's method ``start``."""
+    """Wraps torch's method ``start``."""
 
     def popen(*arguments: Any) -> subprocess.Popen[bytes]:
         worker = start(*arguments)
@@ -90,7 +90,7 @@ def watched(reaper: OrphanReaper, start: Start) -> Start:
 
 
 def main(notice_s: float, grace_s: float) -> None:
-    """Wait for the end of the agent, then for that of its workers."""
+    """Wait for the agent to end, then end its workers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are meant for the agent, which this process outlives
     workers = [line.split() for line in sys.stdin]
@@ -117,7 +117,7 @@ def _living(workers: Iterable[list[str]]) -> list[int]:
 
 
 def _start_of(pid: int | str) -> str:
-    """When the process began, as ``ipc.page.start_of`` has it; "" if it is gone."""
+    """The start time of the process, as in ``ipc.page.start_of``; "" if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,6 +1,6 @@
-"""Keeps a node out of rounds while it cannot reach all members; else each of its joins would stop everybody.
+"""Keeps a node out of rounds while it cannot reach all members; otherwise each of its joins would stop all nodes.
 
-*Runs in* the agent: ``ask`` in a reader thread of the channel, which waits; the attempts to come back in timers.
+*Runs in* the agent: ``check`` in a reader thread of the channel, which waits; the attempts to rejoin in timers.
 *Owns* one timer at a time. *Fails by* nothing.
 """
 
@@ -20,54 +20,54 @@ SHORTEST_S = 1.0
 
 
 class Quarantine:
-    """See the module. ``present()`` is the round that stands; ``released()`` is called when it can be reached."""
+    """See the module. ``present()`` is the present round; ``released()`` is called when its members can be reached."""
 
     def __init__(
         self,
         node: str,
-        contact: Reachability,
+        reachability: Reachability,
         present: Callable[[], RoundDocument | None],
         released: Callable[[], None],
         call_later: Later = later,
     ) -> None:
-        self._node, self._contact, self._present, self._released = node, contact, present, released
+        self._node, self._reachability, self._present, self._released = node, reachability, present, released
         self._later = call_later
         self.unreachable: tuple[str, ...] = ()
-        """Nodes that could not be reached when a round with them could not be formed."""
+        """Nodes that this one could not reach when a round with them failed to form."""
         self.active = False
-        """Whether this node does not offer itself."""
+        """Whether this node stays out of rounds."""
         self._closed = False
         self._asked_in = -1
         self._lock = threading.Lock()
         self._since_round = 0
-        self._strikes = Backoff()
+        self._backoff = Backoff()
         self._timer: Cancellable | None = None
 
-    def ask(self, document: RoundDocument | None) -> None:
-        """Find out whom this node cannot reach: others could not reach it in the round of ``document``, or that was not
-        the first in a row that could not be formed."""
+    def check(self, document: RoundDocument | None) -> None:
+        """Find the nodes that this one cannot reach, if others could not reach it in the round of ``document``, or if
+        that was not the first consecutive round that failed to form."""
         if document is None or document.number == self._asked_in:
             return
         if document.stalled >= FAILED_ROUNDS - 1 or document.accuses(self._node):
             self._asked_in = document.number
-            self.found(self._missing(document) or ())
+            self.note_unreachable(self._missing(document) or ())
             if self.unreachable:
                 logger().warning("node.cut_off", node=self._node, round=document.number, unreachable=self.unreachable)
 
-    def found(self, nodes: tuple[str, ...]) -> None:
-        """``nodes`` cannot be reached. Where all are needed no round is formed: look again until they can."""
+    def note_unreachable(self, nodes: tuple[str, ...]) -> None:
+        """``nodes`` cannot be reached. If no round can form without them, check again until they can."""
         self.unreachable = nodes
         if nodes:
             self._after(SHORTEST_S, self._look_again, away=False)
 
     def clear(self) -> None:
-        """Steps are committed, or the workers are others: what was before does not count against this node."""
+        """Steps were committed, or the workers are new: forget earlier failures."""
         self.unreachable = ()
         if not self.active:
-            self._strikes = Backoff()
+            self._backoff = Backoff()
 
     def enter(self, document: RoundDocument) -> None:
-        """The round of ``document`` was formed without this node because of that: once, however often it is seen."""
+        """The round of ``document`` excludes this node as unreachable. Acts once for each round."""
         if document.number <= self._since_round:
             return
         with self._lock:
@@ -81,13 +81,13 @@ class Quarantine:
                 self._timer.cancel()
 
     def _wait(self) -> None:
-        self._strikes = self._strikes.after(0)
-        seconds = max(SHORTEST_S, self._strikes.back_off_s())
-        logger().warning("node.kept_away", node=self._node, seconds=seconds, unreachable=self.unreachable)
+        self._backoff = self._backoff.after(0)
+        seconds = max(SHORTEST_S, self._backoff.back_off_s())
+        logger().warning("node.quarantined", node=self._node, seconds=seconds, unreachable=self.unreachable)
         self._after(seconds, self._try_again, away=True)
 
     def _after(self, seconds: float, act: Callable[[], None], *, away: bool) -> None:
-        """Next, unless the node has become a member (``away``) or been left out meanwhile: that has its own timer."""
+        """Schedule ``act``, unless the node has become a member (``away``) or was excluded, which has its own timer."""
         with self._lock:
             if self._closed or self.active is not away:
                 return
@@ -99,7 +99,7 @@ class Quarantine:
         document = self._present()
         if self.active or self._closed or not self.unreachable or document is None:
             return
-        over = document.state is RoundState.BROKEN  # else steps will show it
+        over = document.state is RoundState.BROKEN  # otherwise committed steps prove that all can be reached
         missing = self._missing(document) if over else None
         if missing == () and not self.active:
             self.unreachable = ()
@@ -108,7 +108,7 @@ class Quarantine:
             self._after(SHORTEST_S, self._look_again, away=False)
 
     def _missing(self, document: RoundDocument) -> tuple[str, ...] | None:
-        return self._contact.missing(m.node for m in document.members if m.node != self._node)
+        return self._reachability.missing(m.node for m in document.members if m.node != self._node)
 
     def _try_again(self) -> None:
         if not self.active:
@@ -116,9 +116,9 @@ class Quarantine:
         document = self._present()
         found = self._missing(document) if document is not None else ()
         self.unreachable = found or ()
-        if found is None or found:  # without the store nobody could take this node in either
+        if found is None or found:  # without the store no round could add this node either
             self._wait()
             return
         self.active = False
-        logger().info("node.returns", node=self._node)
+        logger().info("quarantine.ended", node=self._node)
         self._released()

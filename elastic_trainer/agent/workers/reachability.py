@@ -1,7 +1,6 @@
-"""Which other nodes this one cannot reach: asked when rounds cannot be formed, though the store is there for all.
+"""Which other nodes this one cannot reach: checked when rounds fail to form although all nodes reach the store.
 
-*Runs in* the agent: whoever asks waits for the answer, which takes some seconds at most, however many nodes there are.
-*Owns* short-lived threads. *Fails by* nothing: where the store does not answer nothing is known.
+*Owns* short-lived threads. *Fails by* nothing: if the store does not answer, the result is unknown.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ CONNECT_S = 0.5
 READ_S = 2.0
 AT_ONCE = 32
 LIMIT_S = 3.0
-"""Who has not been tried by then is not found missing. The worker's further words wait for the answer, and the others
-for those: they would go on without this node, as without one that is slow, and take it in again."""
+"""Nodes not tried by then do not count as missing. The worker's next messages wait for this check, and other nodes for
+those: after a longer check they would continue without this node, as without a slow one, and add it again later."""
 Reaches = Callable[[str, int], bool]
 
 
 def reaches(host: str, port: int) -> bool:
-    """Whether ``host`` answers at ``port``; refusing is an answer too: a dead agent is others' business."""
+    """Whether ``host`` answers at ``port``; a refused connection is an answer too: only the agent is dead."""
     try:
         socket.create_connection((host, port), timeout=CONNECT_S).close()
     except ConnectionRefusedError:
@@ -40,13 +39,13 @@ def reaches(host: str, port: int) -> bool:
 
 
 class Reachability:
-    """Tries the ports that agents listen on. ``records()`` are those of all nodes, by name."""
+    """Connects to the agents' ports. ``records()`` returns the records of all nodes, by name."""
 
     def __init__(self, records: Callable[[], Mapping[str, NodeRecord]], try_one: Reaches = reaches) -> None:
         self._records, self._try_one = records, try_one
 
     def missing(self, nodes: Iterable[str]) -> tuple[str, ...] | None:
-        """Those of ``nodes`` that have a key and cannot be reached from here; None where no keys are known."""
+        """The nodes of ``nodes`` that have a key but cannot be reached from here; None if no keys are known."""
         records = self._records()
         if not records:
             return None
@@ -65,12 +64,12 @@ class Reachability:
 
 
 def records_of(store: Store, keys: RunKeys) -> Mapping[str, NodeRecord]:
-    """The records of all nodes of the run; none where the store does not answer."""
+    """The records of all nodes of the run; empty if the store does not answer."""
     return {name: node.record for name, node in nodes_of(store, keys).items()}
 
 
 def nodes_of(store: Store, keys: RunKeys) -> dict[str, NodeView]:
-    """All nodes of the run; none where the store does not answer."""
+    """All nodes of the run; empty if the store does not answer."""
     nodes = {}
     try:
         for item in store.range(keys.nodes, Deadline.after(READ_S)).items:
@@ -82,5 +81,5 @@ def nodes_of(store: Store, keys: RunKeys) -> dict[str, NodeView]:
             except DocumentError as error:
                 logger().info("document.refused", key=plain(item.key), error=str(error))
     except ElasticTrainerError as error:
-        logger().info("contact.unknown", error=str(error))
+        logger().info("reachability.unknown", error=str(error))
     return nodes

@@ -1,6 +1,6 @@
-"""Writes what this node has to say to the store, newest first, so that nobody in the agent waits for the store.
+"""Writes this node's record to the store, newest first, so that no other thread of the agent waits for the store.
 
-*Runs in* a thread named ``announcer``. *Owns* that thread and what is waiting to be written.
+*Runs in* a thread named ``record-writer``. *Owns* that thread and the pending write.
 *Fails by* nothing: an outage of the store is waited out; a refused write is logged.
 *Invariant*: a record is never written after a newer one.
 """
@@ -36,21 +36,21 @@ class RecordWriter:
         self._lock = threading.Lock()
         self._record: NodeRecord | None = None
         self._break: _Break | None = None
-        self._duty = Duty("announcer", self.turn, clock)
+        self._duty = Duty("record_writer", self.turn, clock)
 
     def start(self) -> None:
         self._duty.start()
 
     def announce(self, record: NodeRecord) -> None:
-        """Show ``record`` as soon as possible; it replaces one that is still waiting."""
+        """Write ``record`` as soon as possible; it replaces one that is still pending."""
         with self._lock:
             self._record = record
         self._duty.wake()
 
     def break_round(self, failure: RoundFailure, record: NodeRecord, within_s: float | None = None) -> None:
-        """Show ``record`` and break the round of ``failure``, in one write where that is possible.
+        """Write ``record`` and break the round of ``failure``, in one write if possible.
 
-        After ``within_s`` seconds the round is not broken any more: a suspicion is old by then.
+        After ``within_s`` seconds the break is dropped: a suspicion is outdated by then.
         """
         until = Deadline.after(within_s, self._clock) if within_s is not None else None
         with self._lock:
@@ -58,11 +58,11 @@ class RecordWriter:
         self._duty.wake()
 
     def close(self) -> None:
-        """End the thread; what is waiting is dropped."""
+        """Stop the thread and drop the pending write."""
         self._duty.close()
 
     def turn(self) -> float:
-        """Write what is waiting; seconds until it is tried again."""
+        """Try the pending write; returns the seconds until the next attempt."""
         with self._lock:
             record, self._record = self._record, None
             broken, self._break = self._break, None
@@ -88,7 +88,7 @@ class RecordWriter:
             self._member.announce(record, deadline)
 
     def _keep(self, record: NodeRecord | None, broken: _Break | None) -> None:
-        """Try again later, unless something newer has come."""
+        """Keep the write for a retry, unless a newer one is pending."""
         with self._lock:
             if self._record is None:
                 self._record = record

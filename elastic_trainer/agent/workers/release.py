@@ -1,12 +1,12 @@
-"""Makes workers leave a round that is over: waits for those that are busy, kills those that stay blocked.
+"""Makes workers leave a round that is over: waits for busy ones, kills blocked ones.
 
-The worker gets a message, its sockets are shut down, its waits are interrupted. What is blocked even so (a raw
-collective of the script's, a driver) only the end of the process frees; torchrun then starts it again. A worker that
-saves, evaluates or compiles is not blocked: :mod:`elastic_trainer.agent.health.duties` bounds that, and the others see
-in this node's record what they wait for.
+The worker gets a message, shuts down its sockets and interrupts its waits. If it is still blocked (in a raw collective
+of the script, or in a driver) only killing the process helps; torchrun then restarts it. A worker that saves, evaluates
+or compiles is not blocked: :mod:`elastic_trainer.agent.health.duties` bounds that time, and this node's record shows
+the other nodes what they wait for.
 
-*Runs in* the agent: one timer for each worker that is to be free. *Owns* the timers.
-*Fails by* nothing: a process that is gone already is what was wanted.
+*Runs in* the agent: one timer for each worker that has to leave. *Owns* the timers.
+*Fails by* nothing: a process that has already ended needs no kill.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOKS_PER_LIMIT: Final = 8
 
 @dataclass(slots=True)
 class _Expected:
-    """A worker of ``life`` that is to leave round ``number``, not seen busy since ``blocked_at``."""
+    """A worker of ``life`` that has to leave round ``number``, last seen busy at ``blocked_at``."""
 
     life: Life
     worker: Worker
@@ -38,10 +38,10 @@ class _Expected:
 
 
 class Release:
-    """See the module. ``sever_timeout_s`` is the least that a blocked worker gets; ``lock`` guards lives and workers.
+    """See the module. ``sever_timeout_s`` is the minimum limit of a blocked worker; ``lock`` guards lives and workers.
 
-    ``busy(pid)`` says what a worker is busy with, empty if nothing; ``late(worker)`` is called with the lock held while
-    one is not free.
+    ``busy(pid)`` says what a worker is busy with, empty if nothing; ``late(worker)`` is called with the lock held
+    while a worker has not left.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class Release:
         self._expected: dict[int, _Expected] = {}
 
     def limit_s(self, worker: Worker) -> float:
-        """How long ``worker`` may take where it is not busy: two of its steps at least."""
+        """Seconds that ``worker`` may take if it is not busy: at least two of its steps."""
         step_s = worker.ready.step_time_s if worker.ready is not None else 0.0
         return max(self._sever_timeout_s, 2.0 * step_s)
 
     def expect(self, life: Life, worker: Worker, number: int) -> None:
-        """Round ``number`` is over: ``worker`` is to say soon that it is free. Called with the lock held."""
+        """Round ``number`` is over: expect ``worker`` to report soon that it is free. Called with the lock held."""
         self.freed(worker)
         self._expected[worker.pid] = each = _Expected(life, worker, number, self._clock.monotonic())
         self._look_later(each)
 
     def freed(self, worker: Worker) -> None:
-        """``worker`` is free, or gone. Called with the lock held."""
+        """``worker`` is free, or has ended. Called with the lock held."""
         worker.busy = ""
         each = self._expected.pop(worker.pid, None)
         if each is not None and each.timer is not None:
@@ -105,12 +105,12 @@ class Release:
     def _known(self, worker: Worker) -> str:
         try:
             return self._busy(worker.pid)
-        except Exception:  # noqa: BLE001 - the edge of a thread: whatever a page holds, the worker must leave
+        except Exception:  # noqa: BLE001 - the edge of a thread: the worker must leave whatever a page contains
             logger().exception("page.unreadable", pid=worker.pid)
             return ""
 
     def _note(self, worker: Worker, number: int, busy: str) -> None:
-        """What it was busy with last explains its delay until it is free: it has had no time to leave since."""
+        """Keep the last reason for its delay until it is free: it has had no time to leave since."""
         if busy and busy != worker.busy:
             worker.busy = busy
             logger().info("worker.awaited", pid=worker.pid, local_rank=worker.local_rank, over=number, busy=busy)

@@ -1,13 +1,13 @@
-"""What is left of a job whose workers have all died: their newest snapshots, in memory that this agent holds.
+"""Rescues the state of a job whose workers have all died: their newest snapshots, in memory that this agent holds.
 
-New workers resume from them (checkpoint.arena). Here they are committed to storage too, without torch, since the next
-failure may take the node. The node of rank 0 does it at once; the others look after a while whether it was done or is
-being done. They hold the same step with the buffers of their own ranks, and storage is to have those of one. Each
-worker has memory files of its own: the first one for whole states, all of them for the places of a sharded model.
+New workers resume from them (checkpoint.arena). This module also commits them to storage, without torch, since the next
+failure may take the node. Rank 0's node does so at once; the other nodes check after a while whether it was done or is
+in progress. They hold the same step with their own ranks' buffers, and storage needs those of only one. Each worker has
+its own memory files: the first worker's for whole states, all workers' for the places of a sharded model.
 
-*Runs in* the agent: a thread for each end of this node's workers; torchrun's main thread when the node leaves.
-*Owns* the memory files. *Fails by* nothing: what cannot be committed is logged, and new workers resume all the same.
-*Invariant*: bytes that have changed since they were sealed are never committed (checkpoint.commit).
+*Runs in* the agent: a thread each time this node's workers die; torchrun's main thread when the node leaves.
+*Owns* the memory files. *Fails by* nothing: a failed commit is logged, and new workers still resume from memory.
+*Invariant*: bytes that changed after they were sealed are never committed (checkpoint.commit).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from elastic_trainer.membership.documents import NodeState, RoundDocument, Round
 from elastic_trainer.telemetry.logs import logger
 
 APART_S = 2.0
-"""How much later than the node before it a node looks whether the state was committed."""
+"""How much later than the previous node a node checks whether the state was committed."""
 LOOK_S = 0.2
-"""In place others may have survived, which shows in their keys by then."""
+"""In place, other nodes may have survived; their keys show it by then."""
 LOOKING_S = 1.0
 LEAVING_S = 60.0
-"""How long a node that leaves waits for a rescue under way."""
+"""How long a leaving node waits for a rescue in progress."""
 PATIENCE_S = 600.0
-"""How long an agent leaves the state to another one that is writing it."""
+"""How long an agent waits for another agent that is writing the state."""
 
 
 Nodes = Callable[[Sequence[str], Deadline], Mapping[str, NodeView]]
-"""The present keys of the nodes with these names; asks the store."""
+"""Reads the present keys of the nodes with these names from the store."""
 
 
 class Rescue:
@@ -51,20 +51,20 @@ class Rescue:
 
     @property
     def paths(self) -> str:
-        """Where workers open the memory files."""
+        """The paths at which workers open the memory files."""
         return os.pathsep.join(f"/proc/{os.getpid()}/fd/{each}" for each in self._files)
 
     def begin(self, document: RoundDocument, *, in_place: bool) -> None:
-        """The workers of this node, which were in the round of ``document``, are dead: see to their state."""
+        """The workers of this node, members of the round of ``document``, are dead: start to rescue their state."""
         if newest(self._files) is not None:
             threading.Thread(
                 target=self._rescue, args=(document, in_place), name="snapshot-rescue", daemon=True
             ).start()
 
     def close(self, document: RoundDocument | None = None) -> None:
-        """The node leaves: commit what is in no storage, and give the memory back.
+        """The node leaves: commit what is not in storage, and free the memory.
 
-        Not if it left by agreement: then the others train on in the round of ``document``.
+        Commits nothing if it left by agreement: then the others continue to train in the round of ``document``.
         """
         self._closing.set()
         others_train = document is not None and document.state is RoundState.ACTIVE
@@ -90,7 +90,7 @@ class Rescue:
                 self.commit(turn)
 
     def _look(self, names: Sequence[str]) -> Mapping[str, NodeView] | None:
-        """Those that live; None where the store is away."""
+        """The nodes that live; None if the store is unreachable."""
         try:
             return self._nodes(names, Deadline.after(LOOKING_S, self._clock))
         except ElasticTrainerError as error:
@@ -98,12 +98,12 @@ class Rescue:
             return None
 
     def commit(self, turn: int = 0) -> None:
-        """Commit the newest snapshot, unless storage has it or a newer state, or gets it from another agent."""
+        """Commit the newest snapshot, unless storage has it or a newer state, or another agent is writing it."""
         try:
             snapshot = newest(self._files)
             if snapshot is not None and not snapshot.stored:
                 self._commit(snapshot, turn)
-        except Exception as error:  # noqa: BLE001 - nothing else may fail for it: a node that leaves must leave
+        except Exception as error:  # noqa: BLE001 - a failed rescue must not keep a node from leaving
             logger().error("snapshot.not_rescued", reason=str(error) or type(error).__name__)
 
     def _commit(self, snapshot: StateSnapshot, turn: int) -> None:
@@ -133,7 +133,7 @@ def _turn(document: RoundDocument, node: str) -> int:
 
 
 def survivors(document: RoundDocument, nodes: Mapping[str, NodeView]) -> list[str]:
-    """The members of the round whose workers live, and hold its state."""
+    """The members of the round whose workers live and hold its state."""
     return [
         member.node
         for member in document.members

@@ -1,4 +1,4 @@
-"""This node's workers in one life of theirs: what each has said, and what they make together.
+"""This node's workers in one life: the messages of each, and the node's state that follows from them.
 
 *Runs in* any thread, under the conductor's lock. Nothing here waits or sends.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elastic_trainer.agent.workers.doubt import AnswerDelays
+from elastic_trainer.agent.workers.suspicion_rules import AnswerDelays
 from elastic_trainer.ipc.channel import Connection
 from elastic_trainer.ipc.messages import Leaving, Ready
 from elastic_trainer.membership.documents import Identity, NodeState
@@ -16,7 +16,7 @@ from elastic_trainer.membership.documents import Identity, NodeState
 
 @dataclass(slots=True)
 class Worker:
-    """One connected worker and the last things said."""
+    """One connected worker and its last messages."""
 
     connection: Connection
     pid: int
@@ -24,25 +24,25 @@ class Worker:
     life: int
     ready: Ready | None = None
     left: Leaving | None = None
-    told_formation: int = 0
-    told_over: int = 0
-    told_drain: int = 0
+    sent_formation: int = 0
+    sent_over: int = 0
+    sent_drain: int = 0
     offered: int = 0
-    """The round in which a planned change would give it a place."""
+    """The round in which a planned change would give it a rank."""
     heard_at: float = 0.0
-    """Monotonic time of the last word from it; 0 before the watchdog has seen it."""
+    """Monotonic time of its last message; 0 before the watchdog has seen it."""
     busy: str = ""
-    """What keeps it in a round that is over, where that is known."""
+    """Why it is still in a round that is over, if known."""
     pinged_at: float = 0.0
-    """Monotonic time of the first question that it has not answered; 0: there is none."""
+    """Monotonic time of the first unanswered ping; 0: there is none."""
     queued: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that each of its threads had waited for a CPU by then."""
+    """Seconds that each of its threads had waited for a CPU at that time."""
     delays: AnswerDelays = field(default_factory=AnswerDelays)
     """How long its answers have taken."""
     stuck: bool = False
-    """Whether it stood still when others waited for it, and has not been free since."""
+    """Whether it hung while others waited for it, and has not been free since."""
     inside: int = 0
-    """The newest round that it may have entered: one whose place it was given and had no reason to refuse."""
+    """The newest round that it may have entered: it was sent its rank and had no reason to refuse."""
 
     def ponged(self, now: float) -> None:
         if self.pinged_at:
@@ -50,17 +50,17 @@ class Worker:
         self.pinged_at = 0.0
 
     def free_for(self) -> int:
-        """The least round number that this worker is free for; 0 before it is ready.
+        """The lowest round number that this worker is free for; 0 before it is ready.
 
-        A round that was over before it got its place in it is behind it too: it will report nothing of that one.
+        This skips a round that was over before the worker was sent its rank: it will report nothing about that one.
         """
         if self.ready is None:
             return 0
-        unmet = self.told_over + 1 if self.inside < self.ready.number else 0
+        unmet = self.sent_over + 1 if self.inside < self.ready.number else 0
         return max(self.ready.number, unmet)
 
     def stays_in(self, number: int) -> bool:
-        """Whether it may still be in a round up to ``number``. One that came new to a later round never says so."""
+        """Whether it may still be in a round up to ``number``; one that joined a later round never reports that."""
         return 0 < self.inside <= number and self.free_for() <= number
 
 
@@ -74,9 +74,9 @@ class Life:
     ended: bool = False
     first_step: int | None = None
     reached: Identity | None = None
-    """How far the job is known to have come in this life."""
+    """The known progress of the job in this life."""
     joins_at: float = 0.0
-    """Monotonic time before which this node does not offer itself."""
+    """Monotonic time before which this node does not join."""
 
     @property
     def steps(self) -> int:
@@ -84,25 +84,25 @@ class Life:
         return 0 if self.first_step is None or self.reached is None else self.reached.step - self.first_step
 
     def note(self, place: Identity) -> None:
-        """A worker has reported how far it is."""
+        """A worker has reported its progress."""
         self.first_step = place.step if self.first_step is None else self.first_step
         if self.reached is None or place.step >= self.reached.step:
             self.reached = place
 
     def came_to(self, number: int, step: int) -> None:
-        """A worker of round ``number`` holds the state after ``step``, whatever it has reported last."""
+        """A worker of round ``number`` holds the state after ``step``, whatever its last report says."""
         if self.reached is None or step > self.reached.step:
             self.reached = Identity(round=number, step=step)
 
-    # ---- what they make together
+    # ---- the node's state
 
     @property
     def reports(self) -> list[Ready]:
-        """What the workers that are ready have said last."""
+        """The last reports of the workers that are ready."""
         return [worker.ready for worker in self.workers.values() if worker.ready is not None]
 
     def complete(self, now: float) -> bool:
-        """Whether all workers are ready, and the node may offer itself at monotonic time ``now``."""
+        """Whether all workers are ready and the node may join at monotonic time ``now``."""
         whole = bool(self.workers) and len(self.reports) == self.size
         return whole and not self.ended and now >= self.joins_at
 
@@ -115,7 +115,7 @@ class Life:
         return NodeState.DRAINING if evicted else NodeState.READY
 
     def shown(self, now: float) -> dict[str, object]:
-        """The fields of the node's record that follow from what the workers have said."""
+        """The fields of the node's record that follow from the workers' messages."""
         reports = self.reports
         complete = self.complete(now)
         states = [report.state for report in reports if report.state is not None]

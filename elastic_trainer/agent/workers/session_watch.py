@@ -1,7 +1,7 @@
-"""Waits until a worker of this node opens a Session; logs now and then that none has, and what the workers do.
+"""Waits until a worker of this node opens a Session; until then logs periodically what the workers do.
 
-A script may download or compile for long before. One without a Session would train alone on each node, so it is ended
-after a limit.
+A script may download or compile for a long time before. A script without a Session would train alone on each node, so
+the node gives up after a limit.
 
 *Runs in* the agent: a thread named ``session-watch`` for each life of the workers. *Owns* that thread.
 *Fails by* calling ``give_up`` once with the SessionTimeoutError.
@@ -21,13 +21,13 @@ from elastic_trainer.errors import SessionTimeoutError
 from elastic_trainer.telemetry.logs import logger
 
 FIRST_NOTE_S: Final = 60.0
-"""After this time it is said for the first time, after twice as long again, and so on."""
+"""Seconds until the first log entry; the interval doubles after each."""
 _CPU_FIELDS: Final = slice(11, 13)
-"""Of ``/proc/PID/stat`` behind the name: the time in user mode and in the kernel, in ticks."""
+"""Fields of ``/proc/PID/stat`` after the name: the time in user mode and in the kernel, in ticks."""
 
 
-class Arrival:
-    """See the module. ``met`` is set with the first Session; ``awaited()`` is whether this life still counts."""
+class SessionWatch:
+    """See the module. ``met`` is set with the first Session; ``awaited()`` says whether this life still counts."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Arrival:
         threading.Thread(target=self.watch, name="session-watch", daemon=True).start()
 
     def watch(self) -> None:
-        """Until a Session is opened, or the limit is over."""
+        """Run until a Session is opened or the limit is over."""
         limit, note_s = Deadline.after(self._limit_s, self._clock), FIRST_NOTE_S
         while not self._clock.wait(self._met, min(note_s, limit.remaining_s())) and self._awaited():
             found = doing(list(self._workers()))

@@ -1,6 +1,6 @@
-"""The workers of this node as processes: finds them, and kills those that do not end with their round.
+"""The worker processes of this node: finds them, and kills those that outlive their round.
 
-*Runs in* the agent: a thread named ``supervisor``. *Owns* no process; torchrun started them and reaps them.
+*Runs in* the agent: a thread named ``supervisor``. *Owns* no process; torchrun starts and reaps them.
 *Invariant*: only children of this process that carry the run's id in their environment are ever signalled.
 """
 
@@ -42,10 +42,10 @@ def kill_workers(run_id: str, reason: str) -> None:
 
 
 class Supervisor:
-    """Ends workers of a round that is over and that ignore torchrun's SIGTERM.
+    """Kills workers that ignore torchrun's SIGTERM after the end of their round.
 
     torchrun waits 30 s for them (a Python signal handler does not run while its thread is blocked in a collective);
-    after ``grace_s`` nothing that they could still save is worth waiting for.
+    after ``grace_s`` nothing that they could still save is worth the wait.
     """
 
     def __init__(self, run_id: str, grace_s: float, clock: Clock = SYSTEM) -> None:
@@ -58,7 +58,7 @@ class Supervisor:
         self._duty.start()
 
     def round_begun(self, number: int) -> None:
-        """Workers are about to start in round ``number``; those of earlier rounds are gone."""
+        """Workers are about to start in round ``number``; those of earlier rounds have ended."""
         self._working_in = number
         self._duty.wake()
 
@@ -73,7 +73,7 @@ class Supervisor:
         self._duty.close()
 
     def turn(self) -> float:
-        """Kill the workers whose grace is over; seconds until the next look, since some may be starting just now."""
+        """Kill the workers whose grace period is over; seconds until the next look, since some may just be starting."""
         if not 0 < self._working_in <= self._over:
             return IDLE_S
         left_s = self._over_since + self._grace_s - self._clock.monotonic()

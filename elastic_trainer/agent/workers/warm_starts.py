@@ -1,10 +1,10 @@
-"""Lets torchrun start its workers as forks of a template that has imported what they import.
+"""Makes torchrun start its workers as forks of a template process that has already imported their modules.
 
-torchrun starts each worker by ``SubprocessHandler._popen(args, env)``, which returns a Popen (torch 2.10 to 2.13): this
-one method is replaced, in this process. All else stays torch's: redirected output, log prefixes, signals, exit codes.
+torchrun starts each worker by ``SubprocessHandler._popen(args, env)``, which returns a Popen (torch 2.10 to 2.13). Only
+this method is replaced, in this process; output redirection, log prefixes, signals and exit codes remain torch's.
 
 *Runs in* torchrun's main thread. *Owns* the template's process, until this process ends.
-*Fails by* nothing: a worker that cannot be forked is started as torchrun would have, and one event says why.
+*Fails by* nothing: a worker that cannot be forked is started by torchrun's own method, and one event says why.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from elastic_trainer.warm.fitness import OPTIONS, of_one_worker
 from elastic_trainer.warm.starting import Cold, Starter, Wish
 
 OFF, AUTOMATIC = "off", "auto"
-"""Values of ``--rdzv-conf preload``; every other one names modules."""
+"""Special values of ``--rdzv-conf preload``; any other value names modules."""
 _FIRST = ("torch",)
-"""What every worker imports, before the first of them has shown more."""
+"""The modules that every worker imports; preloaded before the first worker has shown which others it needs."""
 _HOOK = ("self", "args", "env")
 Start = Callable[[Any, tuple[str, ...], dict[str, str]], Popen[bytes]]
 
 
 def install(preload: str) -> None:
-    """Start this process's workers warm from now on, if torchrun can and ``preload`` asks for it."""
+    """From now on start this process's workers warm, if this torchrun supports it and ``preload`` enables it."""
     if preload == OFF:
         return
     start: Start | None = getattr(SubprocessHandler, "_popen", None)
@@ -46,7 +46,7 @@ def install(preload: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name in marks or not of_one_worker(name)}
     try:
         starter = Starter(names, sorted(OPTIONS), environment, learn=preload == AUTOMATIC)
-    except OSError as error:  # no process, descriptor or memory left, or no right to /dev/null
+    except OSError as error:  # out of processes, descriptors or memory, or no access to /dev/null
         logger().warning("template.refused", reason=str(error))
         return
     atexit.register(starter.close)
@@ -55,7 +55,7 @@ def install(preload: str) -> None:
 
 
 def warm(starter: Starter, cold: Start, clock: Clock = SYSTEM) -> Start:
-    """What takes the place of torch's method ``cold``."""
+    """Wraps torch's method ``cold``."""
 
     def popen(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Popen[bytes]:
         began = clock.monotonic()

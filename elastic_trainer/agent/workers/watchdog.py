@@ -1,12 +1,12 @@
-"""Kills workers of this node that answer no ping: frozen ones, and those whose interpreter is locked.
+"""Kills workers of this node that answer no ping: frozen ones, and those that hold the interpreter lock.
 
-A thread of each worker does nothing but answer. A worker that does not answer cannot hear either that a round is over,
-and all others wait for it. Its death is news at once, torchrun starts it again, and the others go on. A worker that
-answers but makes no progress is found by its heartbeat page (:mod:`elastic_trainer.agent.health.duties`).
+A thread of each worker does nothing but answer. A worker that does not answer cannot learn that a round is over either,
+and all others wait for it. Its death is noticed at once, torchrun restarts it, and the others continue. The heartbeat
+page reveals a worker that answers but makes no progress (:mod:`elastic_trainer.agent.health.duties`).
 
 *Runs in* the agent: a thread named ``watchdog``. *Owns* that thread.
-*Fails by* nothing: a worker that is gone meanwhile is what was wanted.
-*Invariant*: time in which the agent itself stood still counts for nobody.
+*Fails by* nothing: a worker that has already ended needs no kill.
+*Invariant*: time in which the agent itself was frozen does not count against a worker.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from elastic_trainer.telemetry.logs import logger
 ASKED_EVERY_S = 1.0
 QUESTIONS_PER_LIMIT = 8
 LATE = 3.0
-"""The agent stood still if a turn comes this many times later than planned."""
+"""The agent was frozen if a turn comes this many times later than planned."""
 
 
 class Watchdog:
-    """See the module. ``workers()`` are those to watch now; ``limit_s`` 0: none is ever ended."""
+    """See the module. ``workers()`` returns the workers to watch now; ``limit_s`` 0: none is ever killed."""
 
     def __init__(
         self, limit_s: float, workers: Callable[[], Iterable[Worker]], verdicts: Verdicts, clock: Clock = SYSTEM
@@ -41,7 +41,7 @@ class Watchdog:
         self._duty = Duty("watchdog", self.look, clock)
 
     def start(self) -> None:
-        """Begin to watch, if there is a limit."""
+        """Start to watch, if there is a limit."""
         if self._limit_s > 0.0:
             self._duty.start()
 
@@ -49,7 +49,7 @@ class Watchdog:
         self._duty.close()
 
     def look(self) -> float:
-        """One turn: end the workers that have been silent for too long, ask the others; seconds until the next."""
+        """Kill the workers that have been silent for too long, ping the others; seconds until the next turn."""
         now = self._clock.monotonic()
         stood_still = now - self._looked_at > LATE * self.every_s
         self._looked_at = now
@@ -73,7 +73,7 @@ class Watchdog:
 
 
 def ping(worker: Worker, now: float) -> None:
-    """Ask ``worker`` whether it is there."""
+    """Send ``worker`` a ping."""
     if not worker.pinged_at:
         worker.pinged_at, worker.queued = now, queued_s(worker.pid)
     with contextlib.suppress(ChannelClosedError):
@@ -81,15 +81,15 @@ def ping(worker: Worker, now: float) -> None:
 
 
 def starved_s(worker: Worker) -> float:
-    """How long ``worker`` could not have answered since it was asked: the longest that one of its threads has waited
-    for a CPU."""
+    """Seconds since the ping in which ``worker`` could not have answered: the longest wait of one of its threads for a
+    CPU."""
     now = queued_s(worker.pid)
     return max((now[each] - worker.queued[each] for each in now.keys() & worker.queued.keys()), default=0.0)
 
 
 def queued_s(pid: int) -> Mapping[str, float]:
-    """Seconds that each thread of ``pid`` was ready to run and had no CPU, in all its life; none where the kernel does
-    not count them (sched-stats.rst, /proc/PID/task/TID/schedstat)."""
+    """Seconds that each thread of ``pid`` was runnable without a CPU in its whole life; empty if the kernel does not
+    count them (sched-stats.rst, /proc/PID/task/TID/schedstat)."""
     found = {}
     with contextlib.suppress(OSError):
         for each in Path(f"/proc/{pid}/task").iterdir():
@@ -98,7 +98,7 @@ def queued_s(pid: int) -> Mapping[str, float]:
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says a process does: ``traced`` (by a debugger), ``stopped``, ``running``, ...; or unknown."""
+    """The kernel's state of a process: ``traced`` (by a debugger), ``stopped``, ``running``, ...; or ``unknown``."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -96,7 +96,7 @@ def test_survivors_that_are_busy_are_neither_killed_nor_left_behind(
         job.await_world(*ALL, after=before)
         assert pids(job, [head]) == there
         assert "it has made no progress for" in job.log(stuck)
-        assert "(in evaluation, behind step" in job.log(stuck)
+        assert "(in evaluation, after step" in job.log(stuck)
         assert job.finish() == dict.fromkeys(ALL, 0)
         job.check_lossless()
         assert job.saved_step() == job.newest()

@@ -30,7 +30,10 @@ class Mistake:
 
 MISTAKES = (
     Mistake(
-        "no restarts", "torchrun's --max-restarts is 0 (add --max-restarts 100, say)", None, (("max_restarts", 0),)
+        "no restarts",
+        "torchrun's --max-restarts is 0 (add --max-restarts, for example 100)",
+        None,
+        (("max_restarts", 0),),
     ),
     Mistake("plain", NO_SESSION, GROUP),
     Mistake("idle", "no worker has opened an elastic_trainer.Session within 4 s, as", FOREVER, code=EXIT_FAILURE),

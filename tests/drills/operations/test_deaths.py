@@ -108,7 +108,7 @@ def test_a_kill_for_memory_is_called_so(
     ):
         job.start(1)
         assert job.exit_code(job.node("n0")) == 1
-        how = "worker 0 (rank 0) was killed by SIGKILL, since the memory of its cgroup was used up"
+        how = "worker 0 (rank 0) was killed by SIGKILL, because its cgroup was out of memory"
         status, reasons = told(run_id, etcd_endpoint, capsys)
         assert status["state"] == "abandoned", job.describe()
         assert how in status["departure"]["reason"]

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from elastic_trainer.agent.rendezvous.addresses import LivenessPort
-from elastic_trainer.agent.suspicion.asking import Asker, HeardAnswers
-from elastic_trainer.agent.suspicion.questions import Notice, NoticeAnswer, Question, WorkerStanding, read
-from elastic_trainer.agent.suspicion.reception import MOST_AT_ONCE
+from elastic_trainer.agent.suspicion.asking import Asker, PeerReply
+from elastic_trainer.agent.suspicion.liveness_server import MOST_AT_ONCE
+from elastic_trainer.agent.suspicion.questions import Question, StatusAnswer, StatusBoard, WorkerActivity, read
 from elastic_trainer.clock import Deadline
 from tests.support.waiting import LIMIT_S
 
 LOCAL = "127.0.0.1"
-STANDING = WorkerStanding(local_rank=0, phase="training", waits=True, waits_s=1.5)
+STANDING = WorkerActivity(local_rank=0, phase="training", waits=True, waits_s=1.5)
 SHORT_S = 0.2
 
 
@@ -33,7 +33,7 @@ def asker() -> Iterator[Asker]:
 class Agent:
     """One that answers."""
 
-    notice: Notice = field(default_factory=lambda: Notice("run", "other"))
+    notice: StatusBoard = field(default_factory=lambda: StatusBoard("run", "other"))
 
     def __enter__(self) -> Agent:
         self.port = LivenessPort(LOCAL, self.notice.answer)
@@ -50,11 +50,11 @@ def ask(asker: Asker, port: int, node: str = "other") -> None:
     asker.ask(node, (socket.AF_INET, (LOCAL, port)))
 
 
-def heard(asker: Asker, limit_s: float = LIMIT_S) -> HeardAnswers | None:
+def heard(asker: Asker, limit_s: float = LIMIT_S) -> PeerReply | None:
     """The first thing to be heard, or None."""
     deadline = Deadline.after(limit_s)
     while not deadline.expired:
-        found = asker.hear(deadline.remaining_s())
+        found = asker.receive(deadline.remaining_s())
         if found:
             return found[0]
     return None
@@ -67,7 +67,7 @@ def test_an_agent_answers_what_its_workers_do(asker: Asker) -> None:
         ask(asker, agent.port.port)
         found = heard(asker)
         assert found is not None
-        assert found.answer == NoticeAnswer(run="run", node="other", round=7, workers=(STANDING,))
+        assert found.answer == StatusAnswer(run="run", node="other", round=7, workers=(STANDING,))
         assert (found.node, found.dead, asker.open) == ("other", False, {})
         assert agent.notice.asked_at > 0
 
@@ -84,7 +84,7 @@ def test_a_refused_connection_is_a_dead_agent(asker: Asker) -> None:
 
 def test_another_node_at_the_address_is_a_dead_agent(asker: Asker) -> None:
     """A node of the same run that was given the port later."""
-    with Agent(Notice("run", "somebody")) as agent:
+    with Agent(StatusBoard("run", "somebody")) as agent:
         ask(asker, agent.port.port)
         found = heard(asker)
         assert found is not None
@@ -93,7 +93,7 @@ def test_another_node_at_the_address_is_a_dead_agent(asker: Asker) -> None:
 
 def test_an_agent_that_knows_no_questions_lives(asker: Asker) -> None:
     """An older version hangs up at once; one of another run answers nothing."""
-    with closing(LivenessPort(LOCAL)) as old, Agent(Notice("another", "other")) as foreign:
+    with closing(LivenessPort(LOCAL)) as old, Agent(StatusBoard("another", "other")) as foreign:
         for port in (old.port, foreign.port.port):
             ask(asker, port)
             found = heard(asker)
@@ -126,7 +126,7 @@ def test_garbage_gets_no_answer(garbage: bytes) -> None:
         assert answered(visitor) == b""
         with agent.connect() as other:
             other.sendall(Question(run="run", node="me").encode())
-            assert read(NoticeAnswer, answered(other)) is not None
+            assert read(StatusAnswer, answered(other)) is not None
 
 
 def test_a_question_in_pieces_is_answered() -> None:
@@ -136,9 +136,9 @@ def test_a_question_in_pieces_is_answered() -> None:
         visitor.sendall(line[:9])
         with agent.connect() as other:  # answered meanwhile: nobody waits for the rest
             other.sendall(line)
-            assert read(NoticeAnswer, answered(other)) is not None
+            assert read(StatusAnswer, answered(other)) is not None
         visitor.sendall(line[9:])
-        assert read(NoticeAnswer, answered(visitor)) is not None
+        assert read(StatusAnswer, answered(visitor)) is not None
 
 
 def test_visitors_that_say_nothing_keep_nobody_out() -> None:
@@ -147,7 +147,7 @@ def test_visitors_that_say_nothing_keep_nobody_out() -> None:
         idle = [held.enter_context(agent.connect()) for _ in range(2 * MOST_AT_ONCE)]
         with agent.connect() as visitor:
             visitor.sendall(Question(run="run", node="me").encode())
-            assert read(NoticeAnswer, answered(visitor)) is not None
+            assert read(StatusAnswer, answered(visitor)) is not None
         assert answered(idle[0]) == b""
 
 

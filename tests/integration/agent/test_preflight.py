@@ -60,7 +60,7 @@ def test_a_sick_node_joins_with_a_warning(tmp_path: Path, etcd_endpoint: str, ru
         job.await_world(node.name)
         log = job.log(node.name)
         assert '"event": "node.unfit"' in log
-        assert '"event": "preflight.done"' in log
+        assert '"event": "preflight.finished"' in log
         (incident,) = incidents(job)
-        assert "it joins all the same" in incident.reason
+        assert "it joins anyway" in incident.reason
         assert job.finish() == {node.name: 0}

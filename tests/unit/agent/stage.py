@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
-from elastic_trainer.agent.workers.conduct import Conduct, ConductorPorts
 from elastic_trainer.agent.workers.conductor import Conductor
+from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
 from elastic_trainer.agent.workers.kill import Verdicts
 from elastic_trainer.agent.workers.reachability import Reachability
 from elastic_trainer.agent.workers.record_writer import RecordWriter
@@ -134,7 +134,7 @@ class Worker:
 
     def say(self, message: Message) -> None:
         assert self.seat is not None
-        self._conductor.hear(self.seat, message)
+        self._conductor.receive(self.seat, message)
 
     def ready(self, number: int, step: int | None = None, *, planned: bool = False, **place: int) -> None:
         state = None if step is None else StateReport(round=number - 1, step=step, **place)
@@ -176,7 +176,7 @@ class Stage:
             self.committed.get,
             lambda pid: "",
         )
-        self.conductor = Conductor(Conduct("run", "me", BASE), ports, self.alarms.clock, self.alarms.later)
+        self.conductor = Conductor(ConductorConfig("run", "me", BASE), ports, self.alarms.clock, self.alarms.later)
 
     def record(self) -> NodeRecord:
         """The newest."""

@@ -578,7 +578,7 @@ def test_a_decider_that_does_not_answer_is_passed_by() -> None:
 
 def test_a_worker_that_stands_still_is_not_waited_for() -> None:
     """Its agent has said so. The next round names what was found, and the node may come back with the next report."""
-    why = "worker 0 of node c stands still: its process is stopped"
+    why = "worker 0 of node c hangs: its process is stopped"
     scene = trio(RoundState.BROKEN, 3, reason=why, cause=Cause.WORKER_HUNG)
     scene.show(free("a", 1, 3), free("b", 2, 3), acknowledged("c", 3, 3, stuck=True))
     formed = made(scene.decide(), Action.FORM)

@@ -31,7 +31,7 @@ def play(directory: Path) -> None:
         alone = stage.settled()
         assert alone.pids == before.pids
         tried = attempts(stage, name)
-        stage.until(lambda: stage.node(name).log.read_text().count('"node.kept_away"') > 1, "two vain looks")
+        stage.until(lambda: stage.node(name).log.read_text().count('"node.quarantined"') > 1, "two vain looks")
         stage.look()
         assert attempts(stage, name) == tried
         segment.reunite(before.nodes[1], name)

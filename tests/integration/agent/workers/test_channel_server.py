@@ -36,7 +36,7 @@ sys.stdin.read()
 """
 
 
-class Hearer:
+class WorkerHandler:
     """Admits everybody and keeps what it hears."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Hearer:
         self.workers.append(Worker(connection, connection.peer()[0], local_rank, life=1))
         return self.workers[-1]
 
-    def hear(self, worker: Worker, message: Message) -> None:
+    def receive(self, worker: Worker, message: Message) -> None:
         self.messages.append(message)
 
     def gone(self, worker: Worker) -> None:
@@ -56,55 +56,57 @@ class Hearer:
 
 
 @pytest.fixture
-def hearer() -> Hearer:
-    return Hearer()
+def handler() -> WorkerHandler:
+    return WorkerHandler()
 
 
 @pytest.fixture
-def server(hearer: Hearer) -> Iterator[ChannelServer]:
-    server = ChannelServer(hearer)
+def server(handler: WorkerHandler) -> Iterator[ChannelServer]:
+    server = ChannelServer(handler)
     yield server
     server.close()
     assert not server.path.parent.exists()
 
 
-def test_a_worker_of_another_version_is_sent_away(server: ChannelServer, hearer: Hearer) -> None:
+def test_a_worker_of_another_version_is_sent_away(server: ChannelServer, handler: WorkerHandler) -> None:
     """With the status for wrong configuration, and both versions in the reason."""
     connection = connect(server.path)
     connection.send(Hello(pid=1, local_rank=0, version=CHANNEL_VERSION + 1))
     answer = read_from_agent(next(connection.lines()))
     reason = f"the worker speaks channel version {CHANNEL_VERSION + 1}, its agent {CHANNEL_VERSION}"
     assert answer == Exit(code=EXIT_CONFIG, reason=reason)
-    assert hearer.workers == []
+    assert handler.workers == []
     connection.close()
 
 
-def test_a_worker_is_known_by_its_process_and_its_last_word_is_taken(server: ChannelServer, hearer: Hearer) -> None:
+def test_a_worker_is_known_by_its_process_and_its_last_word_is_taken(
+    server: ChannelServer, handler: WorkerHandler
+) -> None:
     """Hanging up confirms that the last word has been taken, so the worker may end."""
     connection = connect(server.path)
     connection.send(Hello(pid=1, local_rank=3))
     connection.send(Leaving(status="done", step=5))
     assert list(connection.lines()) == []
-    assert hearer.left.wait(LIMIT_S)
-    assert [(each.pid, each.local_rank) for each in hearer.workers] == [(os.getpid(), 3)]
-    assert hearer.messages == [Leaving(status="done", step=5)]
+    assert handler.left.wait(LIMIT_S)
+    assert [(each.pid, each.local_rank) for each in handler.workers] == [(os.getpid(), 3)]
+    assert handler.messages == [Leaving(status="done", step=5)]
     connection.close()
 
 
-def test_a_worker_that_talks_nonsense_counts_as_lost(server: ChannelServer, hearer: Hearer) -> None:
+def test_a_worker_that_talks_nonsense_counts_as_lost(server: ChannelServer, handler: WorkerHandler) -> None:
     """It cannot be led; its round goes on without it."""
     connection = connect(server.path)
     connection.send(Hello(pid=1, local_rank=0))
     connection._socket.sendall(b'{"kind": "song"}\n')
-    assert hearer.left.wait(LIMIT_S)
+    assert handler.left.wait(LIMIT_S)
     connection.close()
 
 
-def test_the_death_of_a_worker_shows_in_its_mutex(server: ChannelServer, hearer: Hearer) -> None:
+def test_the_death_of_a_worker_shows_in_its_mutex(server: ChannelServer, handler: WorkerHandler) -> None:
     """The kernel passes on the mutex at once; the socket may still be open in a child."""
     command = [sys.executable, "-c", HOLDER, str(server.path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as holder:
-        eventually(lambda: bool(hearer.workers), "the worker does not come")
+        eventually(lambda: bool(handler.workers), "the worker does not come")
         os.kill(holder.pid, signal.SIGKILL)
-        assert hearer.left.wait(LIMIT_S / 2)
+        assert handler.left.wait(LIMIT_S / 2)
         holder.kill()

@@ -22,7 +22,7 @@ Process = subprocess.Popen[bytes]
 
 @pytest.fixture
 def start() -> Iterator[Callable[[], Process]]:
-    """Starts processes that stay until they are killed."""
+    """StartupWatch processes that stay until they are killed."""
     started: list[Process] = []
 
     def one() -> Process:

@@ -47,9 +47,9 @@ class Scene:
     def put(self, request: SaveRequest) -> None:
         """Somebody writes the key, and the watch shows it."""
         self.store.transact([], [Put(KEYS.save, request.encode())], deadline=Deadline.after(1.0))
-        self.hear()
+        self.receive()
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         (item,) = self.store.get(KEYS.save, Deadline.after(1.0)).items
         self.requests.on_events([WatchEvent(EventKind.PUT, item)])
 
@@ -81,7 +81,7 @@ def test_a_request_is_passed_on_and_answered_once(scene: Scene) -> None:
     assert [scene.requests.look([done]) for _ in range(3)] == [True, False, False]
     scene.requests.turn(round_of(1, "a", "b"))
     assert scene.stored == SaveRequest(id="x", wall=1.0, name="step-5")
-    scene.hear()
+    scene.receive()
     assert not scene.requests.look([done])
 
 
@@ -123,6 +123,6 @@ def test_only_the_node_of_rank_0_follows_requests(scene: Scene) -> None:
         assert scene.store.following == following
     scene.requests.turn(round_of(4, "a"))
     scene.store.transact([], [Put(KEYS.save, b"{]")], deadline=Deadline.after(1.0))
-    scene.hear()
+    scene.receive()
     assert not scene.requests.look([scene.worker()])
     assert scene.passed_on() is None

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from elastic_trainer.agent.rendezvous import in_place
-from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler, LedNode
+from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler, InPlaceNode
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
 from elastic_trainer.model import RecoveryMode
@@ -49,7 +49,7 @@ def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
         "guard": SimpleNamespace(port=4711),
         "arrived": SimpleNamespace(rescue=SimpleNamespace(paths="/proc/1/fd/3:/proc/1/fd/4")),
     }
-    found = handler._provisional(LocalWorkers(2, "default", 100), cast("LedNode", SimpleNamespace(**parts)), 1)
+    found = handler._provisional(LocalWorkers(2, "default", 100), cast("InPlaceNode", SimpleNamespace(**parts)), 1)
     assert (found.rank, found.world_size) == (0, 1)
     assert found.bootstrap_store_info is not None
     assert (found.bootstrap_store_info.master_addr, found.bootstrap_store_info.master_port) == ("127.0.0.1", 4711)
@@ -66,7 +66,7 @@ def test_no_restarts_is_a_mistake(handler: InPlaceHandler) -> None:
     """torchrun's default would lose the node at its first crash: one sentence, before anybody sees the node."""
     with pytest.raises(ConfigError) as raised:
         handler._arrive_in_place(LocalWorkers(1, "default", 0))
-    assert "torchrun's --max-restarts is 0 (add --max-restarts 100, say)" in str(raised.value)
+    assert "torchrun's --max-restarts is 0 (add --max-restarts, for example 100)" in str(raised.value)
     assert handler._node is None
 
 

@@ -37,7 +37,7 @@ class Spare:
         self.reads += 1
         return self.scene.nodes
 
-    def begin_anew(self, why: str) -> None:
+    def restart_workers(self, why: str) -> None:
         self.begun.append(why)
 
     def after(self, seconds: float) -> list[str]:

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from elastic_trainer.agent import plugin
 from elastic_trainer.agent.health import service
 from elastic_trainer.agent.rendezvous.addresses import default_node_id
-from elastic_trainer.agent.rendezvous.departing import exit_code_after, was_terminated
+from elastic_trainer.agent.rendezvous.exit_reason import exit_code_after, was_terminated
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers, local_workers
 from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.restart import (

@@ -29,7 +29,7 @@ def test_sizes_are_those_between_min_and_max(options: dict[str, str], allowed: t
 )
 def test_sizes_of_which_none_is_between_min_and_max_are_an_error(options: dict[str, str], given: str) -> None:
     """With the option and --nnodes, before anything starts."""
-    with pytest.raises(ConfigError, match=f"{given} allows no number of nodes of --nnodes 1:8"):
+    with pytest.raises(ConfigError, match=f"{given} allows no node count within --nnodes 1:8"):
         allowed_sizes(rendezvous_options(options), 1, 8)
 
 

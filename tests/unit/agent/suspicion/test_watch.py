@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from elastic_trainer.agent.suspicion import watch
-from elastic_trainer.agent.suspicion.asking import Address, HeardAnswers
+from elastic_trainer.agent.suspicion.asking import Address, PeerReply
 from elastic_trainer.agent.suspicion.neighbours import LATE_S, Peers, Suspects
-from elastic_trainer.agent.suspicion.questions import Notice, WorkerStanding
+from elastic_trainer.agent.suspicion.questions import StatusBoard, WorkerActivity
 from elastic_trainer.agent.suspicion.watch import TURN_S, Suspicion
-from elastic_trainer.agent.workers import doubt
+from elastic_trainer.agent.workers import suspicion_rules
 from elastic_trainer.agent.workers.roster import Worker
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
@@ -43,14 +43,14 @@ class Room:
     suspects_now: Suspects | None = None
     asked: int = 0
     accused: list[tuple[Ghost, ...]] = field(default_factory=list)
-    passed_over: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
     pings: int = 0
     forgotten: int = 0
 
     def __post_init__(self) -> None:
         connection = cast("Any", SimpleNamespace(send=self._pinged))
         self.worker = Worker(connection, PID, 0, life=1)
-        self.notice = Notice("run", "a", self.clock)
+        self.notice = StatusBoard("run", "a", self.clock)
         here = cast("Any", self)
         self.suspicion = Suspicion(here, here, self.notice, here, self.clock)
 
@@ -75,9 +75,9 @@ class Room:
     def accuse(self, document: RoundDocument, ghosts: tuple[Ghost, ...], reason: str) -> None:
         self.accused.append(ghosts)
 
-    def pass_over(self, worker: Worker, why: str) -> None:
+    def exclude(self, worker: Worker, why: str) -> None:
         worker.stuck = True
-        self.passed_over.append(why)
+        self.excluded.append(why)
 
     def _pinged(self, message: object) -> None:
         self.pings += 1
@@ -110,7 +110,7 @@ def test_nobody_is_asked_while_steps_come_in_time(room: Room) -> None:
     """Each waits for the others in each of its steps; no message is sent, no process looked at."""
     room.waits()
     for _ in range(50):
-        room.turns(doubt.LEAST_WAIT_S - TURN_S)
+        room.turns(suspicion_rules.LEAST_WAIT_S - TURN_S)
         room.page = replace(room.page, pulse=replace(room.page.pulse, moved_at=room.clock.monotonic()))
     assert (room.asked, room.pings) == (0, 0)
 
@@ -118,7 +118,7 @@ def test_nobody_is_asked_while_steps_come_in_time(room: Room) -> None:
 def test_who_waits_for_too_long_asks_and_the_silent_are_suspected_once(room: Room) -> None:
     """When that had no effect, they are asked anew before they are suspected again."""
     room.waits()
-    room.turns(2 * doubt.LEAST_WAIT_S)
+    room.turns(2 * suspicion_rules.LEAST_WAIT_S)
     assert (room.asked, room.accused) == (1, [])
     room.suspects_now = Suspects((Ghost(node="b", mod_revision=2),), "b is silent")
     room.turns(0.9)
@@ -140,11 +140,11 @@ def test_steps_of_long_are_given_longer(room: Room) -> None:
 def test_time_in_which_this_agent_stood_still_counts_for_nobody(room: Room) -> None:
     """The wait begins anew, and so does what others had to answer."""
     room.waits()
-    room.turns(0.9 * doubt.LEAST_WAIT_S)
+    room.turns(0.9 * suspicion_rules.LEAST_WAIT_S)
     room.clock.advance(10.0 + LATE_S)
-    room.turns(0.9 * doubt.LEAST_WAIT_S)
+    room.turns(0.9 * suspicion_rules.LEAST_WAIT_S)
     assert room.asked == 0
-    room.turns(doubt.LEAST_WAIT_S)
+    room.turns(suspicion_rules.LEAST_WAIT_S)
     assert room.asked == 1
     assert room.awake_at > 10.0
 
@@ -155,7 +155,7 @@ def test_a_round_that_is_new_is_waited_for_from_its_beginning(room: Room) -> Non
     room.document = round_of(3, "a", "b", "c", state=RoundState.BROKEN)
     room.turns(5.0)
     room.document = round_of(4, "a", "b")
-    room.turns(0.9 * doubt.LEAST_WAIT_S)
+    room.turns(0.9 * suspicion_rules.LEAST_WAIT_S)
     assert room.asked == 0
 
 
@@ -165,10 +165,10 @@ def test_a_node_in_no_round_asks_nobody(room: Room) -> None:
     room.waits()
     room.asked_by_others()
     room.turns(2.0)
-    assert (room.asked, room.pings, room.passed_over) == (0, 0, [])
+    assert (room.asked, room.pings, room.excluded) == (0, 0, [])
 
 
-def test_a_stopped_worker_is_passed_over_when_others_ask(room: Room) -> None:
+def test_a_stopped_worker_is_excluded_when_others_ask(room: Room) -> None:
     """Not before: as long as nobody waits it harms nobody. And not for the blink of an eye."""
     room.state = "stopped"
     room.turns(5.0)
@@ -176,13 +176,13 @@ def test_a_stopped_worker_is_passed_over_when_others_ask(room: Room) -> None:
     room.turns(TURN_S)
     room.state = "sleeping"
     room.turns(TURN_S)
-    assert room.passed_over == []
+    assert room.excluded == []
     room.state = "stopped"
     room.turns(2 * TURN_S)
-    assert room.passed_over == ["its process is stopped"]
+    assert room.excluded == ["its process is stopped"]
 
 
-def test_a_worker_that_answers_nothing_is_passed_over(room: Room) -> None:
+def test_a_worker_that_answers_nothing_is_excluded(room: Room) -> None:
     """It is asked at once, and gets its time; who answers is left alone."""
     for answers in (True, False):
         for _ in range(4):
@@ -190,8 +190,8 @@ def test_a_worker_that_answers_nothing_is_passed_over(room: Room) -> None:
             room.turns(0.2)
             if answers:
                 room.worker.ponged(room.clock.monotonic())
-    assert len(room.passed_over) == 1
-    assert "answered nothing" in room.passed_over[0]
+    assert len(room.excluded) == 1
+    assert "answered nothing" in room.excluded[0]
     assert room.pings > 1
 
 
@@ -201,7 +201,7 @@ def test_a_worker_that_gets_no_cpu_is_given_longer(room: Room) -> None:
     for seconds, found in ((0.85, 0), (0.2, 1)):
         room.asked_by_others()
         room.turns(seconds)
-        assert len(room.passed_over) == found
+        assert len(room.excluded) == found
 
 
 def test_in_a_round_that_is_over_those_are_looked_at_who_are_not_free(room: Room) -> None:
@@ -209,7 +209,7 @@ def test_in_a_round_that_is_over_those_are_looked_at_who_are_not_free(room: Room
     room.document = round_of(3, "a", "b", "c", state=RoundState.BROKEN)
     room.state = "stopped"
     room.turns(2 * TURN_S)
-    assert room.passed_over == ["its process is stopped"]
+    assert room.excluded == ["its process is stopped"]
 
 
 def test_what_is_answered_is_what_the_worker_does(room: Room) -> None:
@@ -219,7 +219,7 @@ def test_what_is_answered_is_what_the_worker_does(room: Room) -> None:
     answer = room.notice.answer(b'{"version": 1, "run": "run", "node": "b"}\n')
     assert answer is not None
     assert b'"round":3' in answer
-    standing = WorkerStanding(local_rank=0, phase="training", waits=True).model_dump_json()
+    standing = WorkerActivity(local_rank=0, phase="training", waits=True).model_dump_json()
     assert standing.partition(',"waits_s"')[0].encode() in answer
 
 
@@ -232,7 +232,7 @@ class Line:
 
     clock: ManualClock
     asked: dict[str, float] = field(default_factory=dict)
-    heard: list[HeardAnswers] = field(default_factory=list)
+    heard: list[PeerReply] = field(default_factory=list)
     frozen_s: float = 0.0
     """For how long this node stands still while it listens next."""
 
@@ -243,7 +243,7 @@ class Line:
     def ask(self, node: str, address: Address) -> None:
         self.asked.setdefault(node, self.clock.monotonic())
 
-    def hear(self, timeout_s: float) -> list[HeardAnswers]:
+    def receive(self, timeout_s: float) -> list[PeerReply]:
         self.clock.advance(self.frozen_s)
         self.heard = [replace(each, after_s=each.after_s + self.frozen_s) for each in self.heard]
         self.frozen_s = 0.0
@@ -256,7 +256,7 @@ class Line:
     def answer(self, *nodes: str, dead: bool = False) -> None:
         """Those answer now."""
         now = self.clock.monotonic()
-        self.heard += [HeardAnswers(name, now - self.asked.pop(name), dead=dead) for name in nodes]
+        self.heard += [PeerReply(name, now - self.asked.pop(name), dead=dead) for name in nodes]
 
 
 @dataclass
@@ -280,7 +280,7 @@ class Around:
         """Those answer after ``seconds``; who is suspected then."""
         self.clock.advance(seconds)
         self.line.answer(*answering, dead=dead)
-        self.peers.hear(0.0)
+        self.peers.receive(0.0)
         found = self.peers.suspects(self.clock.monotonic(), awake_at=0.0)
         return [each.node for each in found.ghosts] if found is not None else []
 
@@ -289,7 +289,7 @@ def test_who_answers_too_late_is_suspected() -> None:
     """By the key that it has now, so that whatever it writes next withdraws it."""
     around = Around()
     assert around.after(0.01, "a", "b") == []
-    assert around.after(doubt.ANSWER_S) == ["c"]
+    assert around.after(suspicion_rules.ANSWER_S) == ["c"]
     found = around.peers.suspects(around.clock.monotonic(), 0.0)
     assert found is not None
     assert found.ghosts == (node("c", ord("c"), mod=7).ghost,)

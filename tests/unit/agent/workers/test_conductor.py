@@ -263,12 +263,12 @@ def test_a_spare_begins_anew_at_another_place_and_a_member_does_not(stage: Stage
     worker = Worker(stage)
     worker.ready(1)
     stage.see(1)
-    stage.conductor.begin_anew("needed elsewhere")
+    stage.conductor.restart_workers("needed elsewhere")
     assert (worker.of(Exit), stage.record().place) == ([], 0)
     stage.see(2, members=(OTHER,))
     worker.ready(3)
     for _ in range(5):
-        stage.conductor.begin_anew("needed elsewhere")
+        stage.conductor.restart_workers("needed elsewhere")
         assert stage.notebook.breaks == []
         assert stage.conductor.begin(1, 1).place == 1
         worker = Worker(stage)
@@ -416,14 +416,14 @@ def test_a_suspicion_of_a_round_that_is_another_now_is_dropped(stage: Stage) -> 
     assert stage.notebook.breaks == []
 
 
-def test_a_worker_that_stands_still_is_passed_over_until_it_is_free(stage: Stage) -> None:
+def test_a_worker_that_stands_still_is_excluded_until_it_is_free(stage: Stage) -> None:
     """Its node breaks the round once and says that nobody need wait for it; thawed, it comes back with its report."""
     worker = stage.working()
     _, (mine,) = stage.conductor.at_work()
     for _ in range(2):
-        stage.conductor.pass_over(mine, "its process is stopped")
+        stage.conductor.exclude(mine, "its process is stopped")
     failure, record = stage.only_break
-    assert failure.reason == "worker 0 of node me stands still: its process is stopped"
+    assert failure.reason == "worker 0 of node me hangs: its process is stopped"
     assert (record.stuck, record.acknowledged, record.reported) == (True, 2, 1)
     assert (failure.cause, failure.worker_failed) == (Cause.WORKER_HUNG, False)
     stage.see(1, RoundState.BROKEN)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.agent.workers.deaths import Deaths, leave_word, own_events
+from elastic_trainer.agent.workers.deaths import Deaths, own_events, write_termination_message
 from elastic_trainer.errors import last_line
 
 
@@ -30,7 +30,7 @@ def failure(exitcode: int, message: object = "<NONE>", pid: int = 7, at: int = 1
 )
 def test_a_death_has_its_cause(failures: Any, said: dict[int, str], told: str, tmp_path: Path) -> None:
     """Of the worker that failed first: the others follow it."""
-    assert Deaths(tmp_path / "memory.events").told(failures, said) == told
+    assert Deaths(tmp_path / "memory.events").describe(failures, said) == told
 
 
 def test_a_kill_for_memory_is_told_from_others(tmp_path: Path) -> None:
@@ -38,10 +38,10 @@ def test_a_kill_for_memory_is_told_from_others(tmp_path: Path) -> None:
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 1\noom_kill 1\n")
     deaths = Deaths(events)
-    assert deaths.told({0: failure(-9)}, {}) == "worker 1 (rank 0) was killed by SIGKILL"
+    assert deaths.describe({0: failure(-9)}, {}) == "worker 1 (rank 0) was killed by SIGKILL"
     events.write_text("low 0\noom 2\noom_kill 2\n")
-    assert deaths.told({0: failure(-9)}, {}).endswith("SIGKILL, since the memory of its cgroup was used up")
-    assert deaths.told({0: failure(-9)}, {}) == "worker 1 (rank 0) was killed by SIGKILL"
+    assert deaths.describe({0: failure(-9)}, {}).endswith("SIGKILL, because its cgroup was out of memory")
+    assert deaths.describe({0: failure(-9)}, {}) == "worker 1 (rank 0) was killed by SIGKILL"
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_a_full_disk_is_called_so() -> None:
 def test_the_last_words_go_where_kubernetes_reads_them(tmp_path: Path) -> None:
     """Only where there is such a file."""
     file = tmp_path / "termination-log"
-    leave_word("it died", file)
+    write_termination_message("it died", file)
     assert not file.exists()
     file.write_text("an older and longer word")
-    leave_word("it died", file)
+    write_termination_message("it died", file)
     assert file.read_text() == "it died"

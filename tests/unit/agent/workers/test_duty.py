@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from elastic_trainer.agent.workers.duty import Duty
-from elastic_trainer.agent.workers.session_watch import Arrival, doing
+from elastic_trainer.agent.workers.session_watch import SessionWatch, doing
 from elastic_trainer.errors import EXIT_FAILURE, SessionTimeoutError
 from tests.unit.agent.stage import Jumping
 
@@ -47,7 +47,7 @@ def test_a_script_that_prepares_for_long_is_left_alone_until_the_limit(comes: bo
             met.set()
         return [os.getpid()]
 
-    arrival = Arrival(met, lambda: True, workers, 3600.0, errors.append, clock)
+    arrival = SessionWatch(met, lambda: True, workers, 3600.0, errors.append, clock)
     with capture_logs() as logs:
         arrival.watch()
     assert [each["seconds"] for each in logs][:5] == [60, 120, 240, 480, 960]
@@ -65,5 +65,5 @@ def test_a_script_that_prepares_for_long_is_left_alone_until_the_limit(comes: bo
 def test_a_life_that_is_over_is_not_waited_for() -> None:
     """Its successor has a watch of its own."""
     errors = list[SessionTimeoutError]()
-    Arrival(threading.Event(), lambda: False, list, 3600.0, errors.append, Jumping()).watch()
+    SessionWatch(threading.Event(), lambda: False, list, 3600.0, errors.append, Jumping()).watch()
     assert errors == []

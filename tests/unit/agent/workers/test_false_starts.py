@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_trainer.agent.workers.false_starts import AT_START_S, FalseStart, Starts, described
+from elastic_trainer.agent.workers.false_starts import AT_START_S, FalseStart, StartupWatch, described
 from tests.support.memory_backend import ManualClock
 
 PORT = 0x1234
@@ -20,7 +20,7 @@ def failed(*codes: int) -> dict[int, ProcessFailure]:
 
 def test_lives_that_end_alike_at_their_start_are_counted() -> None:
     """One that was ended from outside changes nothing, another way to fail begins the count anew."""
-    starts, outcomes = Starts(ManualClock(), lambda port: False), []
+    starts, outcomes = StartupWatch(ManualClock(), lambda port: False), []
     for codes in ((1,), (), (1,), (2,)):
         starts.begin(None)
         starts.look(PORT)
@@ -36,7 +36,7 @@ def nobody_knows(port: int) -> bool:
 def test_a_node_that_got_past_the_start_once_never_says_so_again(how: str) -> None:
     """Then the script can start; what keeps it from that later may pass."""
     clock = ManualClock()
-    starts = Starts(clock, nobody_knows if how == "nobody knows" else lambda port: how == "a meeting")
+    starts = StartupWatch(clock, nobody_knows if how == "nobody knows" else lambda port: how == "a meeting")
     starts.begin(None)
     starts.look(PORT)
     clock.advance(AT_START_S if how == "a minute" else 1.0)

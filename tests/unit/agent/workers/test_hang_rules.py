@@ -61,7 +61,7 @@ def test_limits_of_zero_are_none(limits: HangLimits, phase: Phase, fresh: int, l
     [
         (Phase.CHECKPOINT, 5, False, "in checkpoint"),
         (Phase.EVALUATION, 5, True, "in evaluation"),
-        (Phase.HEALING, 0, False, "getting its state"),
+        (Phase.HEALING, 0, False, "receiving its state"),
         (Phase.DATA, 5, False, "waiting for samples"),
         (Phase.TRAINING, 5, False, "between two steps"),
         (Phase.TRAINING, 1, True, "in the first steps of its round, which may compile"),
@@ -102,7 +102,7 @@ def test_who_has_not_got_on_for_longer_than_it_may_is_hung() -> None:
     first, second = hung([culprit, victim], LIMITS, 61.0)
     assert (first.waits, second.waits) == (False, True)
     assert (first.still_s, first.limit_s) == (11.0, 10.0)
-    assert first.reason == "it has made no progress for 11.0 s (in training, behind step 0; it may take 10.0 s)"
+    assert first.reason == "it has made no progress for 11.0 s (in training, after step 0; its limit is 10.0 s)"
 
 
 def test_a_victim_that_has_just_been_freed_is_no_culprit() -> None:

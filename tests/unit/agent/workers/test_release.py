@@ -40,7 +40,7 @@ class Scene:
 
 def worker_of(number: int = 3, step_time_s: float = 0.0, inside: int = 3) -> Worker:
     ready = Ready(number=number, state=None, planned=False, step_time_s=step_time_s)
-    return Worker(cast("Connection", Line()), 1, 0, life=1, ready=ready, inside=inside, told_over=3)
+    return Worker(cast("Connection", Line()), 1, 0, life=1, ready=ready, inside=inside, sent_over=3)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from elastic_trainer.agent.rendezvous.departing import Parting, parting_of
+from elastic_trainer.agent.rendezvous.exit_reason import ExitReason, exit_reason_of
 from elastic_trainer.errors import EXIT_LEFT, JoinTimeoutError
 
 
@@ -32,23 +32,23 @@ def failed(exitcode: int) -> ChildFailedError:
     [
         (None, None),
         (exiting(0), None),
-        (SignalException("", signal.SIGTERM), Parting(True, "SIGTERM", EXIT_LEFT)),
-        (SignalException("", signal.SIGINT), Parting(True, "SIGINT", 1)),
-        (KeyboardInterrupt(), Parting(True, "SIGINT", 1)),
-        (exiting(EXIT_LEFT), Parting(True, "SIGTERM", EXIT_LEFT)),
-        (exiting(1, JoinTimeoutError("fewer than 2 nodes")), Parting(False, "fewer than 2 nodes", 1)),
-        (JoinTimeoutError("fewer than 2 nodes", hint="start more"), Parting(False, "fewer than 2 nodes", 1)),
-        (RuntimeError("a\nb"), Parting(False, "RuntimeError: a b", 1)),
+        (SignalException("", signal.SIGTERM), ExitReason(True, "SIGTERM", EXIT_LEFT)),
+        (SignalException("", signal.SIGINT), ExitReason(True, "SIGINT", 1)),
+        (KeyboardInterrupt(), ExitReason(True, "SIGINT", 1)),
+        (exiting(EXIT_LEFT), ExitReason(True, "SIGTERM", EXIT_LEFT)),
+        (exiting(1, JoinTimeoutError("fewer than 2 nodes")), ExitReason(False, "fewer than 2 nodes", 1)),
+        (JoinTimeoutError("fewer than 2 nodes", hint="start more"), ExitReason(False, "fewer than 2 nodes", 1)),
+        (RuntimeError("a\nb"), ExitReason(False, "RuntimeError: a b", 1)),
         (
             failed(-9),
-            Parting(False, "worker 0 died, and no --max-restarts is left", 1),
+            ExitReason(False, "worker 0 died, and no --max-restarts is left", 1),
         ),
         (
             failed(78),
-            Parting(False, "worker 0 died, and no --max-restarts is left", 78),
+            ExitReason(False, "worker 0 died, and no --max-restarts is left", 78),
         ),
     ],
 )
-def test_who_was_asked_to_go_did_not_give_up(error: BaseException | None, parting: Parting | None) -> None:
+def test_who_was_asked_to_go_did_not_give_up(error: BaseException | None, parting: ExitReason | None) -> None:
     """A signal is a request, a clean exit is neither, and all else is given up for a reason."""
-    assert parting_of(error, made_steps=False, died="worker 0 died") == parting
+    assert exit_reason_of(error, made_steps=False, died="worker 0 died") == parting

@@ -1,7 +1,7 @@
-"""When somebody is waited for too long, whom to ask then, and what speaks against a node or a worker. Pure.
+"""Rules of suspicion: when a wait is too long, which nodes to ask, and what proves a node or worker stuck. Pure.
 
-A suspicion that is wrong costs one step, so it may come early; it must not come again and again on a machine that is
-busy. So what counts as too late follows from how late answers have been.
+A wrong suspicion costs one step, so it may come early; but it must not recur on a busy machine. So the time limit
+follows from the delays of recent answers.
 """
 
 from __future__ import annotations
@@ -18,60 +18,60 @@ from elastic_trainer.model import Phase
 LEAST_WAIT_S: Final = 0.2
 LONGEST_WAIT_S: Final = 2.0
 STEPS: Final = 3.0
-"""Steps of its own that a worker may wait before that is too long, within these two bounds."""
+"""How many of its own step times a worker may wait before its agent asks, within these two bounds."""
 ANSWER_S: Final = 0.2
-"""What the agent of another node gets to answer, at least."""
+"""Minimum time limit for an answer of another node's agent."""
 PONG_S: Final = 0.5
-"""What a worker's control thread gets to answer its agent, at least."""
+"""Minimum time limit for an answer of a worker's control thread to its agent."""
 TIMES_LATE: Final = 2.0
-"""How much longer than the longest answer that was seen lately another one may take. Answers are few, and their times
-have a long tail, so their spread says less than their maximum."""
+"""The limit as a multiple of the longest recent answer. Answers are few and their times have a long tail, so the
+maximum says more than the spread."""
 TIMES_OWN: Final = 4.0
-"""How much longer than this node's own answer to itself, in the same moment, another's may take."""
+"""The limit as a multiple of this node's answer to itself at the same time."""
 LONGEST_DELAY_S: Final = 1.0
-"""An answer that took longer than this is no sign of a busy machine: somebody had stood still."""
+"""An answer that took longer than this does not come from a busy machine but from a frozen process."""
 REMEMBERED_S: Final = 60.0
 _KEPT: Final = 32
 NEIGHBOURS: Final = 4
-"""Members before and behind a node in the list that it asks: each is asked by eight, and by no crowd."""
+"""Members before and after a node in the list that it asks: so eight nodes ask each one, however large the round."""
 
 
 @dataclass(slots=True)
 class AnswerDelays:
-    """How long the last answers of somebody took."""
+    """Durations of the recent answers of one node or worker."""
 
     _seen: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
     def note(self, seconds: float, now: float) -> None:
-        """One took ``seconds``."""
+        """Add an answer that took ``seconds``."""
         if seconds <= LONGEST_DELAY_S:
             self._seen.append((now, seconds))
 
     def limit_s(self, least_s: float, now: float) -> float:
-        """How long the next one may take."""
+        """Time limit of the next answer, in seconds."""
         lately = [seconds for at, seconds in self._seen if now - at <= REMEMBERED_S]
         return max(least_s, TIMES_LATE * max(lately, default=0.0))
 
 
 def patience_s(step_s: float) -> float:
-    """How long a worker whose steps take ``step_s`` waits for others before its agent asks where they are."""
+    """How long a worker whose steps take ``step_s`` waits for others before its agent asks their agents, in seconds."""
     return min(LONGEST_WAIT_S, max(LEAST_WAIT_S, STEPS * step_s))
 
 
 def seeks_others(reading: Reading) -> bool:
-    """Whether this worker does nothing but wait for others: in a collective, or in a group that is formed."""
+    """Whether this worker only waits for others: in a collective, or while a group forms."""
     return reading.waits or reading.phase is Phase.RENDEZVOUS
 
 
 def needed(document: RoundDocument) -> tuple[RoundMember, ...]:
-    """The members without whom training cannot go on."""
+    """The members without which training cannot continue."""
     if document.state not in (RoundState.ACTIVE, RoundState.DRAINING):
         return ()
     return document.next.members if document.next is not None else document.members
 
 
 def neighbours(document: RoundDocument, node: str) -> tuple[str, ...]:
-    """Whom ``node`` asks: those next to it in the list of members."""
+    """The nodes that ``node`` asks: its neighbours in the list of members."""
     names = [member.node for member in needed(document)]
     if node not in names:
         return ()
@@ -81,10 +81,10 @@ def neighbours(document: RoundDocument, node: str) -> tuple[str, ...]:
 
 
 def stuck(reading: Reading | None, state: str, silent_s: float, limit_s: float) -> str | None:
-    """Why a worker that others wait for will not come, in words; None if nothing says so.
+    """Why a worker that others wait for is stuck, in words; None if nothing indicates it.
 
-    ``state`` is the kernel's word for its process, ``silent_s`` how long its control thread has not answered.
-    A debugger is no fault, and whoever saves, evaluates, heals or compiles may hold the interpreter for a while.
+    ``state`` is the kernel's state of its process, ``silent_s`` the seconds that its control thread has not answered.
+    A debugger is no fault, and a worker that saves, evaluates, heals or compiles may hold the interpreter for a while.
     """
     if state == "stopped":
         return "its process is stopped"

@@ -1,10 +1,10 @@
-"""Answers on the port that shows that this agent lives: one line in, one line out.
+"""The server of the liveness port: one line in, one line out.
 
-A frozen agent's kernel still accepts connections, but nobody answers; that is what a question is for. A peer that only
-connects and hangs up has learned that the agent lives.
+The kernel of a frozen agent still accepts connections, but no answer comes: therefore peers send a question. A peer
+that only connects and closes has learned that the agent's process exists.
 
-*Runs in* a thread of the agent that does nothing else and never waits for anybody: no lock, no store, no slow peer.
-*Owns* the listening socket, and the connections that it has accepted, a bounded number: the oldest one goes first.
+*Runs in* a thread of the agent that does nothing else and never blocks on a lock, the store or a slow peer.
+*Owns* the listening socket, and a bounded number of accepted connections: it closes the oldest first.
 *Fails by* nothing: a peer that sends no question gets no answer.
 """
 
@@ -22,24 +22,24 @@ from elastic_trainer.telemetry.logs import logger
 LONGEST_QUESTION: Final = 512
 MOST_AT_ONCE: Final = 64
 LOOKS_UP_S: Final = 1.0
-"""How late it learns that it is closing, where a socket that is shut down wakes nobody."""
+"""How late it notices that it is closing, on systems where shutting down the socket does not wake it."""
 _RETRY_S: Final = 0.05
 
 Answering = Callable[[bytes], bytes | None]
 
 
 def no_answer(question: bytes) -> bytes | None:
-    """For an agent that has nothing to say."""
+    """For an agent without answers."""
     return None
 
 
-class Reception:
-    """See the module. ``answer(question)`` gives the line to send, or None."""
+class LivenessServer:
+    """See the module. ``answer(question)`` returns the line to send, or None."""
 
     def __init__(self, listening: socket.socket, answer: Answering, closing: Callable[[], bool]) -> None:
         self._listening, self._answer, self._closing = listening, answer, closing
         self._said: dict[socket.socket, bytes] = {}
-        """What each visitor has sent, the oldest visitor first."""
+        """The bytes received from each client, oldest client first."""
 
     def run(self) -> None:
         with self._listening, selectors.DefaultSelector() as self._selector:
@@ -48,11 +48,11 @@ class Reception:
             while not self._closing():
                 try:
                     self._turn()
-                except Exception:  # noqa: BLE001 - the edge of a thread: without it this node would seem to be frozen
-                    logger().exception("reception.failed")
+                except Exception:  # noqa: BLE001 - the edge of a thread: without answers this node would look frozen
+                    logger().exception("liveness_server.failed")
                     pause(_RETRY_S)
-            for visitor in list(self._said):
-                self._dismiss(visitor)
+            for client in list(self._said):
+                self._close_client(client)
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(LOOKS_UP_S):
@@ -63,36 +63,36 @@ class Reception:
 
     def _accept(self) -> None:
         if len(self._said) >= MOST_AT_ONCE:
-            self._dismiss(next(iter(self._said)))
+            self._close_client(next(iter(self._said)))
         try:
-            visitor, _ = self._listening.accept()
+            client, _ = self._listening.accept()
         except BlockingIOError:
-            return  # it has gone again
+            return  # the client has closed already
         except OSError:
             if not self._closing():
-                pause(_RETRY_S)  # no descriptor is left, say
+                pause(_RETRY_S)  # for example out of descriptors
             return
-        visitor.setblocking(False)
-        self._said[visitor] = b""
-        self._selector.register(visitor, selectors.EVENT_READ)
+        client.setblocking(False)
+        self._said[client] = b""
+        self._selector.register(client, selectors.EVENT_READ)
 
-    def _listen(self, visitor: socket.socket) -> None:
+    def _listen(self, client: socket.socket) -> None:
         try:
-            received = visitor.recv(LONGEST_QUESTION)
+            received = client.recv(LONGEST_QUESTION)
         except BlockingIOError:
             return
         except OSError:
             received = b""
-        question, end, _ = (self._said[visitor] + received).partition(b"\n")
+        question, end, _ = (self._said[client] + received).partition(b"\n")
         if received and not end and len(question) <= LONGEST_QUESTION:
-            self._said[visitor] = question
+            self._said[client] = question
             return
         if end and (line := self._answer(question)) is not None:
             with contextlib.suppress(OSError):
-                visitor.send(line)  # into a buffer that is empty
-        self._dismiss(visitor)
+                client.send(line)  # cannot block: the send buffer is empty
+        self._close_client(client)
 
-    def _dismiss(self, visitor: socket.socket) -> None:
-        del self._said[visitor]
-        self._selector.unregister(visitor)
-        visitor.close()
+    def _close_client(self, client: socket.socket) -> None:
+        del self._said[client]
+        self._selector.unregister(client)
+        client.close()

@@ -1,4 +1,4 @@
-"""What a conductor is given: whose workers it leads, how long they get, and what it needs of its node."""
+"""A conductor's configuration and ports."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from elastic_trainer.membership.documents import NodeRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Conduct:
-    """Whose workers are led, and how long they get. ``base`` is the node's record without what changes.
+class ConductorConfig:
+    """The node whose workers are led, and their time limits. ``base`` is the constant part of the node's record.
 
-    A worker has ``sever_timeout_s`` to leave a round that is over; one that answers nothing for ``hang_timeout_s`` is
-    killed (0: never).
+    A worker has ``sever_timeout_s`` seconds to leave a round that is over; one that answers no ping for
+    ``hang_timeout_s`` seconds is killed (0: never).
     """
 
     run: str
@@ -29,13 +29,13 @@ class Conduct:
 
 @dataclass(frozen=True, slots=True)
 class ConductorPorts:
-    """``on_progress`` gets rank 0's reports; ``committed(pid)`` the round and the step that a process's page shows.
+    """``on_progress`` receives rank 0's reports; ``committed(pid)`` reads a process's round and step from its page.
 
-    ``create_revision()`` is that of the node's key; ``busy(pid)`` says what keeps a process in a round that is over,
-    empty if nothing does.
+    ``create_revision()`` is that of the node's key; ``busy(pid)`` says why a process is still in a round that is over,
+    empty if it has no reason.
     """
 
-    announcer: RecordWriter
+    record_writer: RecordWriter
     on_progress: Callable[[Progress], None]
     create_revision: Callable[[], int]
     reachability: Reachability
