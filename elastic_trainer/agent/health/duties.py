@@ -219,7 +219,7 @@ class Health:
         """Write how this node's workers are, and what has happened; that waits while the store is away."""
         with self._publishing:
             readings, counters = self._pages.look(), self._pages.counters()
-            self._status_board(counters)
+            self._notice(counters)
             try:
                 while self._pending:
                     self._ports.store.write_incident(self._pending[0])
@@ -262,7 +262,7 @@ class Health:
             save_interval_s=head.pulse.save_interval_s if head is not None else 0.0,
         )
 
-    def _status_board(self, counters: Mapping[str, float]) -> None:
+    def _notice(self, counters: Mapping[str, float]) -> None:
         """What went wrong without ending a round; rank 0's node reports what all ranks see."""
         current, now = self._round_now(), self._clock.monotonic()
         if current is not None and current.members and not current.is_first(self._node):

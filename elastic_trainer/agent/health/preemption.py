@@ -120,7 +120,7 @@ class PreemptionWatch:
     def __init__(self, node: str, source: str, clock: Clock = SYSTEM, leave: Callable[[], None] = _leave) -> None:
         name, _, base = source.partition("@")
         self._node, self._leave = node, leave
-        self._status_board, usual = CLOUDS[name]
+        self._notice, usual = CLOUDS[name]
         self._ask = asking(base or usual)
         self._silent = 0
         self._duty = Duty("preemption", self.look, clock)
@@ -134,7 +134,7 @@ class PreemptionWatch:
     def look(self) -> float:
         """One turn: leave if the machine is to go; seconds until the next."""
         try:
-            reason = self._status_board(self._ask)
+            reason = self._notice(self._ask)
         except (OSError, http.client.HTTPException, ValueError) as error:
             self._silent += 1
             if self._silent == SILENT_TURNS:

@@ -50,8 +50,8 @@ class LivenessPort:
         self._socket = listen(address)
         self._closing = False
         self.port: int = self._socket.getsockname()[1]
-        reception = LivenessServer(self._socket, answer, lambda: self._closing)
-        self._thread = threading.Thread(target=reception.run, name="liveness", daemon=True)
+        server = LivenessServer(self._socket, answer, lambda: self._closing)
+        self._thread = threading.Thread(target=server.run, name="liveness", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
