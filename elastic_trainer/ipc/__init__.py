@@ -1,1 +1,1 @@
-"""What the agent and the workers of one node share: messages over a unix socket, and a mutex that reports a death."""
+"""Communication of agent and workers on one node: messages over a unix socket, a mutex that reports a death, pages."""

@@ -1,7 +1,7 @@
-"""A unix socket between a node's agent and its workers: lines both ways, peers of another user refused.
+"""A unix socket between a node's agent and its workers: lines in both directions, only for peers of the same user.
 
 *Runs in* the agent (one thread accepts, one reads each worker) and in each worker (its control thread reads).
-*Owns* the socket and its private directory; the next agent removes that of a killed one.
+*Owns* the socket and its private directory; the next agent removes the directory of a killed one.
 *Fails by* ChannelClosedError when the other end is gone.
 """
 
@@ -30,7 +30,7 @@ class ChannelClosedError(RejoinError):
 
 
 class Connection:
-    """One end of a connected channel. Sending is thread-safe and bounded; reading belongs to one thread."""
+    """One end of a connected channel. Sending is thread-safe and bounded in time; only one thread may read."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -47,7 +47,7 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """ChannelClosedError when the other end is gone or does not read."""
+        """Raises ChannelClosedError when the other end is gone or does not read."""
         try:
             with self._lock:
                 self._socket.sendall(message.encode())
@@ -79,7 +79,7 @@ class Connection:
 class Listener:
     """The agent's end: a socket in a directory that only this user can enter.
 
-    ``serve(connection)`` is called in a thread of its own for each worker and returns when it is gone.
+    ``serve(connection)`` is called in a separate thread for each worker, and returns when the worker is gone.
     """
 
     def __init__(self, serve: Callable[[Connection], None]) -> None:

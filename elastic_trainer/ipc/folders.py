@@ -1,8 +1,8 @@
 """Private folders of a living process: a lock marks the owner, and folders of killed owners are removed.
 
-*Runs in* any thread of the owner. *Owns* one folder until ``close``. *Fails by* OSError where none can be made.
-*Invariant*: a folder whose owner lives is never removed, nor one of another user. The kernel releases a lock with its
-holder, in any namespace.
+*Runs in* any thread of the owner. *Owns* one folder until ``close``. *Fails by* OSError if it cannot be created.
+*Invariant*: a folder is never removed while its owner lives, nor one of another user. The kernel releases a lock when
+its holder dies, in any namespace.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 
 class PrivateFolder:
-    """A new folder in ``place`` (None: that for temporary files) that only this user can enter.
+    """A new folder in ``place`` (None: the system's temporary folder) that only this user can enter.
 
-    Folders of the same ``prefix`` whose owners are gone are removed first.
+    First removes folders of the same ``prefix`` whose owners are dead.
     """
 
     def __init__(self, prefix: str, place: Path | None = None) -> None:
@@ -39,7 +39,7 @@ class PrivateFolder:
 
 
 def _hold(folder: Path) -> int:
-    """Lock ``folder``; the lock is seen only when it is held, or another process would sweep the folder away."""
+    """Lock ``folder``; the lock file appears only once it is locked, or another process would remove the folder."""
     making = folder / "making"
     descriptor = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,7 +48,7 @@ def _hold(folder: Path) -> int:
 
 
 def sweep(prefix: str, place: Path) -> None:
-    """Remove this user's folders that nobody locks."""
+    """Remove this user's folders that no process locks."""
     for folder in place.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid != os.geteuid():

@@ -1,6 +1,6 @@
-"""Ports that a node opens for others: on its announced address, and on no other of the machine.
+"""Ports that a node opens for others: only on its announced address, not on others of the machine.
 
-*Runs in* any thread. *Fails by* OSError where no port is left.
+*Runs in* any thread. *Fails by* OSError if no port is free.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _BACKLOG = 512
 def listen(address: str) -> socket.socket:
     """A socket that listens at ``address``, on any free port.
 
-    On all addresses if ``address`` is a name, which may resolve differently elsewhere, or no address of this machine
-    (NAT).
+    Listens on all addresses if ``address`` is a name, which may resolve differently elsewhere, or no address of this
+    machine (NAT).
     """
     listener = _at(address)
     if listener is None:
@@ -32,7 +32,7 @@ def listen(address: str) -> socket.socket:
 
 
 def store_at(address: str, timeout: timedelta) -> TCPStore:
-    """A torch store that listens in the same way; by itself it would on all addresses."""
+    """A torch store that listens in the same way; by default it would listen on all addresses."""
     from torch._C._distributed_c10d import TCPStore
 
     listener = _at(address)
@@ -44,7 +44,7 @@ def store_at(address: str, timeout: timedelta) -> TCPStore:
 
 
 def _at(address: str) -> socket.socket | None:
-    """A socket on a free port of ``address``; None where that is known to be no address of this machine."""
+    """A socket on a free port of ``address``; None if that is known to be no address of this machine."""
     numeric = "127.0.0.1" if address == "localhost" else address
     try:
         family, kind, number, _, place = socket.getaddrinfo(

@@ -1,7 +1,7 @@
-"""The messages between a node's agent and its workers: typed, versioned, one JSON object a line.
+"""The messages between a node's agent and its workers: typed, versioned, one JSON object per line.
 
-Every message that concerns a round carries its number: messages overtake each other, and none may undo a later one.
-*Fails by* MessageError for a line that is no message of this version.
+Every message about a round carries the round's number: messages may overtake each other, and none may undo a later one.
+*Fails by* MessageError for a line that is not a message of this version.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LONGEST_LINE = 1 << 20
 
 
 class MessageError(PermanentError):
-    """The other end speaks another language."""
+    """The other end sent a line that is not a message of this version."""
 
 
 class Message(BaseModel):
@@ -39,16 +39,16 @@ class StateReport(BaseModel):
     digest: str = ""
     epoch: int = 0
     samples: int = 0
-    """How far it is in the data: samples of ``epoch`` used."""
+    """Samples of ``epoch`` already used."""
     batch: int = 0
-    """How many samples the next step takes, where that is known."""
+    """Samples of the next step, if known."""
 
 
 # ---- worker to agent
 
 
 class Hello(Message):
-    """First message of a worker. ``mutex`` is a file whose robust mutex it holds as long as it lives."""
+    """First message of a worker. ``mutex`` is a file whose robust mutex it holds while it lives."""
 
     kind: Literal["hello"] = "hello"
     version: int = CHANNEL_VERSION
@@ -58,7 +58,7 @@ class Hello(Message):
 
 
 class Ready(Message):
-    """The worker is free for round ``number`` or any later one, with the state that it names (None: a newcomer)."""
+    """The worker is free for round ``number`` or any later one, and holds ``state`` (None: a newcomer)."""
 
     kind: Literal["ready"] = "ready"
     number: int
@@ -66,13 +66,13 @@ class Ready(Message):
     state: StateReport | None = None
     step_time_s: float = 0.0
     joinable: bool = True
-    """Whether newcomers may be in the next round: not in the middle of an evaluation, where they could not follow."""
+    """Whether newcomers may join the next round: not in the middle of an evaluation, which they could not continue."""
     newcomer: bool = False
-    """Whether this process has never been where the others are, in no round."""
+    """Whether this process has never been a member of a round."""
 
 
 class Failed(Message):
-    """A collective of round ``number`` failed here; ``forming``: before the round had begun."""
+    """A collective of round ``number`` failed here; ``forming``: while its groups formed."""
 
     kind: Literal["failed"] = "failed"
     number: int
@@ -81,7 +81,7 @@ class Failed(Message):
 
 
 class Progress(Message):
-    """How far the worker is; sent at a bounded rate."""
+    """The worker's progress; sent at a bounded rate."""
 
     kind: Literal["progress"] = "progress"
     round: int
@@ -94,7 +94,7 @@ class Progress(Message):
 
 
 class Evicted(Message):
-    """The worker was asked to end (SIGTERM): its node wants to leave by a planned change."""
+    """The worker received SIGTERM: its node wants to leave by a planned change."""
 
     kind: Literal["evicted"] = "evicted"
     reason: str
@@ -107,7 +107,7 @@ class Pong(Message):
 
 
 class Leaving(Message):
-    """The worker ends: ``done`` (its work is finished), ``stopped`` (asked to leave) or ``failed``."""
+    """The worker exits: ``done`` (its work is finished), ``stopped`` (asked to leave) or ``failed``."""
 
     kind: Literal["leaving"] = "leaving"
     status: Literal["done", "stopped", "failed"]
@@ -128,7 +128,7 @@ class Welcome(Message):
 
 
 class Formation(Message):
-    """Round ``number`` with this worker's place in it."""
+    """This worker's place in round ``number``."""
 
     kind: Literal["formation"] = "formation"
     number: int
@@ -149,27 +149,27 @@ class Over(Message):
 
 
 class Drain(Message):
-    """Round ``number`` is to be left at the step boundary that all its ranks agree on.
+    """Leave round ``number`` at the step boundary that all its ranks agree on.
 
-    ``next`` is this worker's place afterwards; None for a worker that leaves.
+    ``next`` is this worker's place in the next round; None for a worker that leaves.
     """
 
     kind: Literal["drain"] = "drain"
     number: int
     reason: str
     waits: bool = False
-    """Too few nodes will be left to go on: save a checkpoint, then wait for others."""
+    """Too few nodes will be left to continue: save a checkpoint, then wait for others."""
     next: Formation | None = None
 
 
 class Ping(Message):
-    """Is the process alive? Its link's thread answers at once."""
+    """Checks that the process is alive; its link's thread answers at once."""
 
     kind: Literal["ping"] = "ping"
 
 
 class Exit(Message):
-    """End at once with ``code``: there is nothing left to do here."""
+    """Exit at once with ``code``."""
 
     kind: Literal["exit"] = "exit"
     code: int
@@ -189,7 +189,7 @@ def read_from_worker(line: bytes) -> FromWorker:
         return _FROM_WORKER.validate_json(line)
     except ValidationError as error:
         raise MessageError(
-            f"a worker sent what is no message of channel version {CHANNEL_VERSION}: {line[:80]!r}"
+            f"a worker sent a line that is not a message of channel version {CHANNEL_VERSION}: {line[:80]!r}"
         ) from error
 
 
@@ -199,5 +199,5 @@ def read_from_agent(line: bytes) -> FromAgent:
         return _FROM_AGENT.validate_json(line)
     except ValidationError as error:
         raise MessageError(
-            f"the agent sent what is no message of channel version {CHANNEL_VERSION}: {line[:80]!r}"
+            f"the agent sent a line that is not a message of channel version {CHANNEL_VERSION}: {line[:80]!r}"
         ) from error

@@ -1,11 +1,11 @@
-"""A mutex in shared memory that tells, within a fraction of a millisecond, that the process that held it has died.
+"""A mutex in shared memory that reports the death of its holder within a fraction of a millisecond.
 
-A killed process that uses torch closes its sockets only after its memory is torn down, tens of milliseconds later; the
-kernel releases its robust mutexes first. POSIX: ``pthread_mutex_lock`` then returns EOWNERDEAD to a waiter.
+When a process that uses torch is killed, the kernel releases its robust mutexes at once, but closes its sockets only
+after tearing down its memory, tens of milliseconds later. POSIX: ``pthread_mutex_lock`` then returns EOWNERDEAD.
 
-*Runs in* a worker (one thread takes the mutex for the life of the process) and in the agent (one waits for it).
+*Runs in* a worker (one thread holds the mutex for the life of the process) and in the agent (one thread waits for it).
 *Owns* one page in a file of shared memory.
-*Fails by* OSError where the C library has no robust mutexes; callers then rely on the socket's hang-up alone.
+*Fails by* OSError if the C library has no robust mutexes; callers then rely on the closed socket alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Page:
 
 
 class LifeMutex:
-    """Taken by the process whose life it stands for; create it, and call :meth:`hold` in a thread that never ends."""
+    """The holder's end: create it, and call :meth:`hold` in a thread that never ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,16 +59,16 @@ class LifeMutex:
                 raise OSError(result, os.strerror(result))
 
     def hold(self) -> None:
-        """Take the mutex in the calling thread; it is given up only by that thread's end."""
+        """Take the mutex in the calling thread; only the end of that thread releases it."""
         result = self._library.pthread_mutex_lock(self._page.pointer)
         if result:
             raise OSError(result, os.strerror(result))
 
 
 def await_death(path: Path) -> bool:
-    """Block until the holder of the mutex at ``path`` has died (True) or has given it up (False).
+    """Block until the holder of the mutex at ``path`` has died (True) or has released it (False).
 
-    The call cannot be interrupted: make it in a daemon thread. The mutex must be held already.
+    The call cannot be interrupted: make it in a daemon thread. The mutex must already be held.
     """
     page = _Page(path, create=False)
     result = int(_library().pthread_mutex_lock(page.pointer))

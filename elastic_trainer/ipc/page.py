@@ -1,13 +1,13 @@
-"""The heartbeat page: one worker's condition, in shared memory that its node's agent reads at any time.
+"""The heartbeat page: one worker's status, in shared memory that its node's agent can read at any time.
 
-Two records in one page of memory, each with a sequence number and a checksum: a *pulse* of fixed layout, written at
-every step and change of phase, and *notes* (JSON), written on rare events (a save, a new place). Each is written by one
-slice assignment; a reader notices a half-written record by the checksum and reads again. (``struct.pack_into`` shows
-readers zeroes, and a dead worker could block its agent with a lock.) Three bytes outside the records say what the
-worker does this moment: a single byte is always whole, and costs next to nothing.
+It holds two records, each with a sequence number and a checksum: a *pulse* of fixed layout, written at every step and
+change of phase, and *notes* (JSON), written on rare events (a save, a new place). Each is written by one slice
+assignment; a reader detects a half-written record by the checksum and reads again. (``struct.pack_into`` briefly shows
+readers zeroes, and with a lock a dead worker could block its agent.) Three bytes outside the records hold the worker's
+present activity: a single byte is always written whole, and costs almost nothing.
 
 *Runs in* a worker's main thread (writes), and in the agent (reads).
-*Owns* one file of 8 KiB, made by the worker and removed by the agent; it outlives its worker, so that no count is lost.
+*Owns* one file of 8 KiB that the worker creates and the agent removes; it outlives the worker, so no count is lost.
 *Fails by* OSError from :meth:`PageWriter.create`; an unreadable page is None.
 """
 
@@ -31,14 +31,14 @@ from elastic_trainer.telemetry.rank import RankGauges
 
 PAGE_BYTES: Final = 8192
 SAVE_SUFFIX: Final = ".save"
-"""Of the file beside a page in which the agent asks the worker for a save: it holds the id of the request."""
+"""Suffix of the file by which the agent requests a save from the worker: it holds the id of the request."""
 PHASES: Final = tuple(Phase)
 NUMBERS: Final[Mapping[Phase, int]] = {phase: number for number, phase in enumerate(PHASES)}
 WORK: Final = (Phase.TRAINING, Phase.REPEATED, Phase.DATA)
 _ATTEMPTS = 20
 
 _MOMENT: Final = 0
-"""Where the phase of this moment is, behind it whether the worker waits for other ranks, and whether a step is open."""
+"""Offset of the present phase; the next bytes say whether the worker waits for other ranks, and is inside a step."""
 _PULSE_AT: Final = 64
 _SUM: Final = struct.Struct("<Q")
 _NOTES_AT: Final = 1024
@@ -48,7 +48,7 @@ _LONGEST_NOTES: Final = PAGE_BYTES - _NOTES_AT - _NOTES_HEAD.size
 
 @dataclass(slots=True)
 class Heartbeat(RankGauges):
-    """What changes with every step. Times are on the machine's monotonic clock, which all its processes share."""
+    """The values that change with every step. Times are on the machine's monotonic clock, which its processes share."""
 
     phase: Phase = Phase.STARTING
     world_size: int = 0
@@ -56,33 +56,33 @@ class Heartbeat(RankGauges):
     steps: int = 0
     """Steps that this process has committed."""
     samples: int = 0
-    """Samples that it has trained on."""
+    """Samples that this process has trained on."""
     epoch: int = 0
     used: int = 0
-    """How far that state is in the data: samples of ``epoch`` used, job-wide."""
+    """The position of that state in the data: samples of ``epoch`` used by the whole job."""
     fresh: int = 0
-    """Steps that it has committed since it came into its round."""
+    """Steps that it has committed since it joined its round."""
     nonfinite: int = 0
     allocated: int = 0
     reserved: int = 0
     """Memory of its device, in bytes."""
     phase_at: float = 0.0
-    """When the phase began."""
+    """When the present phase began."""
     moved_at: float = 0.0
-    """When it last got on."""
+    """When it last made progress."""
     stepped_wall: float = 0.0
     """When it committed its last step (Unix time); 0 before the first."""
     loss: float = float("nan")
     save_interval_s: float = 0.0
     first_at: float = 0.0
-    """When it committed the first step of its round (monotonic); 0 before."""
+    """When it committed the first step of its round (monotonic); 0 before that."""
     seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
-    """Per phase, up to ``phase_at``."""
+    """Seconds per phase, up to ``phase_at``."""
 
 
 _CODES: Final = {"int": "q", "float": "d"}
 _NAMES: Final = tuple(each.name for each in fields(Heartbeat) if each.type in _CODES)
-"""The numbers of a pulse in their order; before them are its sequence number and phase, behind them the seconds."""
+"""The numbers of a pulse in order; before them come the sequence number and the phase, after them the seconds."""
 _VALUES: Final = attrgetter(*_NAMES)
 _PULSE: Final = struct.Struct(
     "<2Q" + "".join(_CODES[str(each.type)] for each in fields(Heartbeat) if each.type in _CODES) + f"{len(PHASES)}d"
@@ -93,7 +93,7 @@ _PULSE_END: Final = _PULSE_SUM_AT + _SUM.size
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A page as it was when it was read. ``phase`` and ``waits`` are of that very moment."""
+    """The contents of a page when it was read. ``phase`` and ``waits`` are those of that moment."""
 
     path: Path
     pulse: Heartbeat
@@ -102,7 +102,7 @@ class Reading:
     """Whether it waits for other ranks."""
     notes: Mapping[str, Any]
     inside: bool = False
-    """Whether it is in a step that it has not committed yet."""
+    """Whether it is inside a step that it has not committed yet."""
 
     @property
     def pid(self) -> int:
@@ -115,7 +115,7 @@ class Reading:
 
     @property
     def lives(self) -> bool:
-        """Whether its process is there, is no zombie, and has not begun another page."""
+        """Whether its process is alive, is no zombie, and has not begun another page."""
         return not self.notes.get("closed") and start_of(self.pid) == self.notes.get("start")
 
     @property
@@ -123,9 +123,9 @@ class Reading:
         return int(self.notes.get("local_rank", 0))
 
     def seconds(self, now: float) -> dict[Phase, float]:
-        """Seconds of its life by phase, up to monotonic time ``now``; steps only up to the last commit.
+        """Seconds of the process's life by phase, up to monotonic time ``now``; steps only up to the last commit.
 
-        The time of the present step is added when it is committed or given up, so no figure ever decreases.
+        The time of the present step is added when that is committed or given up, so no figure ever decreases.
         """
         spent = dict(zip(PHASES, self.pulse.seconds, strict=True))
         if self.pulse.phase not in WORK:
@@ -133,7 +133,7 @@ class Reading:
         return spent
 
     def last_seconds(self, died_at: float) -> dict[Phase, float]:
-        """The same of a worker that died at ``died_at``: the step that it was in is lost."""
+        """The same for a worker that died at ``died_at``: its present step is lost."""
         spent = self.seconds(died_at)
         if self.pulse.phase in WORK:
             spent[Phase.REPEATED] += max(0.0, died_at - self.pulse.phase_at)
@@ -144,7 +144,7 @@ class Reading:
 
 
 def start_of(pid: int | str) -> int | None:
-    """When process ``pid`` began, in the kernel's ticks since it booted; None if it is gone, or a zombie."""
+    """When process ``pid`` started, in the kernel's ticks since boot; None if it has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -153,8 +153,8 @@ def start_of(pid: int | str) -> int | None:
 
 
 def _take_room(descriptor: int) -> None:
-    """Of a file with a hole, the first write into the mapping takes the room: where none is left, SIGBUS ends the
-    process."""
+    """Allocate the file's disk space. In a sparse file the first write to the mapping would allocate it, and on a full
+    disk SIGBUS would kill the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, PAGE_BYTES)
     else:
@@ -162,7 +162,7 @@ def _take_room(descriptor: int) -> None:
 
 
 class PageWriter:
-    """Writes one worker's page; without ``path`` into private memory."""
+    """Writes one worker's page; without ``path`` to private memory."""
 
     def __init__(self, memory: mmap.mmap | bytearray, path: Path | None = None) -> None:
         self.memory, self.path = memory, path
@@ -170,7 +170,7 @@ class PageWriter:
 
     @classmethod
     def create(cls, path: Path) -> PageWriter:
-        """Make the file ``path``. Readers know it only when its first records are whole."""
+        """Create the file ``path``. Readers see it only when its first records are complete."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             _take_room(descriptor)
@@ -186,7 +186,7 @@ class PageWriter:
         return cls(bytearray(PAGE_BYTES))
 
     def moment(self, phase: int) -> None:
-        """The phase (by number) from now until the next pulse or moment."""
+        """Set the present phase (by number), valid until the next pulse or call."""
         self.memory[_MOMENT] = phase
 
     def waits(self, waits: bool) -> None:
@@ -196,7 +196,7 @@ class PageWriter:
         self.memory[_MOMENT + 2] = inside
 
     def beat(self, pulse: Heartbeat, phase: int | None = None) -> None:
-        """Write ``pulse``; pass ``phase``, the number of its phase, where it is known: the look-up takes time."""
+        """Write ``pulse``; pass ``phase``, the number of its phase, if known, which saves a look-up."""
         self._sequence += 1
         if phase is None:
             phase = NUMBERS[pulse.phase]
@@ -204,16 +204,16 @@ class PageWriter:
         self.memory[_PULSE_AT:_PULSE_END] = record + _SUM.pack(xxhash.xxh3_64_intdigest(record))
 
     def note(self, notes: Mapping[str, Any]) -> None:
-        """Write ``notes`` (what JSON can hold, 7 KiB at most). ValueError if they are longer."""
+        """Write ``notes`` (JSON values, 7 KiB at most). ValueError if they are longer."""
         body = json.dumps(notes, separators=(",", ":")).encode()
         if len(body) > _LONGEST_NOTES:
-            raise ValueError(f"the notes of a heartbeat page take {len(body)} bytes, {_LONGEST_NOTES} are there")
+            raise ValueError(f"the notes of a heartbeat page take {len(body)} bytes, the limit is {_LONGEST_NOTES}")
         head = _NOTES_HEAD.pack(len(body), xxhash.xxh3_64_intdigest(body))
         self.memory[_NOTES_AT : _NOTES_AT + len(head) + len(body)] = head + body
 
 
 class PageReader:
-    """Reads one worker's page, again and again."""
+    """Reads one worker's page repeatedly."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -231,7 +231,7 @@ class PageReader:
         self._notes: Mapping[str, Any] = {}
 
     def read(self) -> Reading | None:
-        """The page as it is now; None while it has not been begun, or if it was found torn each time."""
+        """The page as it is now; None before its first record, or if every attempt found a half-written record."""
         notes = self._read_notes()
         if notes is None:
             return None

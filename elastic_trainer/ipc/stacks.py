@@ -1,7 +1,7 @@
-"""The stacks of a hung worker: the agent requests them by a signal, the worker's C handler writes them.
+"""The stacks of a hung worker: the agent requests them by a signal, and the worker's C handler writes them.
 
-It answers also while its interpreter is locked, but not while the process is stopped. Where py-spy is installed it
-reads such a process from outside.
+The handler works even while the interpreter lock is held, but not while the process is stopped. If py-spy is installed
+it reads a stopped process from outside.
 
 *Runs in* the agent. *Fails by* nothing: the text says what is missing.
 """
@@ -19,7 +19,7 @@ from typing import Final
 from elastic_trainer.clock import Deadline, pause
 
 SIGNAL: Final = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + 5
-"""None that anybody else uses: SIGUSR1 and SIGUSR2 belong to scripts and job controllers."""
+"""A signal that no other program uses: SIGUSR1 and SIGUSR2 belong to scripts and job controllers."""
 ANSWER_S: Final = 0.5
 _QUIET_S: Final = 0.03
 _SPY_S: Final = 3.0
@@ -28,15 +28,15 @@ _MOST: Final = 16_000
 
 def stacks_of(pid: int, page: Path) -> str:
     """The stacks of all threads of worker ``pid``, whose heartbeat page is ``page``; or why there are none."""
-    written = _asked(pid, page.with_suffix(".stacks"))
-    return (written or _spied(pid) or "none: the process is stopped or silent, and there is no py-spy")[-_MOST:]
+    written = _requested(pid, page.with_suffix(".stacks"))
+    return (written or _py_spy(pid) or "none: the process is stopped or silent, and py-spy is not installed")[-_MOST:]
 
 
-def _asked(pid: int, file: Path) -> str:
+def _requested(pid: int, file: Path) -> str:
     try:
         before = file.stat().st_size
-        handled, stopped = standing(pid)
-        if stopped or SIGNAL not in handled:  # a signal without a handler would end the process
+        handled, stopped = signal_state(pid)
+        if stopped or SIGNAL not in handled:  # a signal without a handler would kill the process
             return ""
         os.kill(pid, SIGNAL)
     except OSError:
@@ -53,14 +53,14 @@ def _asked(pid: int, file: Path) -> str:
     return ""
 
 
-def standing(pid: int) -> tuple[set[int], bool]:
-    """The signals that process ``pid`` handles itself, and whether it is stopped (it answers none then)."""
+def signal_state(pid: int) -> tuple[set[int], bool]:
+    """The signals that process ``pid`` handles, and whether it is stopped (then it handles none)."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     mask = int(fields.get("SigCgt", "0"), 16)
     return {number for number in range(1, 65) if mask >> (number - 1) & 1}, fields.get("State", "").strip()[:1] in "Tt"
 
 
-def _spied(pid: int) -> str:
+def _py_spy(pid: int) -> str:
     spy = shutil.which("py-spy")
     if spy is None:
         return ""

@@ -1,8 +1,8 @@
-"""The metrics: each name once, with its kind, its labels and its exporter.
+"""The metrics: each declared once, with its kind, labels and exporter.
 
-Exporters build their samples from here, and a test compares the rules, alerts and dashboards in ``deploy/`` with it.
-All names begin with ``elastic_trainer_``. A run is a label, a round is a value: a label per round would leave dead
-series. Every value of an enumerated label exists from the start, so that rates of it exist.
+Exporters build their samples from these, and a test compares the rules, alerts and dashboards in ``deploy/`` with them.
+All names begin with ``elastic_trainer_``. The run is a label, the round is a value: a label per round would leave dead
+series. All values of an enumerated label exist from the start, so that their rates exist.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ STEP, STEP_DURATION, COMPUTE_DURATION = _OF_RANKS[:3]
 
 RANK_INFO = _rank(
     "rank",
-    "Who a rank is: its node, device and versions.",
+    "Identity of a rank: its node, device and versions.",
     MetricKind.INFO,
     "node",
     "local_rank",
@@ -65,32 +65,34 @@ RANK_INFO = _rank(
     "torch",
     "version",
 )
-LAST_STEP = _rank("last_step_timestamp_seconds", "When it committed that (Unix time); since when it runs, before any.")
-PHASE = _rank("phase", "1 for what this rank is doing, 0 for all else.", values={"phase": PHASES})
-NONFINITE = _rank("nonfinite_steps", "Looks at the loss that found it NaN or infinite.", MetricKind.COUNTER)
+LAST_STEP = _rank(
+    "last_step_timestamp_seconds", "When it committed that step (Unix time); before the first, when it started."
+)
+PHASE = _rank("phase", "1 for the present phase of this rank, 0 for all others.", values={"phase": PHASES})
+NONFINITE = _rank("nonfinite_steps", "Checks of the loss that found it NaN or infinite.", MetricKind.COUNTER)
 GPU_MEMORY = _rank("gpu_memory_bytes", "Memory of this rank's device.", values={"kind": MEMORY})
 
 STORE_ERRORS = _node("store_errors", "Requests to the store that failed.", MetricKind.COUNTER)
 STORE_SUCCESS = _node(
     "store_last_success_timestamp_seconds",
-    "When the store last answered this node, and took what it wrote (Unix time).",
+    "When the store last answered this node and accepted its write (Unix time).",
 )
-WORKERS_KILLED = _node("workers_killed", "Workers that this node's agent ended by force.", MetricKind.COUNTER)
+WORKERS_KILLED = _node("workers_killed", "Workers that this node's agent has killed.", MetricKind.COUNTER)
 
 WORLD_SIZE = _run("world_size", "Ranks in the present round; 0 while there is none.")
-NODES = _run("nodes", "Nodes that are there, by state.", values={"state": NODE_STATES})
+NODES = _run("nodes", "Present nodes, by state.", values={"state": NODE_STATES})
 NODES_LIMIT = _run("nodes_limit", "The bounds of --nnodes.", values={"bound": BOUNDS})
 ROUND = _run("round", "The number of the newest round.")
-RUN_STATE = _run("run_state", "1 for the state that the run is in, else 0.", values={"state": RUN_STATES})
+RUN_STATE = _run("run_state", "1 for the present state of the run, 0 for all others.", values={"state": RUN_STATES})
 RUN_ENDED = _run(
     "run_ended_timestamp_seconds",
-    "When the run was closed (Unix time, of the node that closed it), by how it ended.",
+    "When the run was closed (Unix time of the node that closed it), by result.",
     values={"outcome": OUTCOMES},
 )
 RENDEZVOUS_START = _run(
-    "rendezvous_start_timestamp_seconds", "Since when ranks are gathered (Unix time); 0 while they train."
+    "rendezvous_start_timestamp_seconds", "When the present rendezvous started (Unix time); 0 while ranks train."
 )
-RESTARTS = _run("restarts", "Rounds that ended, by what ended them.", MetricKind.COUNTER, values={"reason": CAUSES})
+RESTARTS = _run("restarts", "Rounds that ended, by cause.", MetricKind.COUNTER, values={"reason": CAUSES})
 RECOVERY = _run(
     "recovery_seconds",
     "From the end of a round to the first step of the next.",
@@ -98,36 +100,34 @@ RECOVERY = _run(
     values={"kind": RECOVERIES},
     buckets=RECOVERY_BUCKETS,
 )
-TIME = _run(
-    "time_seconds", "Time of all ranks together, by what it went into.", MetricKind.COUNTER, values={"phase": PHASES}
-)
+TIME = _run("time_seconds", "Time of all ranks together, by phase.", MetricKind.COUNTER, values={"phase": PHASES})
 NONFINITE_LOSSES = _run(
     "nonfinite_losses",
-    "Looks at the loss that found it NaN or infinite, of all ranks together, those that have died of it too.",
+    "Checks of the loss that found it NaN or infinite, over all ranks, including those that it ended.",
     MetricKind.COUNTER,
 )
 DIFFERENCES = _run(
     "parameter_differences", "Comparisons that found ranks with different parameters.", MetricKind.COUNTER
 )
-SAMPLES = _run("samples", "Samples trained on, repeated ones too.", MetricKind.COUNTER)
-LOSS = _run("loss", "The newest loss that is known.")
+SAMPLES = _run("samples", "Samples trained on, including repeated ones.", MetricKind.COUNTER)
+LOSS = _run("loss", "The newest known loss.")
 PROGRESS = _run("committed_step", "The newest committed step that rank 0's node has published.")
 CHECKPOINT_SUCCESS = _run("checkpoint_last_success_timestamp_seconds", "When a checkpoint was last saved (Unix time).")
-CHECKPOINT_INTERVAL = _run("checkpoint_interval_seconds", "How often checkpoints are to be saved; 0: not by time.")
+CHECKPOINT_INTERVAL = _run("checkpoint_interval_seconds", "Configured interval between checkpoints; 0: not by time.")
 CHECKPOINTS = _run(
     "checkpoints", "Checkpoints saved and loaded.", MetricKind.COUNTER, values={"op": OPERATIONS, "result": RESULTS}
 )
 CHECKPOINT_DURATION = _run(
     "checkpoint_duration_seconds",
-    "How long saving and loading took.",
+    "Duration of saving and loading.",
     MetricKind.HISTOGRAM,
     values={"op": OPERATIONS},
     buckets=SAVE_BUCKETS,
 )
 CHECKPOINT_FREE = _run("checkpoint_free_bytes", "Free space where checkpoints are saved, after the last one.")
 CHECKPOINT_BYTES = _run("checkpoint_bytes", "The size of the last checkpoint.")
-NODES_LOST = _run("nodes_lost", "Nodes that a fault took from the run, and that none has replaced.")
-NODES_SPARE = _run("nodes_spare", "Nodes that are ready and in no round: they replace a lost one at once.")
+NODES_LOST = _run("nodes_lost", "Nodes that the run lost to faults and that have not been replaced.")
+NODES_SPARE = _run("nodes_spare", "Nodes that are ready but in no round: each can replace a lost node at once.")
 SHARD_GROUPS = _run("shard_groups", "Shard groups of several nodes in the round; 0: nodes hold whole models.")
 STRAGGLERS = _run("stragglers", "Ranks that compute much longer than the others.")
 MONITOR_STORE = Family(
@@ -141,10 +141,10 @@ FAMILIES: Final = (
     *_OF_RANKS,
     *(each for each in list(globals().values()) if isinstance(each, Family) and each not in _OF_RANKS),
 )
-"""All of them."""
+"""All metrics."""
 
 
 def observed(name: str, value: float, buckets: tuple[float, ...]) -> dict[str, float]:
-    """What is added to the counters of the histogram ``name`` by ``value`` (its buckets are not cumulative)."""
+    """The increments of the histogram ``name`` for an observed ``value`` (its buckets are not cumulative)."""
     bound = next((each for each in buckets if value <= each), math.inf)
     return {f"{name}.le.{bound:g}": 1.0, f"{name}.sum": value, f"{name}.count": 1.0}

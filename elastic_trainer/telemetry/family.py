@@ -1,4 +1,4 @@
-"""What one metric is: its name, kind, labels, and who exports it."""
+"""The declaration of a metric: its name, kind, labels and exporter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PREFIX: Final = "elastic_trainer_"
 
 
 class MetricKind(StrEnum):
-    """What a metric is to Prometheus."""
+    """The Prometheus type of a metric."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -20,10 +20,10 @@ class MetricKind(StrEnum):
 
 
 class MetricSource(StrEnum):
-    """Who exports it."""
+    """The exporter of a metric."""
 
     NODE = "node"
-    """The agent of each node (a process by itself, where there is none)."""
+    """The agent of each node (the worker itself, if it has no agent)."""
     MONITOR = "monitor"
     """``elastic-trainer monitor``, from the store."""
 
@@ -38,12 +38,12 @@ class Family:
     text: str
     labels: tuple[str, ...] = ()
     values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """All values of the labels that have a closed set of them."""
+    """All values of those labels that have a closed set."""
     buckets: tuple[float, ...] = ()
 
     @property
     def full_name(self) -> str:
-        """The name that queries use (of a histogram: without ``_bucket``, ``_sum``, ``_count``)."""
+        """The name in queries (for a histogram without ``_bucket``, ``_sum``, ``_count``)."""
         suffix = {MetricKind.COUNTER: "_total", MetricKind.INFO: "_info"}.get(self.kind, "")
         return f"{PREFIX}{self.name}{suffix}"
 

@@ -1,8 +1,8 @@
-"""structlog set-up: lines for people, or JSON where the environment asks for it; one for each transition.
+"""structlog set-up: lines for people, or JSON if the environment says so; one for each transition.
 
 *Runs in* every process, once at its start. *Owns* structlog's process-wide configuration.
-*Fails by* nothing: lines are dropped when the output's reader is gone. An error there would end the thread that writes,
-possibly the one that has to end the process.
+*Fails by* nothing: lines are dropped when the output's reader is gone. An error there would end the writing thread,
+possibly the one that has to exit the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 
 _UNREAD = (OSError, ValueError)
-"""How a stream fails whose other end, or which itself, is closed."""
+"""The errors of a stream that is closed, or whose other end is."""
 
 
 class _Sink:
@@ -46,7 +46,7 @@ class _Sink:
 def configure(stream: TextIO | None = None, *, level: str | None = None, json: bool | None = None) -> None:
     """Send logs to ``stream`` (default: stderr) at ``level`` (default: from the environment).
 
-    ``json`` chooses the format: JSON lines, or text; by default the environment does, and says text unless it is set.
+    ``json`` chooses JSON lines or text; by default the environment chooses, and text if that is unset.
     """
     target = stream if stream is not None else sys.stderr
     as_json = os.environ.get(ENV_LOG_FORMAT) == "json" if json is None else json
@@ -66,7 +66,7 @@ def configure(stream: TextIO | None = None, *, level: str | None = None, json: b
 
 
 class _Text:
-    """One line of text for each event; on a terminal broken at its width."""
+    """One line of text for each event; on a terminal wrapped at its width."""
 
     def __init__(self, target: TextIO) -> None:
         self._on_terminal = target.isatty()
@@ -92,7 +92,7 @@ class _Text:
 
 
 def _where(values: dict[str, Any]) -> str:
-    """Node and rank, or node and what else it is; takes them out of ``values``. Nothing for a process alone."""
+    """Node and rank, or node and role; removes them from ``values``. Empty for a process that is alone."""
     values.pop("run", None)
     node, role, rank = values.pop("node", None), values.pop("role", None), values.get("rank")
     if node in (None, "local"):
@@ -115,8 +115,8 @@ def _shown(value: Any) -> str:
     return f'"{text}"' if " " in text or not text else text
 
 
-def last_words(sentence: str = "") -> None:
-    """Before ``os._exit``: say ``sentence`` on stderr, and write out what this process has said. Never raises."""
+def final_message(sentence: str = "") -> None:
+    """Call before ``os._exit``: prints ``sentence`` on stderr and flushes this process's output. Never raises."""
     if sentence:
         _Sink(sys.stderr).write(f"{sentence}\n")
     for stream in (sys.stdout, sys.stderr):

@@ -1,8 +1,8 @@
 """The gauges of a rank, each declared once.
 
-A field of :class:`RankGauges` has its place in the heartbeat page (``ipc/page.py``), in its node's health document
-(``membership/health.py``), in ``/api/runs/<run>``, among the metrics of the node's endpoint, and in the tables of
-``elastic-trainer status`` and of the status page. To add one, declare it here and set it in the worker.
+A field of :class:`RankGauges` appears in the heartbeat page (``ipc/page.py``), in its node's health document
+(``membership/health.py``), in ``/api/runs/<run>``, in the metrics of the node's endpoint, and in the tables of
+``elastic-trainer status`` and the status page. To add one, declare it here and set it in the worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastic_trainer.telemetry.family import RANK, Family, MetricKind, MetricSou
 
 
 class Unit(StrEnum):
-    """How people read a number."""
+    """The unit in which a number is displayed."""
 
     COUNT = "count"
     SECONDS = "seconds"
@@ -25,18 +25,18 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """How one field of a rank is named, written and exported."""
+    """Name, display and export of one field of a rank."""
 
     name: str
     title: str
     unit: Unit
     metric: Family
     wide: bool
-    """Whether a phone leaves its column out."""
+    """Whether narrow screens omit its column."""
     of_node: Callable[[Iterable[float]], float]
-    """What stands for all ranks of a node."""
+    """Aggregates the values of all ranks of a node."""
     zero: bool
-    """Whether 0 is a value; else it means that none is known."""
+    """Whether 0 is a value; otherwise 0 means unknown."""
 
     def known(self, value: Any) -> Any:
         return value if self.zero else value or None
@@ -58,25 +58,25 @@ def _shown(
 
 @dataclass(slots=True)
 class RankGauges:
-    """What a rank says of itself; its worker writes it in place."""
+    """The gauges of a rank; its worker updates them in place."""
 
     rank: int = -1
-    """-1 before it has a place."""
+    """-1 before it has joined a round."""
     step: int = field(
         default=0, metadata=_shown("step", "The last step that this rank committed.", "Step", of_node=min, zero=True)
     )
-    """The last step committed, job-wide: that of the state which it holds."""
+    """The last committed step of the job: that of the state which this rank holds."""
     step_s: float = field(
         default=0.0,
         metadata=_shown(
-            "step_duration_seconds", "How long a step takes, smoothed.", "Step time", Unit.SECONDS, wide=False
+            "step_duration_seconds", "Duration of a step, smoothed.", "Step time", Unit.SECONDS, wide=False
         ),
     )
     compute_s: float = field(
         default=0.0,
         metadata=_shown(
             "compute_duration_seconds",
-            "How long a step takes without the wait for other ranks, smoothed: here a slow rank shows.",
+            "Duration of a step without the wait for other ranks, smoothed: shows a slow rank.",
             "Computing",
             Unit.SECONDS,
         ),

@@ -301,7 +301,7 @@ def _commit_us(steps: int) -> float:
         tracker.step_begins(step)
         tracker.enter(tracker.draws())
         tracker.waits()
-        tracker.goes_on()
+        tracker.resumes()
         tracker.committed(step, 32)
     return (SYSTEM.monotonic() - began) / steps * 1e6
 

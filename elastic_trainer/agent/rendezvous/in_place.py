@@ -276,7 +276,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         if not self._dying.acquire(blocking=False):
             _await_the_end()
         try:
-            logs.last_words(f"elastic-trainer: {error}")
+            logs.final_message(f"elastic-trainer: {error}")
             kill_workers(self._run_id, str(error))
             self._leave(error)
         finally:

@@ -247,7 +247,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         self.shutdown()
         code = exit_code_after(getattr(sys, "last_value", None), made_steps=self._worked)
         if code is not None:
-            logs.last_words()
+            logs.final_message()
             os._exit(code)
 
     # ---- joining
@@ -433,7 +433,7 @@ def round_is_over(mine: RoundDocument, seen: RoundDocument | None) -> bool:
 
 def end(error: ElasticTrainerError) -> NoReturn:
     """Print ``error`` in one line and exit with its exit code."""
-    logs.last_words(f"elastic-trainer: {error}")
+    logs.final_message(f"elastic-trainer: {error}")
     raise SystemExit(error.exit_code)
 
 

@@ -268,7 +268,7 @@ def checkpoint(documents: RunDocuments, seen: Observed) -> CheckpointStatus | No
 
 
 def save_interval_s(documents: RunDocuments) -> float:
-    """How often checkpoints are to be saved; 0: not by time."""
+    """Configured interval between checkpoints; 0: not by time."""
     first = documents.first_health
     if first is not None and first.save_interval_s:
         return first.save_interval_s

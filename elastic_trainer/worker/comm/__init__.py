@@ -1,1 +1,1 @@
-"""Process groups of one round, small collectives on them, and waits that the end of a round interrupts."""
+"""Process groups of one round, small control collectives, and waits that the end of a round interrupts."""

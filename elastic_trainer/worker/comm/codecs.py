@@ -1,4 +1,4 @@
-"""How the results of calls travel from rank to rank: JSON, and tensors with their dtype and shape."""
+"""Encodes the results of calls for other ranks: JSON, and tensors with their dtype and shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How the result of a call travels."""
+    """Encodes and decodes the result of a call."""
 
     encode: Callable[[Any], bytes]
     decode: Callable[[bytes], Any]
@@ -28,7 +28,7 @@ def packed_tensor(tensor: torch.Tensor) -> bytes:
 
 
 def unpacked_tensor(data: bytes) -> torch.Tensor:
-    """What :func:`packed_tensor` packed."""
+    """The inverse of :func:`packed_tensor`."""
     head, _, body = data.partition(b"\n")
     kind, shape = json.loads(head)
     dtype: torch.dtype = getattr(torch, kind)

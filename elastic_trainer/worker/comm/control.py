@@ -1,7 +1,7 @@
-"""Small collectives between the ranks of a round, on a gloo group of their own: agreement, never gradients.
+"""Small collectives between the ranks of a round, on a separate gloo group: agreement, never gradients.
 
-Sums travel in vectors of fixed width together with their purpose. So ranks that do different things at the same moment
-(one saves while another evaluates) get an error that says so, instead of a hang or wrong numbers.
+A sum is a vector of fixed width that includes its purpose. So ranks that do different things at the same time (one
+saves while another evaluates) get an error that says so, instead of a hang or wrong numbers.
 
 *Runs in* the worker's main thread.
 *Fails by* RoundBrokenError when a peer is gone or does not answer in time, ConfigError when ranks do different things.
@@ -30,7 +30,7 @@ from elastic_trainer.errors import (
     StorageError,
     TransientError,
 )
-from elastic_trainer.worker.comm.waits import Aside, InterruptibleWaits
+from elastic_trainer.worker.comm.waits import InterruptibleWaits, ThreadedWork
 
 _PAYLOAD = 6
 _WIDTH = _PAYLOAD + 2
@@ -73,7 +73,7 @@ class Pending:
 
 
 class Control:
-    """The collectives. Without a group the process is alone and answers itself."""
+    """The collectives. Without a group the process is alone, and each collective returns its own values."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Control:
         self._group, self.rank, self.world_size = group, rank, world_size
         self.works = works if works is not None else InterruptibleWaits()
         self._transfer_limit = transfer_limit
-        """Limit for sending and receiving; 0: the timeout that the group was made with."""
+        """Limit for sending and receiving, in seconds; 0: the timeout with which the group was created."""
 
     @property
     def alone(self) -> bool:
@@ -101,7 +101,7 @@ class Control:
         return Pending(self, None if self.alone else self._begin("allreduce", [vector]), vector, purpose)
 
     def sum(self, purpose: Purpose, values: Sequence[float] = ()) -> list[float]:
-        """Sum up to six ``values`` over all ranks; everyone waits for everyone."""
+        """Sum up to six ``values`` over all ranks; each rank waits for all others."""
         return self.start(purpose, values).wait()
 
     def checked(self, summed: list[float], purpose: Purpose) -> list[float]:
@@ -113,10 +113,10 @@ class Control:
             )
         return summed[2:]
 
-    # ---- anything
+    # ---- other collectives
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """The ``values`` (equally many on each rank) of all ranks, by rank."""
+        """The ``values`` of all ranks, by rank; each rank passes equally many."""
         mine = torch.tensor(values, dtype=torch.int64)
         if self.alone:
             return [mine.tolist()]
@@ -137,7 +137,7 @@ class Control:
         return [bytes(row[:size].numpy().tobytes()) for row, size in zip(out, sizes, strict=True)]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Fill ``tensor`` (contiguous, on the CPU) with that of ``source``."""
+        """Fill ``tensor`` (contiguous, on the CPU) with that of rank ``source``."""
         self.broadcast_all([(tensor, source)])
 
     def broadcast_all(self, tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -154,7 +154,7 @@ class Control:
             self.finish(work, "broadcast")
 
     def broadcast_bytes(self, data: bytes, source: int) -> bytes:
-        """The ``data`` of ``source``; other ranks' are ignored."""
+        """The ``data`` of rank ``source``; that of other ranks is ignored."""
         if self.alone:
             return data
         size = torch.tensor([len(data)], dtype=torch.int64)
@@ -169,17 +169,17 @@ class Control:
         return bytes(buffer.numpy().tobytes())
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
-        self.finish(self._begin("send", [tensor], target, 0, aside=True), "send")
+        self.finish(self._begin("send", [tensor], target, 0, threaded=True), "send")
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        self.finish(self._begin("recv", [tensor], source, 0, aside=True), "receive")
+        self.finish(self._begin("recv", [tensor], source, 0, threaded=True), "receive")
 
     def add_up(self, vector: torch.Tensor) -> None:
         if not self.alone:
             self.finish(self._begin("allreduce", [vector]), "all_reduce")
 
     def agree(self, error: ElasticTrainerError | None) -> None:
-        """Raise on all ranks if any rank has an ``error``: its own where there is one, else the first rank's."""
+        """Raise on all ranks if any rank has an ``error``: its own, or else that of the first such rank."""
         if not self.sum(Purpose.AGREE, [float(error is not None)])[0]:
             return
         texts = self.gather_bytes(b"" if error is None else f"{_kind(error)}:{error}".encode())
@@ -206,21 +206,21 @@ class Control:
     def set_timeout(self, timeout: timedelta) -> None:
         """Limit all later collectives.
 
-        gloo's connections keep the timeout they were made with, so transfers pass theirs with each wait.
+        gloo's connections keep the timeout that they were created with, so transfers pass theirs with each wait.
         """
         self._group._set_default_timeout(timeout)
         self._transfer_limit = timeout
 
     def close(self) -> None:
-        """Drop the group; waits for its threads unless something else refers to it."""
+        """Drop the group; waits for its threads unless another reference to it exists."""
         self._group = None
 
-    def _begin(self, name: str, *arguments: Any, aside: bool = False) -> Any:
+    def _begin(self, name: str, *arguments: Any, threaded: bool = False) -> Any:
         if self._group is None:
             raise RoundBrokenError(f"the round of rank {self.rank} has been left")
         try:
             work = getattr(self._group, name)(*arguments)
-            return self.works.begun(Aside(partial(work.wait, self._transfer_limit)) if aside else work)
+            return self.works.begun(ThreadedWork(partial(work.wait, self._transfer_limit)) if threaded else work)
         except RuntimeError as error:
             raise RoundBrokenError(f"a peer of rank {self.rank} was lost ({name}: {_first_line(error)})") from error
 
@@ -235,15 +235,15 @@ _PASSES = (Purpose.FORWARD, Purpose.BACKWARD, Purpose.NORM, Purpose.COMMIT)
 _EQUALLY = "in each step all ranks that share a sharded model call it equally often, and step.backward() too"
 _ON_ALL = "call save(), evaluate(), barrier() and step.loss on all ranks, never on rank 0 alone"
 _BITS, _PARTS = 20, 3
-"""The sum of the squares of 8192 ranks is exact then: a double has 53 bits."""
+"""With it the sum of squares over 8192 ranks is exact: a double has 53 bits."""
 _MASK = (1 << _BITS) - 1
 
 
-class Likeness:
-    """Whether the low 60 bits of ``number`` are the same on all ranks, found in the background by one sum.
+class EqualityCheck:
+    """Whether the low 60 bits of ``number`` are equal on all ranks, computed in the background by one sum.
 
-    Equal values have no variance: a rank whose own value m and its square come W times in the sums over W ranks knows
-    that all have m.
+    Equal values have no variance: if the sums of values and squares over W ranks are W times a rank's own value and
+    square, all ranks have that value.
     """
 
     def __init__(self, control: Control, purpose: Purpose, number: int) -> None:

@@ -1,9 +1,9 @@
 """Distinguishes a collective that failed because of its peers from all other errors.
 
-gloo raises plain RuntimeErrors, as scripts may with any text ("S3 GET: socket timeout"). The session therefore marks
+gloo raises plain RuntimeErrors, and scripts may raise them with any text ("S3 GET: socket timeout"). So a session marks
 its own collectives (:func:`collective`). Errors from elsewhere in a step (DistributedDataParallel, the script's own
-collectives) count if they have a type of torch.distributed's or name a place in gloo's source. Even then nothing is
-repeated before the agent has confirmed that the round is over.
+collectives) count if they have a type of torch.distributed or name a line of gloo's source. Even then nothing is
+repeated until the agent has confirmed that the round is over.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def summary(error: BaseException) -> str:
-    """``error`` in a few words, without the file names and the advice that gloo adds."""
+    """``error`` in a few words, without gloo's file names and advice."""
     text = str(error).partition("\n")[0]
     text = re.sub(r"\[/[^\]]*\]\s*", "", text)
     return text.partition(". This is")[0][:160]
@@ -51,7 +51,7 @@ def _calls(error: BaseException) -> str:
 
 @contextmanager
 def collective(what: str) -> Iterator[None]:
-    """In the body only peers can cause an error: it becomes a RoundBrokenError."""
+    """Turns any error of the body, which only peers can cause, into a RoundBrokenError."""
     try:
         yield
     except RuntimeError as error:

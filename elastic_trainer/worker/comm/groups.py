@@ -37,7 +37,7 @@ from elastic_trainer.worker.comm.sever import End, resolved
 from elastic_trainer.worker.comm.shard_groups import FormTimeouts as FormTimeouts
 from elastic_trainer.worker.comm.shard_groups import ShardGroups, form_shard_groups
 from elastic_trainer.worker.comm.store_handshake import meet
-from elastic_trainer.worker.comm.waits import Aside, InterruptibleWaits
+from elastic_trainer.worker.comm.waits import InterruptibleWaits, ThreadedWork
 
 REACH_S = 20.0
 REACH_ATTEMPT_S = 2.5
@@ -52,12 +52,12 @@ class Group:
     formation: RoundPlace
     control: Control
     store: Any = None
-    """A connection of this round only; severing it frees a rank that blocks while forming."""
+    """This round's own connection; severing it frees a rank that blocks while the groups form."""
     listening: frozenset[End] = frozenset()
     """Addresses at which the ranks' gloo listens."""
     shards: ShardGroups | None = None
     fresh: Any = None
-    """The store under a prefix of this round only."""
+    """The store under this round's own prefix."""
 
     @property
     def formed(self) -> bool:
@@ -95,19 +95,21 @@ def _formed(
     works: InterruptibleWaits,
     layout: ShardLayout | None = None,
 ) -> Group:
-    """Form both groups through ``fresh``, a store prefix that was never used before.
+    """Form both groups through ``fresh``, an unused store prefix.
 
-    The agreement group comes first, in a thread of its own: a rank that waits for a peer to connect cannot be
+    The agreement group comes first, in a separate thread: a rank that waits for a peer to connect cannot be
     interrupted, only abandoned, and torch's default group cannot be abandoned. Once it exists all ranks can reach each
-    other, so the default group may start with its working timeout (a script's own sends and receives keep the first one
-    for ever).
+    other, so the default group may start with its final timeout (the script's own sends and receives keep the first
+    timeout for ever).
     """
     rank, world_size = formation.rank, formation.world_size
     forming, working = timedelta(seconds=patience.forming_s), timedelta(seconds=patience.working_s)
-    made = Aside(lambda: dist.ProcessGroupGloo(PrefixStore("control", fresh), rank, world_size, forming), brief=True)
+    made = ThreadedWork(
+        lambda: dist.ProcessGroupGloo(PrefixStore("control", fresh), rank, world_size, forming), brief=True
+    )
     works.wait(works.begun(made))
-    # torch numbers the groups of a process, and ranks find each other by that number. A failed attempt counts only on
-    # ranks that came that far: they would then wait for each other under different numbers.
+    # torch numbers the groups of a process, and ranks find each other by that number. A failed attempt increments it
+    # only on ranks that got that far: ranks would then wait for each other under different numbers.
     distributed_c10d._world.group_count = 0
     control, shards = Control(made.result, rank, world_size, works), None
     control.set_timeout(working)
@@ -126,7 +128,7 @@ def _formed(
 
 
 def leave(group: Group) -> None:
-    """Drop the groups for good, and wait a moment for their threads (a peer may be gone)."""
+    """Drop the groups for good, and wait briefly for their threads (a peer may be gone)."""
     if group.formed:
         abandon(group)
         _TEARDOWNS.finish()
@@ -152,10 +154,10 @@ def form_in_place(
     works: InterruptibleWaits,
     layout: ShardLayout | None = None,
 ) -> Group:
-    """The groups of a round in place, through a store connection of their own and the round's own prefix.
+    """The groups of a round in place, through a separate store connection and the round's own prefix.
 
     Ranks may arrive a whole step early for a planned change, so all wait for rank 0's signal; then ``begun`` is called,
-    and the forming may be limited from there on. ``over()`` says why the round has already ended.
+    from which a time limit for forming may count. ``over()`` says why the round has already ended.
     """
     if formation.store is None or formation.store.prefix is None:
         raise ConfigError("the agent named no store for the round", hint="update elastic_trainer on all nodes")
@@ -175,11 +177,11 @@ def form_in_place(
 
 
 def _listening(fresh: PrefixStore, control: Control, more: tuple[str, ...] = ()) -> frozenset[End]:
-    """All ranks' gloo addresses: each rank finds its own in what its gloo has published to the store."""
+    """All ranks' gloo addresses: each rank reads its own from what its gloo has published to the store."""
     keys = [f"control/0/{control.rank}", *more]
     if dist.get_backend() != NCCL:
         keys.append(f"data/0//cpu//0/{control.rank}")
-    # Another version of torch may use other keys: then all listening sockets count.
+    # Another torch version may use other keys: then all listening sockets count.
     mine = sever.listening(b"".join(map(fresh.get, keys)) if fresh.check(keys) else None)
     texts = control.gather_bytes(json.dumps(mine).encode())
     return frozenset((host, port) for text in texts for host, port in json.loads(text))
@@ -201,15 +203,15 @@ def _reach(address: StoreAddress, over: Callable[[], str | None]) -> TCPStore:
             if deadline.expired:
                 raise TransientError(
                     f"the store of the round at {address.host}:{address.port} cannot be reached",
-                    hint="check that all nodes reach each other; --rdzv-conf interface=... says by which address",
+                    hint="check that all nodes reach each other; --rdzv-conf interface=... chooses the address",
                 ) from error
 
 
 def abandon(group: Group | None) -> None:
     """Drop torch's default group at once. It and ``group`` end in the background.
 
-    Ending takes as long as pending operations, at most the group's timeout, and whoever drops the last reference waits
-    for it. A thread keeps the references so that the main thread does not wait.
+    Ending takes as long as pending operations, at most the group's timeout, and blocks the thread that drops the last
+    reference. A separate thread keeps the references so that the main thread does not block.
     """
     kept: list[Any] = [group]
     if dist.is_initialized():
@@ -221,8 +223,8 @@ def abandon(group: Group | None) -> None:
 class _Teardowns:
     """Threads that end abandoned groups.
 
-    At exit Python ends threads that return to it from C++, which aborts the process then; so the interpreter must not
-    end before these threads and gloo's.
+    At exit Python ends threads that return to it from C++, which aborts the process; so the interpreter must not exit
+    before these threads and gloo's.
     """
 
     def __init__(self) -> None:
@@ -249,7 +251,7 @@ class _Teardowns:
         kept.clear()
 
     def finish(self) -> None:
-        """At exit: give the threads a moment. Those that hang in torch stay there."""
+        """At exit: wait briefly for the threads. Those that hang in torch are left."""
         self._hurry.set()
         deadline = Deadline.after(LAST_TEARDOWN_S)
         for thread in self._threads:

@@ -1,12 +1,12 @@
 """Process groups and device meshes whose identity outlives rounds, for sharded models.
 
-FSDP2 and DTensor keep the groups of their mesh for the life of a model. So a mesh is made of groups whose object, name,
-rank and size never change; each round points them at fresh real groups. A model is sharded over it before there is any
-round, and without torch's default group.
+FSDP2 and DTensor keep the groups of their mesh for the life of a model. So a mesh consists of groups whose object,
+name, rank and size never change; each round points them at new real groups. A model is sharded over the mesh before the
+first round, and without torch's default group.
 
 *Runs in* the worker's main thread (on CUDA also in autograd's).
-*Fails by* ConfigError for a mesh that does not fit, or a model used too early; RoundBrokenError when a peer is lost.
-*Invariant*: a real group is used in its own round only.
+*Fails by* ConfigError for an invalid mesh, or a model used too early; RoundBrokenError when a peer is lost.
+*Invariant*: a real group is used only in its own round.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _FUNCTIONAL = {
 }
 
 
-class _Awaited(dist.Work):
-    """An operation whose wait ends with its round, and is done once: some of gloo's works act again at every wait."""
+class _InterruptibleWork(dist.Work):
+    """An operation whose wait ends with its round and runs once: some of gloo's works act again at each wait."""
 
     def __init__(self, work: Any, works: InterruptibleWaits, land: Callable[[], object] = lambda: None) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _Awaited(dist.Work):
                 self._works.wait(self._work)
             self._land()
             self._done = True
-            self._works.ended(self._work)  # some never say that they are completed
+            self._works.ended(self._work)  # some works never report completion
         return True
 
     def is_completed(self) -> bool:
@@ -70,7 +70,7 @@ class _Awaited(dist.Work):
 
 
 def real_group(store: Any, rank: int, size: int, timeout: timedelta, *, nccl: bool = False) -> Any:
-    """A group for one round. As a ProcessGroup with backends: a bare ProcessGroupGloo lacks some calls."""
+    """A group for one round: a ProcessGroup with backends, since a bare ProcessGroupGloo lacks some calls."""
     group = dist.ProcessGroup(store, rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._register_backend(torch.device("cpu"), kind, dist.ProcessGroupGloo(store, rank, size, timeout))
@@ -91,12 +91,12 @@ class LastingGroup(dist.ProcessGroup):
         self._name = c10d.GroupName(f"elastic/{next(_NUMBERS)}/{name}")
         self._real: Any = None
         self._works = InterruptibleWaits()
-        if size == 1:  # needs no round
+        if size == 1:  # a group of one needs no round
             self._real = real_group(HashStore(), 0, 1, _ALONE, nccl=nccl)
         self.register()
 
     def register(self) -> None:
-        """Make it known to torch; again after each destroy_process_group(), which forgets all groups."""
+        """Register the group with torch; again after each destroy_process_group(), which forgets all groups."""
         world = c10d._world
         with contextlib.suppress(RuntimeError):
             _unregister_process_group(self._name)
@@ -109,14 +109,14 @@ class LastingGroup(dist.ProcessGroup):
         world.pg_backend_config[self] = "cpu:lasting"
 
     def unregister(self) -> None:
-        """Before destroy_process_group(), which would try to end it."""
+        """Call before destroy_process_group(), which would try to destroy this group."""
         world = c10d._world
         for table in (world.pg_map, world.pg_names, world.pg_to_tag, world.pg_group_ranks, world.pg_backend_config):
             table.pop(self, None)
         world.tags_to_pg.pop(f"ptd:{self._name}", None)
 
     def point_at(self, real: Any, works: InterruptibleWaits) -> None:
-        """From now on operations are done by ``real``; None: there is no round."""
+        """From now on ``real`` performs the operations; None: there is no round."""
         if self.size() > 1:
             self._real, self._works = real, works
 
@@ -131,20 +131,20 @@ class LastingGroup(dist.ProcessGroup):
         if self._real is None:
             raise ConfigError(
                 "a sharded model communicates before it is wrapped",
-                hint="in parallelize_module() say src_data_rank=None, and compute after session.wrap() only",
+                hint="pass src_data_rank=None to parallelize_module(), and compute only after session.wrap()",
             )
         return self._real
 
-    def _call(self, name: str, *arguments: Any) -> _Awaited:
+    def _call(self, name: str, *arguments: Any) -> _InterruptibleWork:
         with collective(name):
-            return _Awaited(self._works.begun(getattr(self._present(), name)(*arguments)), self._works)
+            return _InterruptibleWork(self._works.begun(getattr(self._present(), name)(*arguments)), self._works)
 
     def _reduce_scatter_base(
         self, output: torch.Tensor, source: torch.Tensor, options: Any = None, *, spends: bool = False
-    ) -> _Awaited:
-        """As gloo does it (all-reduce a copy, take one's part): the wait for gloo's own cannot be interrupted.
+    ) -> _InterruptibleWork:
+        """As gloo does it (all-reduce a copy, keep one part): the wait for gloo's own cannot be interrupted.
 
-        ``spends``: nobody needs the ``source`` afterwards, so it is not copied.
+        ``spends``: the ``source`` is not needed afterwards, so it is not copied.
         """
         if not isinstance(self._present()._get_backend(output.device), dist.ProcessGroupGloo):
             return self._call("_reduce_scatter_base", output, source, *([] if options is None else [options]))
@@ -154,12 +154,12 @@ class LastingGroup(dist.ProcessGroup):
         with collective("reduce_scatter"):
             work = self._works.begun(self._present().allreduce([whole], how))
         parts = whole.view(self.size(), -1)
-        return _Awaited(work, self._works, lambda: output.copy_(parts[self.rank()].view_as(output)))
+        return _InterruptibleWork(work, self._works, lambda: output.copy_(parts[self.rank()].view_as(output)))
 
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
 
-def _forwarding(name: str) -> Callable[..., _Awaited]:
+def _forwarding(name: str) -> Callable[..., _InterruptibleWork]:
     return lambda self, *arguments: self._call(name, *arguments)
 
 
@@ -170,13 +170,13 @@ for _name, _real in _FUNCTIONAL.items():
 
 
 class LastingMesh(DeviceMesh):
-    """A mesh whose numbers are places in the shard group.
+    """A mesh whose ranks are places in the shard group.
 
-    DeviceMesh looks itself up by torch's global rank, which is none before the first round and changes with each.
+    DeviceMesh looks itself up by torch's global rank, which is undefined before the first round and changes with each.
     """
 
     gate: threading.Event | None = None
-    """Set while groups may be taken: in parallelizing(), and once there was a round."""
+    """Set while get_group() is allowed: in parallelizing(), and after the first round has begun."""
 
     def __init__(self, *arguments: Any, _rank: int, **named: Any) -> None:
         self._place = _rank
@@ -200,7 +200,7 @@ class LastingMesh(DeviceMesh):
         return DeviceMesh._get_mesh_tensor_from_full_mesh(full, self._place)
 
     def _hash_key(self) -> tuple[Any, ...]:
-        """DTensor's caches hand out what they made for an *equal* mesh: with its groups, and its place."""
+        """DTensor's caches return objects made for an *equal* mesh, with that mesh's groups and place."""
         return (*super()._hash_key(), self._place, tuple(getattr(self, "_dim_group_names", ())))
 
     def __hash__(self) -> int:
@@ -225,10 +225,10 @@ class LastingMesh(DeviceMesh):
 
 
 class ShardLayout:
-    """How the ranks of a shard group are arranged, and which of its places this process has; for its life.
+    """The arrangement of the ranks of a shard group, and this process's place in it, fixed for its life.
 
-    The ranks of a node, or of several, are divided into shard groups of ``size`` consecutive ranks; ``number`` is that
-    of this process among them. ``node_size`` is how many ranks a node has.
+    The ranks of a node, or of several, are divided into shard groups of ``size`` consecutive ranks; ``number`` is the
+    index of this process among them. ``node_size`` is the number of ranks of a node.
     """
 
     def __init__(self, device: str, shape: Sequence[int], names: Sequence[str], number: int, node_size: int) -> None:
@@ -250,7 +250,7 @@ class ShardLayout:
         self._met = False
 
     def members(self, dim: int) -> tuple[int, ...]:
-        """The places that differ from this one in ``dim`` only."""
+        """The places that differ from this one only in ``dim``."""
         numbers = torch.arange(self.size).reshape(self.shape)
         index: list[Any] = list(self.coordinate)
         index[dim] = slice(None)
@@ -258,7 +258,7 @@ class ShardLayout:
 
     @contextmanager
     def parallelizing(self) -> Iterator[None]:
-        """The shard group stands in for torch's default group, which FSDP over tensor parallel asks for its rank."""
+        """The shard group replaces torch's default group, whose rank FSDP over tensor parallel uses."""
         self._gate.set()
         before, joins = c10d.GroupMember.WORLD, DeviceMesh._concatenate
         c10d._update_default_pg(self.whole)
@@ -272,7 +272,7 @@ class ShardLayout:
                 self._gate.clear()
 
     def _joined(self, joins: Callable[[list[DeviceMesh]], DeviceMesh], parts: list[DeviceMesh]) -> DeviceMesh:
-        """FSDP over tensor parallel joins parts of a mesh; the result must last like these."""
+        """FSDP over tensor parallel joins parts of a mesh; the result must outlive rounds like its parts."""
         joined = joins(parts)
         if isinstance(parts[0], LastingMesh):
             joined.__class__ = LastingMesh
@@ -280,7 +280,7 @@ class ShardLayout:
         return joined
 
     def enter(self, whole: Any, dims: Sequence[Any], works: InterruptibleWaits) -> None:
-        """A round begins, with these real groups."""
+        """A round begins with these real groups."""
         self._met = True
         self._gate.set()
         for lasting, real in zip((self.whole, *self.dims), (whole, *dims), strict=True):
@@ -297,15 +297,15 @@ class ShardLayout:
 def checked_shape(
     shape: Sequence[int], names: Sequence[str] | None, node_size: int, nodes: int = 1, *, launched: bool
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The mesh's shape and names; -1 is what the other dimensions leave of the ``nodes`` that hold a model together.
+    """The mesh's shape and names; -1 is the rest that the other dimensions leave of the ``nodes`` that share a model.
 
-    Pure; raises ConfigError. A process that no launcher started is alone: each dimension is 1 then.
+    Pure; raises ConfigError. In a process that no launcher started each dimension is 1.
     """
     wanted = tuple(shape)
     if names is None or len(names) != len(wanted) or len(set(names)) != len(wanted) or not wanted:
         raise ConfigError(
             f"a device mesh of shape {wanted} with the dimension names {names}",
-            hint="name each dimension, say mesh_dim_names=('dp_shard', 'tp')",
+            hint="name each dimension, for example mesh_dim_names=('dp_shard', 'tp')",
         )
     if not launched:
         return (1,) * len(wanted), tuple(names)
@@ -317,6 +317,6 @@ def checked_shape(
         where = "this node" if nodes == 1 else f"{nodes} nodes (--rdzv-conf shard_nodes={nodes})"
         raise ConfigError(
             f"a device mesh of shape {tuple(shape)} does not divide the {size} processes of {where}",
-            hint="a model is sharded within a node, or shard_nodes of them; its replicas are the session's own",
+            hint="a model is sharded within a node, or within shard_nodes nodes; the session makes its replicas",
         )
     return wanted, tuple(names)

@@ -1,7 +1,7 @@
-"""Which device this process computes on, and which backend carries its gradients.
+"""The device on which this process computes, and the backend that reduces its gradients.
 
 *Runs in* the worker's main thread, once. *Owns* the process's current CUDA device.
-*Fails by* ConfigError when the device asked for is not there.
+*Fails by* ConfigError when the requested device is missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BACKENDS = (AUTO, "gloo", "nccl")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A device, and the ``torch.distributed`` backend that fits it."""
+    """A device, and the ``torch.distributed`` backend for it."""
 
     device: torch.device
     backend: str
@@ -30,7 +30,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What this machine has."""
+    """The devices of this machine."""
 
     cuda_devices: int
     mps: bool
@@ -42,7 +42,7 @@ class Hardware:
 
 
 def choose(asked: str, local_rank: int, world_size: int, hardware: Hardware, backend: str = AUTO) -> Placement:
-    """The placement for ``asked`` (auto, cpu, mps, cuda or cuda:N). Pure; raises ConfigError.
+    """The placement for the device ``asked`` (auto, cpu, mps, cuda or cuda:N). Pure; raises ConfigError.
 
     ``backend`` "gloo" lets several processes share one CUDA device, which NCCL refuses.
     """
@@ -50,7 +50,7 @@ def choose(asked: str, local_rank: int, world_size: int, hardware: Hardware, bac
     if backend not in BACKENDS:
         raise ConfigError(f"backend is {backend!r}", hint=f"use one of {', '.join(map(repr, BACKENDS))}")
     if backend == "nccl" and placement.backend != NCCL:
-        raise ConfigError(f"backend 'nccl' cannot work on device {placement.device}", hint="leave it out")
+        raise ConfigError(f"backend 'nccl' cannot work on device {placement.device}", hint="omit it")
     return Placement(placement.device, GLOO) if backend == "gloo" else placement
 
 
@@ -68,7 +68,7 @@ def _placement(asked: str, local_rank: int, world_size: int, hardware: Hardware)
 def _cuda(asked: str, index: int, hardware: Hardware) -> Placement:
     if not hardware.cuda_devices:
         raise ConfigError(
-            f"device {asked!r} was asked for, but no CUDA device is there", hint="use device='auto' or 'cpu'"
+            f"device {asked!r} was requested, but this machine has no CUDA device", hint="use device='auto' or 'cpu'"
         )
     if index >= hardware.cuda_devices:
         raise ConfigError(
@@ -80,7 +80,7 @@ def _cuda(asked: str, index: int, hardware: Hardware) -> Placement:
 
 def _mps(world_size: int, hardware: Hardware) -> Placement:
     if not hardware.mps:
-        raise ConfigError("device 'mps' was asked for, but this machine has none", hint="use device='auto' or 'cpu'")
+        raise ConfigError("device 'mps' was requested, but this machine has none", hint="use device='auto' or 'cpu'")
     if world_size > 1:
         raise ConfigError("device 'mps' cannot take part in distributed training", hint="use device='cpu'")
     return Placement(torch.device("mps"), GLOO)

@@ -1,4 +1,4 @@
-"""A process's place in a round: its rank, and the store where the ranks meet."""
+"""A process's place in a round: its rank, and the store at which the ranks rendezvous."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic_trainer.settings import WorkerEnvironment
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where the ranks of a round meet.
+    """The store at which the ranks of a round rendezvous.
 
     ``serve``: rank 0 hosts the store. ``prefix`` is used by no other round; without it the ranks agree on one.
     """
@@ -41,11 +41,11 @@ class RoundPlace:
 
 
 def place_in(environment: WorkerEnvironment) -> RoundPlace:
-    """The place that the launcher's environment variables name. ConfigError if they contradict each other."""
+    """The place given by the launcher's environment variables. ConfigError if they contradict each other."""
     if environment.rank >= environment.world_size or environment.local_rank >= environment.local_world_size:
         raise ConfigError(
             f"environment: RANK {environment.rank} of WORLD_SIZE {environment.world_size}, LOCAL_RANK"
-            f" {environment.local_rank} of LOCAL_WORLD_SIZE {environment.local_world_size} make no sense",
+            f" {environment.local_rank} of LOCAL_WORLD_SIZE {environment.local_world_size} are invalid",
             hint="start the script with torchrun, or unset these variables",
         )
     return RoundPlace(

@@ -1,9 +1,9 @@
 """Frees a rank that is blocked in gloo: finds the sockets of a process group and shuts them down.
 
 gloo's own abort does not end a collective that waits for a frozen or silently lost peer. Shutting a socket down for
-reading makes gloo read its end and raise in the waiting thread. (``SHUT_RDWR`` leaves more of them blocked.) A group's
-sockets are those that appear in ``/proc/self/fd`` while it is formed and that lead to the round's store, or to or from
-an address at which a rank's gloo listens, or listen there. Sockets that the script opens meanwhile stay open.
+reading makes gloo read end of file and raise in the waiting thread. (``SHUT_RDWR`` leaves more threads blocked.) A
+group's sockets are those that appear in ``/proc/self/fd`` while it forms and that are connected to the round's store,
+or connected to or listening at an address of a rank's gloo. Sockets that the script opens meanwhile stay open.
 
 *Runs in* any thread of a worker. *Fails by* nothing: missing descriptors are skipped.
 *Invariant*: a descriptor is touched only while it is the same socket (number and inode) as before, and never a
@@ -60,7 +60,7 @@ class Sockets:
             self._before, self._mine, self._ends = open_sockets(), None, frozenset(store)
 
     def formed(self, listening: Collection[End]) -> int:
-        """The group is complete and its ranks listen at ``listening``; the number of its sockets."""
+        """The group is complete and its ranks listen at ``listening``; returns the number of its sockets."""
         with self._lock:
             self._ends |= frozenset(listening)
             self._mine = self._appeared()
@@ -70,17 +70,17 @@ class Sockets:
             return len(self._mine)
 
     def forget(self) -> None:
-        """The group is gone: the kernel may reuse its descriptors."""
+        """The group has ended: the kernel may reuse its descriptors."""
         with self._lock:
             self._before = self._mine = None
 
     def descriptors(self) -> list[int]:
-        """Those of a complete group that are unchanged. Takes no lock, which a forked child might never get."""
+        """The unchanged descriptors of a complete group. Takes no lock, which a forked child might never get."""
         mine, now = self._mine or {}, open_sockets()
         return [number for number, name in mine.items() if now.get(number) == name]
 
     def sever(self) -> int:
-        """Shut the group's connected sockets down for reading; how many."""
+        """Shut the group's connected sockets down for reading; returns how many."""
         with self._lock:
             if self._before is None:
                 return 0
@@ -95,7 +95,7 @@ class Sockets:
 
 
 def listening(published: bytes | None) -> list[End]:
-    """Where sockets of this process listen, if that is in what was ``published`` (None: all of them).
+    """Addresses at which sockets of this process listen and that are contained in ``published`` (None: all of them).
 
     gloo publishes its address as the kernel's own structure, among other things.
     """
@@ -104,7 +104,7 @@ def listening(published: bytes | None) -> list[End]:
 
 
 def resolved(host: str, port: int) -> list[End]:
-    """All ends that connections to ``host`` may have there."""
+    """All remote addresses that connections to ``host`` may have."""
     try:
         return [_plain(found[4]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     except OSError:
@@ -124,7 +124,7 @@ def _of(number: int) -> list[End]:
 
 
 def _ends(number: int, *, listens: bool = False) -> list[End]:
-    """Both ends of a TCP connection, or the one where a socket ``listens``; empty for any other descriptor."""
+    """Both ends of a TCP connection, or the address at which a socket ``listens``; empty for any other descriptor."""
     with contextlib.suppress(OSError), _tcp(number) as duplicate:  # OSError: not connected
         if not listens:
             return [_plain(duplicate.getsockname()), _plain(duplicate.getpeername())]
@@ -141,7 +141,7 @@ def _plain(address: Any) -> End:
 
 
 def _shut(number: int) -> bool:
-    """Whether ``number`` was a connected TCP socket; it is shut down for reading then."""
+    """Shut ``number`` down for reading if it is a connected TCP socket; whether it was."""
     with contextlib.suppress(OSError), _tcp(number) as duplicate:
         if not duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             duplicate.shutdown(socket.SHUT_RD)

@@ -1,6 +1,6 @@
-"""The process groups of one round that a sharded model needs, beside those that all ranks share.
+"""The process groups of one round that a sharded model needs, in addition to those of all ranks.
 
-Consecutive ranks form a shard group, which together hold one whole state; ranks of one place in different shard groups
+Consecutive ranks form a shard group and together hold one whole state; ranks of one place in different shard groups
 hold the same shard.
 
 *Runs in* the worker's main thread.
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.lasting import ShardLayout, real_group
-from elastic_trainer.worker.comm.waits import Aside, InterruptibleWaits
+from elastic_trainer.worker.comm.waits import InterruptibleWaits, ThreadedWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class FormTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class ShardGroups:
-    """The groups of this rank: of its shard group ``number`` of ``count``, and of its place in all of them."""
+    """The groups of this rank: of its shard group ``number`` of ``count``, and of its place in all shard groups."""
 
     number: int
     count: int
@@ -44,16 +44,16 @@ class ShardGroups:
     copies: Control
     """The ranks of this place, by shard group."""
     replicas: Any
-    """The same as a process group, for gradients; None where there is one shard group."""
+    """The process group of these ranks, for gradients; None if there is only one shard group."""
     works: InterruptibleWaits
     names: tuple[str, ...] = ()
-    """Under which keys of the store its gloo published its addresses."""
+    """The store keys under which this rank's gloo published its addresses."""
 
 
 def form_shard_groups(
     layout: ShardLayout, store: Any, control: Control, patience: FormTimeouts, *, nccl: bool
 ) -> ShardGroups:
-    """All ranks of ``control`` form their groups through ``store``, in one order."""
+    """Form the groups of all ranks of ``control`` through ``store``, in the same order on each."""
     _check_alike(layout, control)
     forming, working = timedelta(seconds=patience.forming_s), timedelta(seconds=patience.working_s)
     size, place, works = layout.size, layout.place, control.works
@@ -72,15 +72,15 @@ def form_shard_groups(
 
     def make() -> tuple[Any, list[Any], Any]:
         whole = made(f"shards/{number}", place, size)
-        dims = [  # never the whole group: where ranks call the model unequally often, its sums find that out
+        dims = [  # never the whole group: its own sums detect ranks that call the model unequally often
             made(f"{name}/{number}/{layout.members(dim)[0]}", layout.coordinate[dim], layout.shape[dim])
             for dim, name in enumerate(layout.names)
         ]
         return whole, dims, made(f"copies/{place}", number, count)
 
-    aside = Aside(make, brief=True)
-    works.wait(works.begun(aside))
-    whole, dims, replicas = aside.result
+    threaded = ThreadedWork(make, brief=True)
+    works.wait(works.begun(threaded))
+    whole, dims, replicas = threaded.result
     peers = Control(whole, place, size, works, working)
     copies = Control(replicas, number, count, works, working)
     data = InterruptibleWaits() if nccl else works
@@ -88,7 +88,7 @@ def form_shard_groups(
 
 
 def _check_alike(layout: ShardLayout, control: Control) -> None:
-    """Raise on ranks that differ from rank 0, and only there: the others continue without them."""
+    """Raise on ranks that differ from rank 0, and only on those: the others continue without them."""
     described = repr((layout.shape, layout.names))
     mine = [layout.node_size, xxhash.xxh3_64_intdigest(described.encode()) >> 1]
     rows = control.gather(mine)
@@ -96,14 +96,14 @@ def _check_alike(layout: ShardLayout, control: Control) -> None:
         raise ConfigError(
             f"this node has {mine[0]} processes and the node of rank 0 has {rows[0][0]}, and a sharded model needs"
             " equally many on each node",
-            hint="start all nodes with one --nproc-per-node",
+            hint="start all nodes with the same --nproc-per-node",
         )
     if mine != rows[0]:
         raise ConfigError(
-            f"the device mesh {described} of this rank is not that of rank 0", hint="make the same mesh on all nodes"
+            f"the device mesh {described} of this rank is not that of rank 0", hint="create the same mesh on all nodes"
         )
     if control.rank % layout.size != layout.place and all(row == mine for row in rows):
         raise ConfigError(
-            f"rank {control.rank} holds the shards of place {layout.place}, and is needed at another",
-            hint="start all nodes with one --rdzv-conf shard_nodes",
+            f"rank {control.rank} holds the shards of place {layout.place}, but is needed at another place",
+            hint="start all nodes with the same --rdzv-conf shard_nodes",
         )

@@ -1,11 +1,11 @@
 """The ranks of a round agree on a store prefix that no earlier round used, whatever that store still holds.
 
-All rounds of a job share torchrun's own store, and its restart count does not change when nodes come and go, so new
-ranks would read addresses of dead ones. Here every rank writes a hello with a token of its own. Rank 0 offers a fresh
-prefix together with all tokens; a rank accepts only an offer with its own token, and rank 0 proceeds when all have
+All rounds of a job share torchrun's own store, and its restart count does not change when nodes join or leave, so new
+ranks would read addresses of dead ones. Here each rank writes a hello with its own random token. Rank 0 offers a fresh
+prefix together with all tokens; a rank accepts only an offer that has its token, and rank 0 proceeds when all have
 accepted. Leftovers of earlier rounds never contain a token of this one.
 
-*Runs in* the worker's main thread. *Fails by* TransientError naming the ranks that did not come in time.
+*Runs in* the worker's main thread. *Fails by* TransientError that names the ranks that did not join in time.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class _Pauses:
 
     def wait(self, missing: str) -> None:
         if self._deadline.expired:
-            raise TransientError(
-                f"the ranks did not come together in time: {missing}", hint="see the other ranks' logs"
-            )
+            raise TransientError(f"the ranks did not rendezvous in time: {missing}", hint="see the other ranks' logs")
         pause(min(self._next_s, self._deadline.remaining_s()))
         self._next_s = min(2 * self._next_s, _LONGEST_PAUSE_S)
 
@@ -57,7 +55,7 @@ def _invite(store: Store, world_size: int, pauses: _Pauses) -> str:
             if not waiting:
                 store.set(f"meeting/go/{nonce}", "1")
                 return nonce
-        pauses.wait(f"rank 0 misses {_listed(waiting)}")
+        pauses.wait(f"rank 0 waits for {_listed(waiting)}")
 
 
 def _hellos(store: Store, world_size: int) -> dict[str, str]:

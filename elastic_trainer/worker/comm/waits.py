@@ -1,11 +1,11 @@
 """The pending collectives of one round; the end of the round interrupts every wait for them.
 
-gloo notices a lost connection only in operations that have moved no byte yet: one cut in the middle of a message blocks
-until the group's timeout, whatever happens to its sockets. So a wait lasts only moments at a time, and checks in
-between whether the round is over.
+gloo notices a lost connection only in operations that have transferred no byte yet: one that is cut in the middle of a
+message blocks until the group's timeout, whatever happens to its sockets. So each wait is split into short ones, and
+checks in between whether the round is over.
 
 *Runs in* the worker's main thread, which waits; any thread may end the round.
-*Owns* the operations until they end, also abandoned ones.
+*Owns* the operations, including abandoned ones, until they end.
 *Fails by* RoundBrokenError when the round is over; errors of an operation pass through.
 """
 
@@ -26,7 +26,7 @@ from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
 MOMENT_S = 0.02
 AWAITED_S = 30.0
-"""Who waits for storage logs it this often."""
+"""Seconds between log entries of a wait for storage."""
 _MOMENT = timedelta(seconds=MOMENT_S)
 
 
@@ -38,13 +38,13 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class Aside:
-    """An action, or a wait, in a thread of its own: transfers, and the making of a group.
+class ThreadedWork:
+    """An action, or a wait, in a separate thread: transfers, and the creation of a group.
 
-    gloo closes the connection when the wait for a transfer times out; in other waits it only looks at the clock. And
-    the making of a group cannot be interrupted while it waits for a peer to connect.
+    gloo closes the connection when the wait for a transfer times out; other waits only check the clock. And the
+    creation of a group cannot be interrupted while it waits for a peer to connect.
 
-    ``brief``: the interpreter's end waits for the thread, since C++ aborts if it returns to Python later.
+    ``brief``: the interpreter waits for the thread at exit, since C++ aborts if it returns to Python later.
     """
 
     def __init__(self, act: Callable[[], object], *, brief: bool = False) -> None:
@@ -52,7 +52,7 @@ class Aside:
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self.result: Any = None
-        threading.Thread(target=self._run, name="aside", daemon=not brief).start()
+        threading.Thread(target=self._run, name="threaded-work", daemon=not brief).start()
 
     def _run(self) -> None:
         try:
@@ -68,7 +68,7 @@ class Aside:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """RuntimeError if it failed, or has not ended after ``timeout``."""
         if not self._ended.wait(timeout.total_seconds() if timeout is not None else None):
-            raise RuntimeError("this is still under way")
+            raise RuntimeError("the operation is still in progress")
         if self._error is not None:
             raise self._error
         return True
@@ -76,13 +76,13 @@ class Aside:
 
 @contextmanager
 def storage_awaited() -> Iterator[None]:
-    """The body waits for storage: an event says so every ``AWAITED_S``, since nobody else may be there to notice."""
+    """While the body waits for storage, log it every ``AWAITED_S`` seconds: no other process may notice."""
     began, over = SYSTEM.monotonic(), threading.Event()
 
     def say() -> None:
         while not over.wait(AWAITED_S):
             waited_s = round(SYSTEM.monotonic() - began, 1)
-            logger().warning("storage.awaited", waited_s=waited_s, effect="this process goes on when storage answers")
+            logger().warning("storage.awaited", waited_s=waited_s, effect="this process continues when storage answers")
 
     threading.Thread(target=copy_context().run, args=(say,), name="storage-awaited", daemon=True).start()
     try:
@@ -92,7 +92,7 @@ def storage_awaited() -> Iterator[None]:
 
 
 class InterruptibleWaits:
-    """See the module. ``interruptible`` False: each wait is a single one (the process has only one round).
+    """See the module. ``interruptible`` False: waits are not split (the process has only one round).
 
     ``tracker`` notes when this process waits for others.
     """
@@ -109,18 +109,18 @@ class InterruptibleWaits:
         return work
 
     def ended(self, work: Work) -> None:
-        """``work`` has ended, whatever it says."""
+        """Treat ``work`` as ended, whatever it reports."""
         self._open.pop(id(work), None)
 
     def wait(self, work: Work) -> None:
-        """Wait until ``work`` has ended: within its group's timeout, and in place no longer than the round lasts."""
+        """Wait until ``work`` has ended, at most for its group's timeout, and in place no longer than the round."""
         if self._tracker is not None:
             self._tracker.waits()
         try:
             self._wait(work)
         finally:
             if self._tracker is not None:
-                self._tracker.goes_on()
+                self._tracker.resumes()
             if work.is_completed():
                 self._open.pop(id(work), None)
 
@@ -130,7 +130,7 @@ class InterruptibleWaits:
             self._wait(work)
 
     def check(self) -> None:
-        """RoundBrokenError in place, when the round is over."""
+        """In place, raise RoundBrokenError if the round is over."""
         if self._interruptible and self._over.is_set():
             raise RoundBrokenError(self._why)
 
@@ -152,7 +152,7 @@ class InterruptibleWaits:
             self.check()
 
     def _outcome(self, work: Work) -> None:
-        """The result of finished ``work``: a failure after the end of its round is reported as that end."""
+        """Raise the error of finished ``work``, if any; after the end of its round as RoundBrokenError."""
         try:
             work.wait()
         except RuntimeError as error:
@@ -166,11 +166,11 @@ class InterruptibleWaits:
         self._over.set()
 
     def abort_with(self, act: Callable[[], object]) -> None:
-        """``act`` frees what no wait can: a device's kernels that wait for a lost peer."""
+        """Register ``act``, which frees a device's kernels that wait for a lost peer; no wait can do that."""
         self._aborts.append(act)
 
     def abort(self) -> None:
-        """Do that, when the round is over in the middle of a collective. From any thread."""
+        """Call the registered action: the round is over in the middle of a collective. From any thread."""
         for act in self._aborts:
             try:
                 act()
@@ -178,7 +178,7 @@ class InterruptibleWaits:
                 logger().warning("nccl.not_aborted", error=str(error).partition("\n")[0])
 
     def outlive(self) -> int:
-        """Wait until all operations have ended, however they end; how many there were."""
+        """Wait until all operations have ended, successfully or not; returns how many there were."""
         left = list(self._open.values())
         for work in left:
             with contextlib.suppress(RuntimeError):

@@ -1,10 +1,10 @@
-"""A worker's link to its node's agent in place: rounds come and go while the process stays.
+"""A worker's link to its node's agent in place, through all rounds of the process.
 
 *Runs in* a worker: the thread ``session-link`` reads the agent's messages and holds the life mutex, by which the kernel
 reports this process's death to the agent at once.
 *Owns* the connection, the mutex and the thread.
-*Fails by* ending the process: with the agent's code when it says so, 1 when the agent is gone (an orphan would hold its
-device for ever).
+*Fails by* exiting the process: with the agent's code on its request, with 1 when the agent is gone (an orphan would
+hold its device for ever).
 *Invariant*: messages about a round never undo those about a later one, in whatever order they arrive.
 """
 
@@ -22,7 +22,7 @@ from elastic_trainer.ipc import messages
 from elastic_trainer.ipc.channel import ChannelClosedError, connect
 from elastic_trainer.ipc.mutex import LifeMutex
 from elastic_trainer.settings import WorkerEnvironment
-from elastic_trainer.telemetry.logs import last_words, logger
+from elastic_trainer.telemetry.logs import final_message, logger
 from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress
 from elastic_trainer.worker.state.training_state import Position
 
@@ -30,11 +30,11 @@ WELCOME_TIMEOUT_S = 30.0
 REPORT_EVERY_S = 0.2
 IDLE_EVERY_S = 1.0
 FAREWELL_TIMEOUT_S = 60.0
-"""The agent answers at once unless it is frozen; then torchrun, which waits for the worker, is frozen too."""
+"""Limit for the agent's answer. It answers at once unless it is frozen, and then torchrun is frozen too."""
 GIVEN_UP_S = 5.0
-"""The same for a failed script, whose death says as much."""
-LAST_WORDS_S = 15.0
-"""Time for a failed script to end; its node waits for that."""
+"""The same for a failed script, whose death gives the agent the same information."""
+CLOSE_LIMIT_S = 15.0
+"""Time for a failed script to exit; its node waits for that."""
 
 
 class ChannelLink:
@@ -88,12 +88,12 @@ class ChannelLink:
         self._closing = True
         well = status in ("done", "stopped")
         self._send(messages.Leaving(status=status if well else "failed", step=0))
-        # The agent disconnects when it has read this. Ending earlier might report the death before the message.
+        # The agent disconnects when it has read this. If the worker exited earlier, its death might precede it.
         if self._thread is not threading.current_thread():
             self._thread.join(FAREWELL_TIMEOUT_S if well else GIVEN_UP_S)
         self._connection.close()
         if not well:
-            last = threading.Timer(LAST_WORDS_S, self._end, (EXIT_FAILURE, "the script failed, and did not end"))
+            last = threading.Timer(CLOSE_LIMIT_S, self._end, (EXIT_FAILURE, "the script failed, but did not exit"))
             last.daemon = True
             last.start()
 
@@ -113,9 +113,8 @@ class ChannelLink:
     def await_formation(self, number: int, idle: Callable[[], None] = lambda: None) -> RoundPlace | None:
         """Wait for a round of at least ``number`` that is not broken yet, without limit.
 
-        None when round ``number`` ends before this worker took its place: the worker then has to announce that it is
-        ready for a later one. ``idle()`` is called about once a second. The agent ends the process when the wait is
-        hopeless.
+        Returns None when round ``number`` ends before this worker joined it: the worker must then announce that it is
+        ready for a later one. ``idle()`` is called about once a second. If the run fails, the agent ends the process.
         """
         while True:
             self._await(lambda: self._usable(number) is not None or self._over >= number, IDLE_EVERY_S)
@@ -140,7 +139,7 @@ class ChannelLink:
         )
 
     def failed(self, number: int, error: str, *, forming: bool = False) -> None:
-        """Report that a collective of round ``number`` failed here; ``forming``: before the round had begun."""
+        """Report that a collective of round ``number`` failed here; ``forming``: while its groups formed."""
         self._send(messages.Failed(number=number, error=error, forming=forming))
 
     def evicted(self, reason: str) -> None:
@@ -154,7 +153,7 @@ class ChannelLink:
     def await_over(self, number: int) -> bool:
         """Wait until round ``number`` is known to be over. Always True; the agent may end the process instead.
 
-        The wait lasts as long as an outage of the store: without it nobody can form another round.
+        The wait may last as long as an outage of the store, without which no other round can form.
         """
         self._await(lambda: self._over >= number, None)
         return True
@@ -177,7 +176,7 @@ class ChannelLink:
 
     def _hear(self, message: messages.Message) -> None:
         if isinstance(message, messages.Exit):
-            if not self._closing:  # else it ends by itself, with a reason of its own, such as a traceback
+            if not self._closing:  # otherwise the process exits by itself with its own reason, such as a traceback
                 self._end(message.code, message.reason)
             return
         if isinstance(message, messages.Ping):
@@ -213,11 +212,11 @@ class ChannelLink:
         try:
             self._connection.send(message)
         except ChannelClosedError:
-            logger().debug("link.unsent", kind=type(message).__name__)  # the reading thread notices it too
+            logger().debug("link.unsent", kind=type(message).__name__)  # the reading thread also notices the lost link
 
     def _end(self, code: int, reason: str) -> NoReturn:
         logger().warning("worker.ended", reason=reason, exit_code=code)
-        last_words()
+        final_message()
         os._exit(code)
 
     @staticmethod

@@ -1,11 +1,11 @@
 """Replays calls that all ranks make together, when a round ends in the middle of one.
 
-Some ranks may have completed the call and gone on, others not; simply repeating it would separate them. So the ranks
-count completed calls, and a rank that is one behind receives the result from one that is not.
+Some ranks may have completed the call and continued, others not; simply repeating it would bring them out of step. So
+ranks count completed calls, and a rank that is one call behind receives the result from one that has completed it.
 
 *Runs in* the worker's main thread of all ranks at once. *Fails by* RoundBrokenError when a peer is gone.
-*Invariant*: ranks that were in one round differ by at most one call, since all of them are needed to complete the
-next. One that stood by meanwhile, or comes new, goes on from where the others are.
+*Invariant*: ranks of one round differ by at most one call, since all of them are needed to complete the next. A rank
+that was a spare meanwhile, or is new, continues from where the others are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CallReplay:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """The body meets others for the call that this rank is in."""
+        """In the body this rank meets others for the call that it is in."""
         self._inside = True
         try:
             yield

@@ -2,7 +2,7 @@
 
 *Runs in* the worker's main thread, which enters and leaves; the link's thread calls :meth:`Escape.over`.
 *Owns* the sockets and the waits of the present round.
-*Invariant*: once a round is left, nothing of it is severed any more.
+*Invariant*: after a round is left, none of its sockets is severed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Escape:
         """Leave the round; ``planned``: no peer waits in it either."""
         if not planned:
             self.sockets.sever()
-        self._works.end("the round was left")  # a late wait gets what has arrived by now
+        self._works.end("the round was left")  # a late wait returns what has arrived by now
         self._inside.clear()
         self.sockets.forget()
 
@@ -67,6 +67,6 @@ class Escape:
         pause_s = SEVER_AGAIN_S
         while self._inside.is_set() and self.number == number:
             SYSTEM.wait(threading.Event(), pause_s)
-            pause_s = min(2.0 * pause_s, SEVER_AGAIN_LONGEST_S)  # the script's evaluation may take an hour
+            pause_s = min(2.0 * pause_s, SEVER_AGAIN_LONGEST_S)  # the main thread may be in an evaluation of an hour
             if self._inside.is_set() and self.number == number:
                 self.sockets.sever()

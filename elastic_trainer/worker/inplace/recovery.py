@@ -4,9 +4,9 @@ A step that was uncommitted when its round ended is undone, and its batch is rep
 round training continues only when all ranks hold one state.
 
 *Runs in* the worker's main thread.
-*Fails by* any error that is no end of a round; NonFiniteError for a state that must not continue; SystemExit where the
-process leaves by a planned change.
-*Invariant*: only a whole state is ever reported or given to another rank.
+*Fails by* any error that does not come from the end of a round; NonFiniteError for a state that must not continue;
+SystemExit if the process leaves by a planned change.
+*Invariant*: only a whole state is ever reported or sent to another rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic_trainer.worker.comm.groups import Group
 from elastic_trainer.worker.comm.round_place import RoundPlace
 from elastic_trainer.worker.inplace.call_replay import NEWCOMER, CallReplay
 from elastic_trainer.worker.inplace.rounds import Rounds
-from elastic_trainer.worker.inplace.shortage import Shortage
+from elastic_trainer.worker.inplace.shortage import MemoryShortage
 from elastic_trainer.worker.state.heal import heal, identity
 from elastic_trainer.worker.state.restore import Origin
 from elastic_trainer.worker.state.saver import check_storage
@@ -47,14 +47,14 @@ class InPlaceRecovery:
     def __init__(self, rounds: Rounds, training: Training) -> None:
         self._rounds, self._training, self._place = rounds, training, training.place
         self._calls = CallReplay()
-        self._shortage = Shortage(training)
+        self._shortage = MemoryShortage(training)
         self._valid = False
         """Whether other ranks may receive the state held here."""
         self._given_up: Step | None = None
-        """The step given up when the last round ended."""
+        """The step that was undone when the last round ended."""
         self._change_due = False
         self._evaluates = False
-        """During an evaluation no planned change is agreed on."""
+        """Whether an evaluation runs, during which no planned change is agreed on."""
 
     # ---- entering a round
 
@@ -137,7 +137,7 @@ class InPlaceRecovery:
         self._given_up = None
 
     def _meet_peers(self, control: Control) -> None:
-        """Shards of one group commit together: a prepared rank whose peer has committed the step makes it too.
+        """Shards of one group commit together: a prepared rank whose peer has committed the step commits it too.
 
         All sums of a prepared rank are complete, so what it commits has the bits of its replicas.
         """
@@ -170,16 +170,16 @@ class InPlaceRecovery:
         return self._training.collect()
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        """Adopt the ``state`` of another rank. Until that is done this rank must not give its state to others."""
+        """Adopt the ``state`` of another rank. Until that is done this rank must not send its state to others."""
         self._valid = False
         self._training.take_over(state)
         self._valid = True
 
     def _count(self, step: Step, *, attempted_since: bool) -> None:
-        """This rank was healed by a peer that may have committed the very step that was given up here.
+        """This rank was healed by a peer that may have committed the step that was undone here.
 
-        Then its samples count. The script's code after the step runs here too, unless the peer's state already includes
-        it because the peer was inside the next step (``attempted_since``).
+        Then its samples count as used. The script's code after the step runs here too, unless the peer's state already
+        includes its effect because the peer was inside the next step (``attempted_since``).
         """
         position = self._place.position
         if (position.step, position.lineage) != (step.number, step.generation):
@@ -190,7 +190,7 @@ class InPlaceRecovery:
         self._place.record(step, round=step.generation, rank=step.rank, world=step.world_size)
 
     def _while_waiting(self) -> None:
-        """No round for a second (too few nodes, or no store): save what is only in memory."""
+        """Without a round for a second (too few nodes, or no store): save the state that is only in memory."""
         self._place.tracker.change(Phase.WAITING)
         if self._valid:
             self._training.save_alone()
@@ -261,7 +261,7 @@ class InPlaceRecovery:
         self._change_due = True
 
     def change(self) -> bool:
-        """Make the planned change that was agreed on, if any; whether the ranks may have changed.
+        """Perform the agreed planned change, if any; returns whether the ranks may have changed.
 
         This happens before the next batch is drawn: the script's code after the step has run on all ranks by then, so
         newcomers start where the others are.

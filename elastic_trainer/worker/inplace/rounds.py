@@ -1,9 +1,9 @@
 """Moves a worker from round to round in place: leave a broken or drained one, meet the others in the next.
 
 *Runs in* the worker's main thread. *Owns* the process groups of the present round.
-*Fails by* the link ending the process (no agent, run closed); every other failure leads to another round.
-*Invariant*: a store prefix, a store connection and a group belong to one round only; an abandoned group is never waited
-for.
+*Fails by* the link exiting the process (no agent, run closed); any other failure leads to another round.
+*Invariant*: a store prefix, a store connection and a group belong to one round only; nothing waits for an abandoned
+group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elastic_trainer.worker.inplace.escape import Escape
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """A round that this worker has entered, and the seconds that forming took."""
+    """A round that this worker has entered, and the seconds that it took to form."""
 
     group: groups.Group
     took_s: float
@@ -57,8 +57,8 @@ class Rounds:
     ) -> Formed:
         """Join the next round, retrying while rounds fail to form.
 
-        ``offer`` is what this worker announces, ``place`` its place in a round that a planned change has already agreed
-        on. ``idle()`` is called about once a second while there is no round, ``forming()`` when a place is known.
+        ``offer`` is this worker's announcement, ``place`` its place in a round that a planned change has already fixed.
+        ``idle()`` is called about once a second while there is no round, ``forming()`` when a place is known.
         """
         if place is not None:
             self._link.ready(offer.model_copy(update={"number": place.round, "planned": True}))
@@ -81,7 +81,7 @@ class Rounds:
         return self._link.await_formation(first, idle)
 
     def give_up(self, number: int, error: BaseException) -> None:
-        """The ranks of round ``number`` could not begin because of ``error``, so it is over. Raises any other error."""
+        """Give up round ``number`` because ``error`` kept its ranks from starting; raises any other error."""
         if not is_collective_failure(error):
             raise error
         logger().info("round.not_entered", round=number, error=summary(error), trail=trail(error))
@@ -110,7 +110,7 @@ class Rounds:
     def check_device(self, device: torch.device) -> None:
         """Before an update on a CUDA device: wait for the gradients, and refuse those of a round that is over.
 
-        CUDA runs behind the host, so after an abort the update would use half-summed gradients.
+        CUDA runs asynchronously, so after an abort the update would use partially summed gradients.
         """
         torch.cuda.current_stream(device).synchronize()
         number = self._escape.number
@@ -121,11 +121,11 @@ class Rounds:
     def confirms(self, error: BaseException) -> bool:
         """Whether ``error`` comes from the end of the present round; any other error is the script's.
 
-        A failed collective is reported to the agent; then this waits for the agent's word that the round is over.
+        Reports a failed collective to the agent, then waits for the agent's message that the round is over.
         """
         if not self._escape.inside or not is_collective_failure(error):
             return False
-        self._escape.sockets.sever()  # so peers learn at network speed that this rank has lost the round
+        self._escape.sockets.sever()  # so that peers notice at network speed that this rank has left the round
         number = self._escape.number
         logger().warning("collective.failed", round=number, error=summary(error), trail=trail(error))
         self._link.failed(number, summary(error))

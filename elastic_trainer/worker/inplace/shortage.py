@@ -1,11 +1,11 @@
-"""Out of memory as a fault like others: the rank leaves the round, and all agree on what becomes of the batch.
+"""Handles out-of-memory errors: the rank leaves the round, and all ranks agree on what to do with the batch.
 
-It is repeated in micro-batches of half the size, from then on, or passed over by a step without an update. Either is
-agreed on in the next round. A step that is passed over counts as committed, so that a rank which did not learn of it is
-healed as after any step.
+The ranks agree in the next round: from then on micro-batches have half the size, or this batch is skipped by a step
+without an update. A skipped step counts as committed, so that a rank that missed the decision is healed as after any
+step.
 
 *Runs in* the worker's main thread.
-*Fails by* the error itself where micro-batches of one sample are too large; ConfigError for halves in the fixed tree.
+*Fails by* the original error if micro-batches of one sample are too large; ConfigError for halving with the fixed tree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic_trainer.worker.steps.step import Step
 from elastic_trainer.worker.steps.training import Training
 
 
-class Shortage:
+class MemoryShortage:
     """See the module."""
 
     def __init__(self, training: Training) -> None:
@@ -33,14 +33,14 @@ class Shortage:
         self._policy = OnShortage(self._place.options.checks.out_of_memory)
         if self._policy is OnShortage.HALVE and training.replica.tree is not None:
             raise ConfigError(
-                "out_of_memory='halve' does not go with reduction='tree', whose bits depend on the micro-batches",
+                "out_of_memory='halve' cannot go with reduction='tree', whose bits depend on the micro-batches",
                 hint="use out_of_memory='skip', or a smaller micro_batch_size",
             )
         self._step = 0
-        """The step that this rank had no memory for; 0: none."""
+        """The step for which this rank had too little memory; 0: none."""
 
     def seen(self, step: Step, error: BaseException) -> BaseException:
-        """What to take ``error`` for: the end of the round, if it is a shortage that can be helped."""
+        """``error`` itself, or RoundBrokenError for an out-of-memory error that can be handled."""
         if self._policy is OnShortage.RAISE or step.committed or step.batch is None:
             return error
         if not any(isinstance(each, torch.OutOfMemoryError) for each in chain(error)):
@@ -54,7 +54,7 @@ class Shortage:
         return RoundBrokenError(f"rank {step.rank} ran out of memory in step {step.number}")
 
     def agree(self, control: Control) -> None:
-        """In a new round, when all ranks hold one state: act if a rank had no memory for the next step."""
+        """In a new round, when all ranks hold one state: act if a rank had too little memory for the next step."""
         if self._policy is OnShortage.RAISE:
             return
         position, feed = self._place.position, self._place.feed

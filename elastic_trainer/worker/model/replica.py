@@ -248,7 +248,7 @@ class Replica:
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
-            self._tracker.goes_on()
+            self._tracker.resumes()
 
     def scale_gradients(self, factor: float) -> None:
         grads = [each.grad for each in self.module.parameters() if each.grad is not None]

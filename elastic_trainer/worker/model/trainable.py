@@ -20,7 +20,7 @@ from torch import nn
 
 from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.comm.control import Control, Likeness, Purpose
+from elastic_trainer.worker.comm.control import Control, EqualityCheck, Purpose
 
 _required = attrgetter("requires_grad")
 
@@ -84,7 +84,7 @@ class Trainable:
     def agree(self, control: Control) -> None:
         """ConfigError on all ranks unless they train the same parameters; all call it in the same step."""
         flags = bytes(self._flags)
-        if control.alone or Likeness(control, Purpose.TRAINED, xxhash.xxh3_64_intdigest(flags)).wait():
+        if control.alone or EqualityCheck(control, Purpose.TRAINED, xxhash.xxh3_64_intdigest(flags)).wait():
             return
         rows = control.gather_bytes(flags)
         if len({len(row) for row in rows}) > 1:

@@ -1,1 +1,1 @@
-"""What a worker reports: its heartbeat page, the journal of its steps, its metrics endpoint."""
+"""A worker's reports: its heartbeat page, the ledger of its steps, its metrics endpoint."""

@@ -1,4 +1,4 @@
-"""The metrics of one worker process where no agent exports them: under torchrun's own rendezvous, or alone.
+"""The metrics endpoint of a worker whose metrics no agent exports: under torchrun's own rendezvous, or alone.
 
 *Runs in* the server's threads; the session closes it. *Fails by* ConfigError when it cannot listen.
 """
@@ -20,8 +20,8 @@ def open_endpoint(environment: WorkerEnvironment, tracker: HeartbeatReporter) ->
         return None
     if (environment.metrics_cert is None) != (environment.metrics_key is None):
         raise ConfigError(
-            "environment: ELASTIC_TRAINER_METRICS_CERT and ELASTIC_TRAINER_METRICS_KEY go together",
-            hint="set both, or none",
+            "environment: ELASTIC_TRAINER_METRICS_CERT and ELASTIC_TRAINER_METRICS_KEY need each other",
+            hint="set both or neither",
         )
     reader = PageReader.of(tracker.page.memory)
 

@@ -1,11 +1,11 @@
-"""What a worker reports while it works: its phase, the duration of steps, where its time goes.
+"""A worker's heartbeat: its phase, the duration of its steps, and how it spends its time.
 
-It is written to the heartbeat page at every step and change of phase. The agent reads the page; a worker without an
+It writes the heartbeat page at every step and change of phase. The agent reads the page; a worker without an
 agent writes it for the metrics of its own process.
 
 *Runs in* the worker's main thread. *Owns* the page, and the file for stacks that the agent requests.
-*Fails by* nothing: without a page there is no reader.
-*Invariant*: each second since the process began belongs to one phase.
+*Fails by* nothing: if the page cannot be created, nothing is reported.
+*Invariant*: each second since the process started belongs to exactly one phase.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TRAINING, _REPEATED, _DATA = _WORK
 _CHECKPOINT: Final = NUMBERS[Phase.CHECKPOINT]
 _SAMPLE_EVERY_S: Final = 1.0
 _NUMBERS: Final = count(1)
-"""Page numbers: a script may open several sessions in turn."""
+"""Page numbers: a script may open several sessions one after the other."""
 
 
 _PREVIOUS: Final[list[HeartbeatReporter]] = []
@@ -71,14 +71,14 @@ class HeartbeatReporter:
         self._stacks: IO[bytes] | None = None
         self.closed_at = now
         self.reached = 0
-        """The newest step committed by anybody before: steps up to there are repeated work."""
+        """The newest step that any rank had committed before: steps up to it are repeated work."""
 
     @classmethod
     def open(cls, environment: WorkerEnvironment, clock: Clock = SYSTEM) -> HeartbeatReporter:
         """The reporter of this process, on a page that its agent reads if there is one."""
         page = _page(environment)
         age_s = process_age_s()
-        if _PREVIOUS:  # an earlier session has reported the time before
+        if _PREVIOUS:  # an earlier session has reported the time until now
             previous = _PREVIOUS.pop()
             age_s = clock.monotonic() - previous.closed_at
             previous.describe(closed=True)
@@ -104,12 +104,12 @@ class HeartbeatReporter:
         return tracker
 
     def disown(self) -> None:
-        """In a forked child: the page is the parent's."""
+        """In a forked child: stop writing, since the page is the parent's."""
         self.page = PageWriter.private()
         _PREVIOUS.clear()
 
     def close(self) -> None:
-        """The session has ended; the agent still reads the page."""
+        """Stop reporting: the session has ended. The agent still reads the page."""
         self.closed_at = self._monotonic()
         self.beat()
         if self._stacks is not None:
@@ -117,10 +117,10 @@ class HeartbeatReporter:
             self._stacks.close()
             self._stacks = None
 
-    # ---- what this worker is
+    # ---- identity of this worker
 
     def describe(self, **notes: Any) -> None:
-        """Update notes, which change rarely."""
+        """Update the notes, which change rarely."""
         self._notes.update(notes)
         self._note()
 
@@ -137,7 +137,7 @@ class HeartbeatReporter:
         self.pulse.step, self.pulse.epoch, self.pulse.used = step, cursor.epoch, cursor.samples
         self.moved()
 
-    # ---- what it does
+    # ---- activity
 
     def enter(self, phase: int) -> int:
         """Count time into this phase (by number) from now on; returns the previous one. The next beat writes it."""
@@ -148,7 +148,7 @@ class HeartbeatReporter:
         return before
 
     def change(self, phase: Phase) -> Phase:
-        """As :meth:`enter`, but written at once: for phases that may last."""
+        """As :meth:`enter`, but written at once: for phases that may last long."""
         before = self.enter(NUMBERS[phase])
         self.moved()
         return PHASES[before]
@@ -178,7 +178,7 @@ class HeartbeatReporter:
         else:  # this is the wait for the checkpoint; the phase shown on the page must not change
             self._peer_saves = False
 
-    def goes_on(self) -> None:
+    def resumes(self) -> None:
         """The wait for other ranks is over."""
         if not self._waits_at:
             return
@@ -202,7 +202,7 @@ class HeartbeatReporter:
     def gave_up(self) -> None:
         """The present step is lost and will be repeated."""
         self.page.inside(False)
-        self.goes_on()
+        self.resumes()
         self.enter(self._phase)
         seconds = self.pulse.seconds
         lost_s, seconds[_TRAINING] = seconds[_TRAINING] - self._shown_s, self._shown_s
@@ -263,7 +263,7 @@ class HeartbeatReporter:
         self.pulse.reserved = torch.cuda.memory_reserved(self._device)
 
     def knows_loss(self, loss: float | None, *, own: bool = False) -> None:
-        """The newest loss (None: unknown). This rank's ``own`` counts until the mean over all ranks is known."""
+        """Report the newest loss (None: unknown). This rank's ``own`` counts until the mean of all ranks is known."""
         if loss is not None and math.isfinite(loss) and not (own and self._knows_mean):
             self.pulse.loss = loss
             self._knows_mean = not own
@@ -315,7 +315,7 @@ class HeartbeatReporter:
 
 
 def process_age_s(uptime: Path = Path("/proc/uptime")) -> float:
-    """Seconds since this process began; 0 where the kernel does not say."""
+    """Seconds since this process started; 0 if the kernel does not provide it."""
     started = start_of("self")
     try:
         return max(0.0, float(uptime.read_text().split()[0]) - (started or 0) / os.sysconf("SC_CLK_TCK"))

@@ -1,9 +1,9 @@
-"""One JSON line for each thing that a worker did, for audits of a run.
+"""The ledger: one JSON line for each action of a worker, for audits of a run.
 
 *Runs in* the worker's main thread. *Owns* one file per process.
-*Fails by* StorageError where the file cannot be made at the start of a training. Later lines wait in memory until the
-disk takes them: a record is never worth the training.
-*Invariant*: a line is written right after what it records has happened, so a killed process leaves only truths.
+*Fails by* StorageError if the file cannot be created when training starts. If a later write fails, lines wait in memory
+until the disk accepts them: a record is never worth stopping the training.
+*Invariant*: a line is written right after the action that it records, so a killed process leaves only true lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
 
 MOST_WAITING: Final = 16 << 20
-"""Bytes that may wait for the disk; further lines are dropped."""
+"""Upper bound on bytes that wait for the disk; further lines are dropped."""
 
 
 class Ledger:
@@ -31,7 +31,7 @@ class Ledger:
         self._descriptor: int | None = None
         self._waiting = bytearray()
         self._refused = ""
-        """Why the disk refuses lines, if so."""
+        """Why the disk refuses lines; empty while it accepts them."""
         if environment.ledger_dir is None:
             return
         self._path = environment.ledger_dir / f"{environment.node}-{environment.local_rank}-{os.getpid()}.jsonl"
@@ -46,7 +46,7 @@ class Ledger:
         return self._path is not None
 
     def identify(self, *, rank: int, local_rank: int, world: int, round: int) -> None:
-        """Set what every later line says about its writer."""
+        """Set the identity of the writer that every later line carries."""
         place = {"rank": rank, "local_rank": local_rank, "world": world, "round": round, "pid": os.getpid()}
         self._identity.update(place)
 
@@ -66,7 +66,7 @@ class Ledger:
             self._descriptor = None
 
     def _write_out(self) -> None:
-        """Write what waits, starting at the first byte that the disk has not taken."""
+        """Write the waiting lines, starting at the first byte that the disk has not accepted."""
         try:
             descriptor = self._opened()
             while self._waiting:

@@ -23,7 +23,7 @@ from elastic_trainer.checkpoint.parts import CheckpointPart, PartReader, Placing
 from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.comm.waits import Aside
+from elastic_trainer.worker.comm.waits import ThreadedWork
 
 FIELD = "loading"
 """The field of checkpoints that keeps how they are best loaded."""
@@ -166,7 +166,7 @@ class _ReadAhead:
     def __init__(self, control: Control, reader: PartReader | None) -> None:
         self._works, self._reader = control.works, reader
         self._waiting: deque[CheckpointPart] = deque()
-        self._running: deque[tuple[Aside, torch.Tensor]] = deque()
+        self._running: deque[tuple[ThreadedWork, torch.Tensor]] = deque()
         self._most = 2
         self.free: list[torch.Tensor] = []
         self.error: CheckpointError | None = None
@@ -207,13 +207,13 @@ class _ReadAhead:
                 reading.wait()
             reader.close()
 
-        Aside(ended)
+        ThreadedWork(ended)
 
     def _start(self) -> None:
         while self._reader is not None and self._waiting and len(self._running) < self._most:
             part = self._waiting.popleft()
             buffer = self.buffer(part)
-            self._running.append((Aside(partial(self._read, self._reader, part, buffer[: part.size])), buffer))
+            self._running.append((ThreadedWork(partial(self._read, self._reader, part, buffer[: part.size])), buffer))
 
     def _read(self, reader: PartReader, part: CheckpointPart, into: torch.Tensor) -> CheckpointError | None:
         if self.error is not None:

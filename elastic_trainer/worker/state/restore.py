@@ -27,7 +27,7 @@ from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
-from elastic_trainer.worker.comm.waits import Aside, storage_awaited
+from elastic_trainer.worker.comm.waits import ThreadedWork, storage_awaited
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.loading import KnownWay, load_together
 from elastic_trainer.worker.state.transfer import share_state
@@ -225,7 +225,7 @@ def _elect(control: Control, inventory: Inventory) -> tuple[int, Opened | None] 
 
 def beside(control: Control, act: Callable[[], Found]) -> Found:
     """``act()`` in a thread: storage may take long, and a round that ends meanwhile must not wait for it."""
-    work = Aside(partial(copy_context().run, act))
+    work = ThreadedWork(partial(copy_context().run, act))
     control.works.wait_for_own(work)
     found: Found = work.result
     return found

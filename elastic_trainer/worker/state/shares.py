@@ -11,7 +11,7 @@ import torch
 from elastic_trainer.checkpoint import Places
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.round_place import RoundPlace
-from elastic_trainer.worker.comm.waits import Aside, storage_awaited
+from elastic_trainer.worker.comm.waits import ThreadedWork, storage_awaited
 
 
 class Writers(StrEnum):
@@ -77,7 +77,7 @@ def in_round(within: ShardPart | Control | None, wait: Callable[[], object]) -> 
     """``wait()`` for storage, and no longer than a round with others lasts: it may end because one of them is gone."""
     peers = within.peers if isinstance(within, ShardPart) else within
     if peers is not None:
-        peers.works.wait_for_own(Aside(wait))
+        peers.works.wait_for_own(ThreadedWork(wait))
     else:
         with storage_awaited():
             wait()

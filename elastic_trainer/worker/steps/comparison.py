@@ -23,7 +23,7 @@ import xxhash
 
 from elastic_trainer.errors import DifferError
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.worker.comm.control import Control, Likeness, Purpose
+from elastic_trainer.worker.comm.control import Control, EqualityCheck, Purpose
 from elastic_trainer.worker.model import digests
 from elastic_trainer.worker.model.trainable import Trainable
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
@@ -82,7 +82,7 @@ class Comparison:
         self._control, self._compared, self._tracker, self._heal = control, compared, tracker, heal
         self._every = 0 if every_steps is None or control.alone else every_steps
         self._taken: _Taken | None = None
-        self._asked: tuple[_Taken, Likeness] | None = None
+        self._asked: tuple[_Taken, EqualityCheck] | None = None
 
     def after_step(self, step: int) -> None:
         if not self._every:
@@ -114,7 +114,7 @@ class Comparison:
         taken, self._taken = self._taken, None
         if taken is not None:
             number = xxhash.xxh3_64_intdigest(taken.bytes())
-            self._asked = taken, Likeness(self._control, Purpose.COMPARE, number)
+            self._asked = taken, EqualityCheck(self._control, Purpose.COMPARE, number)
 
     def _answer(self) -> None:
         asked, self._asked = self._asked, None

@@ -24,8 +24,8 @@ from typing import Any
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_LEFT
-from elastic_trainer.ipc.stacks import standing
-from elastic_trainer.telemetry.logs import last_words, logger
+from elastic_trainer.ipc.stacks import signal_state
+from elastic_trainer.telemetry.logs import final_message, logger
 
 EXIT_INTERRUPTED = 130
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -170,7 +170,7 @@ class Signals:
 
     def _leave(self, reason: str) -> None:
         logger().error("session.abandoned", reason=reason, exit_code=self.exit_code)
-        last_words()
+        final_message()
         os._exit(self.exit_code)
 
 
@@ -181,5 +181,5 @@ def _noted(number: int, frame: FrameType | None) -> None:
 def _is_free(number: signal.Signals) -> bool:
     """Whether the script, or C code such as faulthandler's, neither handles nor ignores that signal."""
     with suppress(OSError):
-        return signal.getsignal(number) is signal.SIG_DFL and number not in standing(os.getpid())[0]
+        return signal.getsignal(number) is signal.SIG_DFL and number not in signal_state(os.getpid())[0]
     return False

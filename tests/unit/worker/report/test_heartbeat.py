@@ -73,7 +73,7 @@ class Bench:
         if waited:
             self.tracker.waits()
             self.clock.advance(waited)
-            self.tracker.goes_on()
+            self.tracker.resumes()
         self.tracker.committed(number, 4)
 
 
@@ -167,7 +167,7 @@ def test_waiting_while_rank_0_saves_is_the_save(bench: Bench) -> None:
     tracker.waits()
     assert bench.read().phase is Phase.CHECKPOINT
     bench.after(30.0)
-    tracker.goes_on()
+    tracker.resumes()
     assert bench.read().phase is Phase.TRAINING
     tracker.committed(3, 1)
     assert bench.page() == {Phase.STARTING: AGE_S, Phase.TRAINING: 3.0, Phase.CHECKPOINT: 30.0}
@@ -185,7 +185,7 @@ def test_waiting_while_rank_0_saves_in_an_evaluation_takes_nothing_back(bench: B
         bench.after(1.0)
         tracker.waits()
         bench.after(5.0).check()
-        tracker.goes_on()
+        tracker.resumes()
         tracker.moved()
         bench.check()
     bench.step(1, waited=2.0)
@@ -200,8 +200,8 @@ def test_a_wait_in_a_wait_is_one(bench: Bench) -> None:
     tracker.waits()
     tracker.waits()
     bench.after(1.0)
-    tracker.goes_on()
-    tracker.goes_on()
+    tracker.resumes()
+    tracker.resumes()
     assert (bench.read().phase, bench.read().waits) == (Phase.TRAINING, False)
 
 
@@ -231,7 +231,7 @@ def test_waits_outside_of_steps_do_not_make_a_rank_look_fast(bench: Bench) -> No
     with tracker.during(Phase.EVALUATION):
         tracker.waits()
         bench.after(60.0)
-        tracker.goes_on()
+        tracker.resumes()
     bench.step(3, 1.0)
     assert (bench.read().pulse.step_s, bench.read().pulse.compute_s) == (1.0, 1.0)
 
@@ -353,7 +353,7 @@ class Life:
             case "wait" | "broken_wait":
                 tracker.waits()
                 passes()
-                tracker.goes_on() if what == "wait" else tracker.gave_up()
+                tracker.resumes() if what == "wait" else tracker.gave_up()
             case "place":
                 tracker.place(0, 2, int(str(which)), CPU)
             case "change":

@@ -9,7 +9,7 @@ import torch
 
 from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.errors import CheckpointError
-from elastic_trainer.worker.comm.control import Control, Likeness, Purpose
+from elastic_trainer.worker.comm.control import Control, EqualityCheck, Purpose
 from elastic_trainer.worker.model import digests
 from elastic_trainer.worker.steps.comparison import Difference, difference
 from tests.unit.worker.ranks import run_ranks
@@ -36,7 +36,7 @@ def test_one_sum_says_whether_all_ranks_have_the_same_number(numbers: tuple[int,
     """All ranks get the same answer."""
 
     def ask(control: Control) -> bool:
-        return Likeness(control, Purpose.COMPARE, numbers[control.rank]).wait()
+        return EqualityCheck(control, Purpose.COMPARE, numbers[control.rank]).wait()
 
     assert set(run_ranks(len(numbers), ask)) == {len(set(numbers)) == 1}
 
