@@ -17,6 +17,8 @@ from elastic_trainer.local.ledger import Line, LineKind, lineage
 from elastic_trainer.local.tail import LedgerTail
 from elastic_trainer.training.drawing import FAULT, LINE, save
 
+_MOST_WORDS = 8
+"""Of more faults than these none is named: the words would lie upon each other."""
 _ROUNDS, _STARTING, _JOIN = ("#2e86c1", "#85c1e9"), "#d5d8dc", "#1e8449"
 
 
@@ -33,7 +35,10 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A fault, or a node that was started; ``recovery_s`` until the job's next step, None if there was none."""
+    """A fault, or a node that was started; ``recovery_s`` until the job's next step, None if there was none.
+
+    ``node`` is empty where a fault struck none.
+    """
 
     node: str
     t_s: float
@@ -96,7 +101,7 @@ def _figure(lines: Sequence[Line], faults: Sequence[Mark]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    nodes = sorted({line.node for line in lines} | {mark.node for mark in faults})
+    nodes = sorted({line.node for line in lines} | {mark.node for mark in faults if mark.node})
     figure = Figure(figsize=(10, 2.6 + 0.4 * len(nodes)), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [0.4 * len(nodes) + 0.5, 1.2]})
     for bar in bars(lines):
@@ -104,7 +109,8 @@ def _figure(lines: Sequence[Line], faults: Sequence[Mark]) -> Any:
         place = [(bar.begin_s, bar.end_s - bar.begin_s)]
         above.broken_barh(place, (nodes.index(bar.node) - 0.3, 0.6), facecolor=colour, edgecolor="none")
     for index, mark in enumerate(sorted(faults, key=lambda each: each.t_s)):
-        _mark(above, below, mark, nodes.index(mark.node), -0.65 - 0.45 * (index % 2))
+        words_at = -0.65 - 0.45 * (index % 2) if len(faults) <= _MOST_WORDS else None
+        _mark(above, below, mark, nodes.index(mark.node) if mark.node else None, words_at)
     above.set_yticks(range(len(nodes)), nodes)
     above.set_ylim(len(nodes) - 0.3, -1.5)
     patches = [Patch(color=_ROUNDS[1], label="trains"), Patch(color=_ROUNDS[0], label="trains, in the next round")]
@@ -122,11 +128,14 @@ def _figure(lines: Sequence[Line], faults: Sequence[Mark]) -> Any:
     return figure
 
 
-def _mark(above: Any, below: Any, mark: Mark, row: int, words_at: float) -> None:
+def _mark(above: Any, below: Any, mark: Mark, row: int | None, words_at: float | None) -> None:
     colour = _JOIN if mark.joins else FAULT
     for axes in (above, below):
         axes.axvline(mark.t_s, color=colour, linewidth=1, linestyle=":" if mark.joins else "-")
-    above.plot([mark.t_s], [row], marker=">" if mark.joins else "X", color=colour, markersize=9, clip_on=False)
+    if row is not None:
+        above.plot([mark.t_s], [row], marker=">" if mark.joins else "X", color=colour, markersize=9, clip_on=False)
+    if words_at is None:
+        return
     took = "" if mark.recovery_s is None or mark.joins else f": next step after {mark.recovery_s:.2f} s"
     above.annotate(
         f"{mark.text}{took}", (mark.t_s, words_at), xytext=(4, 0), textcoords="offset points", color=colour, fontsize=8

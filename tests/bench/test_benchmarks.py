@@ -6,13 +6,22 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from elastic_trainer.local.ledger import Line, LineKind, audit
+from elastic_trainer.local.tail import LedgerTail
+from elastic_trainer.settings import ENV_LEDGER_DIR, ENV_NODE
+from tests.bench import goodput_job
+from tests.bench.goodput import judged
+from tests.bench.goodput_peers import Struck
 from tests.bench.recovery_torchft import TorchftJob, lighthouse_command, look, peers
 from tests.bench.themes import Theme, themes
+from tests.drills.cluster.schedule import STORM, Blow, poisson
 from tests.integration.training.launch import ran
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 540.0
+STORMY = ("samples lost or repeated", "faults that happened")
 
 
 @pytest.mark.timeout(600)
@@ -27,6 +36,62 @@ def test_a_benchmark_runs_at_toy_size_and_reports(theme: Theme) -> None:
     assert shape["figures"]
     assert set(shape["machine"]["calibration"]) == {"sum_us", "memcpy_us", "product_us", "scale"}
     assert all(set(must) == {"name", "value", "limit", "ok"} for must in shape["musts"])
+    if theme.name == "goodput":
+        counts = {must["name"]: must["ok"] for must in shape["musts"] if not must["name"].endswith("goodput")}
+        assert counts == {f"{peer}: {what}": True for peer in ("in_place", "restart_warm") for what in STORMY}
+        assert all(each["exact"] and each["steps"] for each in shape["figures"]["found"].values())
+
+
+def test_goodput_is_the_time_of_steps_that_count() -> None:
+    """Steps thrown away by a later round do not count, nor does standing still; the undisturbed step is the measure."""
+    calm = [_line(0.1 * n, 1, n) for n in range(1, 101)]  # 10 s
+    storm = [_line(10.0 + 0.1 * n, 1, 100 + n) for n in range(1, 51)]  # 5 s, the last 10 steps of it are lost
+    again = [_line(17.0 + 0.1 * n, 2, 140 + n) for n in range(1, 31)]  # 3 s, after 2 s in which nothing happened
+    done = [Struck(Blow.WORKER_KILL, "n0", 15.0), Struck(Blow.OUTAGE, "", 18.0)]
+    found = judged([*calm, *storm, *again], done, (0.0, 10.0), (10.05, 20.05), 1000)
+    assert found["goodput"] == pytest.approx(0.7)
+    assert found["lost_s_per_fault"] == pytest.approx(1.5)
+    assert (found["steps"], found["steps_repeated"], found["samples_repeated"], found["exact"]) == (70, 10, 0, True)
+    assert found["median_stall_s"] == pytest.approx({"etcd-outage": 0.0, "worker-kill": 3.0})
+    lost = judged([*calm, *storm[1:]], done, (0.0, 10.0), (10.05, 20.05), 1000)
+    assert (lost["exact"], lost["checkpoints_cost_percent"]) == (False, pytest.approx(0.0, abs=1e-6))
+
+
+def _line(t: float, round_: int, step: int) -> Line:
+    return Line(event=LineKind.STEP, t=t, node="n0", round=round_, step=step, samples=(step,), global_samples=1)
+
+
+def test_a_storm_has_every_kind_of_fault_and_is_the_same_again() -> None:
+    """In order, within its length, for one seed; another seed has another."""
+    schedule = poisson(3, 60.0, 12, STORM)
+    assert {each.blow for each in schedule} == set(STORM)
+    assert len(schedule) == 12
+    assert [each.at_s for each in schedule] == sorted(each.at_s for each in schedule)
+    assert 0.0 <= schedule[0].at_s <= schedule[-1].at_s <= 60.0
+    assert poisson(3, 60.0, 12, STORM) == schedule != poisson(4, 60.0, 12, STORM)
+
+
+def test_the_peer_s_script_resumes_at_its_checkpoint_with_each_sample_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What c10d is measured with is exact by itself: steps after the checkpoint are made again, none is left out."""
+    torch.save((torch.rand(80, 1, 28, 28), torch.arange(80) % 10), tmp_path / goodput_job.DATA)
+    for name in (goodput_job.CHECKPOINTS, "ledger"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv(ENV_NODE, "n0")
+    monkeypatch.setenv(ENV_LEDGER_DIR, str(tmp_path / "ledger"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    for ranks, steps, save_every_s in ((2, 3, 0.0), (2, 5, 600.0), (1, 6, 600.0)):
+        options = {"step_s": 0.0, "save_every_s": save_every_s, "timeout_s": 60.0, "steps": steps}
+        words = [str(ranks), goodput_job.__file__, "plain", str(tmp_path), json.dumps(options)]
+        done = ran([*launcher, *words], ROOT, LIMIT_S)
+        assert done.code == 0, done.err[-4000:]
+    lines = LedgerTail(tmp_path / "ledger").read()
+    made = [(1, 1), (1, 2), (1, 3), (2, 4), (2, 5), (3, 4), (3, 5), (3, 6)]
+    assert sorted({(line.round, line.step) for line in lines if line.event is LineKind.STEP}) == made
+    found = audit(lines, 80)
+    assert found.exact, found.reason
+    assert found.steps_rolled_back == 2
 
 
 def _environment(directory: Path, script: str) -> Path:

@@ -75,6 +75,17 @@ def test_the_command_draws_a_local_run(run: Path, capsys: pytest.CaptureFixture[
         assert f"<!-- {expected} -->" in words
 
 
+def test_of_many_faults_none_is_named_and_one_may_strike_no_node(run: Path) -> None:
+    """Their words would lie upon each other; an outage of etcd has no row of its own."""
+    faults = [FAULT, {**FAULT, "node": "", "what": "etcd-outage"}] * 5
+    (run / "summary.json").write_text(json.dumps({"faults": faults}))
+    assert main(["plot", str(run), "--output", str(run / "timeline.svg")]) == 0
+    words = (run / "timeline.svg").read_text()
+    assert "<!-- n1 -->" in words
+    assert "killed" not in words
+    assert "etcd-outage" not in words
+
+
 @pytest.mark.parametrize("broken", ["summary", "ledger"])
 def test_a_run_that_cannot_be_read_is_one_sentence(run: Path, broken: str, capsys: pytest.CaptureFixture[str]) -> None:
     if broken == "summary":
