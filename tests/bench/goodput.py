@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 (directory / CHECKPOINTS).mkdir()
             with running(chosen[name], directory, STEP_S, SAVE_EVERY_S) as trial:
                 found[name] = measured(trial, schedule, length_s, QUICK_CALM_S if quick else CALM_S, len(labels))
+            note(f"{name}: goodput {found[name]['goodput']:.3f}, {found[name]['samples']}")
+            note(f"  stalls, s: {json.dumps(found[name]['median_stall_s'])}")
             picture(trial, directory, extra.pictures)
             for entry in (directory / CHECKPOINTS).iterdir():
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from tests.bench.recovery_torchft import LIGHTHOUSE, MANAGER, Torchft, lighthous
 from tests.drills.cluster.schedule import Blow, Timed
 
 NODES, LEAST, MOST = 3, goodput_job.LEAST, 4
-REPLACE_S, STUCK_S, START_LIMIT_S = 5.0, 60.0, 180.0
+REPLACE_S, STUCK_S, START_LIMIT_S, RETRY_S = 5.0, 60.0, 180.0, 0.5
 MANY = {"failure_limit": "100000", "stalled_rounds": "100000", "ttl": "3"}
 """So many failures in so little time are no sign of a poisoned batch."""
 RESTART = MANY | {"last_call": "1", "join_interval": "1"}
@@ -97,11 +98,10 @@ class Cluster(LocalCluster):
 
     def __init__(self, spec: ClusterSpec, peer: Peer) -> None:
         super().__init__(spec)
-        self._peer, self._lighthouse = peer, None
+        self._peer = peer
+        self._lighthouse: subprocess.Popen[bytes] | None = None
         self.host: Node | None = None
         """A node that the job cannot do without."""
-
-    _lighthouse: subprocess.Popen[bytes] | None
 
     def command(self, name: str) -> list[str]:
         """What starts the next node."""
@@ -186,8 +186,9 @@ class Trial:
         self.lines: list[Line] = []
         self.done: list[Struck] = []
         self.helped: Counter[str] = Counter()
-        """How often the operator had to act beyond the replacement of nodes that were killed."""
+        """How often the operator had to act beyond replacing nodes that were killed, or could not strike."""
         self._repairs: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
         self._killed: set[str] = set()
         self._frozen: set[str] = set()
         self._stepped_at = SYSTEM.monotonic()
@@ -226,25 +227,32 @@ class Trial:
         return began, SYSTEM.monotonic()
 
     def storm(self, schedule: tuple[Timed, ...], length_s: float) -> Span:
-        """Strike as scheduled; from when until when. What could not be done by then is missing in ``done``."""
+        """Strike as scheduled; from when until when.
+
+        What cannot be done yet (no worker runs that could be killed) is tried again, also beyond the end, for as long
+        as a start may take; what remains is missing in ``done``. It returns when the job steps again: only then is it
+        known which steps the last fault has thrown away.
+        """
         began, pending = SYSTEM.monotonic(), list(schedule)
-        self._stepped_at, looked = began, began
-        while (now := SYSTEM.monotonic()) < began + length_s:
+        self._stepped_at, looked, end = began, began, began + length_s
+        while (now := SYSTEM.monotonic()) < end + START_LIMIT_S:
+            if now >= end and not pending and self._stepped_at > end:
+                break
             for blow in [each for each in pending if began + each.at_s <= now]:
+                pending.remove(blow)
                 t = SYSTEM.monotonic()
-                if (struck := self._strike(blow)) is not None:
-                    self.done.append(Struck(blow.blow, struck, t))
-                    pending.remove(blow)
+                if (node := self._strike(blow)) is not None:
+                    self.done.append(Struck(blow.blow, node, t))
+                else:
+                    pending.append(replace(blow, at_s=t - began + RETRY_S))
             while self._repairs and self._repairs[0][0] <= SYSTEM.monotonic():
                 heappop(self._repairs)[2]()
-            if now - looked >= 0.5:
+            if now - looked >= RETRY_S:
                 self.look()
                 self._help()
                 looked = now
             pause(0.02)
-        for *_, repair in sorted(self._repairs, key=lambda each: each[:2]):
-            repair()
-        return began, began + length_s
+        return began, end
 
     def end(self) -> None:
         """Stop it, and read the last lines."""
@@ -254,7 +262,7 @@ class Trial:
     # ---- blows
 
     def _later(self, seconds: float, repair: Callable[[], None]) -> None:
-        heappush(self._repairs, (SYSTEM.monotonic() + seconds, len(self._repairs) + id(repair), repair))
+        heappush(self._repairs, (SYSTEM.monotonic() + seconds, next(self._numbers), repair))
 
     def _strike(self, blow: Timed) -> str | None:
         """Do it; the node that it struck ("" for none), or None if that is not possible at this moment."""
@@ -295,6 +303,8 @@ class Trial:
         if self._harness.meeting is None:
             if self._cluster.darken():
                 self._later(lasts_s, self._cluster.serve)
+            else:
+                self.helped["outages of a service that it has not"] += 1
             return ""
         server = self._harness.meeting.etcd
         assert isinstance(server, EtcdServer)
