@@ -1,10 +1,11 @@
-"""``python -m tests.support.jobfolders``: writes the folders of ``k8s/jobs`` anew, as ``k8s render`` makes them."""
+"""``python -m tests.support.jobfolders``: writes ``k8s/jobs`` and the templates of ``k8s/chart`` anew."""
 
 from __future__ import annotations
 
 import os
 
 from elastic_trainer.cli.main import main
+from tests.support import helmchart
 from tests.support.deployment import ROOT
 
 _SMALL = "--cpu 500m:1 --memory 768Mi:2Gi --retries 5 --checkpoint-size 1Gi"
@@ -28,6 +29,7 @@ def write() -> None:
     for name in COMMANDS:
         words = command(name)
         assert main([*words[:2], "--output", f"k8s/jobs/{name}", *words[2:]]) == 0
+    helmchart.write()
 
 
 if __name__ == "__main__":
