@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.failures import collective
-from elastic_trainer.worker.comm.waits import InterruptibleWaits
+from elastic_trainer.worker.comm.waits import ThreadedWork, InterruptibleWaits
 
 _NUMBERS = itertools.count()
 _ALONE = timedelta(seconds=60)
@@ -37,7 +37,7 @@ _ALONE = timedelta(seconds=60)
 _CALLS = (
     *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_into_tensor_coalesced"),
     *("allgather_coalesced", "reduce_scatter", "reduce_scatter_tensor_coalesced", "broadcast", "barrier", "scatter"),
-    *("gather", "reduce", "alltoall", "alltoall_base", "send", "recv"),
+    *("gather", "reduce", "alltoall", "alltoall_base"),
 )
 _FUNCTIONAL = {
     "all_gather_single": "_allgather_base",
@@ -69,6 +69,24 @@ class _InterruptibleWork(dist.Work):
         return self._work.get_future()
 
 
+class _Transfer(_InterruptibleWork):
+    """A send or a receive. gloo closes the connection if a wait for one ends early, so a thread waits for it.
+
+    ``limit``: the connection itself keeps the time limit that it was made with.
+    """
+
+    def __init__(self, work: Any, works: InterruptibleWaits, limit: timedelta) -> None:
+        super().__init__(work, works)
+        self._limit = limit
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if not self._done:
+            transfer, self._work = self._work, ThreadedWork(partial(self._work.wait, self._limit))
+            self._works.begun(self._work)
+            self._works.ended(transfer)
+        return super().wait(timeout)
+
+
 def real_group(store: Any, rank: int, size: int, timeout: timedelta, *, nccl: bool = False) -> Any:
     """A group for one round: a ProcessGroup with backends, since a bare ProcessGroupGloo lacks some calls."""
     group = dist.ProcessGroup(store, rank, size)
@@ -84,13 +102,14 @@ def real_group(store: Any, rank: int, size: int, timeout: timedelta, *, nccl: bo
 
 
 class LastingGroup(dist.ProcessGroup):
-    """See the module. Ranks are places in the group, not ranks of a round."""
+    """See the module. ``ranks`` are its members' places in the shard group; torch takes them for global ranks."""
 
-    def __init__(self, name: str, rank: int, size: int, *, nccl: bool = False) -> None:
+    def __init__(self, name: str, rank: int, ranks: Sequence[int], *, nccl: bool = False) -> None:
+        size, self._ranks = len(ranks), ranks
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = c10d.GroupName(f"elastic/{next(_NUMBERS)}/{name}")
         self._real: Any = None
-        self._works = InterruptibleWaits()
+        self._works, self._limit = InterruptibleWaits(), _ALONE
         if size == 1:  # a group of one needs no round
             self._real = real_group(HashStore(), 0, 1, _ALONE, nccl=nccl)
         self.register()
@@ -105,7 +124,7 @@ class LastingGroup(dist.ProcessGroup):
         world.pg_names[self] = self._name
         world.pg_to_tag[self] = f"ptd:{self._name}"
         world.tags_to_pg[f"ptd:{self._name}"] = [self]
-        world.pg_group_ranks[self] = {rank: rank for rank in range(self.size())}
+        world.pg_group_ranks[self] = {place: rank for rank, place in enumerate(self._ranks)}
         world.pg_backend_config[self] = "cpu:lasting"
 
     def unregister(self) -> None:
@@ -115,10 +134,10 @@ class LastingGroup(dist.ProcessGroup):
             table.pop(self, None)
         world.tags_to_pg.pop(f"ptd:{self._name}", None)
 
-    def point_at(self, real: Any, works: InterruptibleWaits) -> None:
-        """From now on ``real`` performs the operations; None: there is no round."""
+    def point_at(self, real: Any, works: InterruptibleWaits, limit: timedelta = _ALONE) -> None:
+        """From now on ``real`` performs the operations (None: there is no round); ``limit`` is for each transfer."""
         if self.size() > 1:
-            self._real, self._works = real, works
+            self._real, self._works, self._limit = real, works, limit
 
     def getBackendName(self) -> str:
         return "lasting"
@@ -138,6 +157,20 @@ class LastingGroup(dist.ProcessGroup):
     def _call(self, name: str, *arguments: Any) -> _InterruptibleWork:
         with collective(name):
             return _InterruptibleWork(self._works.begun(getattr(self._present(), name)(*arguments)), self._works)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _InterruptibleWork:
+        return self._transfer("send", tensors, peer, tag)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _InterruptibleWork:
+        return self._transfer("recv", tensors, peer, tag)
+
+    def _transfer(self, name: str, tensors: list[torch.Tensor], peer: int, tag: int) -> _InterruptibleWork:
+        if not isinstance(self._present()._get_backend(tensors[0].device), dist.ProcessGroupGloo):
+            return self._call(name, tensors, peer, tag)
+        with collective(name):
+            return _Transfer(
+                self._works.begun(getattr(self._present(), name)(tensors, peer, tag)), self._works, self._limit
+            )
 
     def _reduce_scatter_base(
         self, output: torch.Tensor, source: torch.Tensor, options: Any = None, *, spends: bool = False
@@ -194,6 +227,10 @@ class LastingMesh(DeviceMesh):
     def get_rank(self) -> int:
         return self._place
 
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Known before any round, and the same in each."""
+        return self.get_group(mesh_dim).rank()
+
     @property
     def mesh(self) -> torch.Tensor:
         full = self._layout.remap_to_tensor(self._rank_map)
@@ -238,16 +275,18 @@ class ShardLayout:
         numbers = torch.arange(self.size).reshape(self.shape)
         self.coordinate = tuple(int(each) for each in (numbers == self.place).nonzero()[0])
         nccl = device == "cuda"
-        self.whole = LastingGroup("all", self.place, self.size, nccl=nccl)
+        self.whole = LastingGroup("all", self.place, range(self.size), nccl=nccl)
         self.dims = [
-            LastingGroup(name, mine, size, nccl=nccl)
-            for name, mine, size in zip(self.names, self.coordinate, self.shape, strict=True)
+            LastingGroup(name, self.coordinate[dim], self.members(dim), nccl=nccl)
+            for dim, name in enumerate(self.names)
         ]
         self.mesh = LastingMesh(device, numbers, mesh_dim_names=self.names, _rank=self.place)
         self.mesh._dim_group_names = [group.group_name for group in self.dims]
         self.mesh._pg_registry.update({group.group_name: group for group in self.dims})
         self.mesh.gate = self._gate = threading.Event()
         self._met = False
+        self.stages: int | None = None
+        """The dimension along which places hold different stages of the model, if any."""
 
     def members(self, dim: int) -> tuple[int, ...]:
         """The places that differ from this one only in ``dim``."""
@@ -279,13 +318,13 @@ class ShardLayout:
             joined._place = self.place  # type: ignore[attr-defined]
         return joined
 
-    def enter(self, whole: Any, dims: Sequence[Any], works: InterruptibleWaits) -> None:
-        """A round begins with these real groups."""
+    def enter(self, whole: Any, dims: Sequence[Any], works: InterruptibleWaits, limit: timedelta = _ALONE) -> None:
+        """A round begins with these real groups; ``limit`` is for each send and receive."""
         self._met = True
         self._gate.set()
         for lasting, real in zip((self.whole, *self.dims), (whole, *dims), strict=True):
             lasting.register()
-            lasting.point_at(real, works)
+            lasting.point_at(real, works, limit)
 
     def leave(self) -> None:
         """The round is over."""
