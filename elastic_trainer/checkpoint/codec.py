@@ -216,7 +216,18 @@ class _Encoder:
             self._held += slices.uncut([tensorfile.Placed(name, "U8", (len(value),))])
         return {_MARK: "blob", "name": name}
 
+    def _elsewhere(self, tensor: torch.Tensor, path: Trail) -> Json:
+        """Another place has it, and writes it under the same name. What is tied together has one."""
+        identity = (tensor.untyped_storage()._cdata, *tensors.identity(tensor))
+        name = self._names_of_tensors.get(identity)
+        if name is None:
+            name = self._add(path, tensors.element_type(tensor), tuple(tensor.shape), lambda: memoryview(b""))
+            self._names_of_tensors[identity] = name
+        return {_MARK: "tensor", "name": name}
+
     def _tensor(self, tensor: torch.Tensor, path: Trail) -> Json:
+        if self._places is not None and tensor.is_meta:
+            return self._elsewhere(tensor, path)
         held = tensor if self._places is None else sharded.local(tensor)
         problem = tensors.problem_with(held)
         if problem is None and held is not tensor and tensor.is_complex() and sharded.is_sharded(tensor):

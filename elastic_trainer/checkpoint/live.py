@@ -2,7 +2,8 @@
 
 A tensor of the state is read straight into the one at the same path of the live state, if type and shape are equal. Of
 a sharded one (DTensor) that is what this process holds; the rest of it is not read. Others come back as new tensors on
-the CPU, whole, unless ``like`` has one of equal shape for the path: then they come back sharded as that is.
+the CPU, whole, unless ``like`` has one of equal shape for the path: then they come back sharded as that is. What is on
+the meta device in the live state is some other process's: it is not read.
 """
 
 from __future__ import annotations
@@ -52,11 +53,16 @@ class Live:
 
     def _at(self, path: Path, stored: Placed) -> torch.Tensor | None:
         there = _found(self.state, path)
+        if sharded.is_elsewhere(there) and tuple(there.shape) == stored.shape:
+            absent: torch.Tensor = there
+            return absent
         if tensors.fits(there, stored):
             tensor: torch.Tensor = there
             return tensor
         model = self.like.get(path[:-1])
-        if model is None or tuple(model.shape) != stored.shape or not sharded.is_sharded(model):
+        if model is None or tuple(model.shape) != stored.shape:
+            return None
+        if not sharded.is_sharded(model) and not sharded.is_elsewhere(model):
             return None
         return tensors.new_like(model, stored.dtype)
 

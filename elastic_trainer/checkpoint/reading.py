@@ -132,7 +132,7 @@ class Filling:
         self._held = live.chosen(leaves, found) if fits else {}
         self._fresh = tensorfile.place([each for each in found if each.name not in self._held])
         self._slabs = tensors.allocate(self._fresh)
-        held = {name: tensors.goal_of(each) for name, each in self._held.items()}
+        held = {name: tensors.goal_of(each) for name, each in self._held.items() if not each.is_meta}
         self.goals: Mapping[str, Goal] = held | tensors.goals_in(self._slabs)
 
     def state(self) -> dict[str, Any]:

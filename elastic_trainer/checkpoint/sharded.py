@@ -39,6 +39,11 @@ def is_sharded(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_elsewhere(tensor: Any) -> bool:
+    """Whether ``tensor`` is on the meta device: another process holds it."""
+    return getattr(getattr(tensor, "device", None), "type", None) == "meta"
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of ``tensor``, without history: a DTensor's own shard, else all of it."""
     held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
@@ -100,10 +105,13 @@ def _strange(tensor: DTensor, what: str, hint: str = "save its .full_tensor()") 
 
 
 class Places:
-    """The processes that hold one copy of the state: those of ``mesh``, of which this one is ``index`` of ``count``."""
+    """The processes that hold one copy of the state: those of ``mesh``, of which this one is ``index`` of ``count``.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._numbers = mesh.mesh
+    Along the dimension ``stages`` of the mesh they hold different tensors; those of others are on the meta device here.
+    """
+
+    def __init__(self, mesh: DeviceMesh, stages: int | None = None) -> None:
+        self._numbers, self._stages = mesh.mesh, stages
         self._coordinate = _coordinate(mesh)
         self.count = self._numbers.numel()
         self.index = 0
@@ -134,5 +142,5 @@ class Places:
                 )
             positions = [each[0].tolist() for each in where]
             fixed = [axis for axis, seen in enumerate(zip(*positions, strict=True)) if len(set(seen)) == 1]
-            self._first_of[mesh] = not any(self._coordinate[axis] for axis in fixed)
+            self._first_of[mesh] = not any(self._coordinate[axis] for axis in fixed if axis != self._stages)
         return self._first_of[mesh]

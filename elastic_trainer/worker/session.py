@@ -246,6 +246,7 @@ class Session(SessionStanding):
         reduction: str = Reduction.DDP,
         average: float | AveragedModel | None = None,
         ddp_options: Mapping[str, Any] | None = None,
+        stage: Any = None,
     ) -> WrappedModel:
         """Put ``model`` on the device, resume it, and return what to call: averaged over ranks, if there are several.
 
@@ -256,7 +257,8 @@ class Session(SessionStanding):
         one of your own, from torch.optim.swa_utils), advanced at each step: see :attr:`average`.
 
         Several models or optimizers are given by name, and schedulers too. Such a step commits at the end of its block,
-        all or nothing: see :mod:`elastic_trainer.worker.model.several`.
+        all or nothing: see :mod:`elastic_trainer.worker.model.several`. ``stage`` is this rank's PipelineStage of a
+        ``model`` that is computed in stages: see :mod:`elastic_trainer.worker.model.stages`.
         """
         process = self._require_open()
         if self._training is not None:
@@ -278,6 +280,7 @@ class Session(SessionStanding):
                 average,
                 ddp_options or {},
                 self._meshes.layout,
+                stage,
                 self._user,
                 self._pending,
             )

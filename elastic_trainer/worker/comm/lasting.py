@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.failures import collective
-from elastic_trainer.worker.comm.waits import ThreadedWork, InterruptibleWaits
+from elastic_trainer.worker.comm.waits import InterruptibleWaits, ThreadedWork
 
 _NUMBERS = itertools.count()
 _ALONE = timedelta(seconds=60)

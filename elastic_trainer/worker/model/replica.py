@@ -8,7 +8,7 @@ saved. Rank 0 always has samples of its own, never a filler.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -82,7 +82,7 @@ class Replica:
                 hint="leave it out: the tree does not use DistributedDataParallel",
             )
         self._placement, self._options, self._tracker = placement, dict(options), tracker
-        self.module, self._company = bare(module).to(placement.device), Company()
+        self.module, self._company = self._moved(bare(module), placement.device), Company()
         compiled = module is not self.module
         if sync and placement.device.type != "cuda":
             self.module = share_batchnorm(self.module, self._company)
@@ -100,6 +100,9 @@ class Replica:
         if reduction is Reduction.TREE and self._buffers is not None:
             self._check_trainable()
             self.tree = TreeReduction(self.module, self._buffers.live, self._buffers.kept)
+
+    def _moved(self, module: nn.Module, device: torch.device) -> nn.Module:
+        return module.to(device)
 
     def begin_step(self, *, counts: bool = True) -> None:
         """Before the forward pass, which moves buffers (BatchNorm); ``counts``: the samples are no filler."""
@@ -249,6 +252,20 @@ class Replica:
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
             self._tracker.resumes()
+
+    def run(
+        self,
+        schedule: str,
+        inputs: Sequence[tuple[torch.Tensor, ...]],
+        loss_of: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> None:
+        """All passes of a step at once, where the model is computed in stages."""
+        raise ConfigError(
+            "step.pipeline() of a model without stages", hint="say session.wrap(..., stage=PipelineStage(...))"
+        )
+
+    stands_for = 1
+    """For how many ranks this one counts in a sum of losses."""
 
     def scale_gradients(self, factor: float) -> None:
         grads = [each.grad for each in self.module.parameters() if each.grad is not None]

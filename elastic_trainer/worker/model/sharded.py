@@ -14,8 +14,9 @@ lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -54,12 +55,12 @@ class ShardedReplica(Replica):
         *,
         lasting: bool,
     ) -> None:
-        _check(module, layout)
+        self._check(module, layout)
         if lasting:
             warm_up(placement.device)
         super().__init__(module, placement, {}, tracker, sync=False, lasting=lasting)
         self.even, self.layout, self._layout, self._patience = True, layout, layout, patience
-        self._fsdp = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        self._fsdp = [each for each in self._modules(module) if isinstance(each, FSDPModule)]
         for each in self._fsdp:
             each.set_gradient_divide_factor(1.0)
             each.set_force_sum_reduction_for_comms(True)
@@ -78,8 +79,18 @@ class ShardedReplica(Replica):
         """What was announced of forward passes since the last meeting; None outside of steps."""
         self.runner.go_through(self._called)
         self._share, self._control = 1.0, Control()
-        kept = ((each, tuple(each._buffers.keys() - each._non_persistent_buffers_set)) for each in module.modules())
+        kept = (
+            (each, tuple(each._buffers.keys() - each._non_persistent_buffers_set)) for each in self._modules(module)
+        )
         self._with_buffers = [(each, tuple(sorted(names))) for each, names in kept if names]
+
+    def _modules(self, module: nn.Module) -> list[nn.Module]:
+        """Those that this rank computes."""
+        return list(module.modules())
+
+    def _check(self, module: nn.Module, layout: ShardLayout) -> None:
+        for name, parameter in module.named_parameters():
+            check_parameter(name, parameter, layout)
 
     def _sharded_by_fsdp(self) -> frozenset[int]:
         """The dimensions of the mesh along which ranks draw different samples."""
@@ -105,7 +116,8 @@ class ShardedReplica(Replica):
             nccl = self._placement.backend == NCCL and not group.control.alone
             groups = form_shard_groups(self._layout, group.fresh, group.control, self._patience, nccl=nccl)
         self._groups, self._begun = groups, []
-        self._layout.enter(groups.whole, groups.dims, groups.works)
+        limit = timedelta(seconds=self._patience.working_s)
+        self._layout.enter(groups.whole, groups.dims, groups.works, limit)
 
     def alike(self, control: Control) -> Control:
         return self.groups.copies
@@ -220,11 +232,14 @@ class ShardedReplica(Replica):
         return self._held()
 
     def backward(self, loss: torch.Tensor) -> None:
+        self._pass(loss.backward)
+
+    def _pass(self, backward: Callable[[], object]) -> None:
         if self._summed and self.groups.count > 1:  # the sum will be summed again together with what is new
             self.scale_gradients(1.0 / self.groups.count)
         self._starts = not self._holds and all(each.grad is None for each in self._parameters)
         self._begun_in.clear()
-        loss.backward()  # type: ignore[no-untyped-call]
+        backward()
         if not self._holds:
             self._sum_over_replicas()
             self._summed = True
@@ -296,9 +311,10 @@ class ShardedReplica(Replica):
 
     def _copies_of(self, parameter: DTensor) -> int:
         """How many ranks of the shard group hold what this one does."""
+        stages = self._layout.shape[self._layout.stages] if self._layout.stages is not None else 1
         shape, placements = parameter.device_mesh.shape, parameter.placements
         sharded = [size for size, each in zip(shape, placements, strict=True) if not isinstance(each, Replicate)]
-        return self._layout.size // int(torch.Size(sharded).numel())
+        return self._layout.size // stages // int(torch.Size(sharded).numel())
 
     def commit_together(self, number: int) -> None:
         """The commit barrier: passed by one rank of the shard group only when all are ready to commit step ``number``.
@@ -321,7 +337,7 @@ class ShardedReplica(Replica):
         for each in self._parameters:
             held = dict(zip(each.device_mesh.mesh_dim_names or (), each.placements, strict=True))
             for dim, name in enumerate(self._layout.names):
-                if isinstance(held.get(name, Replicate()), Replicate):
+                if dim != self._layout.stages and isinstance(held.get(name, Replicate()), Replicate):
                     self._layout.dims[dim].broadcast([local(each.detach())], dist.BroadcastOptions()).wait()
 
     def share_buffers(self) -> None:
@@ -372,21 +388,21 @@ def warm_up(device: torch.device) -> None:
     alone.leave()
 
 
-def _check(module: nn.Module, layout: ShardLayout) -> None:
-    for name, parameter in module.named_parameters():
-        if not isinstance(parameter, DTensor):
-            raise ConfigError(
-                f"parameter {name!r} is not sharded, and others are",
-                hint="call fully_shard() on the whole model too, or give its module a place in parallelize_module()",
-            )
-        used = getattr(parameter.device_mesh, "_dim_group_names", None) or [""]
-        if not {group.group_name for group in layout.dims}.issuperset(used):
-            raise ConfigError(
-                f"parameter {name!r} is sharded over another mesh than the session's",
-                hint="shard with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
-            )
-        if local(parameter).device.type == "meta":
-            raise ConfigError(
-                f"parameter {name!r} is on the meta device",
-                hint="call model.to_empty(device=session.device) and initialise the model before session.wrap()",
-            )
+def check_parameter(name: str, parameter: nn.Parameter, layout: ShardLayout) -> None:
+    """ConfigError unless it is a shard over the mesh of ``layout``, with memory."""
+    if not isinstance(parameter, DTensor):
+        raise ConfigError(
+            f"parameter {name!r} is not sharded, and others are",
+            hint="call fully_shard() on the whole model too, or give its module a place in parallelize_module()",
+        )
+    used = getattr(parameter.device_mesh, "_dim_group_names", None) or [""]
+    if not {group.group_name for group in layout.dims}.issuperset(used):
+        raise ConfigError(
+            f"parameter {name!r} is sharded over another mesh than the session's",
+            hint="shard with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
+        )
+    if local(parameter).is_meta:
+        raise ConfigError(
+            f"parameter {name!r} is on the meta device",
+            hint="call model.to_empty(device=session.device) and initialise the model before session.wrap()",
+        )

@@ -68,7 +68,7 @@ class Trainable:
         """The parameters that must be equal on all ranks (a model can exclude some from DDP)."""
         ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
         pairs = zip(self._names, self.parameters, strict=True)
-        return [(name, local(each)) for name, each in pairs if name not in ignored]
+        return [(name, local(each)) for name, each in pairs if name not in ignored and not each.is_meta]
 
     # ---- between ranks
 

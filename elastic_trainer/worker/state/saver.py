@@ -440,7 +440,7 @@ def watched(module: torch.nn.Module, tree: Mapping[str, Any]) -> dict[str, torch
     """The parameters that must be finite, by name, as the state ``tree`` holds them."""
     named = module.state_dict(keep_vars=True).items()
     held = ((name, tree["model"].get(name, each)) for name, each in named if isinstance(each, torch.nn.Parameter))
-    return {name: each for name, each in held if each.is_floating_point() and each.numel()}
+    return {name: each for name, each in held if each.is_floating_point() and each.numel() and not each.is_meta}
 
 
 def check_finite(module: torch.nn.Module, tree: Mapping[str, Any]) -> None:

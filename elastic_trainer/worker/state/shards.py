@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from elastic_trainer.checkpoint.sharded import local
+from elastic_trainer.checkpoint.sharded import is_elsewhere, local
 from elastic_trainer.errors import CheckpointError
 
 SHARD, SHAPE = "elastic_trainer.shard", "shape"
@@ -21,6 +21,8 @@ Tree = Mapping[str, Any]
 
 def shards_of(node: Any) -> Any:
     """``node`` with this rank's shard, marked, in place of each sharded tensor; the shards are the live ones."""
+    if is_elsewhere(node):
+        return None
     if isinstance(node, DTensor):
         return {SHARD: local(node), SHAPE: list(node.shape)}
     if isinstance(node, dict):
@@ -44,8 +46,31 @@ def placed_optimizer(saved: Tree, parameters: list[torch.Tensor]) -> dict[str, A
     state = {
         number: {name: _like(each, _owner(number, parameters), f"{number}/{name}") for name, each in entry.items()}
         for number, entry in saved["state"].items()
+        if not is_elsewhere(_owner(number, parameters))
     }
     return {**saved, "state": state}
+
+
+def completed_optimizer(state: Tree, parameters: list[torch.Tensor]) -> dict[str, Any]:
+    """The state dict of an optimizer with entries for the parameters that other stages hold.
+
+    They have what a parameter of the same group has here: tensors without data, and its numbers.
+    """
+    known: dict[Any, Any] = dict(state["state"])
+    for group in state["param_groups"]:
+        like = next((number for number in (*group["params"], *state["state"]) if number in state["state"]), None)
+        for number in group["params"]:
+            absent = parameters[number]
+            if like is not None and is_elsewhere(absent) and absent.requires_grad:
+                entry, shape = state["state"][like], parameters[like].shape
+                known[number] = {name: _absent(each, absent, shape) for name, each in entry.items()}
+    return {**state, "state": dict(sorted(known.items()))}
+
+
+def _absent(value: Any, parameter: torch.Tensor, shape: torch.Size) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype) if value.shape == shape else value.clone()
 
 
 def _owner(number: Any, parameters: list[torch.Tensor]) -> torch.Tensor | None:
@@ -54,6 +79,8 @@ def _owner(number: Any, parameters: list[torch.Tensor]) -> torch.Tensor | None:
 
 def _like(value: Any, live: Any, name: str) -> Any:
     """``value``, if it is a shard, as a part of a tensor that is sharded as ``live`` is."""
+    if is_elsewhere(live) and (value is None or value.shape == live.shape):
+        return live
     if not isinstance(live, DTensor) or not (isinstance(value, dict) and SHARD in value):
         return value
     if value[SHAPE] != list(live.shape):

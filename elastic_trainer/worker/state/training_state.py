@@ -51,6 +51,8 @@ class Sharding(Protocol):
 
     def placed_optimizer(self, saved: Mapping[str, Any], parameters: list[torch.Tensor]) -> dict[str, Any]: ...
 
+    def completed_optimizer(self, state: Mapping[str, Any], parameters: list[torch.Tensor]) -> dict[str, Any]: ...
+
 
 @dataclass(slots=True)
 class Position:
@@ -107,7 +109,7 @@ class TrainingState:
             "optimizer": {
                 "kind": kind_of(self.optimizer),
                 "parameters": parameter_names(self.module, self.optimizer),
-                "state": self.optimizer.state_dict(),
+                "state": self._whole_optimizer(),
             },
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -116,12 +118,19 @@ class TrainingState:
             "random": random_state(self.device),
         }
 
+    def _whole_optimizer(self) -> dict[str, Any]:
+        state = self.optimizer.state_dict()
+        if self.sharding is None:
+            return state
+        return self.sharding.completed_optimizer(state, parameters_of(self.optimizer))
+
     def size(self) -> int:
         """About how many bytes of tensors this rank holds, without registered objects."""
         averages = [] if self.average is None else [*self.average.state_dict().values()]
         moments = [each for known in self.optimizer.state.values() for each in known.values()]
         found = [*self.module.state_dict().values(), *averages, *moments]
-        return sum(local(each).nbytes + _DESCRIBED for each in found if isinstance(each, torch.Tensor))
+        here = [each for each in found if isinstance(each, torch.Tensor) and not each.is_meta]
+        return sum(local(each).nbytes + _DESCRIBED for each in here)
 
     def committed(self) -> dict[str, Any]:
         """The parts that only the commit of a step changes."""

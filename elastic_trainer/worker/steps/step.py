@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Protocol
 
@@ -198,6 +198,46 @@ class Step:
         Call it before the backward pass, on all ranks or on none.
         """
         self._wanted = True
+
+    def pipeline(
+        self,
+        loss: Callable[[torch.Tensor, Batch], torch.Tensor],
+        *,
+        inputs: Callable[[Batch], torch.Tensor | tuple[torch.Tensor, ...]] | None = None,
+        schedule: str = "1F1B",
+    ) -> None:
+        """Compute the batch's micro-batches through all stages of the model and back, in place of :meth:`backward`.
+
+        ``inputs(part)`` are those of the first stage (``part.x``), one row for each sample. ``loss(output, part)`` is
+        the mean loss over a micro-batch, computed on the last stage. ``schedule``: "1F1B" or "GPipe", as in torch.
+        """
+        steps, replica, batch = self._steps, self._steps.replica, self._batch
+        steps.check_round()
+        if batch is None or self._done:
+            raise ConfigError(
+                "step.pipeline() without a batch, or a second time",
+                hint="draw with session.batches(..., micro_batch_size=...), and call it once in each step",
+            )
+        replica.before_backward()
+        steps.agree()
+        parts = batch.micro_batches
+        read = map(inputs, parts) if inputs is not None else (part.x for part in parts)
+        given = [each if isinstance(each, tuple) else (each,) for each in read]
+        found: dict[int, tuple[torch.Tensor, float]] = {}
+
+        def loss_of(output: torch.Tensor, number: int) -> torch.Tensor:
+            part, rows = parts[number], len(given[number][0])
+            mean = loss(output[:rows], part)
+            found[number] = mean.detach(), part.weight * replica.stands_for
+            return steps.scaling.scaled(mean * (part.weight * replica.share))
+
+        if not replica.stands_for:
+            steps.scaling.scaled(torch.zeros((), device=given[0][0].device))  # a scaler begins with its first loss
+        replica.run(schedule, given, loss_of)
+        self._done = {part.start for part in parts}
+        self._losses = [found[number] for number in sorted(found)]
+        if self._wanted:
+            self._pending = self._sum_losses()
 
     def _count(self, count: float, *, counts: bool) -> float:
         """Add ``count``; returns the factor for the sum until the count of the global batch is known."""

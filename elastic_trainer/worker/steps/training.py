@@ -65,6 +65,7 @@ class Wrapped:
     average: float | AveragedModel | None
     ddp_options: Mapping[str, Any]
     layout: ShardLayout | None
+    stage: Any
     user: dict[str, Stateful]
     pending: dict[str, Any]
 
@@ -74,7 +75,7 @@ def _replica(place: Workplace, wrapped: Wrapped) -> Replica:
     if isinstance(wrapped.optimizer, OptimizerSet):
         _check_several(wrapped, reduction)
         return SeveralReplica(wrapped.model, place.placement, place.tracker, lasting=lasting)
-    if not is_sharded(wrapped.model):
+    if not is_sharded(wrapped.model) and wrapped.stage is None:
         return Replica(
             wrapped.model,
             place.placement,
@@ -99,6 +100,20 @@ def _replica(place: Workplace, wrapped: Wrapped) -> Replica:
             hint="shard it with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
         )
     # slow to import, and what most jobs do not need
+    if wrapped.stage is not None:
+        if wrapped.average is not None:
+            raise ConfigError("average does not go with stages", hint="leave it out")
+        from elastic_trainer.worker.model.stages import StagedReplica
+
+        return StagedReplica(
+            wrapped.model,
+            place.placement,
+            place.tracker,
+            wrapped.layout,
+            place.timeouts,
+            wrapped.stage,
+            lasting=lasting,
+        )
     from elastic_trainer.worker.model.sharded import ShardedReplica
 
     return ShardedReplica(
@@ -287,7 +302,7 @@ class Training:
         layout = self.replica.layout
         if layout is None or self.place.environment.local_rank >= layout.size:
             return None
-        return ShardPart(Places(layout.mesh), peers, writes)
+        return ShardPart(Places(layout.mesh, layout.stages), peers, writes)
 
     def _boundaries(self, control: Control) -> StepBoundaries:
         place, checks, alike = self.place, self.place.options.checks, self.replica.alike(control)

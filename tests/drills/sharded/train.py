@@ -1,10 +1,10 @@
 """A sharded training: ``train.py DIRECTORY OPTIONS``, a JSON object. It leaves whole parameters and digests of shards.
 
-Options: ``steps`` (None: until the file ``stop`` appears), ``pace_s``, ``mesh`` and ``names``, ``tp`` (tensor parallel
-too), ``meta``, ``micro`` (the size of micro-batches), ``policy`` ("fp32", "bf16" or "reduced"), ``average``,
-``scaler``, ``sgd``, ``offload`` (parameters to the CPU), ``activations`` (recomputed), ``save_every``,
-``snapshot_every_s``, ``patience_s`` (of place 0 for another, at a save), ``shows`` (a directory of checkpoints: show
-what is resumed there, and end), ``keeps_stale`` (the clearing of gradients is switched off).
+Options: ``steps`` (None: until the file ``stop`` appears), ``pace_s``, ``mesh`` and ``names`` ("tp": tensor parallel
+too; "pp": in stages, with ``schedule``), ``meta``, ``micro`` (the size of micro-batches), ``policy`` ("fp32", "bf16" or
+"reduced"), ``average``, ``scaler``, ``sgd``, ``offload`` (parameters to the CPU), ``activations`` (recomputed),
+``save_every``, ``snapshot_every_s``, ``patience_s`` (of place 0 for another, at a save), ``shows`` (a directory of
+checkpoints: show what is resumed there, and end), ``keeps_stale`` (the clearing of gradients is switched off).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -31,6 +32,7 @@ from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.checkpoint.layout import tensor_part
 from elastic_trainer.checkpoint.sharded import box_of, local
 from elastic_trainer.worker.model.sharded import ShardedReplica
+from elastic_trainer.worker.model.stages import StagedReplica
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.steps.options import SavingOptions
 
@@ -66,6 +68,15 @@ class Net(nn.Module):
             x = block(x)
         return self.head(x)  # type: ignore[no-any-return]
 
+    def stage(self, number: int, stages: int) -> nn.Sequential:
+        """All layers in about equal parts; the layers of the other stages lose their memory."""
+        layers = [*self.blocks, self.head]
+        mine = range(number * len(layers) // stages, (number + 1) * len(layers) // stages)
+        for place, layer in enumerate(layers):
+            if place not in mine:
+                layer.to("meta")
+        return nn.Sequential(*(layers[place] for place in mine))
+
     def init_weights(self) -> None:
         for name, parameter in self.named_parameters():
             nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.normal_(parameter, std=0.05)
@@ -99,6 +110,20 @@ def built(session: Session, options: dict[str, Any]) -> nn.Module:
     return model
 
 
+def staged(session: Session, options: dict[str, Any]) -> tuple[nn.Module, PipelineStage]:
+    """The whole model, of which this rank has memory for one stage; the stage is sharded."""
+    mesh = session.init_device_mesh(options["mesh"], mesh_dim_names=tuple(options["names"]))
+    torch.manual_seed(int(options.get("seed", 0)))
+    model = Net()
+    with session.parallelizing():
+        number, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
+        mine = model.stage(number, stages)
+        for block in mine:
+            fully_shard(block, mesh=mesh["dp_shard"])
+        fully_shard(mine, mesh=mesh["dp_shard"])
+        return model, PipelineStage(mine, number, stages, session.device, group=mesh.get_group("pp"))
+
+
 def optimized(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
     """AdamW would make a full step of the rounding errors of a 16-bit type, and momentum add them up."""
     if options.get("sgd"):
@@ -114,6 +139,7 @@ class Faults:
     ``barrier``: a shard peer is prepared and waits in the commit barrier, this one has not entered it.
     ``half``: all have passed the barrier and the peer commits; this one does not hear of it.
     ``backward``: in the middle of the backward pass, with gradients that are not sharded yet.
+    ``schedule``: in the last stage, between two micro-batches; the first stage waits to send or to receive.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -121,7 +147,8 @@ class Faults:
         self._place = int(os.environ.get("LOCAL_RANK", "0"))
         self._due: dict[str, Any] = {}
         self._meet, self._reduce = ShardedReplica.commit_together, ShardedReplica._reduced
-        faults = self
+        self._lose, faults = StagedReplica._loss, self
+        StagedReplica._loss = lambda self, *given: faults.loss(self, *given)  # type: ignore[method-assign]
         ShardedReplica.commit_together = lambda self, number: faults.commit_together(self, number)  # type: ignore[method-assign]
         ShardedReplica._reduced = lambda self, *sums: faults.reduced(self, *sums)  # type: ignore[method-assign]
 
@@ -162,6 +189,12 @@ class Faults:
         if self._due.get("kind") == "backward" and replica.groups.count > 1:
             self._strike(replica)
         self._reduce(replica, *sums)
+
+    def loss(self, replica: StagedReplica, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """In place of what the schedule calls for each micro-batch."""
+        if self._due.get("kind") == "schedule" and replica.groups.count > 1 and int(number) == 1:
+            self._strike(replica)
+        return self._lose(replica, output, number)
 
 
 class SaveFaults:
@@ -215,7 +248,7 @@ def named_tensors(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     """Parameters and what the optimizer has of their shape."""
     moments = state["optimizer"]["state"]["state"].items()
     held = [(f"{number}/{name}", each) for number, one in moments for name, each in one.items() if each.dim()]
-    return [*state["model"].items(), *held]
+    return [(name, each) for name, each in (*state["model"].items(), *held) if not each.is_meta]
 
 
 def boxed(tensor: Any) -> tuple[Any, ...]:
@@ -258,10 +291,10 @@ def main() -> None:
         saving=SavingOptions(snapshot_every_s=options.get("snapshot_every_s", "auto")),
         allow_changed=["run"] if "shows" in options else [],
     ) as session:
-        model = built(session, options)
+        model, stage = staged(session, options) if "pp" in options.get("names", ()) else (built(session, options), None)
         optimizer = optimized(model, options)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5) if options.get("scaler") else None
-        model = session.wrap(model, optimizer=optimizer, scaler=scaler, average=options.get("average"))
+        model = session.wrap(model, optimizer=optimizer, scaler=scaler, average=options.get("average"), stage=stage)
         if "shows" in options:
             show(directory, session, optimizer)
             return
@@ -272,8 +305,11 @@ def main() -> None:
         for batch in batches:
             faults.look(session.step_number + 1)
             with session.step() as step:
-                for micro in step.micro_batches(batch):
-                    step.backward(((model(micro.x) - micro.y) ** 2).mean())
+                if stage is not None:
+                    step.pipeline(lambda out, part: ((out - part.y) ** 2).mean(), schedule=options["schedule"])
+                else:
+                    for micro in step.micro_batches(batch):
+                        step.backward(((model(micro.x) - micro.y) ** 2).mean())
                 (ended,) = session.all_reduce(torch.tensor([float((directory / "stop").exists())])).tolist()
                 step.clip(1.0)
                 scaler.step(optimizer) if scaler is not None else optimizer.step()
@@ -286,7 +322,7 @@ def main() -> None:
                 break
             time.sleep(options.get("pace_s", 0.0))
         note(directory, session)
-        result(directory, session, options, data)
+        result(directory, session, options, data, step.loss)
 
 
 def show(directory: Path, session: Session, optimizer: torch.optim.Optimizer) -> None:
@@ -298,7 +334,7 @@ def show(directory: Path, session: Session, optimizer: torch.optim.Optimizer) ->
 
 def note(directory: Path, session: Session) -> None:
     """What this place holds, for comparison with its replicas."""
-    held = {name: local(each.detach()) for name, each in session.module.named_parameters()}
+    held = {name: local(each.detach()) for name, each in session.module.named_parameters() if not each.is_meta}
     sizes = (int(os.environ.get(name) or 1) for name in ("ELASTIC_TRAINER_SHARD_NODES", "LOCAL_WORLD_SIZE"))
     place = session.rank % math.prod(sizes)
     line = {"step": session.step_number, "round": session.round, "place": place, "pid": os.getpid()}
@@ -306,18 +342,19 @@ def note(directory: Path, session: Session) -> None:
         file.write(json.dumps({**line, "digest": fingerprint(held)}) + "\n")
 
 
-def result(directory: Path, session: Session, options: dict[str, Any], data: Any) -> None:
-    """Whole parameters, and a metric of the model (and of its average)."""
+def result(directory: Path, session: Session, options: dict[str, Any], data: Any, loss: float) -> None:
+    """Whole parameters, the last ``loss``, and a metric of the model (and of its average)."""
     whole = {
         name: getattr(each, "full_tensor", lambda each=each: each)().detach()
         for name, each in session.module.named_parameters()
+        if not each.is_meta
     }
 
     def measure(model: nn.Module, batch: Any) -> dict[str, tuple[float, float]]:
         return {"error": (float(((model(batch.x) - batch.y) ** 2).sum()), float(len(batch)))}
 
     models = [session.module, *([session.average] if options.get("average") else [])]
-    metrics = [session.evaluate(each, data, 10, measure)["error"] for each in models]
+    metrics = [loss, *(session.evaluate(each, data, 10, measure)["error"] for each in models)]
     rows = session.predict(session.module, data, 10, lambda model, batch: model(batch.x))
     torch.save(
         {"step": session.step_number, "parameters": whole, "metrics": metrics, "rows": rows},

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 from torch.func import functional_call
 
 from elastic_trainer import Session
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.data.plan import EpochPlan
-from tests.drills.sharded.train import BATCH, SAMPLES, WIDTH, Net, built, optimized
+from elastic_trainer.data.sampler import Batch
+from tests.drills.sharded.train import BATCH, SAMPLES, WIDTH, Net, built, optimized, staged
 
 STEPS, CLIP, DECAY = SAMPLES // BATCH, 1.0, 0.8
 KINDS: dict[str, dict[str, Any]] = {
@@ -39,6 +41,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "twice": {"mesh": [2]},
     "twice, accumulated": {"mesh": [2], "micro": 2, "average": DECAY},
     "twice, reduced": {"mesh": [2], "policy": "reduced", "sgd": True},
+    "staged": {
+        "mesh": [2, 1],
+        "names": ["pp", "dp_shard"],
+        "schedule": "1F1B",
+        "micro": 5,
+        "scaler": True,
+        "save": True,
+    },
     "meta": {"meta": True},
     "resumed": {"save": True},
 }
@@ -83,14 +93,26 @@ def plain(model: nn.Module, options: dict[str, Any]) -> tuple[nn.Module, torch.T
         return model, functional_call(model, dict(zip(names, average, strict=True)), (tensors[0],))
 
 
-def trained(session: Session, model: nn.Module, options: dict[str, Any], until: int) -> nn.Module:
+def mean_error(output: torch.Tensor, part: Batch) -> torch.Tensor:
+    return ((output - part.y) ** 2).mean()  # type: ignore[no-any-return]
+
+
+def overflowing(output: torch.Tensor, part: Batch) -> torch.Tensor:
+    return mean_error(output, part) * OVERFLOW
+
+
+def trained(
+    session: Session, model: nn.Module, options: dict[str, Any], until: int, stage: PipelineStage | None = None
+) -> nn.Module:
     """The loop with the session."""
     optimizer = optimized(model, options)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if options.get("scaler") else None
-    model = session.wrap(model, optimizer=optimizer, scaler=scaler, average=options.get("average"))
+    model = session.wrap(model, optimizer=optimizer, scaler=scaler, average=options.get("average"), stage=stage)
     for batch in session.batches(data(), global_batch_size=BATCH, micro_batch_size=options.get("micro"), epochs=9):
         with session.step() as step:
-            for micro in step.micro_batches(batch):
+            if stage is not None:
+                step.pipeline(overflowing if step.number == 1 else mean_error, schedule=options["schedule"])
+            for micro in step.micro_batches(batch) if stage is None else ():
                 error = (model(micro.x) - micro.y) ** 2
                 if scaler is not None and step.number == 1 and session.rank == session.world_size - 1:
                     error = error * OVERFLOW  # in one shard's samples
@@ -109,7 +131,8 @@ def trained(session: Session, model: nn.Module, options: dict[str, Any], until: 
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: each.detach().full_tensor() for name, each in model.named_parameters()}  # type: ignore[attr-defined]
+    here = [(name, each.detach()) for name, each in model.named_parameters() if not each.is_meta]
+    return {name: each.full_tensor() for name, each in here}  # type: ignore[attr-defined]
 
 
 def begun(session: Session, model: nn.Module) -> dict[str, float]:
@@ -132,13 +155,14 @@ def checked(name: str, directory: Path) -> dict[str, float]:
     checkpoints = directory / "checkpoints" if options.get("save") else None
     for until in (STEPS // 2, STEPS) if options.get("save") else (STEPS,):
         with Session(checkpoints, seed=1, device="cpu", checkpoint_every_s=None) as session:
-            model = built(session, options)
+            in_stages = "pp" in options.get("names", ())
+            model, stage = staged(session, options) if in_stages else (built(session, options), None)
             if options.get("compile"):
                 for block in model.blocks:  # type: ignore[union-attr]
                     block.compile(backend="aot_eager")
             if options.get("meta"):
                 return begun(session, model)
-            trained(session, model, options, until)
+            trained(session, model, options, until, stage)
             mine = whole(session.module)
             used = session.average if options.get("average") else session.module
             rows = session.predict(used, data(), 7, lambda model, batch: model(batch.x).float())
@@ -147,6 +171,8 @@ def checked(name: str, directory: Path) -> dict[str, float]:
     torch.manual_seed(0)
     reference, expected = plain(Net(), options)
     for key, each in reference.named_parameters():
+        if in_stages and key not in mine:
+            continue
         other = mine[key if key in mine else _wrapped(key)]
         found["parameters"] = max(found.get("parameters", 0.0), float((other - each).abs().max()))
     found["rows"] = float((rows - expected).abs().max())
@@ -155,7 +181,7 @@ def checked(name: str, directory: Path) -> dict[str, float]:
         assert loaded is not None
         bare = Net()
         bare.load_state_dict(loaded.state["model"])  # of names and shapes as without a session
-        found["stored"] = max(float((a - b).abs().max()) for a, b in zip(bare.parameters(), mine.values(), strict=True))
+        found["stored"] = max(float((dict(bare.named_parameters())[name] - b).abs().max()) for name, b in mine.items())
     return found
 
 

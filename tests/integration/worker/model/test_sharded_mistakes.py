@@ -12,6 +12,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
@@ -91,6 +92,80 @@ def test_a_model_on_the_meta_device_is_refused(session: Session) -> None:
         fully_shard(module, mesh=mesh)
     with pytest.raises(ConfigError, match=r"parameter '0.weight' is on the meta device"):
         wrapped(session, module)
+
+
+def in_stages(session: Session, stage: str, sharding: str = "", group: str = "pp", memory: str = "cpu") -> nn.Module:
+    """A model of two layers, of which the layers ``stage`` are this rank's; ``sharding``: they stay unsharded."""
+    mesh, module = session.init_device_mesh((1, 1), mesh_dim_names=("pp", "dp_shard")), model()
+    mine = nn.Sequential(*(module[int(number)] for number in stage))
+    for number in {"0", "1"} - set(stage):
+        module[int(number)].to(memory)
+    with session.parallelizing():
+        if not sharding:
+            fully_shard(mine, mesh=mesh["dp_shard"])
+        return wrapped(session, module, stage=PipelineStage(mine, 0, 1, session.device, group=mesh.get_group(group)))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"stage": "01", "sharding": "none"}, "the module of the pipeline stage is not sharded"),
+        ({"stage": "0"}, "parameter '1.weight' has memory on this rank and is not in its stage"),
+        ({"stage": "0", "memory": "meta"}, "parameter '1.weight' is in 0 stages"),
+    ],
+)
+def test_a_model_that_is_not_divided_into_stages_is_refused(
+    session: Session, options: dict[str, Any], sentence: str
+) -> None:
+    """Each parameter is held by one of them."""
+    with pytest.raises(ConfigError, match=sentence):
+        in_stages(session, **options)
+
+
+def test_a_stage_of_another_group_or_model_is_refused(session: Session) -> None:
+    """Its transfers would end with the round, and its parameters be in no checkpoint."""
+    mesh = session.init_device_mesh((1, 1), mesh_dim_names=("pp", "dp_shard"))
+    with session.parallelizing():
+        fully_shard(module := model(), mesh=mesh["dp_shard"])
+        fully_shard(other := model(), mesh=mesh["dp_shard"])
+        longer = PipelineStage(module, 0, 2, session.device, group=mesh.get_group("pp"))
+        foreign = PipelineStage(nn.Sequential(module, other), 0, 1, session.device, group=mesh.get_group("pp"))
+        fully_shard(foreign.submod, mesh=mesh["dp_shard"])
+    with pytest.raises(ConfigError, match="not over a dimension of the session's mesh with one process for each"):
+        wrapped(session, module, stage=longer)
+    with pytest.raises(ConfigError, match="the pipeline stage has parameters that the model does not have"):
+        wrapped(session, module, stage=foreign)
+    with pytest.raises(ConfigError, match="average does not go with stages"):
+        wrapped(session, module, stage=foreign, average=0.9)
+
+
+def test_stages_are_trained_by_schedules(session: Session) -> None:
+    """A call with gradients would be of one stage; a model that has none has no schedule."""
+    module = in_stages(session, "01")
+    batches = session.batches(TensorDataset(torch.randn(4, 4)), global_batch_size=4, micro_batch_size=2, epochs=1)
+    batch = next(iter(batches))
+
+    def trained(**options: Any) -> None:
+        with session.step() as step:
+            step.pipeline(lambda output, part: output.mean(), **options)
+            step.pipeline(lambda output, part: output.mean(), **options)
+
+    with pytest.raises(ConfigError, match="a call of a model that is computed in stages"):
+        module(batch.x)
+    with pytest.raises(ConfigError, match=r"schedule='V'\) \(known are 1F1B, GPipe\)"):
+        trained(schedule="V")
+    with pytest.raises(ConfigError, match=r"step.pipeline\(\) without a batch, or a second time"):
+        trained()
+    with torch.no_grad():
+        assert module(batch.x).shape == (4, 2)
+
+
+def test_a_schedule_of_a_model_without_stages_is_refused(session: Session) -> None:
+    """Nor is a step without a batch divided."""
+    wrapped(session, sharded(session))
+    next(iter(session.batches(TensorDataset(torch.randn(4, 4)), global_batch_size=4, epochs=1)))
+    with pytest.raises(ConfigError, match=r"step.pipeline\(\) of a model without stages"), session.step() as step:
+        step.pipeline(lambda output, part: output.mean())
 
 
 def test_one_mesh_is_made_and_used(session: Session) -> None:
