@@ -38,7 +38,11 @@ class Process:
             undo.callback(self._gathering.close, "failed")
             asked = placement.take(options.device, environment.local_rank, self._gathering.world_size, group.backend)
             signals = Signals(
-                self._patience_s, self._gathering.broken, lambda: tracker.saving, self._gathering.stop_requested
+                self._patience_s,
+                self._gathering.broken,
+                lambda: tracker.saving,
+                self._gathering.stop_requested,
+                leave_within_s=environment.leave_within,
             )
             self.place = Workplace(
                 options,

@@ -21,6 +21,8 @@ CONNECT_S = 120.0
 """How long a pod waits for etcd, which may have to be scheduled again first."""
 GRACE_S = 30
 """From the end of --shutdown-timeout to SIGKILL."""
+AGENT_LEAVES_S = 10
+"""From the end of the workers to that of --shutdown-timeout."""
 LEAST_SHUTDOWN_S = 60
 """Agreeing to stop, leaving the round and writing a small checkpoint."""
 IMPORT_S = 30.0
@@ -188,6 +190,11 @@ class KubernetesRun(Frozen):
     @property
     def grace_s(self) -> int:
         return self.shutdown_s + GRACE_S
+
+    @property
+    def leave_within_s(self) -> int:
+        """Of ``shutdown_s`` the workers' part; in the rest the agent leaves the round."""
+        return self.shutdown_s - AGENT_LEAVES_S
 
     @property
     def may_fail(self) -> int:

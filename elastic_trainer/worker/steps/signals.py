@@ -7,7 +7,7 @@ interpreter's C handler however writes the signal's number into the wakeup descr
 *Owns* the process's handlers for SIGTERM and SIGINT and its wakeup descriptor while open; that for SIGUSR1 if nobody
 else wants it.
 *Fails by* ``os._exit``: 143 (130 after SIGINT) when the ranks do not agree to stop in time, say because a peer is dead;
-at once on a second SIGINT, and when the round is known to be broken.
+at once on a second SIGINT, and when the round is known to be broken; and when the machine is about to go.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Signals:
     ``patience_s()`` limits how long the ranks may take to agree; ``broken()`` says why they never will. While
     ``saving()`` says that a checkpoint is being written they cannot agree: the patience restarts afterwards, but ends
     ``SAVE_PATIENCES`` times the patience after the signal (a pod's grace period may end earlier). ``on_request(name)``
-    is called once, from the thread, with the signal's name.
+    is called once, from the thread, with the signal's name. ``leave_within_s`` seconds after a SIGTERM the process ends
+    in any case, also amid its last checkpoint: SIGKILL would come next, and count as a failure.
     """
 
     def __init__(
@@ -51,9 +52,11 @@ class Signals:
         saving: Callable[[], bool] = lambda: False,
         on_request: Callable[[str], None] = lambda _: None,
         clock: Clock = SYSTEM,
+        leave_within_s: float | None = None,
     ) -> None:
         self._patience_s, self._broken, self._saving, self._clock = patience_s, broken, saving, clock
-        self._on_request = on_request
+        self._on_request, self._leave_within_s = on_request, leave_within_s
+        self._machine_ends: Deadline | None = None
         self.requested: int | None = None
         self.save_requested = False
         """Whether this process was asked to save, and no save has followed."""
@@ -127,9 +130,13 @@ class Signals:
             deadline = self._deadline
             if deadline is not None:
                 self._enforce(deadline)
+            if self._machine_ends is not None and self._machine_ends.expired:
+                lost = "; the checkpoint that was being written does not count" if self._saving() else ""
+                self._leave(f"the {self._leave_within_s:g} s that this machine has after a SIGTERM are over{lost}")
 
     def _received(self) -> bytes:
-        timeout = _POLL_S if self._deadline is not None else None
+        timed = self._deadline is not None or self._machine_ends is not None
+        timeout = _POLL_S if timed else None
         if self._reader is None or not select.select([self._reader], [], [], timeout)[0]:
             return b""
         return self._reader.recv(64)
@@ -142,6 +149,8 @@ class Signals:
             return
         if number == signal.SIGINT and self.requested == signal.SIGINT:
             self._leave("interrupted twice")
+        if number == signal.SIGTERM and self._leave_within_s is not None and self._machine_ends is None:
+            self._machine_ends = Deadline.after(self._leave_within_s, self._clock)
         if self.requested is None:
             patience_s = self._patience_s()
             self._save_deadline = Deadline.after(SAVE_PATIENCES * patience_s, self._clock)

@@ -92,7 +92,7 @@ the chart and `elastic-trainer k8s render` make of the same run.
   "threads" (max 1 (div (include "elastic-trainer.quantity" (index $cpu 1) | float64 | floor | int) $workers))
   "rendezvous" (join "," $options)
   "max_restarts" (int $v.maxRestarts) "retries" (int $v.retries)
-  "shutdown_s" $shutdown "grace_s" (add $shutdown 30)
+  "shutdown_s" $shutdown "grace_s" (add $shutdown 30) "leave_within_s" (sub $shutdown 10)
   "startup_limit_s" (ternary (int $v.startupTimeout) (mul 60 (divf $start 60 | ceil | int)) (not (empty $v.startupTimeout)))
   "ttl_s" (ternary nil (int $v.ttl) (kindIs "invalid" $v.ttl))
   "priority_class" $v.priorityClass "spread" $v.spread "queue" $v.queue

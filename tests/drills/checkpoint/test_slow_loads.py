@@ -9,9 +9,9 @@ import pytest
 
 from elastic_trainer.clock import SYSTEM
 from tests.drills.checkpoint.test_rescued import SCRIPT
-from tests.drills.checkpoint.test_slow_saves import SLOW
 from tests.drills.endings.job import LASTING, Job
 from tests.integration.training.launch import ran
+from tests.support.slowstorage import SLOW
 
 SAVED_AT, STEPS = 30, 60
 SLOW_S, SOON_S = 60.0, 20.0

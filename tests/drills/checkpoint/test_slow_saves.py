@@ -13,29 +13,12 @@ from elastic_trainer.local.cluster import kill
 from elastic_trainer.local.ledger import LineKind, audit
 from tests.drills.checkpoint.soaked import SAMPLES, SNAPSHOT_EVERY_S
 from tests.drills.endings.job import LASTING, Job
+from tests.support.slowstorage import SLOW, SlowStorage
 
-SCRIPT, SLOW = Path(__file__).with_name("soaked.py"), Path(__file__).with_name("slow")
+SCRIPT = Path(__file__).with_name("soaked.py")
 FSYNC_S, MORE_S = float(os.environ.get("ELASTIC_TRAINER_FSYNC_S", "15")), 10.0
 """A save takes several of the first (200: ten minutes in all); what waited for one would take more than the second
 longer than without."""
-
-
-class SlowStorage:
-    """The disk of a job, as of slow/sitecustomize."""
-
-    def __init__(self, directory: Path) -> None:
-        self.file, self._checkpoints = directory / "fsync", directory / "job" / "checkpoints"
-        self.takes(0.0)
-
-    def takes(self, seconds: float) -> None:
-        """That long for each fsync, from now on."""
-        new = self.file.with_suffix(".new")
-        new.write_text(str(seconds))
-        os.replace(new, self.file)
-
-    def writing(self) -> set[str]:
-        """The temporary directories: saves under way, and what is left of them."""
-        return {path.name for path in self._checkpoints.glob("tmp-*")}
 
 
 def world_of(job: Job, names: set[str]) -> Callable[[], bool]:
@@ -85,7 +68,7 @@ def storage_job(tmp_path: Path, endpoint: str, run: str, storage: SlowStorage) -
 def test_what_happens_amid_a_long_save_costs_no_more(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """A worker is lost, a node joins and one leaves, each without a save under way and amid one that takes far longer:
     the job trains on as soon. Then all workers die amid such a save: what was computed since it began is not lost."""
-    storage = SlowStorage(tmp_path)
+    storage = SlowStorage(tmp_path, tmp_path / "job" / "checkpoints")
     with storage_job(tmp_path, etcd_endpoint, run_id, storage) as job:
         job.start(2)
         job.await_world("n0", "n1")

@@ -28,8 +28,9 @@ from tests.drills.checkpoint.killing import COUNT
 from tests.drills.checkpoint.soaked import SAMPLES
 from tests.drills.endings.job import Job
 from tests.integration.training.launch import ran
+from tests.support.slowstorage import SLOW
 
-SCRIPT, SLOW = Path(__file__).with_name("soaked.py"), Path(__file__).with_name("slow")
+SCRIPT = Path(__file__).with_name("soaked.py")
 SEED = "ELASTIC_TRAINER_KILL_SEED"
 KILLS = int(os.environ.get(COUNT, "0")) or 4
 BUDGET_S = math.inf if COUNT in os.environ else 20.0

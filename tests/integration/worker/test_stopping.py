@@ -12,7 +12,9 @@ import psutil
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.clock import SYSTEM, pause
+from elastic_trainer.settings import ENV_LEAVE_WITHIN as LEAVE_WITHIN
 from tests.integration.worker.launch import Started, finished, free_port, plain, standalone, started, tail
+from tests.support.slowstorage import SLOW, SlowStorage
 from tests.support.waiting import eventually
 
 LONG = ["1000", "--step-s", "0.02", "--stop-timeout-s", "25"]
@@ -53,6 +55,28 @@ def test_sigterm_to_a_plain_process_saves_and_exits_with_143(tmp_path: Path) -> 
         process.send_signal(signal.SIGTERM)
         assert finished(process, log) == 143, tail(log)
     assert_stopped_together(tmp_path, 1)
+
+
+def test_a_save_that_outlasts_the_machine_is_given_up(tmp_path: Path) -> None:
+    """The process ends before SIGKILL comes, by plan; what was written does not count, and the next start resumes."""
+    log, slow = tmp_path / "log", SlowStorage(tmp_path, tmp_path / "checkpoints")
+    environment = {**ledger(tmp_path), "SLOW_FSYNC": str(slow.file), "PYTHONPATH": str(SLOW)}
+    cold = ["env", *plain("train.py", tmp_path, *LONG)]  # a fork would not read PYTHONPATH
+    with started(cold, log, {**environment, LEAVE_WITHIN: "1"}) as process:
+        eventually(lambda: steps_of(tmp_path, 0) > 3, lambda: tail(log))
+        slow.takes(3600.0)
+        process.send_signal(signal.SIGTERM)
+        assert finished(process, log) == 143, tail(log)
+    said = log.read_text()
+    assert "the 1 s that this machine has after a SIGTERM are over; the checkpoint that was being written" in said
+    assert CheckpointManager(tmp_path / "checkpoints").newest() is None
+    assert slow.writing()
+    with started(plain("train.py", tmp_path, *LONG), log, {**ledger(tmp_path), LEAVE_WITHIN: "100"}) as process:
+        again = len(lines(tmp_path))
+        eventually(lambda: len(lines(tmp_path)) > again + 3, lambda: tail(log))
+        process.send_signal(signal.SIGTERM)
+        assert finished(process, log) == 143, tail(log)
+    assert CheckpointManager(tmp_path / "checkpoints").newest() is not None
 
 
 def test_sigterm_to_torchrun_stops_all_workers_at_one_step(tmp_path: Path) -> None:
