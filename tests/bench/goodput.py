@@ -16,6 +16,8 @@ import json
 import logging
 import os
 import shutil
+import signal
+import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -60,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torchft = look(extra.torchft_python)
     chosen = peers(None if torchft.skipped else extra.torchft_python)
     names = extra.peers or [name for name in chosen if not quick or name in QUICK_PEERS]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves no disk mounted, no node running
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     calibrations, found = [], {}
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, small_disk(Path(place)) as disk:

@@ -86,8 +86,6 @@ class Saves:
 
 def session(directory: Path, options: dict[str, Any]) -> None:
     """With this project's session, in any of its modes."""
-    from torch.distributed.fsdp import fully_shard
-
     from elastic_trainer import Session
     from elastic_trainer.worker.steps.options import SavingOptions
 
@@ -97,6 +95,8 @@ def session(directory: Path, options: dict[str, Any]) -> None:
     with Session(checkpoints, device="cpu", checkpoint_every_s=every_s, saving=saving) as session:
         model, optimizer = build()
         if options["sharded"]:
+            from torch.distributed.fsdp import fully_shard
+
             mesh = session.init_device_mesh((-1,), mesh_dim_names=("dp_shard",))
             with session.parallelizing():
                 for layer in (*list(model)[1::2], model):

@@ -36,7 +36,9 @@ NODES, LEAST, MOST = 3, goodput_job.LEAST, 4
 REPLACE_S, STUCK_S, START_LIMIT_S, RETRY_S = 5.0, 60.0, 180.0, 0.5
 MANY = {"failure_limit": "100000", "stalled_rounds": "100000", "ttl": "3"}
 """So many failures in so little time are no sign of a poisoned batch."""
-RESTART = MANY | {"last_call": "1", "join_interval": "1"}
+RESTART = MANY | {"last_call": "1", "join_interval": "1", "stop_grace": "1"}
+WARM = RESTART | {"preload": "torch:torch._dynamo:elastic_trainer.worker.session"}
+"""A new node's first workers start warm too: by itself a node learns only from them what to import."""
 
 
 Span = tuple[float, float]
@@ -82,7 +84,7 @@ def peers(torchft_python: Path | None) -> dict[str, Peer]:
     found = [
         Peer("in_place", "session", rendezvous=IN_PLACE | MANY, options=job),
         Peer("in_place_sharded", "session", rendezvous=IN_PLACE | MANY, workers=2, options=job | {"sharded": True}),
-        Peer("restart_warm", "session", rendezvous=RESTART, options=job | {"snapshot_every_s": 1.0}),
+        Peer("restart_warm", "session", rendezvous=WARM, options=job | {"snapshot_every_s": 1.0}),
         Peer(
             "restart_cold", "session", rendezvous=RESTART | {"preload": "off"}, options=job | {"snapshot_every_s": 1.0}
         ),
