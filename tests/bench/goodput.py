@@ -22,8 +22,10 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import StatisticsError
 from typing import Any
 
 import pytest
@@ -34,11 +36,11 @@ from elastic_trainer.local import timeline
 from elastic_trainer.local.ledger import Commit, Line, audit, lineage
 from elastic_trainer.tasks.vision.digits import shipped_digits, split
 from elastic_trainer.tasks.vision.mnist import as_tensors
-from tests.bench.calibration import calibrate
+from tests.bench.calibration import Calibration, calibrate
 from tests.bench.goodput_job import CHECKPOINTS, DATA
 from tests.bench.goodput_peers import Peer, Span, Struck, Trial, peers, running
 from tests.bench.recovery_torchft import look
-from tests.bench.report import Must, Report, at_least, at_most, emit, median, note, parse
+from tests.bench.report import Must, Report, alternate, at_least, at_most, emit, median, note, parse
 from tests.drills.cluster.schedule import STORM, Blow, Timed, poisson
 from tests.support.small_disk import mounted
 
@@ -64,28 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = extra.peers or [name for name in chosen if not quick or name in QUICK_PEERS]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves no disk mounted, no node running
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    calibrations, found = [], {}
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, small_disk(Path(place)) as disk:
         kinds = {blow: weight for blow, weight in STORM.items() if blow is not Blow.FULL_DISK or disk is not None}
         schedule = poisson(extra.seed, length_s, max(len(kinds), round(length_s / mean_s)), kinds)
-        images, labels, _ = as_tensors(split(shipped_digits(), 1000, seed=0)[0]).tensors
-        for name in names:
-            note(f"{name}: {len(schedule)} faults in {length_s:g} s")
-            directory = Path(place, name)
-            directory.mkdir()
-            torch.save((images / 255.0, labels), directory / DATA)
-            if disk is not None:
-                (directory / CHECKPOINTS).symlink_to(disk)
-            else:
-                (directory / CHECKPOINTS).mkdir()
-            with running(chosen[name], directory, STEP_S, SAVE_EVERY_S) as trial:
-                found[name] = measured(trial, schedule, length_s, QUICK_CALM_S if quick else CALM_S, len(labels))
-            note(f"{name}: goodput {found[name]['goodput']:.3f}, {found[name]['samples']}")
-            note(f"  stalls, s: {json.dumps(found[name]['median_stall_s'])}")
-            picture(trial, directory, extra.pictures)
-            for entry in (directory / CHECKPOINTS).iterdir():
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-            calibrations.append(calibrate())
+        play = Play(Path(place), disk, schedule, length_s, QUICK_CALM_S if quick else CALM_S, extra.pictures)
+        calls = {name: partial(play.of, chosen[name]) for name in names}
+        found = {name: together(runs) for name, runs in alternate(calls, options.repeats).items()}
     figures = {
         "storm": {
             "seed": extra.seed,
@@ -99,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "peers": {name: chosen[name].as_json() for name in names},
         "found": found,
     }
-    return emit(Report(options, figures, musts(found, chosen, len(schedule)), calibrations=calibrations))
+    return emit(Report(options, figures, musts(found, chosen, len(schedule)), calibrations=play.calibrations))
 
 
 def _own_options(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +96,57 @@ def _own_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", nargs="+", metavar="PEER", help="only these")
     parser.add_argument("--pictures", type=Path, help="a directory for PEER.svg, ranks and steps over time")
     parser.add_argument("--torchft-python", type=Path, help="the python of an environment with torch and torchft")
+
+
+class Play:
+    """Plays one schedule to one peer after another. ``disk`` is one that can be filled, if there is any."""
+
+    def __init__(
+        self,
+        place: Path,
+        disk: Path | None,
+        schedule: tuple[Timed, ...],
+        length_s: float,
+        calm_s: float,
+        pictures: Path | None,
+    ) -> None:
+        self._place, self._disk, self._schedule, self._pictures = place, disk, schedule, pictures
+        self._length_s, self._calm_s = length_s, calm_s
+        images, labels, _ = as_tensors(split(shipped_digits(), 1000, seed=0)[0]).tensors
+        self._data = images / 255.0, labels
+        self.calibrations: list[Calibration] = []
+
+    def of(self, peer: Peer) -> dict[str, Any]:
+        """What ``peer`` made of it; of another project's also that it did not start."""
+        directory = Path(tempfile.mkdtemp(prefix=f"{peer.name}-", dir=self._place))
+        torch.save(self._data, directory / DATA)
+        checkpoints = self._disk if self._disk is not None else directory / f"{CHECKPOINTS}-of-its-own"
+        checkpoints.mkdir(exist_ok=True)
+        (directory / CHECKPOINTS).symlink_to(checkpoints)
+        try:
+            with running(peer, directory, STEP_S, SAVE_EVERY_S) as trial:
+                found = measured(trial, self._schedule, self._length_s, self._calm_s, len(self._data[1]))
+        except (RuntimeError, StatisticsError) as error:
+            if peer.ours:
+                raise
+            note(f"{peer.name}: {error}")
+            return {"failed": str(error)}
+        finally:
+            for entry in checkpoints.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            self.calibrations.append(calibrate())
+        note(f"  goodput {found['goodput']:.3f}, stalls, s: {json.dumps(found['median_stall_s'])}, {found['samples']}")
+        picture(trial, directory, self._pictures)
+        return found
+
+
+def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The run with the median goodput, the goodput of each, and the samples lost or repeated in all of them."""
+    whole = sorted((run for run in runs if "failed" not in run), key=lambda run: float(run["goodput"]))
+    if not whole:
+        return runs[0]
+    sums = {name: sum(run[name] for run in whole) for name in ("samples_lost", "samples_repeated")}
+    return whole[len(whole) // 2] | sums | {"goodputs": [run["goodput"] for run in whole], "of": len(runs)}
 
 
 @contextmanager
@@ -204,14 +241,17 @@ def name_of(struck: Struck) -> str:
 def musts(found: dict[str, dict[str, Any]], chosen: dict[str, Peer], faults: int) -> list[Must]:
     """What the project promises, of the peers that were measured."""
     limits = {"in_place": 0.95, "restart_warm": 0.7}
-    ours = [name for name in found if chosen[name].ours]
+    ours = {name: each for name, each in found.items() if chosen[name].ours}
     return [
-        *(at_least(f"{name}: goodput", found[name]["goodput"], limits[name]) for name in ours if name in limits),
+        *(at_least(f"{name}: goodput", ours[name]["goodput"], limits[name]) for name in limits if name in ours),
         *(
             at_most(f"{name}: samples lost or repeated", each["samples_lost"] + each["samples_repeated"], 0)
-            for name, each in ((name, found[name]) for name in ours)
+            for name, each in ours.items()
         ),
-        *(at_least(f"{name}: faults that happened", sum(found[name]["faults"].values()), faults) for name in found),
+        *(
+            at_least(f"{name}: faults that happened", sum(each["faults"].values()), faults)
+            for name, each in ours.items()
+        ),
     ]
 
 
