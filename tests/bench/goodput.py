@@ -33,7 +33,7 @@ import structlog
 import torch
 
 from elastic_trainer.local import timeline
-from elastic_trainer.local.ledger import Commit, Line, audit, lineage
+from elastic_trainer.local.ledger import Commit, Line, LineKind, audit, lineage
 from elastic_trainer.tasks.vision.digits import shipped_digits, split
 from elastic_trainer.tasks.vision.mnist import as_tensors
 from tests.bench.calibration import Calibration, calibrate
@@ -50,6 +50,8 @@ MEAN_S, QUICK_MEAN_S = 20.0, 2.0
 CALM_S, QUICK_CALM_S = 30.0, 3.0
 STEP_S, SAVE_EVERY_S, DISK_BYTES = 0.1, 5.0, 64 << 20
 SETTLED_STEPS, LAST_STEPS = 20, 100
+AGAIN_S = 1.0
+"""Ranks write the line of one step sooner after each other, and make it again later."""
 QUICK_PEERS = ("in_place", "restart_warm")
 
 
@@ -173,7 +175,24 @@ def measured(trial: Trial, schedule: tuple[Timed, ...], length_s: float, calm_s:
     calm = trial.calm(calm_s)
     storm = trial.storm(schedule, length_s)
     trial.end()
-    return judged(trial.lines, trial.done, calm, storm, size) | {"operator": trial.helped}
+    lines = numbered(trial.lines) if trial.peer.way == "torchft" else trial.lines
+    return judged(lines, trial.done, calm, storm, size) | {"operator": trial.helped}
+
+
+def numbered(lines: Sequence[Line]) -> list[Line]:
+    """With a round for each time at which new processes began at a step that was already made, a checkpoint's.
+
+    torchft has no number for that. A process that stood still may write its line late: it is no new one.
+    """
+    told, number, began, known = [], 1, dict[int, float](), set[int]()
+    for line in sorted(lines, key=lambda each: each.t):
+        if line.event is LineKind.STEP:
+            if line.pid not in known and line.t - began.get(line.step, line.t) > AGAIN_S:
+                number, began, known = number + 1, {}, set()
+            began.setdefault(line.step, line.t)
+            known.add(line.pid)
+        told.append(line.model_copy(update={"round": number}))
+    return told
 
 
 def judged(lines: Sequence[Line], done: Sequence[Struck], calm: Span, storm: Span, size: int) -> dict[str, Any]:

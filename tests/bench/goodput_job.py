@@ -152,8 +152,6 @@ def torchft(directory: Path, options: dict[str, Any]) -> None:
     x, y = torch.load(directory / DATA)
     lines, saves, device = Lines(), Saves(directory, options["save_every_s"]), Event()
     model, bare = build()
-    lives = directory / LIVES
-    life = int(lives.read_text() if lives.exists() else 0)
 
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
@@ -188,7 +186,7 @@ def torchft(directory: Path, options: dict[str, Any]) -> None:
         optimizer.step()
         if rank is None or manager.current_step() == before:
             continue
-        lines.step(before + 1, life, rank, world, used, loss.item())
+        lines.step(before + 1, 0, rank, world, used, loss.item())
         if rank == 0:
             saves.due({**state(), "torchft": manager.state_dict()})
 

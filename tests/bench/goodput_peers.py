@@ -184,7 +184,7 @@ class Trial:
     def __init__(self, peer: Peer, opened: Harness, directory: Path) -> None:
         assert isinstance(opened.cluster, Cluster)
         self.peer, self._harness, self._cluster = peer, opened, opened.cluster
-        self._disk, self._directory = directory / goodput_job.CHECKPOINTS, directory
+        self._disk = directory / goodput_job.CHECKPOINTS
         self.lines: list[Line] = []
         self.done: list[Struck] = []
         self.helped: Counter[str] = Counter()
@@ -357,9 +357,6 @@ class Trial:
         cluster.host = None
         if self.peer.way == "plain":
             cluster.spec = replace(cluster.spec, endpoint=f"{HOST}:{free_ports(1)[0]}")
-        if self.peer.way == "torchft":
-            lives = self._directory / goodput_job.LIVES
-            lives.write_text(str(1 + int(lives.read_text() if lives.exists() else 0)))
         self._later(REPLACE_S, self._refill)
 
     def _refill(self) -> None:

@@ -12,7 +12,7 @@ from elastic_trainer.local.ledger import Line, LineKind, audit
 from elastic_trainer.local.tail import LedgerTail
 from elastic_trainer.settings import ENV_LEDGER_DIR, ENV_NODE
 from tests.bench import goodput_job
-from tests.bench.goodput import judged
+from tests.bench.goodput import judged, numbered
 from tests.bench.goodput_peers import Struck
 from tests.bench.recovery_torchft import TorchftJob, lighthouse_command, look, peers
 from tests.bench.themes import Theme, themes
@@ -57,8 +57,17 @@ def test_goodput_is_the_time_of_steps_that_count() -> None:
     assert (lost["exact"], lost["checkpoints_cost_percent"]) == (False, pytest.approx(0.0, abs=1e-6))
 
 
-def _line(t: float, round_: int, step: int) -> Line:
-    return Line(event=LineKind.STEP, t=t, node="n0", round=round_, step=step, samples=(step,), global_samples=1)
+def _line(t: float, round_: int, step: int, pid: int = 0) -> Line:
+    named = {"node": "n0", "round": round_, "step": step, "pid": pid}
+    return Line(event=LineKind.STEP, t=t, **named, samples=(step,), global_samples=1)
+
+
+def test_only_new_processes_that_begin_at_an_old_step_make_a_round() -> None:
+    """Peers that write a step soon after each other do not, nor one that is healed, nor one that writes late."""
+    first = [(1.0, 1, 7), (1.01, 1, 8), (2.0, 2, 7), (9.5, 3, 9), (10.0, 2, 8)]
+    again = [(20.0, 2, 10), (20.01, 2, 11), (21.0, 3, 11)]
+    rounds = numbered([_line(t, 0, step, pid) for t, step, pid in first + again])
+    assert [line.round for line in rounds] == [1] * len(first) + [2] * len(again)
 
 
 def test_a_storm_has_every_kind_of_fault_and_is_the_same_again() -> None:
