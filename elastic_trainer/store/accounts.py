@@ -1,7 +1,7 @@
-"""etcd's users and roles, through etcd's own Auth API: what there is, and each change of it.
+"""Reads and changes etcd's users and roles, through etcd's own Auth API.
 
 *Runs in* the main thread of a command. *Owns* one connection.
-*Fails by* AccessDeniedError for a user without the role ``root``, else as every call to the store does.
+*Fails by* AccessDeniedError for a user without the role ``root``, otherwise as any call to the store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic_trainer.store.retry import within
 from elastic_trainer.store.rights import Right
 
 ROOT = "root"
-"""The user, and the role, that may do everything; etcd wants both before it asks anybody who he is."""
+"""The user and the role that may do everything; etcd requires both before authentication can be enabled."""
 _READ, _READWRITE = 0, 2  # authpb.Permission.Type
 
 
@@ -40,7 +40,7 @@ class Accounts:
 
     @property
     def on(self) -> bool:
-        """Whether etcd asks everybody who he is. Raises ConfigError if the user of the settings is refused."""
+        """Whether authentication is enabled. Raises ConfigError if the user of the settings is refused."""
         return within(self._deadline, lambda: self._connection.asks_who_it_is(self._deadline))
 
     def users(self) -> dict[str, tuple[str, ...]]:
@@ -49,7 +49,7 @@ class Accounts:
         return {name: tuple(self._ask("UserGet", self._rpc.AuthUserGetRequest(name=name)).roles) for name in names}
 
     def roles(self) -> dict[str, frozenset[Right]]:
-        """The rights of each role. (Of ``root`` etcd lists none: it has all.)"""
+        """The rights of each role. (etcd lists none for ``root``, which has all.)"""
         names = self._ask("RoleList", self._rpc.AuthRoleListRequest()).roles
         return {name: self._rights(name) for name in names}
 
@@ -57,21 +57,21 @@ class Accounts:
         self._ask("UserAdd", self._rpc.AuthUserAddRequest(name=name, password=password))
 
     def set_password(self, name: str, password: str) -> None:
-        """From now on only this one is right; the user's tokens end."""
+        """Replace the user's password, which invalidates the user's tokens."""
         self._ask("UserChangePassword", self._rpc.AuthUserChangePasswordRequest(name=name, password=password))
 
     def give_role(self, user: str, role: str) -> None:
         self._ask("UserGrantRole", self._rpc.AuthUserGrantRoleRequest(user=user, role=role))
 
     def remove_user(self, name: str) -> None:
-        """The user's tokens end with it."""
+        """Remove the user, which invalidates its tokens."""
         self._ask("UserDelete", self._rpc.AuthUserDeleteRequest(name=name))
 
     def add_role(self, name: str) -> None:
         self._ask("RoleAdd", self._rpc.AuthRoleAddRequest(name=name))
 
     def remove_role(self, name: str) -> None:
-        """Users that have it lose it."""
+        """Remove the role, also from its users."""
         self._ask("RoleDelete", self._rpc.AuthRoleDeleteRequest(role=name))
 
     def give_right(self, role: str, right: Right) -> None:
@@ -81,7 +81,7 @@ class Accounts:
         self._ask("RoleGrantPermission", self._rpc.AuthRoleGrantPermissionRequest(name=role, perm=permission))
 
     def enable(self) -> None:
-        """From now on etcd asks everybody who he is. Nothing happens where it does already."""
+        """Enable authentication; does nothing if it is enabled."""
         self._ask("AuthEnable", self._rpc.AuthEnableRequest())
 
     def _rights(self, role: str) -> frozenset[Right]:
@@ -94,14 +94,14 @@ class Accounts:
         )
 
     def _ask(self, method: str, request: Any) -> Any:
-        """Make one call. It is repeated only where it certainly did not happen."""
+        """Make one call, and repeat it only if it certainly had no effect."""
 
         def attempt() -> Any:
             chosen: Callable[[Any], Any] = lambda wire: getattr(wire.auth, method)  # noqa: E731 - a plain selector
             try:
                 return self._connection.call(chosen, request, self._deadline, write=True)
             except OutcomeUnknownError as error:
-                raise ConfigError(error.message, hint="run the command again: it goes on where it stopped") from error
+                raise ConfigError(error.message, hint="run the command again: it continues where it stopped") from error
 
         try:
             return within(self._deadline, attempt)
@@ -112,5 +112,5 @@ class Accounts:
         who = "nobody" if self._settings.user is None else repr(self._settings.user)
         return AccessDeniedError(
             f"etcd at {self._connection.where} does not let {who} administer users",
-            hint="give --user root with --password-file",
+            hint="pass --user root with --password-file",
         )

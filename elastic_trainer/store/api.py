@@ -1,4 +1,4 @@
-"""The store port: what the rest of the package may ask of etcd, in the store's own words.
+"""The store port: the operations on etcd that the rest of the package may use.
 
 Every call takes a :class:`~elastic_trainer.clock.Deadline` and ends by it. Calls raise
 :class:`StoreUnavailableError` when nothing happened, :class:`OutcomeUnknownError` when a write may have
@@ -28,7 +28,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The keys of one read, in the order asked for, with the store revision at which they were read."""
+    """The keys of one read, in the requested order, with the store revision at which they were read."""
 
     items: tuple[KeyValue, ...]
     revision: int
@@ -40,7 +40,7 @@ class Snapshot:
 
 
 class Field(StrEnum):
-    """What a comparison looks at."""
+    """The field that a comparison examines."""
 
     VALUE = "value"
     CREATE_REVISION = "create_revision"
@@ -49,7 +49,7 @@ class Field(StrEnum):
 
 
 class Relation(StrEnum):
-    """How a comparison compares."""
+    """The operator of a comparison."""
 
     EQUAL = "equal"
     NOT_EQUAL = "not_equal"
@@ -90,7 +90,7 @@ class Delete:
 
 
 class Order(StrEnum):
-    """What the items of a read are sorted by, the least first."""
+    """The sort key of a read, ascending."""
 
     KEY = "key"
     CREATE_REVISION = "create_revision"
@@ -100,7 +100,7 @@ class Order(StrEnum):
 class Read:
     """Read ``key``, or the first ``limit`` keys (0: all) of ``[key, range_end)`` in ``order``.
 
-    With ``keys_only`` the values come empty; revisions and leases are there.
+    With ``keys_only`` the values are empty; revisions and leases are included.
     """
 
     key: str
@@ -124,7 +124,7 @@ class TransactionResult:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A granted lease. ``ttl_s`` is what the store granted, which may be more than was asked."""
+    """A granted lease. ``ttl_s`` is what the store granted, which may be more than requested."""
 
     id: int
     ttl_s: float
@@ -146,10 +146,10 @@ class WatchEvent:
 
 
 class WatchListener(Protocol):
-    """Receives what a watch sees, in revision order, from the watch's own thread. Must not block or raise."""
+    """Receives snapshots and events of a watch in revision order, in the watch's thread. Must not block or raise."""
 
     def on_snapshot(self, snapshot: Snapshot) -> None:
-        """The complete state: at the start, and again when the history became unknown (compacted, or store wiped)."""
+        """The complete state: at the start, and again when the history was lost (compacted, or the store was wiped)."""
         ...
 
     def on_events(self, events: Sequence[WatchEvent]) -> None:
@@ -159,7 +159,7 @@ class WatchListener(Protocol):
     def on_connected(self, connected: bool) -> None:
         """The stream was lost, or works again (once for each change, and once at the start).
 
-        It comes before the first snapshot; if the store cannot be reached at the start, with False.
+        It precedes the first snapshot; with False if the store cannot be reached at the start.
         """
         ...
 
@@ -168,7 +168,7 @@ class Watch(Protocol):
     """A running watch."""
 
     def close(self) -> None:
-        """End it and join its thread; no call reaches the listener afterwards."""
+        """Stop the watch and join its thread; the listener is not called afterwards."""
         ...
 
 
@@ -201,11 +201,11 @@ class Store(Protocol):
         ...
 
     def keep_alive(self, lease_id: int, deadline: Deadline) -> float:
-        """Refresh a lease once; seconds that it now lasts. Raises LeaseLostError when it is gone."""
+        """Refresh a lease once; returns its remaining seconds. Raises LeaseLostError when it has ended."""
         ...
 
     def revoke(self, lease_id: int, deadline: Deadline) -> None:
-        """End a lease and its keys; a lease that is gone already is no error."""
+        """End a lease and delete its keys; a lease that has already ended is no error."""
         ...
 
     def watch(self, prefix: str, listener: WatchListener, *, exact: bool = False) -> Watch:
@@ -241,7 +241,7 @@ def absent(key: str) -> Compare:
 
 
 def unchanged(key: str, mod_revision: int) -> Compare:
-    """Holds while ``key`` is as last seen (``mod_revision`` 0: absent)."""
+    """Holds while ``key`` has not changed since ``mod_revision`` (0: absent)."""
     return Compare(key, Field.MOD_REVISION, Relation.EQUAL, mod_revision)
 
 

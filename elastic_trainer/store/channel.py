@@ -1,4 +1,4 @@
-"""Build gRPC channels to etcd with etcd3's own set-up: target address, options, TLS, stubs.
+"""Builds gRPC channels to etcd with etcd3's own set-up: target address, options, TLS, stubs.
 
 *Runs in* agents and commands. *Owns* one gRPC channel for each :class:`Wire`.
 *Fails by* raising ConfigError for unreadable certificates, StoreUnavailableError when no host name resolves.
@@ -34,8 +34,8 @@ class Wire:
         self.maintenance = self._client.maintenancestub
         self.auth = self.rpc.AuthStub(channel)
         self.watch = self.rpc.WatchStub(channel)
-        # The method is a stream, but etcd answers each request once and ends with the client: on the wire that is a
-        # plain call, and so needs no thread to feed a stream of one request.
+        # The method is a stream, but etcd answers each request once and ends with the client: on the wire that equals
+        # a unary call, which needs no thread to feed a stream of one request.
         self.keep_alive = channel.unary_unary(
             KEEPALIVE_PATH,
             request_serializer=self.rpc.LeaseKeepAliveRequest.SerializeToString,
@@ -57,10 +57,10 @@ def is_address(host: str) -> bool:
 
 
 def resolved(endpoints: Sequence[Endpoint]) -> tuple[str, ...]:
-    """``address:port`` of all endpoints, names replaced by their addresses; a name that fails is passed over.
+    """``address:port`` of all endpoints, names replaced by their addresses; names that do not resolve are skipped.
 
-    gRPC takes several addresses in one target but only one name, and a list of names is what people have. A single
-    endpoint is left to gRPC, which follows its DNS record.
+    gRPC takes several addresses in one target but only one name, and users have lists of names. A single endpoint is
+    passed to gRPC as it is, which follows its DNS record.
     """
     if len(endpoints) == 1:
         return (str(endpoints[0]),)
@@ -82,7 +82,7 @@ def _addresses(endpoint: Endpoint) -> list[str]:
 
 
 def target(addresses: Sequence[str]) -> str:
-    """The gRPC target for ``addresses``: one as it is, several as a list (of IPv4 ones if there are any)."""
+    """The gRPC target for ``addresses``: a single one as it is, several as a list (only IPv4 ones if there are any)."""
     if len(addresses) == 1:
         return addresses[0]
     v4 = [address for address in addresses if not address.startswith("[")]
@@ -90,19 +90,19 @@ def target(addresses: Sequence[str]) -> str:
 
 
 def options(endpoints: Sequence[Endpoint]) -> list[tuple[str, int | str]]:
-    """gRPC channel options, each for its reason."""
+    """gRPC channel options."""
     chosen: list[tuple[str, int | str]] = [
         ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),
-        ("grpc.keepalive_time_ms", 10_000),  # a frozen server is noticed; etcd answers 2 s with GOAWAY
+        ("grpc.keepalive_time_ms", 10_000),  # detects a frozen server; etcd answers 2 s with GOAWAY
         ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.http2.ping_timeout_ms", 5_000),  # newer gRPC goes by this one, 60 s by default (measured with 1.85)
+        ("grpc.http2.ping_timeout_ms", 5_000),  # newer gRPC uses this one, 60 s by default (measured with 1.85)
         ("grpc.http2.max_pings_without_data", 0),  # a quiet watch needs its pings: no limit
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 500),
-        ("grpc.min_reconnect_backoff_ms", 2_000),  # despite its name the time given to one attempt to connect
-        ("grpc.use_local_subchannel_pool", 1),  # else a second store shares the first one's connection and back-off
+        ("grpc.min_reconnect_backoff_ms", 2_000),  # despite its name, the time limit of one attempt to connect
+        ("grpc.use_local_subchannel_pool", 1),  # otherwise a second store shares the first one's connection
         ("grpc.enable_http_proxy", 0),  # etcd is near; a proxy variable meant for downloads must not catch it
-        ("grpc.max_receive_message_length", -1),  # a read of many nodes may pass gRPC's 4 MiB
+        ("grpc.max_receive_message_length", -1),  # a read of many nodes may exceed gRPC's 4 MiB
     ]
     if len(endpoints) > 1:
         # A list has no name of its own: certificates are checked against the first endpoint's.
@@ -112,7 +112,7 @@ def options(endpoints: Sequence[Endpoint]) -> list[tuple[str, int | str]]:
 
 
 def _client(etcd3: Any, settings: StoreSettings, addresses: tuple[str, ...]) -> Any:
-    """etcd3's client, for its channel and stubs. It takes host and port apart only to join them again."""
+    """etcd3's client, for its channel and stubs. It takes host and port separately only to join them again."""
     if settings.cert is not None and settings.ca_cert is None:
         raise ConfigError("a client certificate is set but no 'ca_cert'", hint="set ca_cert to the CA of etcd")
     for path in (settings.ca_cert, settings.cert, settings.key):

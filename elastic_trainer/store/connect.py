@@ -1,7 +1,7 @@
-"""Open the store that the settings name, and say in one sentence why that does not work.
+"""Opens the store of the settings, or explains in one sentence why that fails.
 
 *Runs in* the main thread of an agent or command, at its start.
-*Owns* nothing: the store that it returns belongs to the caller.
+*Owns* nothing: the returned store belongs to the caller.
 *Fails by* ConfigError (wrong endpoint, TLS, credentials) at once, StoreUnavailableError at the deadline.
 """
 
@@ -25,21 +25,21 @@ FIRST_TRY_S = 2.0
 """How long etcd may take to answer before its endpoints are examined."""
 EXAMINE_S = 1.0
 REFUSED_PAUSE_S = 1.0
-"""Between two tries with credentials that were refused."""
+"""Seconds between two attempts with refused credentials."""
 _UNTRUSTED = "certificate_verify_failed"  # as failures.reason() has it
 
 
 def connect(settings: StoreSettings) -> Store:
-    """The store at ``settings``' endpoints. Nothing is sent before the first call; grpc is imported here."""
+    """The store at the endpoints of ``settings``. Sends nothing before the first call; imports grpc."""
     store: Store = import_module("elastic_trainer.store.etcd").EtcdStore(settings)
     return store
 
 
 def connect_checked(settings: StoreSettings, deadline: Deadline, *, run: str | None = None) -> Store:
-    """A store that has answered a read of the prefix, or of ``run``'s part of it: all that a user of one run may read.
+    """A store that has answered a read of the prefix, or of ``run``'s keys, which are all that a run's user may read.
 
-    Waits for etcd to come up until ``deadline``. Raises ConfigError as soon as it is clear that waiting cannot help,
-    else StoreUnavailableError that says what is wrong with which endpoint.
+    Waits for etcd to start until ``deadline``. Raises ConfigError as soon as it is clear that waiting cannot help,
+    otherwise StoreUnavailableError, which says what is wrong with which endpoint.
     """
     try:
         return _tried(settings, run, deadline.at_most(FIRST_TRY_S))
@@ -54,8 +54,8 @@ def connect_checked(settings: StoreSettings, deadline: Deadline, *, run: str | N
 
 
 def connect_patiently(settings: StoreSettings, deadline: Deadline, *, run: str | None = None) -> Store:
-    """As :func:`connect_checked`, for nodes that nobody looks at: passwords and certificates that lie in files may be
-    replaced just now, so a refusal is final only at ``deadline``."""
+    """As :func:`connect_checked`, for unattended nodes: password and certificate files may be in the middle of a
+    replacement, so a refusal is final only at ``deadline``."""
     refused: CredentialsError | None = None
     while True:
         try:
@@ -69,7 +69,7 @@ def connect_patiently(settings: StoreSettings, deadline: Deadline, *, run: str |
         except StoreUnavailableError as error:
             if refused is None:
                 raise
-            raise refused from error  # etcd was too slow for the last try; what is wrong is known
+            raise refused from error  # etcd was too slow for the last attempt, but the cause is known
         pause(REFUSED_PAUSE_S)
 
 
@@ -93,7 +93,7 @@ def _examined(settings: StoreSettings, deadline: Deadline) -> list[StoreFault]:
 
 
 def _explained(finding: StoreFault, settings: StoreSettings, endpoint: Endpoint) -> StoreFault:
-    """A failed handshake with its cause, which waiting does not mend."""
+    """A failed handshake with its cause; waiting does not repair it."""
     cause = refusal(endpoint, settings, EXAMINE_S) if finding.handshake else None
     if cause is None:
         return finding
@@ -101,7 +101,7 @@ def _explained(finding: StoreFault, settings: StoreSettings, endpoint: Endpoint)
 
 
 def _raise_if_hopeless(findings: Sequence[StoreFault], error: StoreUnavailableError) -> None:
-    """Raise ConfigError when waiting cannot mend what is wrong."""
+    """Raise ConfigError if waiting cannot repair the fault."""
     hopeless = all(finding.permanent for finding in findings) or any(finding.for_all for finding in findings)
     if _UNTRUSTED in error.message or hopeless:
         refused = any(finding.handshake and finding.permanent for finding in findings)
@@ -115,6 +115,6 @@ def _message(findings: Sequence[StoreFault], error: StoreUnavailableError) -> st
 
 
 def _hint(findings: Sequence[StoreFault]) -> str:
-    """The most specific advice: what holds for all, then an etcd without a quorum before its dead members."""
+    """The most specific advice: faults of all endpoints, then an etcd without a quorum before its dead members."""
     hints = [finding.hint for finding in sorted(findings, key=lambda finding: not finding.for_all)]
     return next((hint for hint in hints if hint != START_HINT), hints[0])

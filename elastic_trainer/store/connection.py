@@ -1,9 +1,9 @@
-"""Make authenticated calls to etcd within a deadline, with failures translated.
+"""Makes authenticated calls to etcd within a deadline, and translates failures.
 
 *Runs in* agents and commands, any thread.
 *Owns* the present :class:`~elastic_trainer.store.channel.Wire` and the auth token.
 *Fails by* the errors of :func:`~elastic_trainer.store.failures.translate`, never with gRPC's.
-*Invariant*: a call is sent at most once, and once more only if etcd turned it away for its token.
+*Invariant*: a call is sent at most once, and once more only if etcd rejected its token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic_trainer.settings import StoreSettings, secret
 from elastic_trainer.store import channel, failures
 
 RESOLVE_INTERVAL_S = 5.0
-"""Least time between two looks at DNS while etcd does not answer."""
+"""Minimum time between two DNS look-ups while etcd does not answer, in seconds."""
 
 Metadata = tuple[tuple[str, str], ...]
 Method = Callable[[channel.Wire], Any]
@@ -65,7 +65,7 @@ class StoreConnection:
         write: bool,
         started: Callable[[Any], None] = lambda _: None,
     ) -> Any:
-        """The response to ``request``; ``started`` is given the call, which may be cancelled by another thread."""
+        """The response to ``request``; ``started`` receives the call, which another thread may cancel."""
         token = self._token_for(deadline)
         try:
             return self._once(method, request, deadline, token, started)
@@ -75,12 +75,12 @@ class StoreConnection:
         try:
             return self._once(method, request, deadline, self._renewed_token(token, deadline), started)
         except grpc.RpcError as error:
-            if self._is_stale(error):  # ended as soon as it was made: somebody changes users, or etcd restarts again
-                raise StoreUnavailableError(f"etcd at {self.where} does not know the token it gave") from error
+            if self._is_stale(error):  # a new token is already invalid: users are being changed, or etcd restarts again
+                raise StoreUnavailableError(f"etcd at {self.where} rejects the token that it has issued") from error
             raise self._translated(error, write=write) from error
 
     def stream(self, method: Method, requests: Iterator[Any], deadline: Deadline) -> Any:
-        """Open a stream. ``hasleader`` makes etcd end it when the quorum is lost, instead of keeping silent."""
+        """Open a stream. ``hasleader`` makes etcd end it when the quorum is lost, instead of staying silent."""
         metadata = (*_metadata(self._token_for(deadline)), ("hasleader", "true"))
         return self._guarded(lambda: method(self.wire)(requests, metadata=metadata))
 
@@ -92,7 +92,7 @@ class StoreConnection:
             raise self._translated(error, write=False) from error
 
     def asks_who_it_is(self, deadline: Deadline) -> bool:
-        """Whether etcd has authentication on, and has let this user in. Raises ConfigError if it refuses him."""
+        """Whether etcd requires authentication and accepts this user. Raises ConfigError if it refuses the user."""
         return bool(self._token_for(deadline))
 
     def forget_token(self) -> None:
@@ -104,7 +104,7 @@ class StoreConnection:
         self, method: Method, request: Any, deadline: Deadline, token: str, started: Callable[[Any], None]
     ) -> Any:
         if deadline.expired:
-            raise StoreUnavailableError(f"no time was left to ask etcd at {self.where}")
+            raise StoreUnavailableError(f"no time was left for a request to etcd at {self.where}")
         call = self._guarded(
             lambda: method(self.wire).future(request, timeout=deadline.remaining_s(), metadata=_metadata(token))
         )
@@ -115,7 +115,7 @@ class StoreConnection:
             raise StoreUnavailableError("the call was cancelled") from error
 
     def _guarded(self, invoke: Callable[[], Any]) -> Any:
-        """Run ``invoke``; grpc reports the use of a closed channel by a ValueError."""
+        """Run ``invoke``; grpc raises ValueError if the channel is closed."""
         if self.closed.is_set():
             raise StoreUnavailableError("the connection to etcd is closed")
         try:
@@ -130,7 +130,7 @@ class StoreConnection:
         return translated
 
     def _follow_names(self) -> None:
-        """Look the host names up again: after a restart members of a cluster may have new addresses."""
+        """Look up the host names again: after a restart members of a cluster may have new addresses."""
         with self._lock:
             now = SYSTEM.monotonic()
             if not self._named or self.closed.is_set() or now - self._resolved_at < RESOLVE_INTERVAL_S:
@@ -139,9 +139,9 @@ class StoreConnection:
             try:
                 addresses = channel.resolved(self._settings.endpoints)
             except StoreUnavailableError:
-                return  # DNS is away too; the old addresses are the best known
+                return  # DNS is unavailable too; the old addresses are the best known
             if set(addresses) != set(self._wire.addresses):
-                # The old channel goes with its last call; closing it would cancel calls that may still succeed.
+                # The old channel ends with its last call; closing it would cancel calls that may still succeed.
                 self._wire = channel.Wire(self._settings, addresses)
 
     def _is_stale(self, error: Any) -> bool:
@@ -157,17 +157,17 @@ class StoreConnection:
         if not self._token_lock.acquire(timeout=deadline.remaining_s()):
             raise StoreUnavailableError(f"etcd at {self.where} did not authenticate in time")
         try:
-            if self._token in (stale, ""):  # empty: a watch has found it to be stale too
+            if self._token in (stale, ""):  # empty: a watch has also found it to be stale
                 self._token = self._authenticate(deadline)
             return self._token
         finally:
             self._token_lock.release()
 
     def _authenticate(self, deadline: Deadline) -> str:
-        """A new token. Where the password is in a file, a refusal is an outage once etcd has let us in.
+        """A new token. With a password file, a refusal counts as an outage once etcd has accepted this user.
 
-        Who changes a password changes it in etcd and in the file, at different times; nodes that train meanwhile try
-        again until both agree.
+        An administrator changes a password in etcd and in the file at different times; nodes that train meanwhile retry
+        until both agree.
         """
         try:
             token = self._logged_in(deadline)
@@ -179,7 +179,7 @@ class StoreConnection:
         return token
 
     def _logged_in(self, deadline: Deadline) -> str:
-        # etcd3 does this once, in its constructor, with call credentials that gRPC refuses without TLS.
+        # etcd3 authenticates once, in its constructor, with call credentials that gRPC refuses without TLS.
         request = self.rpc.AuthenticateRequest(name=self._settings.user, password=self._password())
         try:
             return str(self._once(lambda wire: wire.auth.Authenticate, request, deadline, "", lambda _: None).token)

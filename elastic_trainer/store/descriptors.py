@@ -1,7 +1,7 @@
-"""Serve etcd3's messages and stubs from a private descriptor pool, so that etcd3 works on any protobuf.
+"""Serves etcd3's messages and stubs from a private descriptor pool, so that etcd3 works with any protobuf.
 
 etcd3 0.12.0 ships code generated for protobuf 3, which protobuf 4 and later refuse to run. The descriptors in that
-code are sound, so they are read from its source without running it, and classes are built from them. The pool is
+code are valid, so they are read from its source without running it, and classes are built from them. The pool is
 private: other etcd clients in the process register the same message names in the default pool undisturbed.
 
 *Runs in* agents and commands, on first use of the store; safe from several threads.
@@ -35,18 +35,18 @@ def load_etcd3() -> Any:
     """The ``etcd3`` package, importable whatever protobuf is installed."""
     with _lock:
         if "etcd3" not in sys.modules:
-            # The package's own spec is looked up without importing it: its __init__ would fail on protobuf 4.
+            # Looks up the package's spec without importing it: its __init__ would fail with protobuf 4.
             _install(source_directory())
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # its age shows: deprecated imports, which no user can mend
+                warnings.simplefilter("ignore")  # it has deprecated imports, which users cannot fix
                 return importlib.import_module("etcd3")
         except ImportError as error:
             raise ConfigError(f"the etcd3 package does not import: {error}", hint=_HINT) from error
 
 
 def source_directory() -> Path:
-    """Where the installed etcd3 keeps its generated modules."""
+    """The folder of the installed etcd3's generated modules."""
     spec = importlib.util.find_spec("etcd3")
     if spec is None or spec.origin is None:
         raise ConfigError("the etcd3 package is not installed", hint=_HINT)
@@ -105,7 +105,7 @@ def _literal(node: ast.expr, path: Path) -> bytes:
 
 
 def _message_module(name: str, descriptor: Any) -> ModuleType:
-    """A module with the message classes and enums of one ``.proto`` file, as protoc's would have."""
+    """A module with the message classes and enums of one ``.proto`` file, like protoc's."""
     from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
     from google.protobuf.message_factory import GetMessageClass
 

@@ -1,7 +1,7 @@
-"""Find out why the store does not answer at an endpoint: what is there instead?
+"""Finds out why the store does not answer at an endpoint, and what answers there instead.
 
 *Runs in* the thread that connects, only after a connection has failed.
-*Owns* one short-lived socket at a time. *Fails by* reporting a finding; it raises nothing.
+*Owns* one short-lived socket at a time. *Fails by* returning a finding; it raises nothing.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ _TLS_WANTED = b"HTTP request to an HTTPS server"
 
 @dataclass(frozen=True, slots=True)
 class StoreFault:
-    """What is at an endpoint. ``permanent``: waiting will not help; ``for_all``: nor will any other endpoint."""
+    """What is wrong at an endpoint. ``permanent``: waiting will not help; ``for_all``: nor will any other endpoint."""
 
     text: str
     permanent: bool
     hint: str
     for_all: bool = False
     handshake: bool = False
-    """Whether TLS is spoken on both sides, and yet no connection comes about."""
+    """Whether both sides use TLS but the handshake fails."""
 
 
 START_HINT = "start etcd or correct the endpoint"
 
 
 def examine(endpoint: Endpoint, *, tls: bool, timeout_s: float) -> StoreFault:
-    """Ask ``endpoint`` for etcd's version over HTTP, which etcd serves on its client port, and judge the answer."""
+    """Request etcd's version from ``endpoint`` over HTTP, which etcd serves on its client port; judge the answer."""
     try:
         with socket.create_connection((endpoint.host, endpoint.port), timeout_s) as connection:
             connection.settimeout(timeout_s)
             connection.sendall(_REQUEST.format(host=endpoint.host).encode())
             answer = _received(connection)
     except socket.gaierror:
-        return StoreFault(f"the host name {endpoint.host!r} is not known", False, "check the name and DNS")
+        return StoreFault(f"the host name {endpoint.host!r} does not resolve", False, "check the name and DNS")
     except ConnectionRefusedError:
         return StoreFault(f"nothing listens at {endpoint}", False, START_HINT)
     except TimeoutError:
         return StoreFault(
-            f"{endpoint} accepts no connection or says nothing", False, "check address, firewall and etcd"
+            f"{endpoint} accepts no connection or does not answer", False, "check address, firewall and etcd"
         )
     except OSError as error:
         return StoreFault(f"{endpoint} cannot be reached: {error.strerror or error}", False, START_HINT)
     if not answer and _speaks_tls(endpoint, timeout_s):
-        answer = _TLS_ALERT  # etcd hangs up on plaintext without a word
+        answer = _TLS_ALERT  # an etcd with TLS closes plaintext connections without an answer
     return judge(answer, endpoint, tls=tls)
 
 
 def _speaks_tls(endpoint: Endpoint, timeout_s: float) -> bool:
-    """Whether a TLS handshake gets an answer; an alert, say for want of a client certificate, is one too."""
+    """Whether a TLS handshake gets an answer; an alert, such as for a missing client certificate, is one too."""
     context = ssl.create_default_context()
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # nothing is sent: only the language is of interest
+    context.verify_mode = ssl.CERT_NONE  # nothing is sent: only the protocol matters
     try:
         with (
             socket.create_connection((endpoint.host, endpoint.port), timeout_s) as connection,
@@ -87,19 +87,17 @@ def _received(connection: socket.socket) -> bytes:
 
 
 def judge(answer: bytes, endpoint: Endpoint, *, tls: bool) -> StoreFault:
-    """What an answer to the version request says about who sent it. Pure."""
+    """What the answer to the version request reveals about its sender. Pure."""
     if answer.startswith(_TLS_ALERT) or _TLS_WANTED in answer:
         if tls:
             text = f"the TLS handshake with {endpoint} fails"
             return StoreFault(text, False, "check ca_cert, cert and key", handshake=True)
         return StoreFault(
-            f"{endpoint} speaks TLS", True, "set ca_cert (and cert and key if etcd asks for them)", for_all=True
+            f"{endpoint} requires TLS", True, "set ca_cert (and cert and key if etcd requires them)", for_all=True
         )
     if b'"etcdserver"' in answer:
         if tls:
-            return StoreFault(
-                f"etcd at {endpoint} does not speak TLS", True, "leave out ca_cert, cert and key", for_all=True
-            )
+            return StoreFault(f"etcd at {endpoint} does not use TLS", True, "omit ca_cert, cert and key", for_all=True)
         return StoreFault(f"etcd at {endpoint} is up but does not serve requests", False, "check that it has a quorum")
     if answer.startswith(b"HTTP/"):
         status = re.match(rb"HTTP/\S+ \d+", answer)

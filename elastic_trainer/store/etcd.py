@@ -1,11 +1,11 @@
 """The store port over etcd v3, through the etcd3 package's channel and stubs.
 
-With ``channel`` and ``connection`` beside it this is the only importer of etcd3 and grpc.
+Only this module, ``channel`` and ``connection`` import etcd3 and grpc.
 
 *Runs in* agents, the monitor and commands; safe from several threads.
 *Owns* one connection and the watches opened through it.
 *Fails by* the errors that :mod:`elastic_trainer.store.api` names.
-*Invariant*: a write is sent at most once unless etcd certainly did not take it.
+*Invariant*: a write is sent at most once unless etcd certainly did not accept it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from elastic_trainer.store.retry import read_attempt, within
 from elastic_trainer.store.watch import EventBatch, KeyHistory, WatchLoop, WatchReading
 
 WATCH_CALL_S = 5.0
-"""Limit of one call that a watch makes; it has no caller with a deadline and tries again for ever."""
+"""Limit of one call by a watch, in seconds; a watch has no caller with a deadline, and retries for ever."""
 
 
 class EtcdStore:
-    """One connection to the etcd of ``settings``. Nothing is sent before the first call."""
+    """One connection to the etcd of ``settings``. Sends nothing before the first call."""
 
     def __init__(self, settings: StoreSettings) -> None:
         self._connection = StoreConnection(settings)
@@ -76,7 +76,7 @@ class EtcdStore:
         )
 
     def grant(self, ttl_s: float, deadline: Deadline) -> Lease:
-        # The id is chosen here, so that a repeated request cannot leave a second lease behind.
+        # The client chooses the id, so that a repeated request cannot leave a second lease behind.
         lease_id = secrets.randbits(62) + 1
         request = self._connection.rpc.LeaseGrantRequest(TTL=math.ceil(ttl_s), ID=lease_id)
         asked_before = False
@@ -99,14 +99,14 @@ class EtcdStore:
     def keep_alive(self, lease_id: int, deadline: Deadline) -> float:
         request = self._connection.rpc.LeaseKeepAliveRequest(ID=lease_id)
         response = self._read(lambda stubs: stubs.keep_alive, request, deadline)
-        if response.TTL <= 0:  # how etcd says that it does not know the lease
+        if response.TTL <= 0:  # etcd does not know the lease
             raise LeaseLostError("the lease has expired")
         return float(response.TTL)
 
     def revoke(self, lease_id: int, deadline: Deadline) -> None:
         request = self._connection.rpc.LeaseRevokeRequest(ID=lease_id)
         try:
-            self._read(lambda stubs: stubs.lease.LeaseRevoke, request, deadline)  # may be repeated, as a read may
+            self._read(lambda stubs: stubs.lease.LeaseRevoke, request, deadline)  # idempotent, so retried like a read
         except LeaseLostError:
             return
 
@@ -172,7 +172,7 @@ class _EtcdWatch(WatchLoop):
 
 
 class _EtcdStream:
-    """One watch stream. The request side stays open until cancelled: a proxy ends the watch with it."""
+    """One watch stream. The request side stays open until cancelled: a proxy would end the watch with it."""
 
     def __init__(self, connection: StoreConnection, fields: dict[str, bytes], revision: int) -> None:
         self._connection = connection
@@ -185,7 +185,7 @@ class _EtcdStream:
     def batches(self) -> Iterator[EventBatch]:
         for response in self._connection.responses(self._call):
             if response.canceled and not response.compact_revision:
-                # Seen for an expired token too, which etcd calls a denied permission here.
+                # etcd also answers this for an expired token, as a denied permission.
                 self._connection.forget_token()
             yield _batch(response)
 

@@ -1,7 +1,7 @@
-"""What a failed call to etcd means: from status code and text to this package's errors. Pure.
+"""Translates a failed call to etcd, by status code and text, into this package's errors. Pure.
 
-The texts are etcd's own (``api/v3rpc/rpctypes/error.go``) and gRPC's; where a text is not known the more careful
-meaning is taken: a write may have happened.
+The texts are etcd's own (``api/v3rpc/rpctypes/error.go``) and gRPC's; for an unknown text the safer meaning counts: a
+write may have happened.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NEVER_SENT = (
 """gRPC gave up before the request left this process."""
 
 _NOTHING_HAPPENED = (
-    "etcdserver: no leader",  # the request was turned away at the door
+    "etcdserver: no leader",  # the request was rejected on arrival
     "etcdserver: not capable",
     "etcdserver: unhealthy cluster",
     "etcdserver: too many requests",
@@ -41,7 +41,7 @@ _NO_SPACE = "database space exceeded"
 
 
 def is_stale_token(code: str, text: str) -> bool:
-    """Whether the server forgot our token (it restarted, or the token expired): authenticate again."""
+    """Whether the server no longer knows our token (it restarted, or the token expired): authenticate again."""
     return code in ("UNAUTHENTICATED", "INVALID_ARGUMENT") and any(part in text for part in _STALE_TOKEN)
 
 
@@ -56,13 +56,13 @@ def translate(code: str, text: str, *, where: str, write: bool) -> ElasticTraine
 
 
 def _refused(code: str, text: str, where: str) -> ElasticTrainerError | None:
-    """The error if trying again cannot help."""
+    """The error if a retry cannot help."""
     if code == "PERMISSION_DENIED":
         return AccessDeniedError(f"etcd at {where} denies access", hint=_DENIED_HINT)
     if code == "UNAUTHENTICATED" or any(part in text for part in _BAD_CREDENTIALS):
         return CredentialsError(f"etcd at {where} refuses the credentials: {text}", hint="correct user and password")
     if "user name is empty" in text:
-        return ConfigError(f"etcd at {where} asks for a user", hint="set user and password")
+        return ConfigError(f"etcd at {where} requires a user", hint="set user and password")
     if code == "UNIMPLEMENTED":
         return ConfigError(f"the service at {where} is not etcd (v3)", hint="correct the endpoint")
     if code in ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION"):
@@ -83,7 +83,7 @@ def _transient(code: str, text: str, where: str, write: bool) -> ElasticTrainerE
 
 
 def reason(code: str, text: str) -> str:
-    """A short cause for people, out of gRPC's long texts."""
+    """A short cause for people, extracted from gRPC's long texts."""
     for phrase in ("Connection refused", "Socket closed", "Connection reset", "CERTIFICATE_VERIFY_FAILED",
                    "WRONG_VERSION_NUMBER", "Domain name not found", "No route to host"):  # fmt: skip
         if phrase in text:

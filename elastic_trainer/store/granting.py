@@ -1,8 +1,8 @@
-"""Give and take rights in etcd, as :mod:`elastic_trainer.store.rights` decides.
+"""Grants and revokes rights in etcd, as :mod:`elastic_trainer.store.rights` decides.
 
-*Runs in* the main thread of a command. *Owns* nothing; etcd is changed step by step, and what was done stays done.
+*Runs in* the main thread of a command. *Owns* nothing; it changes etcd step by step, and completed steps remain.
 *Fails by* ConfigError.
-*Invariant*: done again after a failure, each of these goes on where it stopped; authentication is switched on last.
+*Invariant*: when repeated after a failure, each function continues where it stopped; authentication is enabled last.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from elastic_trainer.store.rights import Account, Known, RightsStep, account_of,
 
 
 def known(accounts: Accounts) -> Known:
-    """What etcd has now. Asked for as long as authentication is off, too."""
+    """Read etcd's present users and roles; works also while authentication is disabled."""
     return Known(accounts.users(), accounts.roles())
 
 
 def initialize(accounts: Accounts, prefix: str, root_password: str, monitor_password: str) -> Account:
-    """Have ``root``, who gets ``root_password``, the monitor's account, which is returned, and authentication on."""
+    """Create ``root`` with ``root_password`` and the monitor's account, which is returned; enable authentication."""
     was_on = accounts.on
     present = known(accounts)
     if ROOT not in present.roles:
         accounts.add_role(ROOT)
     if ROOT not in present.users:
         accounts.add_user(ROOT, root_password)
-    elif not was_on:  # nobody has shown yet that he knows the present one
+    elif not was_on:  # while authentication is disabled the present password is unverified
         accounts.set_password(ROOT, root_password)
     if ROOT not in present.users.get(ROOT, ()):
         accounts.give_role(ROOT, ROOT)
@@ -37,7 +37,7 @@ def initialize(accounts: Accounts, prefix: str, root_password: str, monitor_pass
 
 
 def grant(accounts: Accounts, prefix: str, run: str, password: str) -> Account:
-    """Have the account of ``run``, with this password. Refused while anybody may do anything."""
+    """Create the account of ``run`` with this password. Raises ConfigError while authentication is disabled."""
     account = account_of(prefix, run)
     _require_on(accounts)
     _perform(accounts, account, known(accounts), password)
@@ -53,7 +53,7 @@ def revoke(accounts: Accounts, prefix: str, run: str) -> None:
     if account.name not in present.users and rights is None:
         raise ConfigError(f"no rights were granted to run {run!r}", hint="see elastic-trainer admin list")
     if rights and account.right not in rights:
-        raise ConfigError(f"etcd's role {account.name!r} is not for {account.right.key}", hint="give its --prefix")
+        raise ConfigError(f"etcd's role {account.name!r} is not for {account.right.key}", hint="pass its --prefix")
     if account.name in present.users:
         accounts.remove_user(account.name)
     if rights is not None:
@@ -63,7 +63,7 @@ def revoke(accounts: Accounts, prefix: str, run: str) -> None:
 def _require_on(accounts: Accounts) -> None:
     if not accounts.on:
         raise ConfigError(
-            "authentication is off: etcd lets everybody read and write everything",
+            "authentication is disabled: everybody can read and write everything in etcd",
             hint="run elastic-trainer admin init first",
         )
 

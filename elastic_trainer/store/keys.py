@@ -1,4 +1,4 @@
-"""Where a run keeps its keys: ``<prefix>/<run_id>/...``."""
+"""The names of a run's keys: ``<prefix>/<run_id>/...``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from elastic_trainer.model import checked_name, is_name
 
-_EVENT_DIGITS = 12  # so that keys sort as their numbers do
+_EVENT_DIGITS = 12  # so that keys sort by number
 _INCIDENT_DIGITS = 16
 _MEETING = "_meeting/"  # no node can have this name
 
 
 @dataclass(frozen=True, slots=True)
 class RunKeys:
-    """The keys of run ``run_id`` below ``prefix``. Raises ConfigError for a name that cannot be part of a key."""
+    """The keys of run ``run_id`` below ``prefix``. Raises ConfigError for an invalid name."""
 
     prefix: str
     run_id: str
@@ -38,12 +38,12 @@ class RunKeys:
 
     @property
     def progress(self) -> str:
-        """What rank 0's agent last reported."""
+        """The last progress that rank 0's agent reported."""
         return f"{self.root}progress"
 
     @property
     def departure(self) -> str:
-        """How the last node left, while there is none."""
+        """How the last node left; exists only while no node is present."""
         return f"{self.root}departure"
 
     @property
@@ -56,17 +56,17 @@ class RunKeys:
         return self.nodes + checked_name(node_id, "node id")
 
     def node_id(self, key: str) -> str | None:
-        """The node that ``key`` belongs to; None when it is not a node key of this run, or that of no possible node."""
+        """The node that ``key`` belongs to; None if it is not a node key of this run, or has an invalid node name."""
         name = key.removeprefix(self.nodes)
         return name if key.startswith(self.nodes) and is_name(name) else None
 
     @property
     def health(self) -> str:
-        """The prefix of what nodes publish about their workers."""
+        """The prefix of the nodes' health documents."""
         return f"{self.root}health/"
 
     def node_health(self, node_id: str) -> str:
-        """What one node publishes about its workers; it stays when the node goes, since it counts."""
+        """One node's health document; it outlives the node, since it holds counters."""
         return self.health + checked_name(node_id, "node id")
 
     def eviction(self, node_id: str) -> str:
@@ -75,7 +75,7 @@ class RunKeys:
 
     @property
     def save(self) -> str:
-        """The newest save that somebody asked for."""
+        """The newest requested save."""
         return f"{self.root}save"
 
     @property
@@ -85,31 +85,31 @@ class RunKeys:
 
     @property
     def open_incident(self) -> str:
-        """What ended the newest round, as long as no other has followed."""
+        """The incident that ended the newest round, while no other round has followed."""
         return f"{self.incidents}open"
 
     def incident(self, number: int) -> str:
-        """The key of an incident by its time (milliseconds since 1970); such keys sort as their numbers do."""
+        """The key of an incident by its time (milliseconds since 1970); these keys sort by time."""
         if not 0 <= number < 10**_INCIDENT_DIGITS:
             raise ValueError(f"incident {number} is out of range")
         return f"{self.incidents}{number:0{_INCIDENT_DIGITS}d}"
 
     @property
     def preflight(self) -> str:
-        """The prefix of what nodes found out about themselves before they joined."""
+        """The prefix of the nodes' preflight reports."""
         return f"{self.root}preflight/"
 
     def preflight_node(self, node_id: str) -> str:
-        """One node's checks."""
+        """One node's preflight report."""
         return self.preflight + checked_name(node_id, "node id")
 
     @property
     def preflight_meeting(self) -> str:
-        """The prefix of the nodes that are to measure their network together."""
+        """The prefix of the nodes that measure their network together."""
         return self.preflight + _MEETING
 
     def is_preflight_meeting(self, key: str) -> bool:
-        """Whether ``key`` is one of these, and not one node's checks."""
+        """Whether ``key`` is a meeting's key rather than a node's report."""
         return key.startswith(self.preflight_meeting)
 
     @property
@@ -118,7 +118,7 @@ class RunKeys:
         return f"{self.root}events/"
 
     def event(self, number: int) -> str:
-        """The key of journal entry ``number``; such keys sort as their numbers do."""
+        """The key of journal entry ``number``; these keys sort by number."""
         if not 0 <= number < 10**_EVENT_DIGITS:
             raise ValueError(f"journal entry {number} is out of range")
         return f"{self.events}{number:0{_EVENT_DIGITS}d}"

@@ -1,9 +1,9 @@
-"""A store that counts: requests that failed, and when it was last known to be of use.
+"""A store with metrics: counts failed requests, and notes when it was last known to be usable.
 
-A store that answers and takes no writes is of no use: an etcd at its quota keeps leases alive and lets all be read,
-while nobody can join, leave or recover. So answers count only while the last write was taken.
+A store that answers but accepts no writes is unusable: an etcd at its quota keeps leases alive and serves reads, while
+no node can join, leave or recover. So an answer counts only while the last write was accepted.
 
-*Fails by* what the store beneath it raises.
+*Fails by* the errors of the underlying store.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Result = TypeVar("Result")
 
 
 class MeteredStore:
-    """Another store's answers, counted. ``errors``: requests that could not be answered; refusals are answers."""
+    """Wraps another store. ``errors``: requests without an answer; a refusal is an answer."""
 
     def __init__(self, store: Store, clock: Clock = SYSTEM) -> None:
         self._store, self._clock = store, clock
         self._lock = threading.Lock()
         self.errors = 0
         self.last_success_wall = clock.wall()
-        """Unix time of the last answer (at first: of the beginning, when it had just answered)."""
+        """Unix time of the last answer (initially of construction, right after an answer)."""
         self._refuses_writes = False
         self._told: set[str] = set()
 
@@ -65,8 +65,8 @@ class MeteredStore:
             self.last_success_wall = self._clock.wall()
 
     def _note_write(self, error: TransientError | None) -> None:
-        """A write was taken, or failed with ``error``; logged when this changes, and for each new reason:
-        a full etcd's first refusal may have come out as one whose time was over."""
+        """A write was accepted, or failed with ``error``. Logs each change and each new reason: the first refusal of a
+        full etcd may appear as a timeout."""
         text = "" if error is None else str(error)
         with self._lock:
             changed = self._refuses_writes is (error is None)

@@ -1,7 +1,7 @@
-"""The one retry policy: only what certainly did not happen, with jittered pauses, always within the deadline.
+"""The retry policy: retries only calls that certainly had no effect, with jittered pauses, within the deadline.
 
-:class:`StoreUnavailableError` means that nothing happened, so even a write may be tried again after it;
-:class:`OutcomeUnknownError` always goes to the caller.
+:class:`StoreUnavailableError` means that nothing happened, so even a write may be retried after it;
+:class:`OutcomeUnknownError` is always raised to the caller.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 0.5
 LEAST_ATTEMPT_S = 1.0
 LEAST_TRY_S = 0.1
-"""No further try begins with less time left: it would end as one whose outcome is unknown, and hide what is known."""
+"""No attempt begins with less time left: its unknown outcome would hide the known one."""
 
 
 def read_attempt(deadline: Deadline) -> Deadline:
-    """The deadline of one try of a read: half of what is left, so that a frozen server leaves time for another."""
+    """The deadline of one read attempt: half of the remaining time, so that a frozen server leaves time for another."""
     return deadline.at_most(max(LEAST_ATTEMPT_S, deadline.remaining_s() / 2))
 
 
 def within(deadline: Deadline, attempt: Callable[[], ResultT], stop: threading.Event | None = None) -> ResultT:
-    """The result of ``attempt()``, tried again while the store was unavailable and ``deadline`` allows.
+    """The result of ``attempt()``, retried while the store is unavailable and ``deadline`` allows.
 
-    The last error comes out when time is up. Setting ``stop`` ends the pauses and the retrying.
+    Raises the last error at the deadline. Setting ``stop`` ends the pauses and the retries.
     """
     ended = stop if stop is not None else threading.Event()
 
@@ -57,14 +57,14 @@ def within(deadline: Deadline, attempt: Callable[[], ResultT], stop: threading.E
 
 @dataclass(slots=True)
 class RetryBackoff:
-    """Pauses of a loop that has no deadline: jittered, doubling from ``first_s`` to ``longest_s``."""
+    """The pauses of a loop without a deadline: jittered, doubling from ``first_s`` to ``longest_s``."""
 
     first_s: float = FIRST_PAUSE_S
     longest_s: float = LONGEST_PAUSE_S
     failures: int = 0
 
     def next_s(self) -> float:
-        """The pause after one more failure: between half and all of the present step."""
+        """The pause after another failure: a random fraction, at least half, of the present step."""
         step = min(self.longest_s, self.first_s * 2.0 ** min(self.failures, 20))
         self.failures += 1
         return step * random.uniform(0.5, 1.0)

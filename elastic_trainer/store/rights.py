@@ -1,6 +1,6 @@
-"""Who may do what in etcd: the users and roles of this package, and what has to be done to have them. Pure.
+"""This package's users and roles in etcd, and the steps to create them. Pure.
 
-``root`` does everything. ``monitor`` reads all runs. ``run-<run>`` reads and writes the keys of that run and no others.
+``root`` may do everything. ``monitor`` reads all runs. ``run-<run>`` reads and writes only the keys of that run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RUN_PREFIX = "run-"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Right:
-    """To read, and with ``write`` to write, the keys from ``key`` up to but not including ``range_end``."""
+    """The right to read, and with ``write`` to write, the keys from ``key`` up to but not including ``range_end``."""
 
     key: str
     range_end: str
@@ -28,7 +28,7 @@ class Right:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A user, with a role of the same name that has this one right."""
+    """A user and a role of the same name that has exactly this right."""
 
     name: str
     right: Right
@@ -36,14 +36,14 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What etcd has: the roles of each user, the rights of each role."""
+    """The present state of etcd: the roles of each user, the rights of each role."""
 
     users: Mapping[str, Iterable[str]]
     roles: Mapping[str, frozenset[Right]]
 
 
 class RightsStep(StrEnum):
-    """One change that makes an account as it should be."""
+    """One step of creating an account."""
 
     ADD_ROLE = "add_role"
     GIVE_RIGHT = "give_right"
@@ -53,34 +53,34 @@ class RightsStep(StrEnum):
 
 
 def account_of(prefix: str, run: str) -> Account:
-    """The account of one run. Raises ConfigError for a name that no run can have."""
+    """The account of one run. Raises ConfigError for an invalid run name."""
     root = RunKeys(prefix, run).root
     return Account(f"{RUN_PREFIX}{run}", Right(root, prefix_end(root), write=True))
 
 
 def monitors_account(prefix: str) -> Account:
-    """The account of who reads all runs."""
+    """The monitor's account, which reads all runs."""
     root = f"{prefix}/"
     return Account(MONITOR, Right(root, prefix_end(root), write=False))
 
 
 def steps(account: Account, known: Known) -> tuple[RightsStep, ...]:
-    """What is to be done, in this order, so that ``account`` exists with a new password.
+    """The steps, in order, that create ``account`` with a new password.
 
-    The user comes last: one without its role could do nothing, but one with a role of unknown rights might do anything.
-    Raises ConfigError where a role of this name has other rights, which somebody else may need.
+    The user comes last: without its role it can do nothing, but with a role of unknown rights it might do anything.
+    Raises ConfigError if a role of this name has other rights, which another application may need.
     """
     name, rights = account.name, known.roles.get(account.name)
     if rights is not None and rights - {account.right}:
         raise ConfigError(
             f"etcd has a role {name!r} with other rights: {told(sorted(rights)[0])}",
-            hint="another --prefix uses this etcd: give its runs other names, or remove the role with etcdctl",
+            hint="another --prefix uses this etcd: use other run names, or remove the role with etcdctl",
         )
     user = known.users.get(name)
     if user is not None and set(user) - {name}:
         raise ConfigError(
             f"etcd's user {name!r} has the role {sorted(set(user) - {name})[0]!r} too",
-            hint="take it from him with etcdctl, or remove the user",
+            hint="revoke that role with etcdctl, or remove the user",
         )
     found = [RightsStep.ADD_ROLE] if rights is None else []
     if not rights:
@@ -92,12 +92,12 @@ def steps(account: Account, known: Known) -> tuple[RightsStep, ...]:
 
 
 def told(right: Right) -> str:
-    """A right for people."""
+    """``right`` in words."""
     return f"{'read and write' if right.write else 'read'} {right.key} up to {right.range_end}"
 
 
 def granted(known: Known, prefix: str) -> dict[str, bool]:
-    """The runs below ``prefix`` that have an account; False for one that is not as it should be."""
+    """The runs below ``prefix`` that have an account; False for an incomplete or wrong account."""
     found = dict[str, bool]()
     for name in sorted({*known.users, *known.roles}):
         if not name.startswith(RUN_PREFIX):

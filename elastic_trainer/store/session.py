@@ -1,10 +1,10 @@
-"""Hold a lease: grant it, keep it alive, and report its loss.
+"""Holds a lease: grants it, keeps it alive, and reports its loss.
 
-*Runs in* any process that is a member; one thread (``lease-keeper``) for each session.
+*Runs in* any member process; one thread (``lease-keeper``) for each session.
 *Owns* the lease and that thread.
-*Fails by* setting :attr:`LeaseSession.lost`; an unreachable store is retried for ever.
-*Invariant*: ``lost`` is set only when the store itself says that the lease is gone. While the store cannot be reached
-the lease is merely suspect: nobody else can act on its end either.
+*Fails by* setting :attr:`LeaseSession.lost`; it retries for ever while the store is unreachable.
+*Invariant*: ``lost`` is set only when the store itself reports that the lease has ended. While the store is unreachable
+the lease is only suspect: no other node can act on its end either.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ JOIN_LIMIT_S = 10.0
 
 @dataclass(slots=True)
 class _Held:
-    """One granted lease. Each has its own ``lost``, so that a renewal cannot take news back."""
+    """One granted lease. Each has its own ``lost`` event, so that a renewal cannot undo the report of a loss."""
 
     lease: Lease
     lost: threading.Event = field(default_factory=threading.Event)
     retired: threading.Event = field(default_factory=threading.Event)
-    """Set when nobody needs the lease any more; its keeper ends."""
+    """Set when the lease is no longer needed; ends its keeper."""
 
 
 class LeaseSession:
     """A lease of ``ttl_s`` seconds that lives until :meth:`close`.
 
-    The constructor grants it, and raises StoreUnavailableError when that did not work within ``deadline``.
+    The constructor grants it, and raises StoreUnavailableError if that fails until ``deadline``.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class LeaseSession:
 
     @property
     def lease_id(self) -> int:
-        """The lease to bind keys to."""
+        """The id of the lease, to which keys are bound."""
         return self._held.lease.id
 
     @property
     def ttl_s(self) -> float:
-        """How long the lease lasts without a refresh, as granted."""
+        """The granted seconds that the lease lasts without a refresh."""
         return self._held.lease.ttl_s
 
     @property
     def lost(self) -> threading.Event:
-        """Set when the present lease is gone. After :meth:`renew` this is another event."""
+        """Set when the present lease has ended. After :meth:`renew` this is another event."""
         return self._held.lost
 
     def renew(self, deadline: Deadline) -> int:
@@ -80,7 +80,7 @@ class LeaseSession:
             return self._held.lease.id
 
     def close(self) -> None:
-        """End the keep-alive, and the lease with its keys; where the store cannot be reached, it ends by itself."""
+        """Stop the keep-alive and revoke the lease with its keys; if the store is unreachable the lease expires."""
         self._closed.set()
         self._held.retired.set()
         with self._lock:
@@ -108,14 +108,14 @@ class LeaseSession:
         """Refresh ``held`` until it is lost or retired."""
         interval_s = held.lease.ttl_s / REFRESHES_PER_TTL
         backoff = RetryBackoff()
-        pause_s = interval_s * random.uniform(0.5, 1.0)  # nodes that came together need not refresh together
+        pause_s = interval_s * random.uniform(0.5, 1.0)  # spreads the refreshes of nodes that joined together
         while not self._clock.wait(held.retired, pause_s):
             try:
                 failed = self._refresh(held, interval_s)
                 if held.lost.is_set():
                     logger().warning("lease.lost", lease=held.lease.id, ttl_s=held.lease.ttl_s)
                     return
-            except Exception:  # noqa: BLE001 - thread edge: without its keeper the lease would end unexplained
+            except Exception:  # noqa: BLE001 - thread edge: a dead keeper would end the lease without a reason
                 logger().exception("lease.keeper_failed", lease=held.lease.id)
                 failed = True
             if failed:
@@ -125,7 +125,7 @@ class LeaseSession:
                 pause_s = interval_s
 
     def _refresh(self, held: _Held, limit_s: float) -> bool:
-        """One keep-alive; whether it failed for now."""
+        """Send one keep-alive; returns whether it failed transiently."""
         try:
             self._store.keep_alive(held.lease.id, Deadline.after(limit_s, self._clock))
         except LeaseLostError:

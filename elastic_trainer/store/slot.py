@@ -1,9 +1,9 @@
-"""A key that one process replaces again and again: what it holds only becomes newer.
+"""A key that one process overwrites repeatedly, and never with an older value.
 
-A write whose outcome stayed unknown may still be done later, over an old connection or by a member of etcd that stood
-still. Each write is therefore guarded by the revision that the writer knows, and so a late one changes nothing.
+A write of unknown outcome may still happen later, over an old connection or by an etcd member that was frozen. So each
+write is guarded by the revision that the writer knows, and a late one changes nothing.
 
-*Runs in* the thread that writes, one for each slot. *Owns* nothing. *Fails by* the store's errors.
+*Runs in* the writing thread, one for each slot. *Owns* nothing. *Fails by* the store's errors.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from elastic_trainer.store.api import Compare, Put, Read, Store, unchanged
 
 
 class Slot:
-    """See the module. Whoever else writes ``key`` is overwritten once it has been seen."""
+    """See the module. A value by another writer of ``key`` is overwritten once its revision is known."""
 
     def __init__(self, store: Store, key: str) -> None:
         self._store, self._key = store, key
         self._revision = 0
 
     def replace(self, value: bytes, deadline: Deadline, guards: Sequence[Compare] = ()) -> bool:
-        """Write ``value``; False where ``guards`` do not hold, or somebody else writes at the same time."""
+        """Write ``value``; False if ``guards`` do not hold, or another process writes at the same time."""
         for _ in range(2):
             guard = unchanged(self._key, self._revision)
             done = self._store.transact([*guards, guard], [Put(self._key, value)], [Read(self._key)], deadline=deadline)
@@ -33,5 +33,5 @@ class Slot:
             found = there.mod_revision if there is not None else 0
             if found == self._revision:
                 return False
-            self._revision = found  # that of a writer before, or of a write of ours whose answer was lost
+            self._revision = found  # of an earlier writer, or of our own write whose answer was lost
         return False

@@ -1,7 +1,7 @@
-"""Make what the store holds harmless before it is decoded: whoever can write a run's keys can write anything there.
+"""Sanitizes the store's contents before they are decoded: any client with access to a run's keys can write anything.
 
-Texts end up on terminals, pages and in labels, so control characters are replaced and long texts cut; numbers in
-arithmetic, so those that are not finite, or too large for 64 bits, are refused. Pure.
+Texts reach terminals, pages and labels, so control characters are replaced and long texts are cut; numbers reach
+arithmetic, so numbers that are not finite or exceed 64 bits are refused. Pure.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import re
 from typing import Any, NoReturn
 
 LONGEST_TEXT = 4000
-"""Characters of one text; the longest that this package writes is the reason of a round."""
+"""Maximum characters of one text; the longest that this package writes is the reason of a round."""
 MOST_BYTES = 8 << 20
 """etcd's default limit of a request is 1.5 MiB."""
 _LARGEST = 2**63 - 1
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What moves a cursor, begins an escape sequence or a line, or turns the direction of writing."""
+"""Characters that move a cursor, begin an escape sequence or a line, or change the writing direction."""
 _SUSPECT = re.compile(
     rb"[\x00-\x1f\x7f\\]|\xc2[\x80-\x9f]|\xd8\x9c|\xe2\x80[\x8e\x8f\xa8-\xae]|\xe2\x81[\xa6-\xa9]"
     rb"|NaN|Infinity|[0-9]{22}|[eE]\+?[0-9]{3}" + rb'|"[^"]{%d}' % (LONGEST_TEXT + 1)
 )
-"""Nothing else has to be looked at closely: a search in the bytes costs little where there is nothing to find."""
+"""Only values with these bytes need a closer look; searching the bytes is cheap."""
 
 
 def cleaned(value: bytes) -> bytes:
-    """The JSON ``value`` with harmless texts. Raises ValueError where it holds a number to be refused."""
+    """The JSON ``value`` with sanitized texts. Raises ValueError for a number that is refused."""
     if len(value) > MOST_BYTES:
         raise ValueError(f"{len(value)} bytes are too many")
     if _SUSPECT.search(value) is None:
@@ -62,7 +62,7 @@ def _harmless(found: Any) -> Any:
 
 
 def _refused(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _finite(text: str) -> float:

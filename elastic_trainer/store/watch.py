@@ -1,8 +1,8 @@
-"""Follow a part of the store through outages, compactions and a wiped store: the loop of every watch.
+"""The loop of every watch: follows a part of the store through outages, compactions and a wiped store.
 
-*Runs in* a thread of its own (``watch-<what>``).
+*Runs in* its own thread (``watch-<what>``).
 *Owns* that thread and the stream that it reads.
-*Fails by* trying again, with jittered pauses, until closed; the listener hears of lost and regained contact.
+*Fails by* retrying, with jittered pauses, until closed; it reports lost and restored connections to the listener.
 *Invariant*: after a snapshot the listener gets each later change exactly once and in revision order, until the next
 snapshot.
 """
@@ -21,12 +21,12 @@ from elastic_trainer.store.retry import LONGEST_PAUSE_S, RetryBackoff
 from elastic_trainer.telemetry.logs import logger
 
 JOIN_LIMIT_S = 10.0
-"""How long ``close`` waits for a listener that is still busy."""
+"""Seconds that ``close`` waits for a busy listener."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyHistory:
-    """Which history a revision belongs to. In one history neither ``term`` nor ``revision`` ever goes back."""
+    """The history of a revision. Within one history neither ``term`` nor ``revision`` ever decreases."""
 
     cluster: int
     term: int
@@ -50,7 +50,7 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class WatchReading:
-    """A linearizable read of all that is watched, and the history that it belongs to."""
+    """A linearizable read of all watched keys, and its history."""
 
     snapshot: Snapshot
     now: KeyHistory
@@ -60,15 +60,15 @@ class WatchStream(Protocol):
     """An open stream of batches; the first one is ``created``."""
 
     def batches(self) -> Iterator[EventBatch]:
-        """What arrives. Raises ElasticTrainerError when the stream is lost."""
+        """The arriving batches. Raises ElasticTrainerError when the stream is lost."""
         ...
 
     def read(self) -> WatchReading:
-        """Read now all that is watched. Raises ElasticTrainerError."""
+        """Read all watched keys now. Raises ElasticTrainerError."""
         ...
 
     def cancel(self) -> None:
-        """End the stream and a running read, from any thread."""
+        """End the stream and a running read; may be called from any thread."""
         ...
 
 
@@ -85,7 +85,7 @@ class WatchLoop:
         self._open_stream = open_stream
         self._listener = listener
         self._what = what
-        self._seen = _ORIGIN  # everything up to its revision has been delivered; revision 0: nothing has
+        self._seen = _ORIGIN  # everything up to this revision has been delivered; 0: nothing yet
         self._connected: bool | None = None
         self._backoff = RetryBackoff()
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class WatchLoop:
 
     @property
     def revision(self) -> int:
-        """Everything up to it has been delivered; 0: nothing has."""
+        """Everything up to this revision has been delivered; 0: nothing yet."""
         return self._seen.revision
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class WatchLoop:
                 self._follow()
             except ElasticTrainerError as error:
                 self._lost(error)
-            except Exception as error:  # noqa: BLE001 - thread edge: a watch that ended silently would blind its owner
+            except Exception as error:  # noqa: BLE001 - thread edge: a watch must not end unnoticed
                 logger().exception("watch.failed", what=self._what)
                 self._lost(error)
             if SYSTEM.monotonic() - opened_at > LONGEST_PAUSE_S:
@@ -125,7 +125,7 @@ class WatchLoop:
             pause(self._backoff.next_s(), self._closed)
 
     def _follow(self) -> None:
-        """Deliver one stream's changes; returns when the loop should begin a new stream."""
+        """Deliver one stream's changes; returns when the loop should open a new stream."""
         revision = self._seen.revision
         stream = self._attached(self._open_stream(revision + 1 if revision else 0))
         try:
@@ -146,13 +146,13 @@ class WatchLoop:
         return stream
 
     def _begin(self, created: EventBatch | None, stream: WatchStream) -> bool:
-        """Check that the stream goes on where we are, or begin with a snapshot; False: open another stream."""
+        """Check that the stream continues where we are, or start with a snapshot; False: open another stream."""
         if created is None or not created.created:
             raise StoreUnavailableError("the store did not confirm the watch")
         _raise_if_refused(created)
         first = self._seen.revision == 0
         if first or not self._seen.precedes(created.now):
-            # Behind us: either the store was wiped, or this member lags. A linearizable read shows it.
+            # The stream is behind us: the store was wiped, or this member lags. A linearizable read decides.
             reading = stream.read()
             if first:
                 self._restart_at(reading)
@@ -162,7 +162,7 @@ class WatchLoop:
         return True
 
     def _restart_at(self, reading: WatchReading) -> None:
-        # The stream was open before the read, so changes after it cannot be missed; those before it are dropped.
+        # The stream was opened before the read, so it delivers all later changes; earlier ones are dropped.
         self._seen = reading.now
         self._tell_connected(True)
         self._tell(self._listener.on_snapshot, reading.snapshot)
@@ -171,7 +171,7 @@ class WatchLoop:
         _raise_if_refused(batch)
         if batch.compacted:
             return self._forget("the history was compacted")
-        revision = batch.now.revision  # a progress notification: all up to it has been sent
+        revision = batch.now.revision  # a progress notification: everything up to it was sent
         if batch.events:
             fresh = tuple(event for event in batch.events if event.item.mod_revision > self._seen.revision)
             if fresh:
@@ -204,7 +204,7 @@ class WatchLoop:
             return
         try:
             receive(news)
-        except Exception:  # noqa: BLE001 - thread edge: a listener's fault must not end the watch
+        except Exception:  # noqa: BLE001 - thread edge: a listener's error must not end the watch
             logger().exception("watch.listener_failed", what=self._what)
 
 

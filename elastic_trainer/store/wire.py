@@ -1,4 +1,4 @@
-"""Translate between the port's values and etcd's messages. Pure; ``rpc`` is the module of etcd's message classes."""
+"""Translates between the port's values and etcd's messages. Pure; ``rpc`` is the module of etcd's message classes."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _RESULT = {
 
 
 def encoded(key: str) -> bytes:
-    """A key in bytes; one that was read comes out as it was, though it be no text (see :func:`key_value`)."""
+    """A key in bytes; a key that was read is restored exactly, even if it is not valid text (see :func:`key_value`)."""
     return key.encode(errors="surrogateescape")
 
 
 def bounds(key: str, range_end: str | None) -> dict[str, bytes]:
-    """``key`` and ``range_end`` as the request fields of the same names."""
+    """``key`` and ``range_end`` as request fields of the same names."""
     fields = {"key": encoded(key)}
     if range_end is not None:
         fields["range_end"] = encoded(range_end)
@@ -98,7 +98,7 @@ def transaction(rpc: Any, guards: Sequence[Compare], success: Sequence[Operation
 def key_value(message: Any) -> KeyValue:
     """etcd's KeyValue as the port's."""
     return KeyValue(
-        key=message.key.decode(errors="surrogateescape"),  # anybody may have written it; it must stop no watch
+        key=message.key.decode(errors="surrogateescape"),  # an arbitrary key must not stop a watch
         value=message.value,
         create_revision=message.create_revision,
         mod_revision=message.mod_revision,

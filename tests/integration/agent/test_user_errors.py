@@ -39,7 +39,10 @@ MISTAKES = [
     Mistake("no etcd there", "cannot use the store: nothing listens at 127.0.0.1:{nobody}", EXIT_UNAVAILABLE),
     Mistake("not etcd", "127.0.0.1:{web} is a web server", endpoint="127.0.0.1:{web}"),
     Mistake(
-        "no such host", "the host name 'no-such-host.invalid' is not known", EXIT_UNAVAILABLE, "no-such-host.invalid"
+        "no such host",
+        "the host name 'no-such-host.invalid' does not resolve",
+        EXIT_UNAVAILABLE,
+        "no-such-host.invalid",
     ),
 ]
 

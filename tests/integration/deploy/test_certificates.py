@@ -130,13 +130,13 @@ def test_certificates_that_do_not_fit_are_told_in_one_sentence(tmp_path: Path, e
             put(store, "/elastic_trainer/x/a")
         expired = tmp_path / "expired.crt"
         _expire(made, expired)
-        refused = "it does not accept the certificate in cert, which has expired or is of another CA"
+        refused = "it rejects the certificate in cert, which has expired or is of another CA"
         mistakes = [
             (refused, files(other) | {"ca_cert": good["ca_cert"]}),
             (refused, good | {"cert": expired}),
-            ("its certificate is not accepted: ", files(other)),
-            ("cert and key do not belong together", good | {"key": other / "client.key"}),
-            ("it asks for a certificate, and none is given", {"ca_cert": good["ca_cert"]}),
+            ("its certificate is rejected: ", files(other)),
+            ("cert and key do not match", good | {"key": other / "client.key"}),
+            ("it requires a client certificate, and none is configured", {"ca_cert": good["ca_cert"]}),
         ]
         for sentence, options in mistakes:
             with pytest.raises(ConfigError, match=sentence) as caught:
@@ -198,7 +198,7 @@ def test_a_refusal_is_known_although_the_server_has_hung_up(tmp_path: Path, etcd
             hasty.close()
     assert hasty.met == 2
     assert found is not None
-    assert "it does not accept the certificate in cert" in found
+    assert "it rejects the certificate in cert" in found
 
 
 def test_an_expired_certificate_of_etcd_is_told(tmp_path: Path, etcd_binary: str) -> None:
@@ -215,7 +215,7 @@ def test_an_expired_certificate_of_etcd_is_told(tmp_path: Path, etcd_binary: str
                 connect_checked(settings(server.endpoint, **files(made)), Deadline.after(3.0))
             if isinstance(caught.value, ConfigError) or limit.expired:
                 break
-        assert "its certificate is not accepted: certificate has expired" in str(caught.value)
+        assert "its certificate is rejected: certificate has expired" in str(caught.value)
     finally:
         server.dispose()
 

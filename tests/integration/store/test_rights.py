@@ -127,10 +127,10 @@ def test_rights_are_given_and_taken(server: EtcdServer, admin: Admin, tmp_path: 
 def test_mistakes_of_the_operator_are_one_sentence_each(server: EtcdServer, admin: Admin, tmp_path: Path) -> None:
     """Exit code 78 and no change; no password is in any of them."""
     mistakes: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
-        ("authentication is off", ("grant", "a"), {"user": ""}),
+        ("authentication is disabled", ("grant", "a"), {"user": ""}),
         ("admin init needs the password that root", ("init",), {"user": ""}),
         ("", ("init",), {}),
-        ("asks for a user", ("list",), {"user": ""}),
+        ("requires a user", ("list",), {"user": ""}),
         ("refuses the credentials", ("list",), {"file": admin.file("wrong", "gue55ed")}),
         ("admin grant needs the name of a run", ("grant",), {}),
         ("admin list takes no run", ("list", "a"), {}),
