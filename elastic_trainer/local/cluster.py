@@ -1,10 +1,10 @@
-"""A cluster on one machine: each node is a real torchrun process with its workers, in a session of its own.
+"""A cluster on one machine: each node is a real torchrun process with its workers, in its own process session.
 
-*Runs in* the process that asks for it, any thread.
+*Runs in* any thread of the process that creates it.
 *Owns* the nodes' processes and ``<run dir>/logs``.
 *Fails by* ConfigError for a node that does not exist, ClusterError for processes that cannot be killed.
 *Invariant*: every process of a node carries the run's ledger directory and the node's name in its environment, so
-that :meth:`LocalCluster.stop` finds also those that lost their parent; after it none is left.
+that :meth:`LocalCluster.stop` also finds orphans; it leaves no process behind.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from elastic_trainer.local import agents, processes
 from elastic_trainer.settings import ENV_LEDGER_DIR, ENV_NODE, without_store
 
 KILL_LIMIT_S = 60.0
-"""How long the kernel may take to bury what was killed."""
+"""Seconds that the kernel may take to remove killed processes."""
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What all nodes of a cluster have in common. ``entry`` is a script or ``-m module``, and its arguments."""
+    """The configuration of all nodes of a cluster. ``entry`` is a script or ``-m module``, and its arguments."""
 
     run: str
     directory: Path
@@ -48,17 +48,17 @@ class ClusterSpec:
 
     @property
     def ledger(self) -> Path:
-        """Where the workers write what they did."""
+        """The directory of the workers' ledgers."""
         return self.directory / "ledger"
 
     @property
     def logs(self) -> Path:
-        """Where each node's output goes."""
+        """The directory of the nodes' output."""
         return self.directory / "logs"
 
 
 def threads_per_worker(cores: int, workers: int) -> int:
-    """How many threads each of ``workers`` processes should compute with on a machine of ``cores``."""
+    """Compute threads for each of ``workers`` processes on a machine with ``cores`` cores."""
     return max(1, cores // max(1, workers))
 
 
@@ -75,12 +75,12 @@ def torchrun(spec: ClusterSpec, node: str, first: bool) -> list[str]:
 
 
 class ClusterError(PermanentError):
-    """The machine did not do what was asked of it."""
+    """The machine failed to perform an operation on the cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """Processes that are gone, and when they were signalled (monotonic seconds)."""
+    """Processes that were killed, and when they were signalled (monotonic seconds)."""
 
     pids: tuple[int, ...]
     t: float
@@ -97,11 +97,11 @@ class Node:
 
     @property
     def pid(self) -> int:
-        """Of torchrun."""
+        """torchrun's process id."""
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative for a signal, as of :class:`subprocess.Popen`."""
+        """None while it runs; negative for a signal, as in :class:`subprocess.Popen`."""
         return self._process.poll()
 
     @property
@@ -114,15 +114,15 @@ class Node:
         return processes.tree(self.pid) if self.running else []
 
     def worker(self, local_rank: int = 0) -> psutil.Process | None:
-        """The worker of this local rank, or None if there is none now."""
+        """The worker of this local rank, or None if it does not run."""
         for process in self.family()[1:]:
-            # A worker's own children inherit its variables: the worker is the one that torchrun started.
+            # A worker's children inherit its variables: the worker is the process that torchrun started.
             if processes.environment(process).get("LOCAL_RANK") == str(local_rank) and process.ppid() == self.pid:
                 return process
         return None
 
     def kill(self) -> Killed | None:
-        """SIGKILL the whole node at once, as when its machine fails; None if it did not run any more."""
+        """SIGKILL the whole node at once, as if its machine failed; None if it no longer ran."""
         family = self.family()
         return kill(family, self._marks) if family else None
 
@@ -132,7 +132,7 @@ class Node:
         return kill([worker]) if worker is not None else None
 
     def freeze(self) -> list[int]:
-        """SIGSTOP the whole node; the pids that stand still now."""
+        """SIGSTOP the whole node; returns the frozen process ids."""
         family = self.family()
         processes.send(family, signal.SIGSTOP)
         return [process.pid for process in family]
@@ -141,21 +141,21 @@ class Node:
         processes.send(self.family(), signal.SIGCONT)
 
     def terminate(self) -> None:
-        """Ask torchrun to end (SIGTERM), as an eviction does; does not wait."""
+        """Send torchrun SIGTERM, as an eviction does; does not wait."""
         if self.running:
             self._process.terminate()
 
     def wait(self, deadline: Deadline) -> int | None:
-        """Its exit code once torchrun has ended, or None at the deadline."""
+        """Wait for torchrun to end; its exit code, or None at the deadline."""
         while (code := self.exit_code()) is None and not deadline.expired:
             pause(min(_POLL_S, deadline.remaining_s()))
         return code
 
 
 def kill(victims: Sequence[psutil.Process], marks: Mapping[str, str] | None = None) -> Killed:
-    """SIGKILL ``victims`` at once, and whatever else carries ``marks``. All are gone at the return."""
+    """SIGKILL ``victims`` at once, and all other processes that carry ``marks``; returns when all have ended."""
     t = SYSTEM.monotonic()
-    remaining = processes.exterminate(victims, marks, Deadline.after(KILL_LIMIT_S))
+    remaining = processes.kill_all(victims, marks, Deadline.after(KILL_LIMIT_S))
     if remaining:
         raise ClusterError(f"processes {[process.pid for process in remaining]} survived SIGKILL")
     return Killed(tuple(process.pid for process in victims), t)
@@ -190,7 +190,7 @@ class LocalCluster:
         return node
 
     def command(self, name: str) -> list[str]:
-        """What starts the next node; overridden where nodes live in networks of their own."""
+        """The command that starts the next node; overridden for nodes with their own networks."""
         return torchrun(self.spec, name, first=not self.nodes)
 
     def node(self, name: str) -> Node:
@@ -211,14 +211,14 @@ class LocalCluster:
         return not self.running
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """End all nodes: SIGTERM, at most ``grace_s`` seconds, then SIGKILL to everything that is left of the run."""
+        """End all nodes: SIGTERM, up to ``grace_s`` seconds of grace, then SIGKILL for all that remains of the run."""
         nodes = self.running
         family = [process for node in nodes for process in node.family()]
         for node in nodes:
             node.thaw()
             node.terminate()
         self.wait(Deadline.after(grace_s))
-        processes.exterminate(family, self.ledger_marks, Deadline.after(KILL_LIMIT_S))
+        processes.kill_all(family, self.ledger_marks, Deadline.after(KILL_LIMIT_S))
         for node in nodes:
             node.wait(Deadline.after(KILL_LIMIT_S))
 

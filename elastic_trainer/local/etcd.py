@@ -1,8 +1,8 @@
-"""Run a real etcd on this machine: one server or a cluster of three, to be killed, frozen and restarted at will.
+"""Runs a real etcd on this machine: one server or a cluster, which can be killed, frozen and restarted.
 
 *Runs in* tests, drills and ``elastic-trainer local``.
-*Owns* the etcd processes, and the data directory when it made one. The kernel kills an etcd whose owner dies.
-*Fails by* ConfigError without a binary, StoreUnavailableError with etcd's last log line when it does not come up.
+*Owns* the etcd processes, and the data directory if it created one. The kernel kills an etcd whose owner dies.
+*Fails by* ConfigError without a binary, StoreUnavailableError with etcd's last log line if it does not start.
 *Invariant*: a restart keeps ports and data.
 """
 
@@ -36,7 +36,7 @@ _ATTEMPTS = 5
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """Certificate files of a server that speaks TLS to its clients and asks for their certificates."""
+    """Certificate files of a server that uses TLS with its clients and requires client certificates."""
 
     ca_cert: Path
     cert: Path
@@ -51,7 +51,7 @@ class ServerTls:
         ]
 
     def context(self) -> ssl.SSLContext:
-        """How to call such a server; its own certificate serves as the client's."""
+        """The TLS context for calls to such a server, with its own certificate as the client's."""
         context = ssl.create_default_context(cafile=str(self.ca_cert))
         context.load_cert_chain(self.cert, self.key)
         return context
@@ -105,7 +105,7 @@ class EtcdServer:
 
     @property
     def endpoint(self) -> str:
-        """Where clients reach it: ``host:port``."""
+        """The clients' address: ``host:port``."""
         return f"{HOST}:{self.client_port}"
 
     @property
@@ -131,7 +131,7 @@ class EtcdServer:
                 return
 
     def _start_once(self, deadline: Deadline) -> None:
-        # etcd itself takes 5 s to give up when a port is taken
+        # etcd itself takes 5 s to fail when a port is taken
         if self.pid is None and not self._ports_are_free():
             raise StoreUnavailableError(f"etcd cannot start: its port {self.client_port} or {self._peer_port} is taken")
         self.launch()
@@ -165,7 +165,7 @@ class EtcdServer:
             return False
 
     def call(self, method: str, **fields: Any) -> dict[str, Any]:
-        """Ask its JSON gateway, say ``call("kv/compaction", revision=7)``; raises StoreUnavailableError."""
+        """Call its JSON gateway, such as ``call("kv/compaction", revision=7)``; raises StoreUnavailableError."""
         try:
             answer = json.loads(self._http("POST", f"/v3/{method}", json.dumps(fields)))
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -173,7 +173,7 @@ class EtcdServer:
         return dict(answer)
 
     def call_as(self, user: tuple[str, str], method: str, **fields: Any) -> dict[str, Any]:
-        """As :meth:`call`, with authentication on: as the user of that name and password."""
+        """As :meth:`call`, authenticated as the user of that name and password."""
         name, password = user
         token = str(self.call("auth/authenticate", name=name, password=password)["token"])
         return dict(json.loads(self._http("POST", f"/v3/{method}", json.dumps(fields), token)))
@@ -182,7 +182,7 @@ class EtcdServer:
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it at once, as a crash would."""
+        """Kill it at once, as a crash would."""
         self._end(signal.SIGKILL)
 
     def restart(self) -> None:
@@ -196,10 +196,10 @@ class EtcdServer:
         shutil.rmtree(self._data, ignore_errors=True)
 
     def pause(self) -> None:
-        """Freeze it: its connections stay open and nothing answers, from now on."""
+        """Freeze it: from the return on its connections stay open but nothing answers."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # until all threads stand
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # all threads are stopped
 
     def resume(self) -> None:
         if self._process is not None:
@@ -211,7 +211,7 @@ class EtcdServer:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def last_log_line(self) -> str:
-        """The last thing it said."""
+        """The last line of its log."""
         try:
             lines = self.log_path.read_text(errors="replace").splitlines()
         except OSError:
@@ -220,7 +220,7 @@ class EtcdServer:
 
     @property
     def lost_its_port(self) -> bool:
-        """Whether it ended because another process had taken one of its ports."""
+        """Whether it exited because another process had taken one of its ports."""
         if self.pid is not None or not self.log_path.exists():
             return False
         return _BIND_FAILED in self.log_path.read_bytes()[self._log_start :]
@@ -242,9 +242,9 @@ class EtcdServer:
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster={','.join(f'{name}=http://{HOST}:{port}' for name, port in peers.items())}",
             "--auto-compaction-mode=periodic",
-            "--auto-compaction-retention=1h",  # never by default, and a run that lasts weeks would fill it
+            "--auto-compaction-retention=1h",  # off by default, and a run of weeks would fill the database
             "--logger=zap",
-            *(["--enable-v2"] if self._enable_v2 else ()),  # etcd 3.6 does not know the flag any more
+            *(["--enable-v2"] if self._enable_v2 else ()),  # etcd 3.6 has removed the flag
             *(self._tls.arguments() if self._tls is not None else ()),
             *self._arguments,
         ]
@@ -271,7 +271,7 @@ class EtcdServer:
             return
         if process.poll() is None:
             process.send_signal(how)
-            process.send_signal(signal.SIGCONT)  # a frozen process takes SIGTERM only when thawed
+            process.send_signal(signal.SIGCONT)  # a frozen process handles SIGTERM only after SIGCONT
         try:
             process.wait(STOP_LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -281,7 +281,7 @@ class EtcdServer:
 
 
 class EtcdCluster:
-    """Several etcd servers that form one cluster. A context manager like :class:`EtcdServer`."""
+    """An etcd cluster of several servers. A context manager like :class:`EtcdServer`."""
 
     def __init__(self, size: int = 3, *, directory: Path | None = None, arguments: Sequence[str] = ()) -> None:
         self._temporary = directory is None
@@ -353,7 +353,7 @@ class EtcdCluster:
         self.members[index].restart()
 
     def leader(self) -> int:
-        """The index of the member that leads. Raises StoreUnavailableError when none does."""
+        """The index of the leader. Raises StoreUnavailableError if there is none."""
         for index, member in enumerate(self.members):
             if member.pid is None:
                 continue

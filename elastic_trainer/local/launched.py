@@ -1,7 +1,7 @@
 """A process of :func:`elastic_trainer.launch`: calls the function that the directory ``argv[1]`` holds.
 
-*Runs in* a worker of torchrun. *Owns* its output, a file of its own, so that torchrun's words are not among it.
-*Fails by* what the function raises: exit code 1, and its traceback in the output and in the directory.
+*Runs in* a worker of torchrun. *Owns* its output file, which keeps its output apart from torchrun's.
+*Fails by* the function's exception: exit code 1, and the traceback in the output and in the directory.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ CALL = "call"
 
 
 def result_file(directory: Path, number: int) -> Path:
-    """Where process ``number`` leaves what the function returned."""
+    """The file with the function's result in process ``number``."""
     return directory / f"result-{number}"
 
 
 def error_file(directory: Path, number: int) -> Path:
-    """Where process ``number`` leaves the traceback of its last failure."""
+    """The file with the traceback of the last failure of process ``number``."""
     return directory / f"error-{number}"
 
 
 def output_file(directory: Path, number: int) -> Path:
-    """What process ``number`` prints."""
+    """The output file of process ``number``."""
     return directory / f"output-{number}"
 
 
 def main(directory: Path) -> int:
-    """Call the function; its result must be something that can be pickled."""
+    """Call the function; its result must be picklable."""
     node, local_rank = int(os.environ[ENV_NODE].removeprefix("n")), int(os.environ["LOCAL_RANK"])
     number = node * int(os.environ["LOCAL_WORLD_SIZE"]) + local_rank
     with output_file(directory, number).open("ab") as output:
@@ -45,7 +45,7 @@ def main(directory: Path) -> int:
     try:
         fn, args = cloudpickle.loads((directory / CALL).read_bytes())
         found = cloudpickle.dumps(fn(*args))
-    except Exception as error:  # noqa: BLE001 - the edge to the function: said once, without this module's frame
+    except Exception as error:  # noqa: BLE001 - the edge to the function: printed once, without this module's frame
         below = error.__traceback__.tb_next if error.__traceback__ is not None else None
         text = "".join(traceback.format_exception(error.with_traceback(below)))
         error_file(directory, number).write_text(text)

@@ -1,8 +1,7 @@
-"""The ledger: what each worker process wrote about its steps, and whether the job's data was used exactly once.
+"""Reads the workers' ledgers and audits whether the job used its data exactly once.
 
-Pure. A job commits some steps more than once (the work of a failed round is rolled back and done again); the
-*lineage* is what survives of it: for each step number the commit of the highest round, and nothing that a later
-round has thrown away.
+Pure. A job commits some steps more than once (the work of a failed round is rolled back and repeated); its *lineage* is
+what survives: for each step number the commit of the highest round, without steps that a later round has rolled back.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from elastic_trainer.local.wording import counted
 
 
 class LineKind(StrEnum):
-    """What a ledger line reports."""
+    """The kind of event of a ledger line."""
 
     OPENED = "opened"
     STEP = "step"
@@ -55,7 +54,7 @@ class Line(BaseModel):
 
 
 def parse(text: str) -> Line | None:
-    """The line that ``text`` holds, or None if it is torn or unknown."""
+    """Parse ``text``; None if it is incomplete or of an unknown kind."""
     try:
         return Line.model_validate_json(text)
     except ValidationError:
@@ -64,7 +63,7 @@ def parse(text: str) -> Line | None:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """One step as one round committed it, gathered over the ranks that recorded it."""
+    """The commit of one step in one round, merged over the ranks that recorded it."""
 
     step: int
     round: int
@@ -73,14 +72,14 @@ class Commit:
     """When the first rank recorded it."""
     world: int
     recorded: int
-    """How many ranks recorded it; fewer than ``world`` when one died between its commit and its line."""
+    """How many ranks recorded it; fewer than ``world`` if one died between its commit and its line."""
     samples: tuple[int, ...]
     global_samples: int
     loss: float | None
 
     @property
     def unrecorded(self) -> int:
-        """Samples of ranks that left no line; they are known by number only."""
+        """The number of samples of ranks that left no line."""
         return max(0, self.global_samples - len(self.samples)) if self.recorded < self.world else 0
 
     @property
@@ -89,7 +88,7 @@ class Commit:
 
 
 def commits(lines: Iterable[Line]) -> dict[tuple[int, int], Commit]:
-    """All commits, also those rolled back later, by (round, step)."""
+    """All commits, including those rolled back later, by (round, step)."""
     groups: dict[tuple[int, int], list[Line]] = {}
     for line in lines:
         if line.event is LineKind.STEP:
@@ -115,7 +114,7 @@ def _gather(group: Sequence[Line]) -> Commit:
 def lineage(lines: Iterable[Line]) -> tuple[Commit, ...]:
     """The commits that survive, in step order.
 
-    A round begins where its first step says: everything at or after that step from earlier rounds is rolled back.
+    A round begins at its first step: commits of that and later steps from earlier rounds are rolled back.
     """
     rounds: dict[int, dict[int, Commit]] = {}
     for (round_, step), commit in commits(lines).items():
@@ -129,7 +128,7 @@ def lineage(lines: Iterable[Line]) -> tuple[Commit, ...]:
 
 @dataclass(frozen=True, slots=True)
 class EpochAudit:
-    """How one epoch's samples were used. ``ended`` is False for an epoch that the job stopped in."""
+    """How one epoch's samples were used. ``ended`` is False for the epoch in which the job stopped."""
 
     epoch: int
     used: int
@@ -141,7 +140,7 @@ class EpochAudit:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Whether each sample of each epoch was used exactly once in the surviving lineage; ``reason`` says it in words."""
+    """Whether the surviving lineage used each sample of each epoch exactly once; ``reason`` says it in words."""
 
     exact: bool
     reason: str
@@ -169,13 +168,13 @@ class Audit:
 def audit(lines: Sequence[Line], size: int | None = None) -> Audit:
     """Check the lineage of ``lines`` against a data set of ``size`` samples numbered from 0.
 
-    Without ``size`` the data set is taken to reach to the highest number that any rank ever used.
+    Without ``size``, the highest number that any rank used counts as the last sample.
     """
     surviving = lineage(lines)
     everything = commits(lines)
     known = size if size is not None else 1 + max((max(line.samples) for line in lines if line.samples), default=-1)
-    # A rank may die between its commit and its line. The others can finish that step, but no later one without it: so
-    # only at the end of a round a missing line may stand for samples that were used.
+    # A rank may die between its commit and its line. The others can finish that step, but no later one without it:
+    # so a missing line may mean used samples only at the end of a round.
     ends = set(dict(sorted(everything)).items())  # the last step of each round
     by_epoch: dict[int, list[Commit]] = {}
     for commit in surviving:
@@ -197,8 +196,8 @@ def _epoch(epoch: int, parts: Sequence[Commit], size: int, ends: set[tuple[int, 
     uses = Counter(sample for commit in parts for sample in commit.samples)
     unrecorded = sum(commit.unrecorded for commit in parts if commit.key in ends)
     missing = max(0, size - len(uses) - unrecorded)
-    # The last epoch of a job may have been left early (a limit of steps). It was finished if nothing is missing, or if
-    # it reached the smaller batch at an epoch's end: then what is missing was passed over.
+    # The job may have stopped in its last epoch (a limit of steps). The epoch was finished if nothing is missing, or
+    # if it reached the smaller batch at its end: then the missing samples were skipped.
     ended = followed or not missing or parts[-1].global_samples < parts[0].global_samples
     return EpochAudit(
         epoch=epoch,
@@ -214,7 +213,7 @@ def _reason(epochs: Sequence[EpochAudit], skipped: int, size: int) -> str:
     if not epochs:
         return "no step was recorded"
     if not size:
-        return "the steps name no samples"
+        return "the steps list no samples"
     faults = [f"{skipped} steps were never committed"] if skipped else []
     for epoch in epochs:
         if epoch.repeated:
@@ -225,5 +224,5 @@ def _reason(epochs: Sequence[EpochAudit], skipped: int, size: int) -> str:
         return "; ".join(faults)
     whole = sum(epoch.ended for epoch in epochs)
     parts = [f"each of {size} samples exactly once in {counted(whole, 'epoch')}"] if whole else []
-    parts += [f"{e.used} samples of epoch {e.epoch} once, then it was left" for e in epochs if not e.ended]
+    parts += [f"{e.used} samples of epoch {e.epoch} once, then the job stopped in it" for e in epochs if not e.ended]
     return "; ".join(parts)

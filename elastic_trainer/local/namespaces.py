@@ -1,12 +1,12 @@
-"""Networks of their own for the nodes of a stage, joined by a bridge that can cut each of them off without a word.
+"""Separate networks for the nodes of a drill, joined by a bridge that can silently cut off each of them.
 
-Everything lives in network namespaces without names: this process's, with the bridge and the etcd, and one for each
-node, held by a sleeping process. When those processes end, in whatever way, the kernel removes all of it.
+All of it lives in unnamed network namespaces: this process's, with the bridge and the etcd, and one for each node, held
+by a sleeping process. When those processes end, in whatever way, the kernel removes everything.
 
-*Runs in* the main thread, before any other thread that should be inside has been started.
+*Runs in* the main thread, before any other thread that should be inside is started.
 *Owns* the namespaces, the bridge, the virtual cables and the sleeping processes, from entry to exit.
-*Fails by* ConfigError without root or without the programs; ClusterError when the kernel refuses.
-*Invariant*: nothing is ever configured in the network that the process came from.
+*Fails by* ConfigError without root or the needed programs; ClusterError when the kernel refuses.
+*Invariant*: the original network of the process is never configured.
 """
 
 from __future__ import annotations
@@ -35,27 +35,29 @@ NETWORK = "10.213.7"
 PROGRAMS = ("ip", "unshare", "nsenter")
 ETCD_PORTS = (2379, 2380)
 _NOBODY, _OWN = "02:00:00:00:00:01", "02:00:00:00:00:02"
-"""Hardware addresses that no cable has: of nobody, and of the bridge."""
+"""Hardware addresses that no cable has: an unused one, and the bridge's."""
 _HUB = f"{NETWORK}.1"
 _CLOSED_PORT = 9
 _READY_S = 10.0
 
 
 def check_possible() -> None:
-    """ConfigError unless this process can make networks."""
+    """Raise ConfigError unless this process can create networks."""
     if os.geteuid() != 0:
-        raise ConfigError("a drill with networks of its own needs root", hint="run it as root, say in a container")
+        raise ConfigError(
+            "a drill with separate networks needs root", hint="run it as root, for example in a container"
+        )
     for program in PROGRAMS:
         if shutil.which(program) is None:
             raise ConfigError(
-                f"a drill with networks of its own needs the program {program!r}",
+                f"a drill with separate networks needs the program {program!r}",
                 hint="install iproute2 and util-linux",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Cable:
-    """What joins a node's network to the bridge: ``outside`` is the end at the bridge."""
+    """The virtual cable between a node's network and the bridge; ``outside`` is the end at the bridge."""
 
     holder: subprocess.Popen[bytes]
     outside: str
@@ -63,7 +65,7 @@ class _Cable:
 
     @property
     def network(self) -> str:
-        """The file that stands for the node's namespace."""
+        """The file of the node's namespace."""
         return f"/proc/{self.holder.pid}/ns/net"
 
 
@@ -79,8 +81,8 @@ class Segment:
         try:
             self._leave_home()
             _ip("link", "set", "lo", "up")
-            # Without an address of its own a bridge takes a port's, and another one when that port is cut off: the node
-            # behind it still reached the hub, and all others had to ask for the hub's new address first.
+            # Without its own address a bridge takes that of a port, and another one when that port is cut off: then the
+            # node behind the port still reaches the hub, and all others must first resolve the hub's new address.
             _ip("link", "add", BRIDGE, "address", _OWN, "type", "bridge")
             _ip("addr", "add", f"{_HUB}/24", "dev", BRIDGE)
             _ip("link", "set", BRIDGE, "up")
@@ -93,13 +95,13 @@ class Segment:
         self._stack.close()
 
     def _leave_home(self) -> None:
-        """Move this thread, and all that it will start, to an empty network; exit moves it back."""
+        """Move this thread, and all that it will start, to an empty network; ``__exit__`` moves it back."""
         home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         self._stack.callback(os.close, home)
         _call("unshare", CLONE_NEWNET)
         self._stack.callback(_call, "setns", home, CLONE_NEWNET)
 
-    # ---- what a stage asks for
+    # ---- used by a stage
 
     def etcd(self, members: int, directory: Path) -> EtcdServer | EtcdCluster:
         if members != 1:
@@ -117,7 +119,7 @@ class Segment:
     # ---- nodes
 
     def attach(self, node: str) -> tuple[list[str], str]:
-        """Make a network for ``node``: the words that start a command in it, and its address there."""
+        """Create a network for ``node``; returns the command prefix that enters it, and the node's address."""
         number = len(self._cables) + 2
         holder = self._hold()
         cable = _Cable(holder, f"veth{number}", f"{NETWORK}.{number}")
@@ -131,7 +133,7 @@ class Segment:
         return enter, cable.address
 
     def _hold(self) -> subprocess.Popen[bytes]:
-        """A process that does nothing in a network of its own, and dies with this one."""
+        """Start a process that sleeps in its own network, and dies with this one."""
         tied = [sys.executable, "-m", "elastic_trainer.local.parent_death", str(os.getpid())]
         holder = subprocess.Popen([*tied, "unshare", "--net", "sleep", "infinity"], stdin=subprocess.DEVNULL)
         self._stack.callback(holder.wait)
@@ -139,19 +141,19 @@ class Segment:
         mine, deadline = os.readlink("/proc/thread-self/ns/net"), Deadline.after(_READY_S)
         while os.readlink(f"/proc/{holder.pid}/ns/net") == mine:
             if deadline.expired or holder.poll() is not None:
-                raise ClusterError("no network namespace could be made", hint="it needs the right CAP_SYS_ADMIN")
+                raise ClusterError("no network namespace could be created", hint="this needs CAP_SYS_ADMIN")
             pause(0.01)
         return holder
 
     def cut(self, node: str) -> None:
-        """Let everything to and from ``node`` vanish; its interface stays up, so that nobody notices."""
+        """Drop all packets to and from ``node``; its interface stays up, so that no process is notified."""
         _ip("link", "set", self._cables[node].outside, "nomaster")
 
     def restore(self, node: str) -> None:
         _ip("link", "set", self._cables[node].outside, "master", BRIDGE)
 
     def part(self, one: str, other: str, *, one_way: bool = False) -> None:
-        """Let everything between two nodes vanish, or ``one_way`` what ``one`` sends; all others still reach both."""
+        """Drop all packets between two nodes, or ``one_way`` those of ``one``; all others still reach both."""
         for here, there in ((one, other),) if one_way else ((one, other), (other, one)):
             self._neighbour("replace", here, there, "lladdr", _NOBODY, "nud", "permanent")
 
@@ -165,7 +167,7 @@ class Segment:
         _ip("neigh", verb, self._cables[there].address, "dev", INSIDE, *more, inside=enter)
 
     def reaches(self, node: str) -> bool:
-        """Whether ``node``'s network answers the hub: it refuses a connection to a port that nobody listens on."""
+        """Whether ``node``'s network answers the hub: it refuses a connection to an unused port."""
         try:
             socket.create_connection((self._cables[node].address, _CLOSED_PORT), timeout=0.3).close()
         except ConnectionRefusedError:
@@ -176,7 +178,7 @@ class Segment:
 
 
 class _SegmentCluster(LocalCluster):
-    """Nodes that live in networks of their own."""
+    """Nodes with their own networks."""
 
     def __init__(self, spec: ClusterSpec, segment: Segment) -> None:
         super().__init__(spec)
@@ -198,4 +200,4 @@ def _call(name: str, *arguments: int) -> None:
     """Call the C library's ``name``; ClusterError with the kernel's reason."""
     library = ctypes.CDLL(None, use_errno=True)
     if getattr(library, name)(*arguments) != 0:
-        raise ClusterError(f"{name} failed: {os.strerror(ctypes.get_errno())}", hint="it needs CAP_SYS_ADMIN")
+        raise ClusterError(f"{name} failed: {os.strerror(ctypes.get_errno())}", hint="this needs CAP_SYS_ADMIN")

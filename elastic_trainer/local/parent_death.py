@@ -1,10 +1,9 @@
-"""Run a command that gets a signal when the process that started it dies.
+"""Runs a command that gets a signal when the process that started it dies.
 
-``python -m elastic_trainer.local.parent_death PARENT_PID command...`` asks the kernel for SIGTERM at the death of its
-parent, then becomes the command. torchrun answers SIGTERM by ending its workers, so a killed cluster leaves nothing
-behind.
+``python -m elastic_trainer.local.parent_death PARENT_PID command...`` requests SIGTERM at the death of its parent from
+the kernel, then executes the command. torchrun ends its workers on SIGTERM, so a killed cluster leaves nothing behind.
 
-*Runs in* the child, before the command. *Fails by* exit code 75 when the parent is gone already.
+*Runs in* the child, before the command. *Fails by* exit code 75 if the parent is already dead.
 *Invariant*: the signal survives exec. It is tied to the parent's *thread* that started the child, which must live on.
 """
 
@@ -21,7 +20,7 @@ EXIT_ORPHAN = 75
 
 
 def main(argv: list[str]) -> NoReturn:
-    """End with the process ``argv[0]``, and become ``argv[1:]``."""
+    """Request SIGTERM at the death of the process ``argv[0]``, and execute ``argv[1:]``."""
     parent, command = int(argv[0]), argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:

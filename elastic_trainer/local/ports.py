@@ -1,7 +1,7 @@
-"""Find free TCP ports on this machine for servers that will be restarted on them.
+"""Finds free TCP ports on this machine for servers that will be restarted on them.
 
-*Runs in* tests, drills and ``elastic-trainer local``. *Owns* nothing: a port may be taken again at once, so whoever
-uses it tries another when binding fails. *Fails by* StoreUnavailableError when there is none.
+*Runs in* tests, drills and ``elastic-trainer local``. *Owns* nothing: another process may take a port at once, so users
+try another when binding fails. *Fails by* StoreUnavailableError when no port is free.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ HOST = "127.0.0.1"
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Ports that were free a moment ago, outside the range from which the kernel takes ports for clients.
+    """Ports that were free a moment ago, outside the kernel's range of ephemeral ports.
 
-    In that range a client that tries to reach a stopped etcd could be given etcd's own port, and keep it.
+    In that range a client that connects to a stopped etcd could be assigned etcd's own port, and keep it.
     """
     with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
         first_ephemeral = int(file.read().split()[0])

@@ -1,8 +1,8 @@
-"""Find, signal and bury processes: trees of descendants, and everything that carries an environment variable.
+"""Finds, signals and awaits processes: trees of descendants, and all processes with given environment variables.
 
-*Runs in* the local cluster's process. *Owns* nothing. *Fails by* returning those that remain; a process that is gone
-is never an error. *Invariant*: a signal goes to a process only while it is the one that was found (psutil compares
-creation times), so a re-used pid is safe.
+*Runs in* the local cluster's process. *Owns* nothing. *Fails by* returning the processes that remain; one that has
+already ended is never an error. *Invariant*: a signal reaches only the process that was found (psutil compares creation
+times), so a reused pid is safe.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _POLL_S = 0.02
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether any of it still runs; a zombie that waits to be reaped does not.
+    """Whether any thread of it still runs; a zombie that waits to be reaped does not.
 
-    A killed process is shown as a zombie as soon as its first thread has ended, while others may still be at work.
+    A killed process appears as a zombie as soon as its first thread has ended, while others may still run.
     """
     try:
         return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
@@ -31,7 +31,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def tree(pid: int) -> list[psutil.Process]:
-    """The process ``pid`` and all its descendants, itself first; empty if it is gone."""
+    """The process ``pid`` and all its descendants, itself first; empty if it has ended."""
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]
@@ -40,7 +40,7 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def environment(process: psutil.Process) -> Mapping[str, str]:
-    """Its environment as it was started with; empty if it is gone or not ours."""
+    """The environment that it was started with; empty if it has ended or is not ours."""
     try:
         return process.environ()
     except _GONE:
@@ -50,7 +50,7 @@ def environment(process: psutil.Process) -> Mapping[str, str]:
 def marked(marks: Mapping[str, str]) -> list[psutil.Process]:
     """All living processes of this user that were started with these environment variables, except this one.
 
-    Finds also those that have lost their parent.
+    Includes orphans.
     """
     me = psutil.Process().pid
     return [process for process in psutil.process_iter() if process.pid != me and _carries(process, marks)]
@@ -62,14 +62,14 @@ def _carries(process: psutil.Process, marks: Mapping[str, str]) -> bool:
 
 
 def send(processes: Iterable[psutil.Process], signum: signal.Signals) -> None:
-    """Signal all of them; those that are gone are passed over."""
+    """Signal all of them; skips those that have ended."""
     for process in processes:
         with contextlib.suppress(*_GONE):
             process.send_signal(signum)
 
 
 def wait_gone(processes: Iterable[psutil.Process], deadline: Deadline) -> list[psutil.Process]:
-    """Wait until all are gone; those that remain at the deadline."""
+    """Wait until all have ended; returns those that remain at the deadline."""
     remaining = [process for process in processes if alive(process)]
     while remaining and not deadline.expired:
         pause(min(_POLL_S, deadline.remaining_s()))
@@ -77,12 +77,12 @@ def wait_gone(processes: Iterable[psutil.Process], deadline: Deadline) -> list[p
     return remaining
 
 
-def exterminate(
+def kill_all(
     processes: Iterable[psutil.Process], marks: Mapping[str, str] | None, deadline: Deadline
 ) -> list[psutil.Process]:
-    """SIGKILL ``processes`` at once, then whatever else carries ``marks``; those that remain at the deadline.
+    """SIGKILL ``processes`` at once, then all others that carry ``marks``; returns those that remain at the deadline.
 
-    The second part catches what one of them started between the look and the signal.
+    The second part catches processes that one of them started between the search and the signal.
     """
     found = list(processes)
     send(found, signal.SIGKILL)

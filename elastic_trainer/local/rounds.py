@@ -1,8 +1,8 @@
-"""Follow the round document of a run while it changes in the store.
+"""Follows the changes of a run's round document in the store.
 
 *Runs in* the local cluster's process; changes arrive on the watch's thread and wait in a queue.
-*Owns* one watch. *Fails by* nothing: a store that is away leaves the queue empty, content that cannot be read is
-counted. *Invariant*: documents come out in the order of their revisions, each once.
+*Owns* one watch. *Fails by* nothing: while the store is unreachable the queue stays empty; it counts unreadable
+documents. *Invariant*: documents come out in the order of their revisions, each once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastic_trainer.store.api import EventKind, KeyValue, Snapshot, Store, Watc
 
 
 class RoundFeed:
-    """A listener of the store; :meth:`take` gives what came since, with its time of arrival (monotonic seconds)."""
+    """A listener of the store; :meth:`take` returns new documents with their arrival times (monotonic seconds)."""
 
     def __init__(self, clock: Clock = SYSTEM) -> None:
         self._clock = clock
@@ -47,7 +47,7 @@ class RoundFeed:
 
     def _put(self, items: Iterable[KeyValue]) -> None:
         for item in items:
-            if item.mod_revision <= self._seen:  # a snapshot after an outage repeats what is known
+            if item.mod_revision <= self._seen:  # a snapshot after an outage repeats known documents
                 continue
             self._seen = item.mod_revision
             try:

@@ -1,8 +1,8 @@
-"""Follow the files of a directory as other processes append lines to them.
+"""Follows the files of a directory as other processes append lines to them.
 
-*Runs in* the local cluster's process. *Owns* nothing: files are read only, opened for each read.
-*Fails by* OSError of a file that cannot be read. *Invariant*: a line is returned once, and only when its newline
-is written, so a line torn by SIGKILL never appears.
+*Runs in* the local cluster's process. *Owns* nothing: files are only read, and opened for each read.
+*Fails by* OSError for an unreadable file. *Invariant*: a line is returned once, and only after its newline is written,
+so a line cut off by SIGKILL never appears.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from elastic_trainer.local.ledger import Line, parse
 
 
 class FileTail:
-    """New complete lines of one file, each time it is asked; the file need not exist yet."""
+    """Reads the new complete lines of one file; the file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def read(self) -> list[str]:
-        """Lines that were completed since the last call, without their newlines."""
+        """Lines completed since the last call, without their newlines."""
         if not self._path.exists() or self._path.stat().st_size <= self._offset:
             return []
         with self._path.open("rb") as file:
@@ -32,7 +32,7 @@ class FileTail:
 
 
 def end_of(path: Path) -> list[str]:
-    """The last lines of a file, of 64 KiB at most; none if there is no such file."""
+    """The last lines of a file, at most 64 KiB; none if the file does not exist."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -41,7 +41,7 @@ def end_of(path: Path) -> list[str]:
 
 
 class LedgerTail:
-    """New ledger lines of all processes of a run; ``unreadable`` counts those that could not be understood."""
+    """Reads the new ledger lines of all processes of a run; ``unreadable`` counts lines that could not be parsed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

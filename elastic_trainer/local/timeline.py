@@ -1,6 +1,6 @@
-"""Draws a local run over time: which node trained when, in which round, the faults, and the committed steps.
+"""Draws a local run over time: when each node trained, in which round, the faults, and the committed steps.
 
-*Fails by* StorageError where the run's files cannot be read or the picture cannot be written.
+*Fails by* StorageError if the run's files cannot be read or the picture cannot be written.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A fault, or a node that was started; ``recovery_s`` until the job's next step, None if there was none.
+    """A fault, or the start of a node; ``recovery_s`` until the job's next step, None if there was none.
 
-    ``node`` is empty where a fault struck none.
+    ``node`` is empty if the fault affected no node.
     """
 
     node: str
@@ -48,7 +48,7 @@ class Mark:
 
 
 def has_timeline(directory: Path) -> bool:
-    """Whether ``directory`` is that of a local run."""
+    """Whether ``directory`` holds a local run."""
     return (directory / "ledger").is_dir() and (directory / "summary.json").is_file()
 
 
@@ -59,7 +59,7 @@ def draw(directory: Path, output: Path) -> None:
         faults = json.loads((directory / "summary.json").read_text())["faults"]
     except (OSError, ValueError, KeyError) as error:
         raise StorageError(
-            f"{directory}: no local run can be read there: {error}", hint="name its --run-dir"
+            f"{directory}: no local run can be read there: {error}", hint="pass its --run-dir"
         ) from error
     if not lines:
         raise StorageError(f"{directory}: its ledger is empty", hint="draw a run whose script opens a Session")
@@ -80,14 +80,14 @@ def _bars(node: str, pid: int, lines: Sequence[Line], began: float) -> Iterable[
     number, begin, last = 0, lines[0].t, lines[-1].t
     for before, line in pairwise(lines):
         if line.event is LineKind.STEP and line.round != number:
-            end = before.t if number else line.t  # between two rounds nobody trains
+            end = before.t if number else line.t  # no node trains between two rounds
             yield Bar(node, pid, number, begin - began, end - began)
             number, begin = line.round, line.t
     yield Bar(node, pid, number, begin - began, last - began)
 
 
 def marks(faults: Iterable[dict[str, Any]], began: float) -> tuple[Mark, ...]:
-    """Of the ``faults`` in a run's summary.json; ``began`` on the ledger's clock."""
+    """The marks of the ``faults`` in a run's summary.json; ``began`` on the ledger's clock."""
     found = []
     for fault in faults:
         recovery = fault["recovery"]

@@ -1,4 +1,4 @@
-"""Numbers and the ends of processes in words. Pure."""
+"""Numbers and exit codes in words. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def exit_text(exit_code: int) -> str:
-    """How a process ended (its code as of :class:`subprocess.Popen`: negative for a signal)."""
+    """How a process ended (its code as in :class:`subprocess.Popen`: negative for a signal)."""
     return f"ended by signal {-exit_code}" if exit_code < 0 else f"exited with {exit_code}"
 
 
 def last_error(lines: Iterable[str]) -> str:
-    """What the last traceback or ``error:`` in a process's output says, but for torchrun's own; "" if nothing does."""
+    """The message of the last traceback or ``error:`` in a process's output, except torchrun's own; "" if none."""
     found, inside = "", False
     for line in lines:
         if line.startswith(("Traceback (most recent call last)", '  File "')):  # a SyntaxError has no first line

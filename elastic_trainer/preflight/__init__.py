@@ -1,1 +1,1 @@
-"""Is this machine fit to train? Checks of one node, their comparison with other nodes', and the verdict."""
+"""Whether a machine is fit to train: checks of one node, their comparison with other nodes', and the verdict."""

@@ -1,8 +1,8 @@
-"""Runs a check in a child process that can be killed: broken devices and file systems never answer.
+"""Runs a check in a child process that can be killed: broken devices and file systems may never answer.
 
 *Runs in* the caller's thread. *Owns* the process and a file with its standard error.
-*Fails by* ChildError, which names what the process was doing; :func:`findings_of` turns it into a finding.
-*Invariant*: nothing waits beyond the deadline, not even for a process that the kernel does not let die.
+*Fails by* ChildError, which names the process's last activity; :func:`findings_of` turns it into a finding.
+*Invariant*: nothing waits beyond the deadline, not even for a process that the kernel cannot kill.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from elastic_trainer.errors import PermanentError
 from elastic_trainer.preflight.finding import Finding
 
 BURIAL_S = 2.0
-"""How long a killed process may take to be gone."""
+"""Seconds that a killed process may take to end."""
 _LONGEST_COMPLAINT = 200
 
 Doing = Callable[[str], None]
 
 
 class ChildError(PermanentError):
-    """The process ended badly, or not in time."""
+    """The process failed, or did not end in time."""
 
 
 class Child:
-    """``python -m module arguments``; a context manager that leaves no process."""
+    """``python -m module arguments``; a context manager that leaves no process behind."""
 
     def __init__(self, module: str, arguments: Sequence[str] = ()) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
@@ -58,7 +58,7 @@ class Child:
         self.end()
 
     def messages(self, deadline: Deadline) -> Iterator[Mapping[str, Any]]:
-        """Its messages until it ends; a second call goes on reading."""
+        """Yields its messages until it ends; a second call continues."""
         limit_s = deadline.remaining_s()
         while (line := self._line(deadline, limit_s)) is not None:
             message = _understood(line)
@@ -68,12 +68,12 @@ class Child:
         self._bury(deadline, limit_s)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and reading will say how
+        with contextlib.suppress(BrokenPipeError):  # it has ended; reading will report how
             self._stdin.write(json.dumps(message).encode() + b"\n")
             self._stdin.flush()
 
     def end(self) -> None:
-        """Kill it and all that it started, if it still runs."""
+        """Kill it and its descendants, if it still runs."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -83,7 +83,7 @@ class Child:
                 stream.close()
 
     def _line(self, deadline: Deadline, limit_s: float) -> bytes | None:
-        """The next line; None at the end of its output."""
+        """The next line of output; None at its end."""
         descriptor = self._stdout.fileno()
         while b"\n" not in self._begun:
             ready, _, _ = select.select([descriptor], [], [], deadline.remaining_s())
@@ -100,10 +100,10 @@ class Child:
         try:
             code = self._process.wait(deadline.remaining_s())
         except subprocess.TimeoutExpired:
-            raise ChildError(f"no end in {limit_s:.3g} s after {self._doing}", hint=_HUNG) from None
+            raise ChildError(f"no exit in {limit_s:.3g} s after {self._doing}", hint=_HUNG) from None
         if code:
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise ChildError(f"ended by itself ({how}) while {self._doing}{self._complaint()}", hint=_CRASHED)
+            raise ChildError(f"exited ({how}) while {self._doing}{self._complaint()}", hint=_CRASHED)
 
     def _complaint(self) -> str:
         """The last line that it wrote to standard error."""
@@ -113,11 +113,11 @@ class Child:
 
 
 _HUNG = "a device or a file system hangs, or the limit is too short for this machine"
-_CRASHED = "run the same by hand to see all that it says"
+_CRASHED = "run the same command by hand to see its whole output"
 
 
 def _understood(line: bytes) -> Mapping[str, Any]:
-    """The message in ``line``; empty for a line that is none."""
+    """The message in ``line``; empty if it is not a message."""
     try:
         message = json.loads(line)
     except ValueError:
@@ -128,7 +128,7 @@ def _understood(line: bytes) -> Mapping[str, Any]:
 def findings_of(
     name: str, module: str, arguments: Sequence[str], deadline: Deadline, doing: Doing, versions: dict[str, str]
 ) -> list[Finding]:
-    """The findings of the check ``module``; if it fails, a bad finding ``name`` says what it was doing."""
+    """The findings of the check ``module``; if it fails, a bad finding ``name`` states its last activity."""
     found: list[Finding] = []
     with Child(module, arguments) as child:
         try:

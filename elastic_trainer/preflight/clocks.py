@@ -1,8 +1,8 @@
-"""How far other nodes' clocks are from this one's, proved by the order in which etcd took their writes.
+"""Offsets of other nodes' clocks, proved by the order in which etcd accepted their writes.
 
-Clocks of two nodes are never compared directly. A document that etcd took between two of our reads was written between
-their times: if its published time lies outside, one of the clocks is wrong. So only the least error is known. It
-misleads people who read logs; nothing in this package depends on it.
+Clocks of two nodes are never compared directly. A document that etcd accepted between two of our reads was written
+between their times: if its published time lies outside, one of the clocks is wrong. This gives only a lower bound of
+the offset. An offset misleads people who read logs; nothing in this package depends on it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from elastic_trainer.preflight.finding import Finding, Status, counted
 from elastic_trainer.preflight.limits import FitLimits
 
-_HINT = "switch time synchronization (NTP) on; nothing here relies on it, but logs and graphs will mislead"
+_HINT = "enable time synchronization (NTP): training does not depend on it, but logs and graphs will mislead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Dated:
 
 
 def least_offset(document: Dated, first: Anchor, last: Anchor) -> float:
-    """Seconds by which the writer's clock is ahead (negative: behind) at least; 0 if it may be right."""
+    """Lower bound of the writer's clock offset in seconds (negative: behind); 0 if the clock may be right."""
     if document.revision <= first.revision:
         return max(0.0, document.wall - first.after)
     if document.revision > last.revision:
@@ -44,7 +44,7 @@ def least_offset(document: Dated, first: Anchor, last: Anchor) -> float:
 
 
 def compared(documents: Iterable[Dated], first: Anchor, last: Anchor, limits: FitLimits) -> Finding:
-    """The worst of them."""
+    """The finding for the largest offset."""
     offsets = {document.node: least_offset(document, first, last) for document in documents}
     if not offsets:
         return Finding("run.clock", Status.SKIPPED, "no other node has published its time")
@@ -52,9 +52,9 @@ def compared(documents: Iterable[Dated], first: Anchor, last: Anchor, limits: Fi
 
 
 def judged(name: str, offsets: dict[str, float], limits: FitLimits, prefix: str = "") -> Finding:
-    """The finding for these clock ``offsets`` (seconds ahead of ours, by node)."""
+    """The finding for clock ``offsets`` (seconds ahead of ours, by node)."""
     node, worst = max(offsets.items(), key=lambda item: abs(item[1]))
-    text = f"agrees with {counted(len(offsets), 'other node')}, as far as can be seen"
+    text = f"agrees with {counted(len(offsets), 'other node')}, within the precision of this check"
     found = Finding(name, Status.OK, text, worst, "s", limits.clock_s)
     if abs(worst) <= limits.clock_s:
         return found

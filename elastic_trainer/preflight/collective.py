@@ -1,9 +1,9 @@
-"""All-reduces of several nodes, two by two and all together: one node's part.
+"""One node's part in all-reduces of several nodes, in pairs and all together.
 
-*Runs in* a process of its own (``python -m``), one on each node. It prints the port of its TCP store, reads one line
-about the members from its standard input, measures, and prints what all have measured.
+*Runs in* a separate process (``python -m``), one on each node. It prints the port of its TCP store, reads one line
+about the members from standard input, measures, and prints all members' results.
 *Owns* that store, and one process group at a time.
-*Fails by* an error as the result of the pair that failed; by a traceback if the store of the first member is lost.
+*Fails by* an error as the result of a failed pair; by a traceback if the first member's store is lost.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 GROUP_S = 10.0
-"""How long two nodes may take to connect, or to do one all-reduce."""
+"""Seconds that two nodes may take to connect, or for one all-reduce."""
 TRIES = {SIZES[0]: 20, SIZES[1]: 5, SIZES[2]: 3}
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPart:
-    """What the parent writes: this node's part in the meeting."""
+    """The parent's input: this node's part in the meeting."""
 
     host: str
     port: int
@@ -42,7 +42,7 @@ class MeasuredPart:
     names: tuple[str, ...]
     limit_s: float
     wait_s: float = 2 * GROUP_S
-    """How long to wait for the first partner to come."""
+    """Seconds to wait for the first partner."""
 
     @classmethod
     def read(cls, line: str) -> MeasuredPart:
@@ -55,18 +55,18 @@ def main(arguments: Sequence[str]) -> int:
     messages = Messages(float(arguments[0]))
     messages.doing("importing torch")
     if arguments[1].startswith("127.") or arguments[1] in ("localhost", "::1"):
-        prefer_loopback()  # all are on one machine, whose name may lead anywhere
+        prefer_loopback()  # all are on one machine, whose host name may resolve to anything
     own = store_at(arguments[1], timedelta(seconds=GROUP_S))
     messages.send(port=own.port)
     messages.doing("waiting for other nodes")
     line = sys.stdin.readline()
-    if line:  # else the parent has given up
+    if line:  # otherwise the parent has given up
         Measurement(MeasuredPart.read(line), messages).run()
     return 0
 
 
 def devices(counts: Sequence[tuple[str, int] | None]) -> list[str]:
-    """For each rank a CUDA device of its own if all have one, else the CPU. ``counts``: hosts, and devices of each."""
+    """A CUDA device for each rank if all have their own, else the CPU. ``counts``: hosts, and devices of each."""
     places = [None if each is None else counts[:rank].count(each) for rank, each in enumerate(counts)]
     pairs = list(zip(counts, places, strict=True))
     if all(each is None or (place is not None and place < each[1]) for each, place in pairs):
@@ -97,19 +97,19 @@ class Measurement:
                     self._meet(number, pair)
         self._messages.doing(f"all-reduce of all {count} nodes")
         gone = [name for rank, name in enumerate(part.names) if self._is_gone(rank)]
-        together = {"error": f"{gone[0]} did not come"} if gone else self._timed("all", range(count))
+        together = {"error": f"{gone[0]} did not join"} if gone else self._timed("all", range(count))
         for low, high, measured in self._gathered():
             self._messages.send(pair=[low, high], **measured)
         self._messages.send(together=together)
         self._part_company()
 
     def _meet(self, number: int, pair: Pair) -> None:
-        """One pair's turn. The lower rank reports what was measured, or the one that failed."""
+        """One pair's turn. The lower rank reports the result, or the rank whose measurement failed."""
         other = pair[1] if pair[0] == self._part.rank else pair[0]
         name = self._part.names[other]
         self._messages.doing(f"all-reduce with {name}")
         if not self._comes(number, other):
-            measured: dict[str, Any] = {"error": f"{name} did not come"}
+            measured: dict[str, Any] = {"error": f"{name} did not join"}
         else:
             measured = self._timed(f"pair-{number}-{pair[0]}-{pair[1]}", pair)
         if "ahead_s" in measured:
@@ -118,9 +118,9 @@ class Measurement:
             self._store.set(_key(pair), json.dumps(measured))
 
     def _comes(self, turn: int, other: int) -> bool:
-        """Whether the other is there for this turn; a rank that once did not come is not waited for again.
+        """Whether the other rank joins this turn; a rank that once did not join is not waited for again.
 
-        Each turn waits longer than the one before: a rank that had to wait itself is not gone.
+        Each turn waits longer than the previous one: a rank that itself had to wait is not gone.
         """
         self._store.set(f"turn/{turn}/{self._part.rank}", "true")
         if self._is_gone(other):
@@ -129,7 +129,7 @@ class Measurement:
         return self._value(f"turn/{turn}/{other}", max(0.1, limit_s), unless_gone=other) is not None
 
     def _value(self, key: str, limit_s: float, unless_gone: int | None = None) -> Any:
-        """What is written to ``key`` within ``limit_s`` seconds, else None; then the rank ``unless_gone`` is gone."""
+        """The value of ``key``, None if not written in ``limit_s`` seconds; then rank ``unless_gone`` is gone."""
         try:
             self._store.wait([key], timedelta(seconds=max(0.01, limit_s)))
             return json.loads(self._store.get(key))
@@ -142,7 +142,7 @@ class Measurement:
         return bool(self._store.check([f"gone/{rank}"]))
 
     def _timed(self, name: str, ranks: Sequence[int]) -> dict[str, Any]:
-        """Seconds of the best all-reduce of each size, or the error."""
+        """Seconds of the fastest all-reduce of each size, or the error."""
         import torch
 
         try:
@@ -154,7 +154,7 @@ class Measurement:
             for size, tries in TRIES.items():
                 data = torch.ones(size // 4, dtype=torch.float32, device=self._device)
                 measured["seconds"][str(size)] = self._best_s(group, data, tries)
-        except Exception as error:  # noqa: BLE001 - whatever fails is the result of the measurement
+        except Exception as error:  # noqa: BLE001 - any failure is the result of the measurement
             return {"error": _first_line(error)}
         return measured
 
@@ -169,10 +169,10 @@ class Measurement:
                 torch.cuda.synchronize(self._device)
             times.append(SYSTEM.monotonic() - begun)
             data.fill_(1.0)
-        return min(times[1:])  # the first connects
+        return min(times[1:])  # the first one includes connecting
 
     def _ahead_s(self, group: ProcessGroup, place: int) -> float:
-        """By how much the other's clock is ahead, to one round trip: both read theirs after a barrier."""
+        """Seconds by which the other's clock is ahead, precise to a round trip: both read it after a barrier."""
         import torch
 
         times = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -194,7 +194,7 @@ class Measurement:
         return cast("ProcessGroup", dist.ProcessGroupNCCL(store, rank, len(ranks), options))
 
     def _agreed_device(self, mine: int) -> str:
-        """What the first member decides for this node, once it has heard from all or waited long enough."""
+        """The device that the first member assigns to this node, after all have reported or the wait is over."""
         part = self._part
         self._store.set(f"has/{part.rank}", json.dumps([socket.gethostname(), mine]))
         waiting = Deadline.after(min(part.wait_s, self._deadline.remaining_s()))
@@ -206,7 +206,7 @@ class Measurement:
         return str(json.loads(self._store.get("devices"))[part.rank])
 
     def _gathered(self) -> list[tuple[int, int, Mapping[str, Any]]]:
-        """All results of the pairs: the first member reads all of it once, the others read its list."""
+        """All results of the pairs: the first member reads them once, the others read its list."""
         waiting = Deadline.after(min(2 * GROUP_S, self._deadline.remaining_s()))
         if self._part.rank == 0:
             pairs = [pair for turn in turns(len(self._part.names)) for pair in turn]
@@ -218,7 +218,7 @@ class Measurement:
         return [(low, high, measured) for low, high, measured in json.loads(self._store.get("measured"))]
 
     def _part_company(self) -> None:
-        """The first member's store must last until everybody has read from it."""
+        """Keep the first member's store until all have read from it."""
         self._store.add("read", 1)
         if self._part.rank == 0:
             gone = sum(self._is_gone(rank) for rank in range(len(self._part.names)))

@@ -1,7 +1,7 @@
-"""Compares a node with those of its run: publishes its report, reads theirs, judges, and checks who answers.
+"""Compares a node with the others of its run: publishes its report, reads and judges theirs, checks connections.
 
-*Runs in* the caller's thread. *Owns* nothing that lasts; the report stays for ``keep_s``.
-*Fails by* the store's errors, which leave the other nodes' results unknown.
+*Runs in* the caller's thread. *Owns* nothing; the report stays in the store for ``keep_s`` seconds.
+*Fails by* the store's errors; then the other nodes' results are unknown.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from elastic_trainer.store.api import Order, Store
 from elastic_trainer.store.keys import RunKeys
 
 STORE_S = 5.0
-"""How long the store may take for each thing asked of it here."""
+"""Time limit of each request to the store."""
 _LOOK_S = 0.5
 _ENOUGH = 8
-"""Enough other nodes for a median; no more are waited for."""
+"""Upper bound on the reports that it waits for, enough for a median."""
 
 
 class PeerComparison:
-    """One node's; made before its checks begin, so that clocks can be compared over the time that they take."""
+    """One node's comparison; create it before the checks, so that clocks can be compared over their duration."""
 
     def __init__(self, store: Store, keys: RunKeys, node: str, limits: FitLimits, clock: Clock = SYSTEM) -> None:
         self._store, self._keys, self._node, self._limits, self._clock = store, keys, node, limits, clock
@@ -36,7 +36,7 @@ class PeerComparison:
         publish(self._store, self._keys, report, keep_s, self._soon())
 
     def findings(self, *, others: int, wait_s: float, keep_s: float) -> list[Finding]:
-        """What the comparison shows, once the reports of ``others`` nodes are there, or ``wait_s`` seconds are over."""
+        """The findings, once the reports of ``others`` nodes are published or ``wait_s`` seconds are over."""
         mine, peers = self._reports(others, wait_s)
         found = [reaching("run.connect", self._neighbors(), self._soon())]
         last = self._anchor()
@@ -46,7 +46,7 @@ class PeerComparison:
         if mine is None:
             return found
         found += judge(mine, peers, self._limits)
-        if mine.report.fit and bad(found):  # no node is to compare itself with this one
+        if mine.report.fit and bad(found):  # other nodes must not compare themselves with this one
             unfit = {"fit": False, "text": sentence(bad(found)), "wall": self._clock.wall()}
             self.publish(mine.report.model_copy(update=unfit), keep_s)
         return found
@@ -61,7 +61,7 @@ class PeerComparison:
         return report_in(self._store, self._keys, self._node, self._soon()), peers
 
     def _neighbors(self) -> list[Neighbor]:
-        """The nodes of the run and where their agents listen."""
+        """The nodes of the run and their agents' addresses."""
         neighbors = []
         oldest = self._store.range(self._keys.nodes, self._soon(), limit=MOST_ASKED, order=Order.CREATE_REVISION)
         for item in oldest.items:

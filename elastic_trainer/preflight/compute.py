@@ -1,10 +1,10 @@
-"""How fast this machine copies memory and multiplies matrices, on its processors and on each CUDA device.
+"""Measures memory copies and matrix products on this machine's CPU and on each CUDA device.
 
-*Runs in* a process of its own (``python -m``): a broken device hangs in the driver, and agents do not import torch.
+*Runs in* a separate process (``python -m``): a broken device hangs in the driver, and agents do not import torch.
 *Owns* two buffers of 128 MiB at a time, on each device in turn.
-*Fails by* ending with a traceback: the parent says what it was doing.
+*Fails by* exiting with a traceback; the parent reports the last activity.
 
-The best of several tries counts: other load only ever makes a try slower.
+The fastest of several tries counts: other load only makes a try slower.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_TRIES = 100
 
 
 def best_s(attempt: Callable[[], object], where: torch.device) -> float:
-    """Seconds of the quickest of the tries that fit into ``TRY_FOR_S``; the first warms up and counts if it is slow."""
+    """Seconds of the fastest try within ``TRY_FOR_S``; the first one warms up, and counts only if it is slow."""
     import torch
 
     begun, times = SYSTEM.monotonic(), list[float]()
@@ -47,7 +47,7 @@ def best_s(attempt: Callable[[], object], where: torch.device) -> float:
 
 
 def versions(messages: Messages) -> None:
-    """What nodes of one job must agree on."""
+    """Report the versions that nodes of one job must agree on."""
     import torch
 
     messages.version("elastic_trainer", elastic_trainer.__version__)
@@ -60,7 +60,7 @@ def versions(messages: Messages) -> None:
 
 
 def measure(messages: Messages, where: torch.device, label: str, place: str = "") -> None:
-    """Memory and matrix products of the device ``where``: findings are named after ``label``."""
+    """Measure memory and matrix products of the device ``where``; findings are named after ``label``."""
     import torch
 
     messages.doing(f"copying memory{place}")
@@ -82,7 +82,7 @@ def _multiply(name: str, where: torch.device, kind: torch.dtype) -> Finding:
     rate = 2 * size**3 / best_s(lambda: torch.mm(left, right, out=result), where) / 1e9
     found = Finding(name, Status.OK, f"{amount(rate)} GFLOP/s", rate, "GFLOP/s")
     if not bool((result == size).all()):
-        return found.but(Status.BAD, "this device computes wrongly: replace it", "the results are wrong")
+        return found.but(Status.BAD, "this device computes wrong results: replace it", "the results are wrong")
     return found
 
 

@@ -1,7 +1,7 @@
-"""Everything that ``elastic-trainer doctor`` checks: etcd, this machine, the run's other nodes, the network to them.
+"""All checks of ``elastic-trainer doctor``: etcd, this machine, the run's other nodes, the network to them.
 
-*Runs in* the main thread of the command. *Owns* one connection to the store for the time of the call.
-*Fails by* findings; ConfigError for what the user must correct.
+*Runs in* the main thread of the command. *Owns* one connection to the store during the call.
+*Fails by* findings; ConfigError for errors of the user.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from elastic_trainer.store.api import Store
 from elastic_trainer.store.keys import RunKeys
 
 KEEP_S = 600.0
-"""How long a doctor's report stays for others to compare with."""
+"""Seconds that a doctor's report stays in the store for comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What to check. ``count`` nodes, this one among them, measure their network together."""
+    """What to check. ``count`` nodes, including this one, measure their network together."""
 
     node: str
     subject: Subject
@@ -39,11 +39,11 @@ class Case:
 
 
 def consult(case: Case, deadline: Deadline, doing: Doing) -> Examination:
-    """Check all that the case asks for, until ``deadline``."""
+    """Run all checks of the case, until ``deadline``."""
     if case.store is None:
         found = [Finding("etcd", Status.SKIPPED, "no --endpoint was given")]
     else:
-        doing("asking etcd")
+        doing("checking etcd")
         found = endpoints(case.store, case.run, case.subject.limits, deadline)
         if any(each.status is not Status.BAD for each in found):
             with closing(connect(case.store)) as store:

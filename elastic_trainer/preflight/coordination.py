@@ -1,4 +1,4 @@
-"""Checks of etcd: does each endpoint answer, which version, how fast?
+"""Checks of etcd: whether each endpoint answers, its version and its latency.
 
 *Runs in* the caller's thread. *Owns* one connection at a time. *Fails by* findings.
 """
@@ -18,12 +18,12 @@ from elastic_trainer.store import connect_checked
 from elastic_trainer.store.api import Store
 
 ENDPOINT_S = 4.0
-"""How long one endpoint may take."""
+"""Time limit of one endpoint, in seconds."""
 _TRIES = 7
 
 
 def endpoints(settings: StoreSettings, run: str | None, limits: FitLimits, deadline: Deadline) -> list[Finding]:
-    """One finding for each endpoint. If some work, the others are a warning only."""
+    """One finding for each endpoint. If some work, failures of others are only warnings."""
     found = [_endpoint(settings, each, run, limits, deadline.at_most(ENDPOINT_S)) for each in settings.endpoints]
     if all(finding.status is Status.BAD for finding in found):
         return found
@@ -53,7 +53,7 @@ def _endpoint(
 
 
 def round_trip(store: Store, key: str, limits: FitLimits, deadline: Deadline, clock: Clock = SYSTEM) -> Finding:
-    """The median time of several reads that ask a quorum. Raises the store's errors."""
+    """The median time of several linearizable reads. Raises the store's errors."""
     times = list[float]()
     for _ in range(_TRIES):
         begun = clock.monotonic()
@@ -73,5 +73,5 @@ def judged_round_trip(times: Sequence[float], limits: FitLimits) -> Finding:
         value_ms,
         "ms",
         limit_ms,
-        "etcd is far away, or its disk is slow: recoveries will take longer" if slow else "",
+        "etcd is far away or has a slow disk: recoveries will take longer" if slow else "",
     )

@@ -1,7 +1,7 @@
-"""Checks of the directory for checkpoints: can it be written as a commit does it, how fast is it, is there room?
+"""Checks of the checkpoint directory: whether a commit can be written, its speed and its free space.
 
-*Runs in* a process of its own (``python -m``): a file server that hangs cannot be interrupted. It imports no torch.
-*Owns* two small files for the rename, which go; and one without a name, of which a kill leaves nothing.
+*Runs in* a separate process (``python -m``): a hung file server cannot be interrupted. It imports no torch.
+*Owns* two small files for the rename, which it removes, and an unnamed file, of which a kill leaves nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from elastic_trainer.preflight.messages import Messages
 
 LARGEST_BYTES = 64 * MIB
 LONGEST_S = 1.5
-"""Upper bound on the time for writing a file, and on that for reading it."""
+"""Time limit for writing a file, and for reading it."""
 _BLOCK = 4 * MIB
 _PREFIX = ".preflight-"
 _REMOTE_BYTES = 16 * MIB
 
 
 def check(directory: Path, limits: FitLimits, messages: Messages | None = None) -> Iterator[Finding]:
-    """All checks of ``directory``; the later ones only where the first is good."""
+    """All checks of ``directory``; stops after the first if that fails."""
 
     def doing(what: str) -> None:
         if messages is not None:
@@ -40,7 +40,7 @@ def check(directory: Path, limits: FitLimits, messages: Messages | None = None) 
     except OSError as error:
         yield _refused(directory, place, error)
         return
-    later = "" if place == directory.absolute() else f", which is to be made in {place}"
+    later = "" if place == directory.absolute() else f", which will be created in {place}"
     yield Finding("disk", Status.OK, f"{directory}{later} can be written")
     yield _space(place, limits)
     doing(f"measuring the speed of {directory}")
@@ -51,7 +51,7 @@ def check(directory: Path, limits: FitLimits, messages: Messages | None = None) 
 
 
 def check_url(url: str, limits: FitLimits, messages: Messages) -> Iterator[Finding]:
-    """All checks of the checkpoints' place ``url``: what a save needs, and how fast some data go there and back."""
+    """All checks of the checkpoint location ``url``: the operations of a save, and the speed of writing and reading."""
     from elastic_trainer.checkpoint.commit import check_speed, check_writable
     from elastic_trainer.checkpoint.storage import open_storage
     from elastic_trainer.errors import CheckpointError, ConfigError
@@ -72,20 +72,20 @@ def check_url(url: str, limits: FitLimits, messages: Messages) -> Iterator[Findi
 
 
 def existing(directory: Path) -> Path:
-    """``directory``, or where it will be made: the nearest parent that is there."""
+    """``directory``, or the nearest existing parent, in which it will be created."""
     return next(path for path in (directory.absolute(), *directory.absolute().parents) if os.path.lexists(path))
 
 
 def _refused(directory: Path, place: Path, error: OSError) -> Finding:
     said = (error.strerror or str(error)).lower()
-    where = directory if place == directory.absolute() else f"{directory} (to be made in {place})"
+    where = directory if place == directory.absolute() else f"{directory} (to be created in {place})"
     return Finding(
         "disk", Status.BAD, f"{where} cannot be written: {said}", hint="check its mount, owner, mode and free space"
     )
 
 
 def _commit(place: Path) -> None:
-    """Write, make durable and rename a small directory, as a checkpoint is committed."""
+    """Write, sync and rename a small directory, as the commit of a checkpoint does."""
     with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place) as temporary:
         before, after = Path(temporary, "before"), Path(temporary, "after")
         before.mkdir()
@@ -121,7 +121,7 @@ def _space(place: Path, limits: FitLimits) -> Finding:
 
 def _speeds(place: Path, limits: FitLimits) -> Iterator[Finding]:
     status = os.statvfs(place)
-    most = min(LARGEST_BYTES, status.f_bavail * status.f_frsize // 2)  # never fills what jobs need
+    most = min(LARGEST_BYTES, status.f_bavail * status.f_frsize // 2)  # leaves jobs half of the free space
     if most < _BLOCK:
         yield Finding("disk.write", Status.SKIPPED, "too little space to measure its speed")
         return
@@ -129,7 +129,7 @@ def _speeds(place: Path, limits: FitLimits) -> Iterator[Finding]:
         written, took_s = _written(descriptor, most)
         yield _speed("disk.write", written / took_s, limits)
         if hasattr(os, "posix_fadvise"):
-            # What is in memory would be read from there; where the system keeps it nevertheless, so will a job.
+            # Drops the page cache, which would be read instead; if the system keeps it anyway, a job will profit too.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         read, took_s = _read(descriptor, written)
         yield _speed("disk.read", read / took_s, limits)
@@ -146,11 +146,11 @@ def _nameless(place: Path) -> Iterator[int]:
 
 
 def _written(descriptor: int, most: int) -> tuple[int, float]:
-    """Bytes written, and how long it took until they were durable."""
+    """Bytes written, and the seconds until they were durable."""
     block, written, begun = os.urandom(_BLOCK), 0, SYSTEM.monotonic()
     while written + _BLOCK <= most and SYSTEM.monotonic() - begun < LONGEST_S:
         written += os.write(descriptor, block)
-        os.fsync(descriptor)  # each: else all of it would become durable behind the limit, on a slow disk much later
+        os.fsync(descriptor)  # after each piece: a single sync at the end could exceed the limit by far on a slow disk
     return written, max(1e-9, SYSTEM.monotonic() - begun)
 
 

@@ -1,6 +1,6 @@
-"""All checks of one node that need no other node, in the order from quick to slow.
+"""All checks of one node that need no other node, from quick to slow.
 
-*Runs in* the caller's thread; what may hang runs in child processes. *Owns* these during the call.
+*Runs in* the caller's thread; checks that may hang run in child processes. *Owns* these during the call.
 *Fails by* findings only.
 """
 
@@ -17,13 +17,13 @@ from elastic_trainer.preflight.limits import FitLimits
 from elastic_trainer.settings import worker_threads
 
 DIRECTORY_S = 60.0
-"""A slow disk is reported as slow; one without any answer for this long counts as dead."""
+"""Seconds after which a disk without any answer counts as dead; a slow one is reported as slow."""
 GPU_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is to be examined. ``address`` is how others reach this node."""
+    """What to examine. ``address`` is this node's address for others."""
 
     address: str
     directory: str | None = None
@@ -35,16 +35,16 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What was found, and the versions of what nodes should agree on."""
+    """The findings, and the versions that nodes should agree on."""
 
     findings: tuple[Finding, ...]
     versions: dict[str, str]
 
 
 def examine(subject: Subject, deadline: Deadline, doing: Doing = lambda _: None) -> Examination:
-    """Examine this node; what is not done by ``deadline`` is bad."""
+    """Examine this node; checks that are unfinished at ``deadline`` are bad."""
     limits, versions = subject.limits, dict[str, str]()
-    doing("looking at this machine")
+    doing("checking this machine")
     found = [
         network.host_name(socket.gethostname(), subject.address),
         network.listening(subject.address),
@@ -61,13 +61,13 @@ def examine(subject: Subject, deadline: Deadline, doing: Doing = lambda _: None)
 def _directory(subject: Subject, deadline: Deadline, doing: Doing, versions: dict[str, str]) -> list[Finding]:
     if subject.directory is None:
         return [Finding("disk", Status.SKIPPED, "no checkpoint directory was given")]
-    limit = deadline.at_most(min(DIRECTORY_S, deadline.remaining_s() / 2))  # the rest is looked at in any case
+    limit = deadline.at_most(min(DIRECTORY_S, deadline.remaining_s() / 2))  # leaves time for the other checks
     words = [subject.directory, str(subject.limits.disk_bytes), f"{limit.remaining_s():.3f}"]
     return findings_of("disk", "elastic_trainer.preflight.directory", words, limit, doing, versions)
 
 
 def _compute(subject: Subject, deadline: Deadline, doing: Doing, versions: dict[str, str]) -> list[Finding]:
     if not subject.compute:
-        return [Finding("compute", Status.SKIPPED, "not asked for")]
+        return [Finding("compute", Status.SKIPPED, "not requested")]
     words = [f"{deadline.remaining_s():.3f}"]
     return findings_of("compute", "elastic_trainer.preflight.compute", words, deadline, doing, versions)

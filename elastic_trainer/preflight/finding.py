@@ -1,4 +1,4 @@
-"""What one check found out: a value, how it is judged, and what to do about it."""
+"""The result of one check: a value, its judgment, and what to do about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic_trainer.errors import ElasticTrainerError
 
 
 class Status(StrEnum):
-    """How a finding is judged."""
+    """The judgment of a finding."""
 
     OK = "ok"
     WARN = "warn"
@@ -19,12 +19,12 @@ class Status(StrEnum):
     BAD = "bad"
     """No job should run here."""
     SKIPPED = "skipped"
-    """Nothing is known; the text says why."""
+    """The check did not run; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of one check. ``limit`` is what ``value`` was compared with; both are in ``unit``."""
+    """The result of one check. ``value`` was compared with ``limit``; both are in ``unit``."""
 
     name: str
     status: Status
@@ -36,14 +36,14 @@ class Finding:
 
     @classmethod
     def failed(cls, name: str, error: ElasticTrainerError) -> Finding:
-        """The check ``name`` ended with ``error``."""
+        """The finding of the check ``name`` that failed with ``error``."""
         return cls(name, Status.BAD, error.message, hint=error.hint or "")
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def but(self, status: Status, hint: str, text: str | None = None) -> Finding:
-        """The same value, judged otherwise."""
+        """The same value with another judgment."""
         return replace(self, status=status, hint=hint, text=self.text if text is None else text)
 
     @classmethod
@@ -52,12 +52,12 @@ class Finding:
 
 
 def bad(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Those for which no job should run here."""
+    """The findings because of which no job should run here."""
     return tuple(finding for finding in findings if finding.status is Status.BAD)
 
 
 def sentence(findings: Iterable[Finding]) -> str:
-    """All of them in one line."""
+    """All findings in one line."""
     return "; ".join(f"{finding.name}: {finding.text}" for finding in findings)
 
 

@@ -1,7 +1,7 @@
-"""What the NVIDIA driver says about its devices: uncorrected memory errors, and whether they are being slowed down.
+"""Checks NVIDIA devices through the driver: uncorrected memory errors, and throttling.
 
 *Runs in* the caller's thread, which waits for ``nvidia-smi`` until the deadline.
-*Fails by* findings: skipped where there is no such tool.
+*Fails by* findings: skipped if ``nvidia-smi`` is missing.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _SLOWED = {
     0x40: "too hot (hardware)",
     0x80: "power brake",
 }
-"""NVML's nvmlClocksThrottleReasons; being idle, or at the power cap that was set, is no illness."""
+"""NVML's nvmlClocksThrottleReasons; idling, or running at the configured power cap, is no fault."""
 
 
 def devices(deadline: Deadline, versions: dict[str, str]) -> list[Finding]:
-    """One finding for each device, and the driver's version into ``versions``."""
+    """One finding for each device; adds the driver's version to ``versions``."""
     tool = shutil.which(_TOOL)
     if tool is None:
-        return [Finding("gpu", Status.SKIPPED, f"no {_TOOL} here")]
+        return [Finding("gpu", Status.SKIPPED, f"{_TOOL} is not installed")]
     call = [tool, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits"]
     limit_s = deadline.remaining_s()
     try:
@@ -48,7 +48,7 @@ def devices(deadline: Deadline, versions: dict[str, str]) -> list[Finding]:
 
 def _answer(call: Sequence[str], limit_s: float) -> tuple[int, str, str]:
     """Exit code and outputs of ``call``. (subprocess.run would wait forever for a process that is stuck in the kernel,
-    as this one is when the driver hangs.)"""
+    as nvidia-smi is when the driver hangs.)"""
     process = subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         out, complaint = process.communicate(timeout=limit_s)
@@ -64,7 +64,7 @@ def _answer(call: Sequence[str], limit_s: float) -> tuple[int, str, str]:
 
 
 def understood(lines: Iterable[str], versions: dict[str, str]) -> list[Finding]:
-    """What the lines of nvidia-smi say. Fields that a device does not have are ``[N/A]``."""
+    """The findings from the output lines of nvidia-smi. Fields that a device lacks are ``[N/A]``."""
     found: list[Finding] = []
     for line in lines:
         cells = [cell.strip() for cell in line.split(",")]
@@ -73,7 +73,7 @@ def understood(lines: Iterable[str], versions: dict[str, str]) -> list[Finding]:
         index, model, driver, errors, reasons = cells
         versions["driver"] = driver
         found.append(_judged(f"gpu{index}", model, _number(errors), _number(reasons)))
-    return found or [Finding("gpu", Status.SKIPPED, f"{_TOOL} knows of no device")]
+    return found or [Finding("gpu", Status.SKIPPED, f"{_TOOL} lists no device")]
 
 
 def _number(text: str) -> int | None:
@@ -92,6 +92,6 @@ def _judged(name: str, model: str, errors: int | None, reasons: int | None) -> F
     slowed = [text for bit, text in _SLOWED.items() if (reasons or 0) & bit]
     if slowed:
         hint = "check cooling and power"
-        return Finding(name, Status.WARN, f"{model} is slowed down: {', '.join(slowed)}", hint=hint)
+        return Finding(name, Status.WARN, f"{model} is throttled: {', '.join(slowed)}", hint=hint)
     unknown = "" if errors is not None else ", memory errors are not counted"
     return Finding(name, Status.OK, f"{model}{unknown}", None if errors is None else 0.0, "errors", 0.0)

@@ -1,7 +1,7 @@
-"""Is a node fit to train with these others? Pure: the same reports give the same verdict on every node.
+"""Whether a node is fit to train with these others. Pure: the same reports give the same verdict on every node.
 
-A node is unfit if it computes or copies much more slowly than the others' median (a job goes at the pace of its slowest
-rank), or if its torch, CUDA or NCCL is not the one that most nodes have. At a tie the nodes that came first are right.
+A node is unfit if it computes or copies much more slowly than the others' median (a job runs at the speed of its
+slowest rank), or if its torch, CUDA or NCCL version differs from that of most nodes. In a tie the older nodes decide.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from elastic_trainer.preflight.report import Published
 MUST_AGREE: Final = ("torch", "cuda", "nccl")
 SHOULD_AGREE: Final = ("elastic_trainer", "python", "driver")
 _UNITS: Final = {"matmul": "GFLOP/s", "memory": "GB/s", "disk": "MB/s"}
-_SLOW_HINT = "look for other load, a CPU quota, heat, a slower model; or give --rdzv-conf preflight_ratio a lower value"
+_SLOW_HINT = "look for other load, a CPU quota, heat, a slower model; or lower --rdzv-conf preflight_ratio"
 
 
 def judge(mine: Published, peers: Sequence[Published], limits: FitLimits) -> list[Finding]:
-    """Compare this node's report with the others'. Unfit nodes are left out."""
+    """Compare this node's report with those of the fit others."""
     others = [peer for peer in peers if peer.report.node != mine.report.node and peer.report.fit]
     return [*_speeds(mine, others, limits), *_versions(mine, others)]
 
@@ -38,7 +38,7 @@ def _speeds(mine: Published, others: Sequence[Published], limits: FitLimits) -> 
         if len(pools) >= limits.peers:
             reference, who = [each for pool in pools for each in pool], counted(len(pools), "other node")
         else:
-            # A node with many devices finds a slow one by itself.
+            # A node with many devices can find a slow one by itself.
             own = [value for other, value in mine.report.values.items() if kind_of(other) == kind_of(name)]
             reference, who = (own, f"its {len(own)} devices") if len(own) > limits.peers else ([], "")
         if reference:
@@ -49,7 +49,7 @@ def _speeds(mine: Published, others: Sequence[Published], limits: FitLimits) -> 
 
 
 def kind_of(name: str) -> str:
-    """``name`` without the number of a device: devices of one kind are compared with each other."""
+    """``name`` without the device number: devices of one kind are compared with each other."""
     return re.sub(r"cuda\d+", "cuda", name)
 
 
@@ -66,7 +66,7 @@ def _compared(name: str, value: float, middle: float, who: str, limits: FitLimit
     text = f"{amount(value)} {_UNITS.get(area, '')} is {ratio:.2f} of the median of {who}, {amount(middle)}"
     if ratio >= limits.ratio:
         return Finding(f"peers.{name}", Status.OK, text, ratio, "of median", limits.ratio)
-    # A slow disk makes checkpoints late; it does not hold up the other ranks' steps.
+    # A slow disk delays checkpoints but not the other ranks' steps.
     status = Status.WARN if area == "disk" else Status.BAD
     return Finding(f"peers.{name}", status, text, ratio, "of median", limits.ratio, _SLOW_HINT)
 
@@ -90,7 +90,7 @@ def _versions(mine: Published, others: Sequence[Published]) -> Iterator[Finding]
 
 
 def _version(published: Published, what: str) -> str | None:
-    """Of torch only ``major.minor`` counts."""
+    """The version; only ``major.minor`` for torch."""
     text = published.report.versions.get(what)
     if text is None or what != "torch":
         return text
@@ -98,7 +98,7 @@ def _version(published: Published, what: str) -> str | None:
 
 
 def agreed(versions: Sequence[tuple[int, str]]) -> str:
-    """The most frequent; of equals, the one that came first. ``versions``: (create-revision, version)."""
+    """The most frequent version; in a tie, that of the oldest node. ``versions``: (create-revision, version)."""
     counts = Counter(version for _, version in versions)
     most = max(counts.values())
     return min((created, version) for created, version in versions if counts[version] == most)[1]

@@ -1,4 +1,4 @@
-"""Checks of this machine that end at once: shared memory, processors, limits of the process."""
+"""Immediate checks of this machine: shared memory, processors, limits of the process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHM_HINT = "docker run --shm-size, or in Kubernetes an emptyDir with medium: Me
 
 
 def shared_memory(limits: FitLimits, place: Path = SHARED_MEMORY) -> Finding:
-    """Whether shared memory can be used, and how much of it is free."""
+    """Whether shared memory is usable, and its free space."""
     name = "shm"
     if not place.exists() and platform.system() != "Linux":
         return Finding(name, Status.SKIPPED, f"there is no {place} on {platform.system()}")
@@ -34,7 +34,7 @@ def shared_memory(limits: FitLimits, place: Path = SHARED_MEMORY) -> Finding:
 
 
 def open_files(limits: FitLimits) -> Finding:
-    """How many files and sockets a process may have open."""
+    """The limit of open files and sockets of a process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY
     text = "no limit" if unlimited else f"{soft} at a time"
@@ -51,7 +51,7 @@ def open_files(limits: FitLimits) -> Finding:
 
 
 def usable_cores(quota: Path = CPU_QUOTA) -> float:
-    """The cores that this process may use: those of its affinity, and no more than the control group's quota."""
+    """The cores that this process may use: those of its affinity, limited by the cgroup's quota."""
     allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     try:
         share, period = quota.read_text().split()
@@ -63,8 +63,8 @@ def usable_cores(quota: Path = CPU_QUOTA) -> float:
 def processors(workers: int, threads: int | None, quota: Path = CPU_QUOTA) -> Finding:
     """Whether ``workers`` processes of ``threads`` threads each have a core for each thread.
 
-    ``threads`` None: OMP_NUM_THREADS is not set. torchrun then sets it to 1 for several workers, while a single one
-    takes all cores that it sees.
+    ``threads`` None: OMP_NUM_THREADS is not set. Then torchrun sets it to 1 for several workers, while a single
+    worker uses all visible cores.
     """
     cores = usable_cores(quota)
     seen = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

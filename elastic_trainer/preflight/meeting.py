@@ -1,11 +1,11 @@
-"""Nodes that measure their network together find each other through the store.
+"""Rendezvous, through the store, of nodes that measure their network together.
 
-Each shows a leased key with the address of its own TCP store. The first waits until enough are there, and writes the
-list of members into its key: one node decides, so all have the same list. The rendezvous of training is not used: it
-would leave documents in the user's run and close that for good; for another run the user of etcd has no rights.
+Each node writes a leased key with the address of its own TCP store. The first one waits for enough nodes and writes the
+list of members into its key: one node decides, so all have the same list. The rendezvous of training cannot be used: it
+would leave documents in the user's run and close it for good, and the etcd user has no rights on another run.
 
-*Runs in* the caller's thread, with a lease keeper beside it. *Owns* that lease until the context ends.
-*Fails by* AbsentError at the deadline, ConfigError where nodes expect different numbers or one name is used twice.
+*Runs in* the caller's thread and a lease keeper's. *Owns* that lease until the context ends.
+*Fails by* AbsentError at the deadline, ConfigError if nodes expect different counts or two have the same name.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _FEW = 64
 
 
 class AbsentError(PermanentError):
-    """Too few nodes came in time."""
+    """Too few nodes joined in time."""
 
 
 class Attendance(Document):
-    """One node's key, with where its TCP store listens. The first node writes ``members``, in the order of ranks."""
+    """One node's key, with the address of its TCP store. The first node writes ``members``, in rank order."""
 
     place: Neighbor
     count: int
@@ -44,7 +44,7 @@ class Attendance(Document):
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Who meets. The store of the first member is used, with keys that begin with ``nonce``."""
+    """The members. They use the first member's store, with keys that begin with ``nonce``."""
 
     members: tuple[Neighbor, ...]
     nonce: str
@@ -62,14 +62,14 @@ def attended(
     deadline: Deadline,
     doing: Doing,
 ) -> Iterator[Meeting]:
-    """Take part until the context ends; gives the meeting once ``count`` nodes are there."""
+    """Take part until the context ends; yields the meeting once ``count`` nodes are present."""
     session = LeaseSession(store, TTL_S, deadline=deadline)
     try:
         mine = Attendance(place=place, count=count)
         key = keys.preflight_meeting + place.node
         shown = store.transact([absent(key)], [Put(key, mine.encode(), session.lease_id)], deadline=deadline)
         if not shown.succeeded:
-            raise ConfigError(f"another node called {place.node!r} is there", hint="give each --rdzv-conf node_id")
+            raise ConfigError(f"another node has the name {place.node!r}", hint="set --rdzv-conf node_id on each")
         yield _awaited(store, keys, mine, session.lease_id, deadline, doing)
     finally:
         session.close()
@@ -77,7 +77,7 @@ def attended(
 
 def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline: Deadline, doing: Doing) -> Meeting:
     waited_s = deadline.remaining_s()
-    look_s = LOOK_S * max(1.0, mine.count / _FEW)  # all look, and each sees all
+    look_s = LOOK_S * max(1.0, mine.count / _FEW)  # every node reads all keys
     waiting: list[Attendance] = []
     while True:
         try:
@@ -85,7 +85,7 @@ def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline
         except StoreUnavailableError:
             if not waiting or not deadline.expired:
                 raise
-            raise _absent(waiting, mine.count, waited_s) from None  # the pause before it took longer than it should
+            raise _absent(waiting, mine.count, waited_s) from None  # the last pause took longer than planned
         present = _read(items)
         if (meeting := found(mine.place.node, [each for _, each in present])) is not None:
             return meeting
@@ -98,8 +98,8 @@ def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline
             put = Put(key, plan.encode(), lease)
             if store.transact([created_at(key, created)], [put], deadline=deadline).succeeded:
                 return Meeting(plan.members, plan.nonce)
-            raise LeaseLostError("this node's lease in etcd has expired, since it was silent")
-        doing(f"waiting for other nodes: {len(waiting)} of {mine.count} are here")
+            raise LeaseLostError("this node's lease in etcd has expired because it was not refreshed")
+        doing(f"waiting for other nodes: {len(waiting)} of {mine.count} are present")
         if deadline.remaining_s() <= look_s:
             raise _absent(waiting, mine.count, waited_s)
         pause(look_s)
@@ -107,12 +107,12 @@ def _awaited(store: Store, keys: RunKeys, mine: Attendance, lease: int, deadline
 
 def _absent(waiting: Sequence[Attendance], count: int, waited_s: float) -> AbsentError:
     names = ", ".join(each.place.node for each in waiting)
-    text = f"{len(waiting)} of {count} nodes came in {waited_s:.3g} s: {names}"
-    return AbsentError(text, hint="start the same command on the others, or give a longer --timeout")
+    text = f"{len(waiting)} of {count} nodes joined within {waited_s:.3g} s: {names}"
+    return AbsentError(text, hint="start the same command on the others, or use a longer --timeout")
 
 
 def _read(items: Sequence[KeyValue]) -> list[tuple[KeyValue, Attendance]]:
-    """Those that can be read, the oldest first."""
+    """The readable keys, oldest first."""
     present = []
     for item in items:
         try:
@@ -123,7 +123,7 @@ def _read(items: Sequence[KeyValue]) -> list[tuple[KeyValue, Attendance]]:
 
 
 def found(node: str, present: Sequence[Attendance]) -> Meeting | None:
-    """The meeting that ``node`` is a member of, if it has been decided. Pure."""
+    """The decided meeting that has ``node`` as a member, if any. Pure."""
     for each in present:
         if any(member.node == node for member in each.members):
             return Meeting(each.members, each.nonce)
@@ -131,7 +131,7 @@ def found(node: str, present: Sequence[Attendance]) -> Meeting | None:
 
 
 def _waiting(present: Sequence[Attendance]) -> list[Attendance]:
-    """Those that are in no meeting yet."""
+    """The nodes that are not in a meeting yet."""
     taken = {member.node for each in present for member in each.members}
     return [each for each in present if each.place.node not in taken]
 
@@ -141,5 +141,5 @@ def _check_counts(mine: Attendance, waiting: Sequence[Attendance]) -> None:
         if other.count != mine.count:
             raise ConfigError(
                 f"this node waits for {mine.count} nodes, {other.place.node} for {other.count}",
-                hint="give the same --peers everywhere",
+                hint="use the same --peers everywhere",
             )

@@ -1,7 +1,7 @@
-"""Checks of the network: can others connect to this node, is its name known, do the other nodes answer?
+"""Checks of the network: whether others can connect to this node, its name resolves, and other nodes answer.
 
 *Runs in* the caller's thread, and in short-lived threads for connections to many nodes.
-*Owns* sockets for the time of one call. *Fails by* findings.
+*Owns* sockets during one call. *Fails by* findings.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from elastic_trainer.preflight.finding import Finding, Status
 
 CONNECT_S = 2.0
 AT_ONCE = 32
-"""Connections at a time."""
+"""Simultaneous connections."""
 MOST_ASKED = 64
-"""Enough to know whether this node is cut off, and little for the others."""
+"""Nodes to connect to: enough to detect that this node is cut off, and little load for the others."""
 _NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbor:
-    """Where another node listens."""
+    """Another node's address."""
 
     node: str
     address: str
@@ -34,7 +34,7 @@ class Neighbor:
 
 
 def listening(address: str) -> Finding:
-    """Whether a port of this node can be reached by its published address."""
+    """Whether a port of this node is reachable at its published address."""
     hint = "set --rdzv-conf interface to an address of this machine, and check its firewall"
     try:
         socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
@@ -43,20 +43,20 @@ def listening(address: str) -> Finding:
             with socket.create_connection((address, port), CONNECT_S):
                 return Finding("ports", Status.OK, f"listens on {address}")
     except socket.gaierror:
-        return Finding("ports", Status.BAD, f"the address {address!r} of this node is not known", hint=hint)
+        return Finding("ports", Status.BAD, f"the address {address!r} of this node does not resolve", hint=hint)
     except OSError as error:
         said = error.strerror or str(error)
         return Finding("ports", Status.BAD, f"this node cannot be reached at {address}: {said.lower()}", hint=hint)
 
 
 def host_name(host: str, address: str) -> Finding:
-    """Whether the host's name leads to an address that others can use; gloo and NCCL publish it."""
+    """Whether the host's name resolves to an address that others can use; gloo and NCCL publish it."""
     hint = "correct /etc/hosts or DNS, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
     found = _resolved(host)
     if found is None:
         return Finding("name", Status.WARN, f"the name {host!r} of this host has no address", hint=hint)
     if _is_loopback(found) and not _is_loopback(_resolved(address) or address):
-        return Finding("name", Status.WARN, f"the name {host!r} leads to {found}, which others cannot use", hint=hint)
+        return Finding("name", Status.WARN, f"{host!r} resolves to {found}, which others cannot use", hint=hint)
     return Finding("name", Status.OK, f"{host} is {found}")
 
 
@@ -75,9 +75,9 @@ def _is_loopback(address: str) -> bool:
 
 
 def reaching(name: str, neighbors: Sequence[Neighbor], deadline: Deadline) -> Finding:
-    """Whether the other nodes' hosts answer. A refused connection is an answer: its process has ended, no more."""
+    """Whether the other nodes' hosts answer. A refused connection is an answer: only the process has ended."""
     if not neighbors:
-        return Finding(name, Status.SKIPPED, "no other node is there")
+        return Finding(name, Status.SKIPPED, "no other node is present")
     asked = neighbors[:MOST_ASKED]
     limit_s = deadline.at_most(CONNECT_S).remaining_s()
     with ThreadPoolExecutor(min(AT_ONCE, len(asked)), thread_name_prefix="preflight-connect") as pool:
@@ -90,7 +90,7 @@ def reaching(name: str, neighbors: Sequence[Neighbor], deadline: Deadline) -> Fi
         return found
     who = ", ".join(f"{each.node} ({each.address}:{each.port})" for each in silent[:_NAMED])
     text = f"{len(silent)} of {len(asked)} nodes do not answer: {who}" + (", ..." if len(silent) > _NAMED else "")
-    # One silent node may be ill itself; if none of several answers, this one is cut off.
+    # One silent node may be faulty itself; if none of several answers, this one is cut off.
     status = Status.BAD if len(silent) == len(asked) > 1 else Status.WARN
     return found.but(status, "check network, firewall and network policies", text)
 

@@ -1,7 +1,7 @@
-"""Which nodes meet when for all-reduces two by two, and what the times say. Pure.
+"""The schedule of pairwise all-reduces, and the judgment of their times. Pure.
 
-A node is slow if even its quickest pair is much slower than the median of the pairs without it. (The median of all
-pairs would not do: of three nodes with a slow one, two pairs of three are slow.)
+A node is slow if even its fastest pair is much slower than the median of the pairs without it. (The median of all pairs
+would fail: with one slow node of three, two of three pairs are slow.)
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from elastic_trainer.preflight.finding import Finding, Status, amount, size_text
 from elastic_trainer.preflight.limits import MIB, FitLimits
 
 SIZES: Final = (4096, MIB, 16 * MIB)
-"""Bytes of the all-reduces, from latency to bandwidth; the largest is judged."""
+"""Bytes of the all-reduces, from latency-bound to bandwidth-bound; the largest is judged."""
 MOST_TURNS: Final = 31
-"""Up to 32 nodes everybody meets everybody; beyond that, each meets this many others."""
+"""Up to 32 nodes each is paired with every other; beyond that, with this many others."""
 
 Pair = tuple[int, int]
-"""Ranks, the lower first."""
+"""Two ranks, the lower first."""
 
 
 def turns(count: int, most: int = MOST_TURNS) -> list[list[Pair]]:
-    """The pairs of each turn. No node is in two pairs of a turn, or meets another twice (a round robin)."""
+    """The pairs of each turn. No node is in two pairs of a turn, or paired with another twice (a round robin)."""
     places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     found = []
     for _ in range(min(most, len(places) - 1)):
@@ -37,20 +37,20 @@ def turns(count: int, most: int = MOST_TURNS) -> list[list[Pair]]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One pair's all-reduces, or all nodes' together: seconds by bytes. ``error``: why there are none."""
+    """The all-reduces of a pair, or of all nodes together: seconds by bytes. ``error``: why there are none."""
 
     seconds: Mapping[int, float] = field(default_factory=dict)
     error: str = ""
 
     @property
     def rate(self) -> float | None:
-        """Bytes a second of the largest; None if that was not measured."""
+        """Bytes per second of the largest; None if that was not measured."""
         largest = max(self.seconds, default=0)
         return largest / self.seconds[largest] if largest else None
 
 
 def judge(names: Sequence[str], me: int, pairs: Mapping[Pair, Measured], limits: FitLimits) -> list[Finding]:
-    """What the pairs' times say to node ``me``: its own faults are bad, those of others warnings."""
+    """The findings of node ``me`` from the pairs' times: its own faults are bad, those of others are warnings."""
     rates = {pair: measured.rate for pair, measured in pairs.items() if measured.rate is not None}
     found = [_mine(names, me, rates)] if any(me in pair for pair in rates) else []
     found += _failed(names, me, pairs)
@@ -83,7 +83,7 @@ def slow_nodes(rates: Mapping[Pair, float], ratio: float) -> Iterator[tuple[int,
 def slow_pairs(
     rates: Mapping[Pair, float], slow: Mapping[int, object], ratio: float
 ) -> Iterator[tuple[Pair, float, float]]:
-    """Pairs that are slow though neither node is, with their rate and the median of the others."""
+    """Slow pairs of nodes that are not slow themselves, with their rate and the median of the others."""
     fair = {pair: rate for pair, rate in rates.items() if not set(pair) & set(slow)}
     for pair, rate in fair.items():
         others = [other for each, other in fair.items() if each != pair]
@@ -92,7 +92,7 @@ def slow_pairs(
 
 
 def together(measured: Measured, count: int) -> Finding:
-    """What all nodes' all-reduce says."""
+    """The finding for the all-reduce of all nodes."""
     name = f"allreduce.all{count}"
     if measured.rate is None:
         return Finding(name, Status.BAD, f"the all-reduce of all {count} nodes failed: {measured.error}", hint=_HINT)
@@ -114,7 +114,7 @@ def _mine(names: Sequence[str], me: int, rates: Mapping[Pair, float]) -> Finding
 
 
 def _failed(names: Sequence[str], me: int, pairs: Mapping[Pair, Measured]) -> Iterator[Finding]:
-    """Pairs without a time: a node that failed with all others is named once."""
+    """Findings for pairs without a time; a node that failed with all others is named once."""
     failed = {pair: measured.error for pair, measured in pairs.items() if measured.rate is None}
     named = set[Pair]()
     for rank in sorted({rank for pair in failed for rank in pair}):

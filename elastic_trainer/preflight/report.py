@@ -1,7 +1,7 @@
-"""What a node publishes of its checks, so that nodes can be compared.
+"""The report that a node publishes about its checks, for comparison with other nodes.
 
-*Runs in* the caller's thread. *Owns* nothing; reports vanish when their lease ends, which is not prolonged.
-*Fails by* the store's errors; a report that cannot be read is passed over.
+*Runs in* the caller's thread. *Owns* nothing; reports disappear when their leases expire, which are not renewed.
+*Fails by* the store's errors; unreadable reports are skipped.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from elastic_trainer.store.untrusted import plain
 from elastic_trainer.telemetry.logs import logger
 
 COMPARED = ("matmul.", "memory.", "disk.write", "disk.read")
-"""Findings with these names have values that nodes compare: the more, the better."""
+"""Name prefixes of findings whose values nodes compare: higher is better."""
 MOST_COMPARED = 64
-"""Reports that one node reads: a thousand nodes reading a thousand would be a load."""
+"""Upper bound on the reports that one node reads: a thousand nodes reading a thousand would be too much load."""
 
 
 class NodeReport(Document):
@@ -33,30 +33,30 @@ class NodeReport(Document):
     host: str = ""
     address: str = ""
     wall: float
-    """When it was written (Unix time, of that node)."""
+    """When it was written (Unix time of that node)."""
     fit: bool = True
-    """False: not what others should be compared with."""
+    """Whether others should compare themselves with it."""
     text: str = ""
-    """What is bad, for people."""
+    """The bad findings, for people."""
     values: Mapping[str, float] = Field(default_factory=dict)
-    """By the names of their findings, in the units of these."""
+    """Values by the names of their findings, in their units."""
     versions: Mapping[str, str] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A report as the store has it."""
+    """A report in the store."""
 
     report: NodeReport
     created: int
-    """The create-revision of its key: who came first."""
+    """The create-revision of its key, which orders nodes by age."""
     revision: int
 
 
 def report_of(
     node: str, address: str, findings: Iterable[Finding], versions: Mapping[str, str], wall: float
 ) -> NodeReport:
-    """What is published of these findings."""
+    """The report of these findings."""
     known = tuple(findings)
     return NodeReport(
         node=node,
@@ -71,13 +71,13 @@ def report_of(
 
 
 def publish(store: Store, keys: RunKeys, report: NodeReport, keep_s: float, deadline: Deadline) -> None:
-    """Show ``report`` for ``keep_s`` seconds."""
+    """Publish ``report`` for ``keep_s`` seconds."""
     lease = store.grant(keep_s, deadline)
     store.transact([], [Put(keys.preflight_node(report.node), report.encode(), lease.id)], deadline=deadline)
 
 
 def published(store: Store, keys: RunKeys, deadline: Deadline) -> tuple[Published, ...]:
-    """The reports in the run, of the nodes that came first: all nodes compare themselves with the same ones."""
+    """The reports of the run's oldest nodes: all nodes compare themselves with the same ones."""
     found = store.range(keys.preflight, deadline, limit=MOST_COMPARED, order=Order.CREATE_REVISION)
     reports = (_read(item) for item in found.items if not keys.is_preflight_meeting(item.key))
     return tuple(report for report in reports if report is not None)
@@ -90,7 +90,7 @@ def report_in(store: Store, keys: RunKeys, node: str, deadline: Deadline) -> Pub
 
 
 def count(store: Store, keys: RunKeys, most: int, deadline: Deadline) -> int:
-    """How many reports there are, up to ``most``."""
+    """The number of reports, up to ``most``."""
     items = store.range(keys.preflight, deadline, limit=most + MOST_COMPARED, keys_only=True).items
     return min(most, sum(not keys.is_preflight_meeting(item.key) for item in items))
 

@@ -1,7 +1,7 @@
-"""Measures the network with other nodes: meets them, has a child process do the all-reduces, judges the times.
+"""Measures the network with other nodes: meets them, runs the all-reduces in a child process, judges the times.
 
 *Runs in* the caller's thread. *Owns* the child and the lease of the meeting during the call.
-*Fails by* findings for what is measured; raises ConfigError and the store's errors.
+*Fails by* findings for measurements; raises ConfigError and the store's errors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def measured_together(
     deadline: Deadline,
     doing: Doing,
 ) -> list[Finding]:
-    """Findings about the network between ``count`` nodes, this one among them."""
+    """Findings about the network between ``count`` nodes, including this one."""
     with Child(_MODULE, [f"{deadline.remaining_s():.3f}", address]) as child:
         try:
             place = Neighbor(node, address, port_of(child, deadline, doing))
@@ -45,18 +45,18 @@ def measured_together(
         except StoreUnavailableError:
             if not deadline.expired:
                 raise
-            text = "no time was left to meet the other nodes, the checks before that took all of it"
-            return [Finding("allreduce", Status.BAD, text, hint="give a longer --timeout")]
+            text = "no time was left to meet the other nodes: the earlier checks took all of it"
+            return [Finding("allreduce", Status.BAD, text, hint="use a longer --timeout")]
 
 
 def port_of(child: Child, deadline: Deadline, doing: Doing) -> int:
-    """Where the child's TCP store listens, which is its first message."""
+    """The port of the child's TCP store, which is its first message."""
     for message in child.messages(deadline):
         if "port" in message:
             return int(message["port"])
         if "doing" in message:
             doing(str(message["doing"]))
-    raise ChildError("the measuring process ended before it began")
+    raise ChildError("the measuring process ended before it started to measure")
 
 
 def _measured(
@@ -82,7 +82,7 @@ def _measured(
             heard.take(message)
             if "doing" in message:
                 doing(str(message["doing"]))
-    except ChildError as error:  # what was heard before still counts
+    except ChildError as error:  # earlier results still count
         found.append(Finding.failed("allreduce", error))
     if heard.ahead_s:
         found.append(clocks.judged("peers.clock", heard.ahead_s, limits))

@@ -49,11 +49,11 @@ def _refused(
             # In TLS 1.3 a rejection of our certificate arrives after the handshake. Sending meanwhile may lose it.
             secured.settimeout(min(LISTEN_S, timeout_s) if request else timeout_s)
             with contextlib.suppress(TimeoutError):
-                _hear(secured)
+                _receive(secured)
             if request:
                 secured.settimeout(timeout_s)
                 secured.sendall(request)
-                _hear(secured)
+                _receive(secured)
     except ssl.SSLCertVerificationError as error:
         return f"its certificate is rejected: {error.verify_message}"
     except ssl.SSLEOFError as error:
@@ -63,7 +63,7 @@ def _refused(
     return None
 
 
-def _hear(secured: ssl.SSLSocket) -> None:
+def _receive(secured: ssl.SSLSocket) -> None:
     if not secured.recv(1):
         raise ConnectionResetError("the server closed the connection without a reason")
 

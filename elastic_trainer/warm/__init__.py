@@ -1,1 +1,1 @@
-"""Starts Python programs by forking a process that has imported what they will import."""
+"""Starts Python programs by forking a process that has already imported their modules."""

@@ -1,7 +1,7 @@
-"""Whether a command can start as a fork of the template: pure.
+"""Whether a command can start as a fork of the template. Pure.
 
-A fork has read the environment, the interpreter's options and the working directory of its template. It fits where all
-that a module may have read while it was imported is the same.
+A fork inherits modules that were imported with the template's environment, interpreter options and working directory. A
+command fits if all of these that a module may have read during its import are equal.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 OPTIONS = frozenset({"-u"})
-"""The options of the interpreter that a template can have: torchrun gives no others."""
+"""The interpreter options that a template can have; torchrun passes no others."""
 _OF_ONE_WORKER = frozenset(
     {
         "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
@@ -18,7 +18,7 @@ _OF_ONE_WORKER = frozenset(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS",
     }
 )  # fmt: skip
-"""Variables that differ from worker to worker: a module that reads one while it is imported is not preloaded."""
+"""Variables that differ between workers: a module that reads one during its import is not preloaded."""
 _PREFIXES = ("TORCHELASTIC_", "ELASTIC_TRAINER_")
 
 
@@ -40,7 +40,7 @@ class PythonCommand:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a template was started with. ``free`` variables may differ as those of one worker may."""
+    """How a template was started. ``free`` variables may differ, like those of one worker."""
 
     executable: str
     options: tuple[str, ...]
@@ -51,7 +51,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class StartDecision:
-    """The command to fork, or None and why it starts cold."""
+    """The command to fork, or None and the reason for a cold start."""
 
     command: PythonCommand | None
     reason: str
@@ -64,7 +64,7 @@ def decide(words: Sequence[str], environment: Mapping[str, str], directory: str,
     count = next((i for i, word in enumerate(words[1:]) if word not in OPTIONS), len(words) - 1)
     options, rest = tuple(words[1 : 1 + count]), words[1 + count :]
     if _unbuffered(options, environment) != _unbuffered(facts.options, facts.environment):
-        return StartDecision(None, "its standard output is buffered otherwise")
+        return StartDecision(None, "its standard output is buffered differently")
     module = bool(rest) and rest[0] == "-m"
     rest = rest[1:] if module else rest
     if not rest or rest[0].startswith("-"):

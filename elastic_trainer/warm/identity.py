@@ -1,8 +1,8 @@
-"""What the kernel knows of a process: whose child it is, what it is called, which signal its parent's death sends.
+"""A process's identity in the kernel: its parent, its displayed command, its parent-death signal, its network.
 
 *Runs in* the template and its forks, and in the process that starts them.
-*Owns* the memory that shows a fork's command.
-*Fails by* OSError where the kernel does not let a process do it (Linux alone does).
+*Owns* the memory that holds a fork's displayed command.
+*Fails by* OSError if the kernel does not support it (only Linux does).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def _prctl(option: int, *arguments: int) -> None:
 
 
 def die_with_parent(signum: int) -> None:
-    """Let the kernel send ``signum`` when the thread ends that is this process's parent."""
+    """Make the kernel send ``signum`` when this process's parent thread ends."""
     _prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def enter_network(path: str) -> None:
-    """Let this process, which has one thread, be in the network namespace that the file ``path`` stands for."""
+    """Move this single-threaded process into the network namespace of the file ``path``."""
     with open(path, "rb") as network:
         if _LIBRARY.setns(network.fileno(), _CLONE_NEWNET) != 0:
             number = ctypes.get_errno()
@@ -48,7 +48,7 @@ def enter_network(path: str) -> None:
 
 @contextmanager
 def adopting() -> Iterator[None]:
-    """Meanwhile, a grandchild whose parent ends becomes a child of this process. One thread at a time."""
+    """In the body, a grandchild whose parent ends becomes a child of this process. One thread at a time."""
     with _ADOPTING:
         before = ctypes.c_int()
         _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(before))
@@ -60,7 +60,7 @@ def adopting() -> Iterator[None]:
 
 
 def show(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Let ``/proc/PID/cmdline`` and ``/proc/PID/environ`` show these, as after an exec (prctl(2), PR_SET_MM_MAP)."""
+    """Make ``/proc/PID/cmdline`` and ``/proc/PID/environ`` show these, as after an exec (prctl(2), PR_SET_MM_MAP)."""
     command = b"".join(os.fsencode(word) + b"\0" for word in words)
     variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
     memory = mmap.mmap(-1, len(command) + len(variables) + 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

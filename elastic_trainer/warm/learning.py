@@ -1,7 +1,7 @@
-"""Notes what a worker imports, so that the next one's template has it.
+"""Records a worker's imports, so that the template of the next worker has them.
 
-*Runs in* a forked worker, wherever it imports. *Owns* one descriptor there.
-*Fails by* nothing: what cannot be sent is not learned, and a template that is gone costs a worker nothing.
+*Runs in* a forked worker, in any importing thread. *Owns* one descriptor there.
+*Fails by* nothing: names that cannot be sent are not learned, and a dead template does not affect a worker.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 
 
 class ImportRecorder:
-    """A finder at the head of ``sys.meta_path`` that finds nothing, and sends the names that were found behind it."""
+    """A finder at the head of ``sys.meta_path`` that finds nothing, and sends the names that later finders found."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -23,13 +23,13 @@ class ImportRecorder:
         os.register_at_fork(after_in_child=self._close)
 
     def _close(self) -> None:
-        """The worker's own children learn nothing, and have nothing of its template."""
+        """In the worker's own children: stop recording and drop the link to the template."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        """Send the name before: by now it is loaded, or was only looked for."""
+        """Send the previous name: by now it is loaded, or its import has failed."""
         before, self._asked = self._asked, name
         if before in sys.modules and self._descriptor >= 0:
             with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""Imports modules in the template, and notices those whose import a fork cannot share.
+"""Imports modules in the template, and detects those whose import forks cannot share.
 
-A module is refused that, while it is imported, reads a variable which differs from worker to worker, starts a thread or
-a process, leaves a file or a device open (CUDA's too), uses a global generator of random numbers, changes the working
-directory, or comes from where the user's own code is: that is read anew at each start.
+A module is refused if its import reads a variable that differs between workers, starts a thread or a process, leaves a
+file or a device (such as CUDA) open, uses a global random number generator, changes the working directory, or loads the
+user's own code, which must be read anew at each start.
 
-*Runs in* the template, its only thread. *Owns* ``os.environ``'s class in the template.
+*Runs in* the template's only thread. *Owns* ``os.environ``'s class in the template.
 *Fails by* :class:`Refused` once a module has spoiled the template, which must then be replaced.
 """
 
@@ -26,16 +26,16 @@ from typing import Any
 from elastic_trainer.warm.fitness import of_one_worker
 
 _HARMLESS = frozenset({"rich.style"})
-"""Modules that draw a random number which forks may share: here one that tells the styles of a process apart."""
+"""Modules that draw a random number which forks may share: rich.style uses one as an id of a style."""
 _read: list[str] = []
 
 
 class _Watched(os._Environ):  # type: ignore[type-arg]
-    """Notes which of a worker's own variables are read."""
+    """Records reads of variables that differ between workers."""
 
     def __getitem__(self, key: Any) -> Any:
         try:
-            return super().__getitem__(key)  # what the template has, all its forks have
+            return super().__getitem__(key)  # the template's variables are those of all its forks
         except KeyError:
             if of_one_worker(key):
                 _read.append(key)
@@ -43,7 +43,7 @@ class _Watched(os._Environ):  # type: ignore[type-arg]
 
 
 class Refused(Exception):
-    """The import of ``module`` has spoiled this process for its forks."""
+    """The import of ``module`` makes this process unusable as a template."""
 
     def __init__(self, module: str, reason: str) -> None:
         super().__init__(f"importing {module} {reason}")
@@ -51,7 +51,7 @@ class Refused(Exception):
 
 
 def installed_roots() -> tuple[str, ...]:
-    """The directories of installed packages and the standard library; this package's own too."""
+    """The directories of installed packages, the standard library and this package."""
     found = [*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
     found += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     own = str(Path(__file__).parents[1])
@@ -59,14 +59,14 @@ def installed_roots() -> tuple[str, ...]:
 
 
 def is_installed(module: ModuleType, roots: tuple[str, ...]) -> bool:
-    """Whether ``module`` is no code of the user's own; one without a file is built in, or was made by another."""
+    """Whether ``module`` is not the user's own code; a module without a file is built in or was created by another."""
     path: str | None = getattr(module, "__file__", None)
     places = [path] if path is not None else list(getattr(module, "__path__", []))  # of a namespace
     return all(os.path.realpath(each).startswith(roots) for each in places if os.path.isabs(each))
 
 
 class Preloading:
-    """The modules of the template: imports them, checks them, and says what is to be set right in a fork."""
+    """The modules of the template: imports them, checks them, and adjusts their state in a fork."""
 
     def __init__(self, without: Collection[str]) -> None:
         self._without = tuple(without)
@@ -76,13 +76,13 @@ class Preloading:
         self._descriptors: set[str] = set()
         self._random = random.getstate()
         self._seeds: dict[str, Any] = {}
-        """The state of each library's generator, as it was once that was loaded."""
+        """The state of each library's random number generator right after its import."""
         self._seen = set(sys.modules)
         self._tried: set[str] = set()
         os.environ.__class__ = _Watched
 
     def load(self, name: str, *, named: bool) -> None:
-        """Import ``name``; ``named`` by the user, it may be any module. Raises Refused."""
+        """Import ``name``; a module ``named`` by the user may be any module. Raises Refused."""
         if name in self._tried or self._left_out(name):
             return
         self._tried.add(name)
@@ -92,7 +92,7 @@ class Preloading:
             if not named and not _findable(name, self._roots):
                 return
             importlib.import_module(name)
-        except Exception:  # noqa: BLE001 - then the worker imports it itself, and its exception is the worker's
+        except Exception:  # noqa: BLE001 - the worker will import it itself and report the exception
             if named:
                 print(f"elastic-trainer: {name} cannot be preloaded: {sys.exc_info()[1]!r}", file=sys.stderr)
         if sys.modules.keys() - self._seen:
@@ -124,7 +124,7 @@ class Preloading:
             raise Refused(name, f"loads {strange[0]}, which is not installed")
 
     def _drawn(self) -> bool:
-        """Whether somebody has drawn from or seeded numpy's or torch's generator."""
+        """Whether an import has drawn from or seeded numpy's or torch's generator."""
         now: dict[str, Any] = {}
         numpy, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
         if hasattr(numpy, "get_state"):
@@ -136,12 +136,12 @@ class Preloading:
         return any(self._seeds[name] != now[name] for name in now)
 
     def settle(self) -> None:
-        """All is imported for now: the collector of a fork writes to no page that is shared."""
+        """After the imports: keep the garbage collector of forks from writing to shared pages."""
         gc.collect()
         gc.freeze()
 
     def hidden_by(self, directory: str) -> str | None:
-        """A file in ``directory`` that hides a module which is loaded here, where ``directory`` comes first."""
+        """A file in ``directory`` that would shadow a loaded module, if ``directory`` comes first in ``sys.path``."""
         try:
             names = {entry: entry.partition(".")[0] for entry in os.listdir(directory)}
         except OSError:
@@ -157,24 +157,24 @@ class Preloading:
         return None
 
     def environment(self, wanted: dict[str, str]) -> dict[str, str]:
-        """``wanted`` with what the imports have set and removed in ``os.environ``."""
+        """``wanted`` with the changes that the imports made to ``os.environ``."""
         now = dict(os.environ.items())
         changed = {name: now[name] for name in now if self._before.get(name) != now[name]}
         return {name: value for name, value in wanted.items() if name in now or name not in self._before} | changed
 
     def leave(self, environment: dict[str, str]) -> None:
-        """In a fork: be a process that has imported all this itself."""
+        """In a fork: set up the state of a process that imported the modules itself."""
         os.environ.__class__ = os._Environ
         os.environ.clear()
         os.environ.update(environment)
         if "numpy" in self._seeds:
             sys.modules["numpy.random"].seed()
         if "torch" in self._seeds:
-            sys.modules["torch"].default_generator.seed()  # Python seeds its own generator itself when it forks
+            sys.modules["torch"].default_generator.seed()  # Python reseeds its own generator after a fork
 
 
 def _findable(name: str, roots: tuple[str, ...]) -> bool:
-    """Whether the top package of ``name`` is an installed one."""
+    """Whether the top-level package of ``name`` is installed."""
     top = name.partition(".")[0]
     if top in sys.modules:
         return is_installed(sys.modules[top], roots)
@@ -191,7 +191,7 @@ def _descriptors() -> set[str]:
         try:
             found.add(f"{name} ({os.readlink(f'/proc/self/fd/{name}')})")
         except OSError:
-            continue  # that of the listing itself
+            continue  # the descriptor of the listing itself
     return found
 
 
@@ -200,7 +200,7 @@ def _children() -> Iterable[str]:
 
 
 def _threads_after_fork() -> int:
-    """How many threads are left once this process has forked: OpenBLAS ends its own for that, others would be lost."""
+    """Threads left after a fork of this process: OpenBLAS ends its threads before a fork, others would be lost."""
     child = os.fork()
     if child == 0:
         os._exit(0)

@@ -1,9 +1,9 @@
-"""Runs a script or module in a forked process as ``python`` would have run it.
+"""Runs a script or module in a forked process as ``python`` would run it.
 
 *Runs in* a fork of the template, its main thread, near the bottom of the stack.
 *Owns* ``__main__``, ``sys.argv`` and the first entry of ``sys.path``.
-*Fails by* ending as the interpreter ends: the program's exception is printed without the frames of this module,
-SystemExit and KeyboardInterrupt go up to the interpreter.
+*Fails by* exiting as the interpreter would: it prints the program's exception without the frames of this module, and
+leaves SystemExit and KeyboardInterrupt to the interpreter.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from elastic_trainer.warm.fitness import PythonCommand
 
 
 def first_entry(command: PythonCommand) -> str:
-    """What Python puts before ``sys.path``: the script's directory, or the working directory for a module."""
+    """What Python puts first in ``sys.path``: the script's directory, or for a module the working directory."""
     return os.getcwd() if command.module else os.path.dirname(os.path.realpath(command.target))
 
 
 def run(command: PythonCommand, words: list[str], installed: str) -> None:
-    """Run ``command`` as ``__main__``; ``installed`` is the entry of ``sys.path`` before which its own belongs."""
+    """Run ``command`` as ``__main__``; its entry is inserted in ``sys.path`` before ``installed``."""
     main: Any = ModuleType("__main__")
     main.__builtins__ = builtins
     main.__annotations__ = {}
@@ -40,7 +40,7 @@ def run(command: PythonCommand, words: list[str], installed: str) -> None:
     try:
         if command.module:
             if not hasattr(sys.modules.get(command.target), "__path__"):
-                sys.modules.pop(command.target, None)  # preloaded, it would be there twice
+                sys.modules.pop(command.target, None)  # a preloaded module would exist twice
             runner: Any = runpy
             runner._run_module_as_main(command.target)
         else:
@@ -54,7 +54,7 @@ def run(command: PythonCommand, words: list[str], installed: str) -> None:
     except KeyboardInterrupt as error:
         _report(error)
         sys.excepthook = lambda *_: None
-        raise KeyboardInterrupt from None  # the interpreter then ends by SIGINT, as its caller expects
+        raise KeyboardInterrupt from None  # so that the interpreter ends by SIGINT, as its caller expects
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a program
         _report(error)
         raise SystemExit(1) from None

@@ -1,8 +1,8 @@
-"""Starts programs by a template, and says why where they must start cold.
+"""Starts programs from a template, or says why they must start cold.
 
-*Runs in* the owner of the template (an agent, a local cluster), any thread that lives as long as the owner.
-*Owns* the template's process. *Fails by* :class:`Cold`: the caller then starts the program itself.
-*Invariant*: a program that :meth:`Starter.start` did not return never runs: a fork waits for its owner's word.
+*Runs in* the owner of the template (an agent, a local cluster), in any thread that lives as long as the owner.
+*Owns* the template's process. *Fails by* :class:`ColdStart`: then the caller starts the program itself.
+*Invariant*: a program that :meth:`Starter.start` did not return never runs: a fork waits for its owner's go-ahead.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from elastic_trainer.warm.fitness import Facts, PythonCommand, decide
 from elastic_trainer.warm.template import HEIRS, receive, send
 
 PATIENCE_S = 120.0
-"""How long a template may take to answer: it may be importing what the program would import."""
+"""Time limit of a template's answer: it may still be importing the program's modules."""
 MOST_TEMPLATES = 6
-"""Once this many templates were spoiled or have died, all starts are cold."""
+"""After this many spoiled or dead templates all starts are cold."""
 _BOOT = "from elastic_trainer.warm.template import main; main()"
 
 
-class Cold(Exception):
+class ColdStart(Exception):
     """The program must be started cold; the message says why."""
 
 
 class Adopted(subprocess.Popen[bytes]):
-    """A child of this process that its template has forked: waited for and signalled as any other."""
+    """A child of this process that its template has forked; can be awaited and signalled like any other."""
 
     _child_created = False
 
@@ -46,9 +46,9 @@ class Adopted(subprocess.Popen[bytes]):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """How a program is to be started. ``death_signal``: what it gets when its parent dies; ``heir``: whether it starts
-    programs itself, by a template of its own; ``network``: the file of the network namespace that it enters."""
+class StartRequest:
+    """How to start a program. ``death_signal``: the signal it gets when its parent dies; ``heir``: whether it starts
+    programs itself, from its own template; ``network``: the file of the network namespace that it enters."""
 
     words: Sequence[str]
     environment: Mapping[str, str]
@@ -61,7 +61,7 @@ class Wish:
 
 
 class Starter:
-    """Keeps a template and starts programs by it; replaces one that is spoiled or gone."""
+    """Keeps a template and starts programs from it; replaces a spoiled or dead template."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Starter:
             self._make()
 
     def _make(self) -> None:
-        """Start a template; it imports while this process goes on."""
+        """Start a template; it imports in the background."""
         self._made += 1
         mine, its = socket.socketpair()
         with its:
@@ -103,53 +103,53 @@ class Starter:
         with contextlib.suppress(OSError):
             send(mine, {**start, "facts": asdict(self._facts)})
 
-    def start(self, wish: Wish) -> Adopted:
-        """Start what is wished for. Raises Cold."""
-        decision = decide(wish.words, wish.environment, os.getcwd(), self._facts)
+    def start(self, request: StartRequest) -> Adopted:
+        """Start the program. Raises ColdStart."""
+        decision = decide(request.words, request.environment, os.getcwd(), self._facts)
         if decision.command is None:
-            raise Cold(decision.reason)
+            raise ColdStart(decision.reason)
         with self._lock:
             if self._link is None and self._made >= MOST_TEMPLATES:
-                raise Cold(f"{self._made} templates were spoiled or died")
+                raise ColdStart(f"{self._made} templates were spoiled or died")
             if self._link is None:
                 self._make()
-                raise Cold("the template is being made")
-            answer = self._ask(self._link, decision.command, wish)
+                raise ColdStart("the template is being started")
+            answer = self._ask(self._link, decision.command, request)
             if "pid" in answer:
-                return Adopted(wish.words, answer["pid"])
+                return Adopted(request.words, answer["pid"])
             if answer["without"]:
                 self._without.append(answer["without"])
                 self._renew()
-            raise Cold(answer["cold"])
+            raise ColdStart(answer["cold"])
 
-    def _ask(self, link: socket.socket, command: PythonCommand, wish: Wish) -> dict[str, Any]:
+    def _ask(self, link: socket.socket, command: PythonCommand, request: StartRequest) -> dict[str, Any]:
         hear, say = os.pipe()
         order = {
             "command": asdict(command),
-            "words": list(wish.words),
-            "environment": dict(wish.environment),
-            "death_signal": wish.death_signal,
-            "heir": wish.heir,
-            "network": wish.network,
+            "words": list(request.words),
+            "environment": dict(request.environment),
+            "death_signal": request.death_signal,
+            "heir": request.heir,
+            "network": request.network,
             "owner": os.getpid(),
         }
         try:
             link.settimeout(PATIENCE_S)
             with identity.adopting():
-                send(link, order, [wish.stdin, wish.stdout, wish.stderr, hear])
+                send(link, order, [request.stdin, request.stdout, request.stderr, hear])
                 answer, _ = receive(link)
             if "pid" in answer:
                 os.waitid(
                     os.P_PID, answer["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT
                 )  # it is a child of this process
                 os.write(say, b"g")
-        except BaseException as error:  # also of a signal in torchrun: the fork must not run
+        except BaseException as error:  # including an exception by a signal handler of torchrun: the fork must not run
             code = self._drop()
             if isinstance(error, TimeoutError):
-                raise Cold(f"the template did not answer within {PATIENCE_S:g} s") from error
+                raise ColdStart(f"the template did not answer within {PATIENCE_S:g} s") from error
             if isinstance(error, (OSError, EOFError)):
                 self._make_again()
-                raise Cold(f"the template is gone (exit code {code})") from error
+                raise ColdStart(f"the template has ended (exit code {code})") from error
             raise
         finally:
             os.close(hear)
@@ -165,7 +165,7 @@ class Starter:
             self._make()
 
     def _drop(self) -> int | None:
-        """End the template; its exit code where it had ended by itself."""
+        """End the template; returns its exit code if it had ended by itself."""
         link, process, self._link, self._process = self._link, self._process, None, None
         if link is not None:
             link.close()
@@ -177,7 +177,7 @@ class Starter:
         return code
 
     def close(self) -> None:
-        """End the template; the programs go on."""
+        """End the template; the programs continue."""
         with self._lock:
             self._made = MOST_TEMPLATES
             self._drop()

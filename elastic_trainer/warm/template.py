@@ -1,11 +1,12 @@
-"""The template: imports modules once, then forks a process for each order that its owner sends.
+"""The template: imports modules once, then forks a process for each request of its owner.
 
-An order is a length, a JSON object and four descriptors: standard input, output and error of the fork, and a pipe in
-which the owner says go. Between template and fork there is a process that ends at once: the fork then becomes a child
-of the owner, which waits for it and sees its exit code as of any other.
+A request is a length, a JSON object and four descriptors: standard input, output and error of the fork, and a pipe by
+which the owner starts it. A process between template and fork exits at once, so that the fork becomes a child of the
+owner, which can wait for it and read its exit code like that of any other child.
 
-*Runs in* a process of its own with one thread. *Owns* no file.
-*Fails by* ending; its owner then starts programs cold. *Invariant*: it dies with its owner's thread that started it.
+*Runs in* its own process, with one thread. *Owns* no file.
+*Fails by* exiting; its owner then starts programs cold. *Invariant*: it dies with the thread of its owner that started
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from elastic_trainer.warm.program import first_entry, run
 TITLE = "elastic-trainer: template of processes"
 EXIT_ORPHAN = 75
 QUIET_S = 5.0
-"""After the last name that was learned: the worker is then done with its own imports."""
+"""Seconds after the last learned name: by then the worker has finished its own imports."""
 _HEADER = 8
 _PIECE = 1 << 16
 _DESCRIPTORS = 4
@@ -38,7 +39,7 @@ _DESCRIPTORS = 4
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a template gets when it starts."""
+    """The start-up data of a template."""
 
     preload: Sequence[str]
     without: Sequence[str]
@@ -55,7 +56,7 @@ def send(link: socket.socket, message: dict[str, Any], descriptors: Sequence[int
 
 
 def receive(link: socket.socket, descriptors: int = 0) -> tuple[dict[str, Any], list[int]]:
-    """Receive one message. Raises EOFError when the other end is gone."""
+    """Receive one message. Raises EOFError when the other end is closed."""
     header, found, _, _ = socket.recv_fds(link, _HEADER, descriptors)
     if len(header) != _HEADER:
         raise EOFError
@@ -71,7 +72,7 @@ def receive(link: socket.socket, descriptors: int = 0) -> tuple[dict[str, Any], 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a fork is to become."""
+    """The program that a fork runs."""
 
     command: PythonCommand
     words: list[str]
@@ -79,20 +80,20 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Heir:
-    """A template that this process, itself a fork, has had made from its own template."""
+class InheritedTemplate:
+    """A template that this process, itself a fork, has inherited from its own template."""
 
     link: socket.socket
     pid: int
     facts: Facts
 
 
-HEIRS: list[Heir] = []
-"""At most one: a fork that is to start programs itself need not import everything again."""
+HEIRS: list[InheritedTemplate] = []
+"""At most one: a fork that starts programs itself need not import everything again."""
 
 
 class Template:
-    """Serves its owner at the other end of ``link``; in a fork, :meth:`serve` returns what to become."""
+    """Serves its owner at the other end of ``link``; in a fork, :meth:`serve` returns the program to run."""
 
     def __init__(self, link: socket.socket, start: Start, modules: Preloading, installed: str, flaw: str) -> None:
         self._link, self._start, self._modules, self._installed = link, start, modules, installed
@@ -101,10 +102,10 @@ class Template:
         self._rest, self._known, self._heard = "", set(start.preload), 0.0
         self._working = True
         self._flaw, self._flawed = flaw, ""
-        """Why nothing can be forked here, and the module that is to blame."""
+        """Why forking is impossible here, and the responsible module."""
 
     def serve(self) -> Program:
-        """Import, learn and fork until the owner is gone; returns in a fork only."""
+        """Import, learn and fork until the owner has ended; returns only in a fork."""
         while True:
             quiet_s = 0.0 if self._working else self._heard + QUIET_S - time.monotonic()
             limit_s = max(0.0, quiet_s) if self._pending else None
@@ -114,12 +115,12 @@ class Template:
                 if program is not None:
                     return program
             elif self._learned in ready:
-                self._hear((self._rest + self._learned.recv(_PIECE).decode(errors="replace")).split("\n"))
+                self._receive((self._rest + self._learned.recv(_PIECE).decode(errors="replace")).split("\n"))
             else:
                 self._working = True
                 self._load_next()
 
-    def _hear(self, lines: list[str]) -> None:
+    def _receive(self, lines: list[str]) -> None:
         *names, self._rest = lines
         fresh = [name for name in dict.fromkeys(names) if name not in self._known]
         if fresh:
@@ -144,7 +145,7 @@ class Template:
         except (EOFError, OSError):
             os._exit(0)
         while self._pending and self._pending[0][1] and not self._flaw:
-            self._load_next()  # the program would import these as well
+            self._load_next()  # the program would import these too
         command = PythonCommand(**order["command"])
         hidden = self._modules.hidden_by(first_entry(command))
         if self._flaw:
@@ -152,7 +153,7 @@ class Template:
         elif not command.module and not (command.target.endswith(".py") and os.path.isfile(command.target)):
             reason = f"{command.target} is not a Python file"
         elif hidden is not None:
-            reason = f"{hidden} hides a module that the template has"
+            reason = f"{hidden} shadows a module of the template"
         else:
             return self._fork(command, order, descriptors)
         for each in descriptors:
@@ -180,18 +181,18 @@ class Template:
         return None
 
     def _become(self, command: PythonCommand, order: dict[str, Any], descriptors: list[int]) -> Program | None:
-        """Be what the owner would have started; None in an heir, which goes on as a template."""
+        """Become the requested program; None in an heir, which continues as a template."""
         *standard, go = descriptors
         self._link.close()
         if os.read(go, 1) != b"g":
-            os._exit(0)  # the owner has given up, and started the program cold
+            os._exit(0)  # the owner has given up and started the program cold
         for number, each in enumerate(standard):
             os.dup2(each, number)
         for each in descriptors:
             os.close(each)
         if order["network"]:
             identity.enter_network(order["network"])
-        if order["heir"] and self._bequeath():
+        if order["heir"] and self._fork_template():
             return None
         os.setsid()
         if order["death_signal"]:
@@ -207,16 +208,16 @@ class Template:
         self._modules.leave(self._modules.environment(order["environment"]))
         return Program(command, order["words"], self._installed)
 
-    def _bequeath(self) -> bool:
+    def _fork_template(self) -> bool:
         """Fork an heir: True in it."""
         mine, its = socket.socketpair()
         owner = os.getpid()
         child = os.fork()
         if child != 0:
             its.close()
-            facts = self._start.facts  # this process hands on what the imports have set, too
+            facts = self._start.facts  # this process also passes on the variables that the imports have set
             given = self._modules.environment(dict(facts.environment))
-            HEIRS.append(Heir(mine, child, replace(facts, environment=given)))
+            HEIRS.append(InheritedTemplate(mine, child, replace(facts, environment=given)))
             return False
         mine.close()
         os.setsid()
@@ -240,12 +241,12 @@ def main() -> None:
     start = Start(**{**values, "facts": Facts(**values["facts"])})
     _die_with(start.owner)
     if not sys.flags.safe_path:
-        del sys.path[0]  # the working directory: a program has its own entry there
+        del sys.path[0]  # the working directory: a program gets its own entry
     installed = sys.path[0]
     flaw = ""
     try:
         identity.show([TITLE], os.environ)
     except OSError as error:
-        flaw = f"this kernel does not let a fork show its own command ({error})"
+        flaw = f"this kernel does not let a fork change its displayed command ({error})"
     program = Template(link, start, Preloading(start.without), installed, flaw).serve()
     run(program.command, program.words, program.installed)

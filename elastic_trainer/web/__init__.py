@@ -1,1 +1,1 @@
-"""Answers over HTTP, read-only: the server, who may read, and a node's own metrics."""
+"""Read-only HTTP: the server, access control, and a node's own metrics."""

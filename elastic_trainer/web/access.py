@@ -1,7 +1,7 @@
-"""Who may read: those with the token, as a bearer or as the password of a browser's login. Pure.
+"""Access control: clients with the token, as a bearer token or as the password of a browser's login. Pure.
 
-Without a token everybody who reaches the port may read. Web pages reach a loopback port too, through names that point
-at 127.0.0.1 (DNS rebinding): so there only addresses and ``localhost`` get answers.
+Without a token every client that reaches the port may read. Web pages can reach a loopback port too, through names that
+resolve to 127.0.0.1 (DNS rebinding): so on a loopback port only requests to addresses and ``localhost`` are answered.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ CHALLENGE = 'Basic realm="elastic-trainer monitor", charset="UTF-8"'
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """``token`` None: none is needed. ``loopback``: the port is one of this machine alone."""
+    """``token`` None: no token is needed. ``loopback``: only this machine can reach the port."""
 
     token: str | None = field(default=None, repr=False)
     loopback: bool = True
 
     def allows(self, authorization: str | None) -> bool:
-        """Whether the value of the header ``Authorization`` lets its sender in."""
+        """Whether the value of the header ``Authorization`` grants access."""
         if self.token is None:
             return True
-        # Compared as bytes, in a time that says nothing about where they differ.
+        # A constant-time comparison of bytes.
         return hmac.compare_digest(credential(authorization or "").encode(), self.token.encode())
 
     def knows_host(self, host: str | None) -> bool:
-        """Whether a request with this header ``Host`` was meant for this server."""
+        """Whether a request with this header ``Host`` is for this server."""
         if self.token is not None or not self.loopback or not host:
             return True
         return is_local(host)
@@ -49,15 +49,15 @@ def guarded(
     readiness: Callable[[], Answer],
     content: Callable[[], Content],
 ) -> Answer | Content:
-    """The answer to ``request``. ``health`` and ``readiness`` need no token: a kubelet has none."""
+    """The answer to ``request``. ``health`` and ``readiness`` need no token, since a kubelet has none."""
     if request.method not in ("GET", "HEAD"):
-        return text(405, "this server is to be read only", Allow="GET, HEAD")
+        return text(405, "this server is read-only", Allow="GET, HEAD")
     if request.path == HEALTH:
         return health()
     if request.path == READINESS:
         return readiness()
     if not access.knows_host(request.headers.get("host")):
-        return text(421, "ask for localhost or for an address: without a token, other names are refused")
+        return text(421, "use localhost or an address: without a token, other host names are refused")
     if not access.allows(request.headers.get("authorization")):
         return text(401, "a token is needed", WWW_Authenticate=CHALLENGE)
     return content()
@@ -77,7 +77,7 @@ def credential(authorization: str) -> str:
 
 
 def is_local(host: str) -> bool:
-    """Whether ``host`` (with or without a port) is an address or localhost, which no foreign name server can move."""
+    """Whether ``host`` (with or without a port) is an address or localhost: no foreign name server can redirect it."""
     name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
     if name.lower() == "localhost":
         return True
@@ -89,7 +89,7 @@ def is_local(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is reached from this machine alone."""
+    """Whether only this machine can reach ``host``."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""What is asked over HTTP and what is answered, as values. Knows no sockets."""
+"""HTTP requests and answers as values, without sockets."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 GZIP_LEVEL = 1
-"""Three quarters of what the highest level saves, in a tenth of the time."""
+"""Compression level: saves three quarters of what the highest level saves, in a tenth of the time."""
 LEAST_GZIP = 1024
 TEXT = "text/plain; charset=utf-8"
 HTML = "text/html; charset=utf-8"
 JSON = "application/json"
 NO_STORE = {"Cache-Control": "no-store"}
 HEALTH, READINESS = PROBES = "/healthz", "/readyz"
-"""What a kubelet asks. Answered in no time: the answers wait for nothing."""
+"""The paths of a kubelet's probes; their answers wait for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Bytes to send, and the same compressed where that is worth it."""
+    """Bytes to send, and the same compressed if that is worth it."""
 
     plain: bytes
     zipped: bytes | None
@@ -37,7 +37,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What answers depend on. Names of headers are in lower case."""
+    """The parts of a request on which answers depend. Header names are in lower case."""
 
     method: str
     target: str
@@ -65,14 +65,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Server-sent events about ``name`` while they are read; ``pieces()`` waits between them."""
+    """Server-sent events about ``name`` while a client reads them; ``pieces()`` waits between them."""
 
     name: str
     pieces: Callable[[], Iterator[bytes]] = field(compare=False)
 
 
 class Site(Protocol):
-    """What a server answers with."""
+    """Answers the requests of a server."""
 
     def answer(self, request: Request) -> Answer | Stream: ...
 
@@ -84,6 +84,6 @@ def text(status: int, words: str, **headers: str) -> Answer:
 
 
 def metrics(collector: Collector, accept: str) -> Answer:
-    """What ``collector`` gives, in the format that the header ``Accept`` wants."""
+    """The metrics of ``collector``, in the format that the header ``Accept`` requests."""
     encode, kind = choose_encoder(accept)
     return Answer(200, kind, Body.of(encode(collector)), NO_STORE)

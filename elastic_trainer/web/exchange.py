@@ -1,4 +1,4 @@
-"""HTTP/1.1 as values: the bytes of a request in, the bytes of an answer out. Pure; whatever is sent raises nothing."""
+"""HTTP/1.1 as values: request bytes in, answer bytes out. Pure; no input makes it raise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from elastic_trainer.web.answers import Answer, Request, text
 
 HEAD_LIMIT = 16384
-"""Bytes of a request line and its headers."""
+"""Maximum bytes of a request line and its headers."""
 SECURITY = {
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'self'; object-src 'none'; frame-ancestors 'none'"
@@ -28,33 +28,33 @@ _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t -~\x80-\xff]*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request that is complete. ``size``: of its head, in bytes; ``lasts``: another may follow on its connection."""
+class CompleteRequest:
+    """A complete request. ``size``: bytes of its head; ``lasts``: another request may follow on its connection."""
 
     request: Request
     size: int
     lasts: bool
 
 
-def asked(received: bytes) -> Asked | Answer | None:
-    """The first request of ``received``; what is wrong with it, as an answer; None while it is not complete."""
+def parse_request(received: bytes) -> CompleteRequest | Answer | None:
+    """The first request of ``received``; an error as an answer; None while it is incomplete."""
     end = _END.search(received)
     if end is None:
         return text(431, "the headers of this request are too long") if len(received) > HEAD_LIMIT else None
     first, *rest = received[: end.start()].decode("latin-1").replace("\r\n", "\n").split("\n")
     line, headers = _LINE.fullmatch(first), _headers(rest)
     if line is None or headers is None or not _is_target(line[2]):
-        return text(400, "this is no request of HTTP")
+        return text(400, "this is not an HTTP request")
     if line[3] != "1":
-        return text(505, "this server speaks HTTP/1.1")
-    # A body is not read, and must not pass for the next request.
+        return text(505, "this server supports only HTTP/1.1")
+    # A body is not read, and must not be parsed as the next request.
     body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     closes = "close" in headers.get("connection", "").lower() or line[4] == "0"
-    return Asked(Request(line[1], line[2], headers), end.end(), lasts=not (body or closes))
+    return CompleteRequest(Request(line[1], line[2], headers), end.end(), lasts=not (body or closes))
 
 
 def _headers(lines: list[str]) -> dict[str, str] | None:
-    """By name, in lower case; None if one of ``lines`` is none."""
+    """The headers by lower-case name; None if one of ``lines`` is no header."""
     found: dict[str, str] = {}
     for line in lines:
         header = _HEADER.fullmatch(line)
@@ -66,7 +66,7 @@ def _headers(lines: list[str]) -> dict[str, str] | None:
 
 
 def _is_target(target: str) -> bool:
-    """Whether it can be split into its parts, as those do who answer."""
+    """Whether ``target`` can be split into its parts, as the answering code does."""
     try:
         return target.startswith(("/", "http://", "https://")) and bool(urlsplit(target).path or target)
     except ValueError:  # http://[
@@ -74,7 +74,7 @@ def _is_target(target: str) -> bool:
 
 
 def rendered(answer: Answer, request: Request | None, *, lasts: bool) -> bytes:
-    """``answer`` to ``request`` (None: it was none), with its content unless it asks for the head."""
+    """The bytes of ``answer`` to ``request`` (None: it was invalid), without content for a HEAD request."""
     content, headers = answer.body.plain, dict(answer.headers)
     if answer.body.zipped is not None:
         headers["Vary"] = "Accept-Encoding"
@@ -95,7 +95,7 @@ def head(status: int, headers: Mapping[str, str], *, lasts: bool) -> bytes:
 
 
 def takes_gzip(accepted: str) -> bool:
-    """Whether the header ``Accept-Encoding`` names gzip, and not with a weight of 0."""
+    """Whether the header ``Accept-Encoding`` accepts gzip with a weight above 0."""
     for part in accepted.split(","):
         coding, _, weight = part.replace(" ", "").partition(";")
         if coding.lower() in ("gzip", "*"):

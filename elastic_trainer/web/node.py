@@ -1,7 +1,7 @@
 """A node's endpoint: ``/metrics``, ``/healthz`` and ``/readyz``, optionally with a token and TLS.
 
-*Runs in* the agent of a node; in a worker, where there is no agent.
-*Owns* the server. *Fails by* ConfigError when it cannot listen, or a file that it needs cannot be used.
+*Runs in* the agent of a node; in a worker that has no agent.
+*Owns* the server. *Fails by* ConfigError when it cannot listen, or cannot use a file that it needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEAST_TOKEN = 8
 
 @dataclass(frozen=True, slots=True)
 class EndpointOptions:
-    """Where to listen, and who may read."""
+    """The address to listen on, and the access control."""
 
     address: str
     port: int
@@ -32,7 +32,7 @@ class EndpointOptions:
 
 
 class NodeSite:
-    """A node's answers. ``not_ready()`` says why it takes no part, or None."""
+    """A node's answers. ``not_ready()`` says why the node is not in a round; None if it is."""
 
     def __init__(self, collector: Collector, access: Access, not_ready: Callable[[], str | None]) -> None:
         self._collector, self._access, self._not_ready = collector, access, not_ready
@@ -53,7 +53,7 @@ class NodeSite:
     def _content(self, request: Request) -> Answer:
         if request.path == "/metrics":
             return metrics(self._collector, request.headers.get("accept", ""))
-        return text(404, "there is nothing here")
+        return text(404, "not found")
 
 
 class NodeEndpoint:
@@ -71,7 +71,7 @@ class NodeEndpoint:
         self._server.start()
 
     def url(self, address: str) -> str:
-        """Where others find it; ``address`` is that of this machine, for one that listens on all."""
+        """The endpoint's URL; ``address`` is this machine's, for an endpoint that listens on all addresses."""
         host = address if self._host in ("0.0.0.0", "::", "") else self._host
         return f"{self._scheme}://[{host}]:{self.port}" if ":" in host else f"{self._scheme}://{host}:{self.port}"
 
@@ -91,8 +91,8 @@ def _token(file: Path | None) -> str | None:
         raise ConfigError(f"the token file {file} cannot be read: {error}", hint="check metrics_token_file") from error
     if not token.isascii() or any(each.isspace() for each in token):
         raise ConfigError(
-            f"the token in {file} is not one word of ASCII", hint="headers of HTTP carry nothing else safely"
+            f"the token in {file} is not one word of ASCII", hint="HTTP headers carry nothing else safely"
         )
     if len(token) < LEAST_TOKEN:
-        raise ConfigError(f"the token in {file} has fewer than {LEAST_TOKEN} characters", hint="write a longer one")
+        raise ConfigError(f"the token in {file} has fewer than {LEAST_TOKEN} characters", hint="use a longer one")
     return token

@@ -1,8 +1,8 @@
-"""One node's metrics for Prometheus: its ranks as their pages say at the moment of the scrape, and its store.
+"""One node's metrics for Prometheus: its ranks, from their pages at the time of the scrape, and its store.
 
-Ranks that have gone are gone from the next scrape on, since nothing is kept but what the pages hold.
+Ranks that have ended are missing from the next scrape on, since only the pages hold values.
 
-*Runs in* the agent (in a worker, where there is no agent): the threads that answer. *Owns* nothing.
+*Runs in* the answering threads of the agent (of a worker that has no agent). *Owns* nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic_trainer.telemetry.rank import GAUGES
 
 
 class StoreFigures(Protocol):
-    """What is known of the connection to the store."""
+    """Figures about the connection to the store."""
 
     @property
     def errors(self) -> int: ...
@@ -46,7 +46,7 @@ class NodeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         placed = sorted((each for each in self._look() if each.pulse.rank >= 0), key=lambda each: each.pulse.round)
-        newest = {each.pulse.rank: each for each in placed}  # another may still have the number from the round before
+        newest = {each.pulse.rank: each for each in placed}  # another may still have the rank of the last round
         ranks = [(each, (self._run, str(rank))) for rank, each in sorted(newest.items())]
         yield _info(ranks)
         for gauge in GAUGES:
@@ -75,7 +75,7 @@ class NodeCollector(Collector):
 
 
 def since(reading: Reading) -> float:
-    """When this rank committed its last step; since when it runs, before any."""
+    """When this rank committed its last step; before the first, when its process started."""
     return reading.pulse.stepped_wall or float(reading.notes.get("started_wall", 0.0))
 
 

@@ -1,14 +1,14 @@
-"""An HTTP server: takes requests, sends answers and streams, all within bounds.
+"""An HTTP server: reads requests, sends answers and streams, all within bounds.
 
-A connection without a request costs a descriptor, no thread: one thread waits for the requests of all connections, and
-starts a thread for each complete one. It answers a kubelet's probes itself, so that no other client of this port can
-make a healthy process look dead.
+A connection without a request costs a descriptor but no thread: one thread waits for the requests of all connections,
+and starts a thread for each complete one. It answers a kubelet's probes itself, so that no other client of this port
+can make a healthy process look dead.
 
-*Runs in* a thread of its own (``http``), and one for each answer under way, of which there are at most 64.
+*Runs in* its own thread (``http``), and one for each answer in progress, at most 64.
 *Owns* the listening socket and all connections.
-*Fails by* ConfigError when it cannot listen; a connection that fails ends alone.
-*Invariant*: a request must be complete, and an answer taken, within seconds. When all places are taken a new connection
-replaces the oldest waiting one of the address that has most.
+*Fails by* ConfigError when it cannot listen; a failing connection affects no other.
+*Invariant*: a request must be complete, and an answer read, within seconds. When all places are taken a new connection
+replaces the oldest waiting one of the address with the most connections.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from elastic_trainer.clock import SYSTEM, Deadline
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.web.answers import PROBES, Answer, Request, Site, Stream, text
-from elastic_trainer.web.exchange import Asked, asked, head, rendered
+from elastic_trainer.web.exchange import CompleteRequest, head, parse_request, rendered
 
 MOST_CONNECTIONS = 256
 MOST_ANSWERS = 64
 MOST_ANSWERS_TO_ONE = 48
-"""Of them, to one address: a proxy may stand for many readers, but not for all."""
+"""Maximum for one address: a proxy may serve many readers, but must not take all places."""
 MOST_STREAMS = 24
 REQUEST_LIMIT_S = 20.0
-"""For a whole request, from the end of the one before, TLS included. Not a usual scrape interval of Prometheus: a
-connection closed just as it is used again is a failed scrape."""
+"""Time limit of a request, from the end of the previous one, including TLS. Not a usual scrape interval of Prometheus:
+a connection that closes just as it is reused would be a failed scrape."""
 ANSWER_LIMIT_S = 30.0
-"""For an answer to be taken, and for each piece of a stream."""
+"""Time limit for a client to read an answer, or one piece of a stream."""
 LOOK_EVERY_S = 0.1
 CROWDED_PAUSE_S = 0.002
-"""The pause after a connection replaced another: clients that reconnect at once wait their turn."""
+"""The pause after a connection has replaced another, which slows down clients that reconnect at once."""
 _WAITING = 1024
 _PIECE = 65536
 
 
 class _Client:
-    """A connection, and what it has sent of its next request."""
+    """A connection, and the received part of its next request."""
 
     __slots__ = ("address", "answered", "connected", "limit", "received", "secured")
 
@@ -54,15 +54,15 @@ class _Client:
         self.connected, self.address, self.secured = connected, address, secured
         self.received = b""
         self.answered = False
-        """Whether an answer to it is under way, in a thread of its own."""
+        """Whether a thread is answering it."""
         self.wait()
 
     def wait(self) -> None:
-        """For a request, from now on."""
+        """Start to wait for a request."""
         self.answered, self.limit = False, SYSTEM.monotonic() + REQUEST_LIMIT_S
 
     def read(self) -> bool:
-        """Take what has been sent; False at its end. BlockingIOError or ssl.SSLWantReadError while there is nothing."""
+        """Read the available bytes; False at end of file. BlockingIOError or ssl.SSLWantReadError if there are none."""
         if isinstance(self.connected, ssl.SSLSocket) and not self.secured:
             self.connected.do_handshake()
             self.secured = True
@@ -71,7 +71,7 @@ class _Client:
         return bool(piece)
 
     def send(self, content: bytes) -> None:
-        """Send all of it within seconds; TimeoutError if it is not taken."""
+        """Send all of it within seconds; TimeoutError if the client does not read it."""
         deadline, rest = Deadline.after(ANSWER_LIMIT_S), memoryview(content)
         while rest:
             if deadline.expired:
@@ -80,7 +80,7 @@ class _Client:
             rest = rest[self.connected.send(rest[:_PIECE]) :]
 
     def close(self) -> None:
-        """Read what was sent, else the answer could be lost on its way; then close."""
+        """Read the remaining input, without which the kernel could discard the answer; then close."""
         with suppress(OSError):
             self.connected.setblocking(False)
             socket.socket.shutdown(self.connected, socket.SHUT_WR)
@@ -89,7 +89,7 @@ class _Client:
 
 
 class Server:
-    """Answers for ``site`` on ``host`` and ``port`` (0: a free one), over TLS with a ``context``."""
+    """Serves ``site`` on ``host`` and ``port`` (0: a free one), with TLS if ``context`` is given."""
 
     def __init__(
         self,
@@ -103,9 +103,9 @@ class Server:
         self._site, self._context = site, context
         self._streams = threading.BoundedSemaphore(MOST_STREAMS)
         self._clients: dict[_Client, None] = {}
-        """The longest waiting come first."""
+        """The waiting connections, the longest waiting first."""
         self._returned: deque[tuple[_Client, bool]] = deque()
-        """Answered connections, and whether another request may follow."""
+        """Answered connections, and whether another request may follow on each."""
         self._crowded_until = 0.0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -127,7 +127,7 @@ class Server:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more connections, and end all."""
+        """Accept no more connections, and close all."""
         self._stopping.set()
         self._wake()
         if self._thread is not None:
@@ -135,11 +135,11 @@ class Server:
         self._selector.close()
         for client in list(self._clients):
             with suppress(OSError):
-                # Past TLS, whose state belongs to the thread that answers.
+                # Bypasses TLS, whose state belongs to the answering thread.
                 socket.socket.shutdown(client.connected, socket.SHUT_RDWR)
             if not client.answered:
                 client.connected.close()
-        self._let_go()
+        self._close_unreturned()
         for each in (self._listener, self._alarm, self._alarmed):
             each.close()
 
@@ -147,13 +147,13 @@ class Server:
         own = [self._listener, self._alarm, self._alarmed, *(client.connected for client in self._clients)]
         return [each.fileno() for each in own]
 
-    # ---- the thread that waits for all
+    # ---- the waiting thread
 
     def _serve(self) -> None:
         while not self._stopping.is_set():
             try:
                 self._look()
-            except Exception:  # noqa: BLE001 - thread edge: who comes next is to be answered
+            except Exception:  # noqa: BLE001 - thread edge: later clients must still be answered
                 logger().exception("server.failed")
                 self._stopping.wait(LOOK_EVERY_S)
 
@@ -164,7 +164,7 @@ class Server:
             elif key.fileobj is self._alarmed:
                 self._alarmed.recv(_PIECE)
             elif key.data in self._clients and not key.data.answered:
-                self._hear(key.data)
+                self._receive(key.data)
         while self._returned:
             self._take_back(*self._returned.popleft())
         now = SYSTEM.monotonic()
@@ -179,7 +179,7 @@ class Server:
             connected, address = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # it is gone already, or no descriptor is left
+        except OSError:  # the client has closed already, or no descriptor is left
             self._pause()
             return
         connected.setblocking(False)
@@ -193,16 +193,16 @@ class Server:
             client.connected = self._context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
         self._clients[client] = None
         self._selector.register(client.connected, selectors.EVENT_READ, client)
-        self._hear(client)
+        self._receive(client)
 
     def _pause(self) -> None:
-        """Take no connection for a moment."""
+        """Accept no connection for a moment."""
         if not self._crowded_until:
             self._selector.unregister(self._listener)
         self._crowded_until = SYSTEM.monotonic() + CROWDED_PAUSE_S
 
     def _make_room(self) -> bool:
-        """End the oldest waiting connection of the address that has most; False if all are being answered."""
+        """Close the oldest waiting connection of the address with the most; False if all are being answered."""
         held = Counter(client.address for client in self._clients)
         waiting = [client for client in self._clients if not client.answered]
         if not waiting:
@@ -210,22 +210,22 @@ class Server:
         self._end(max(waiting, key=lambda client: held[client.address]))  # the first of those, which is the oldest
         return True
 
-    def _hear(self, client: _Client) -> None:
+    def _receive(self, client: _Client) -> None:
         try:
             if not client.read():
                 self._end(client)
                 return
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return  # a handshake's answers are short: what it wants to write has room
+            return  # a handshake's answers are short and fit into the send buffer
         except (OSError, ValueError):
             self._end(client)
             return
         self._answer(client)
 
     def _answer(self, client: _Client) -> None:
-        """Each request that is complete, until one needs a thread."""
+        """Answer each complete request, until one needs a thread."""
         while client in self._clients and not client.answered:
-            found = asked(client.received)
+            found = parse_request(client.received)
             if found is None:
                 return
             if isinstance(found, Answer):
@@ -237,8 +237,8 @@ class Server:
             else:
                 self._begin(client, found)
 
-    def _begin(self, client: _Client, found: Asked) -> None:
-        """Give the request a thread, unless too many are being answered."""
+    def _begin(self, client: _Client, found: CompleteRequest) -> None:
+        """Answer the request in a new thread, unless too many are in progress."""
         answered = Counter(each.address for each in self._clients if each.answered)
         if answered.total() >= MOST_ANSWERS or answered[client.address] >= MOST_ANSWERS_TO_ONE:
             self._reply(client, text(503, "too many requests are being answered", Retry_After="1"), None, lasts=False)
@@ -246,7 +246,9 @@ class Server:
         self._selector.unregister(client.connected)
         client.answered = True
         try:
-            threading.Thread(target=self._give, args=(client, found), name="http-answer", daemon=True).start()
+            threading.Thread(
+                target=self._answer_in_thread, args=(client, found), name="http-answer", daemon=True
+            ).start()
         except RuntimeError:  # no thread can be started
             self._end(client)
 
@@ -272,7 +274,7 @@ class Server:
         self._answer(client)
 
     def _renew(self, client: _Client) -> None:
-        """It waits from now on, as the youngest."""
+        """Put it at the end of the waiting connections."""
         client.wait()
         del self._clients[client]
         self._clients[client] = None
@@ -283,8 +285,8 @@ class Server:
             self._selector.unregister(client.connected)
         client.close()
 
-    def _let_go(self) -> None:
-        """Close answered connections that no thread takes back any more."""
+    def _close_unreturned(self) -> None:
+        """Close answered connections that were not handed back."""
         with suppress(IndexError):
             while True:
                 self._returned.popleft()[0].connected.close()
@@ -293,9 +295,9 @@ class Server:
         with suppress(OSError):
             self._alarm.send(b"\0")
 
-    # ---- the threads that answer
+    # ---- the answering threads
 
-    def _give(self, client: _Client, found: Asked) -> None:
+    def _answer_in_thread(self, client: _Client, found: CompleteRequest) -> None:
         lasts = False
         try:
             answer = self._made(found.request)
@@ -304,14 +306,14 @@ class Server:
                 lasts = found.lasts
             else:
                 self._stream(client, answer, found.request)
-        except OSError:  # it is gone, or takes nothing; ssl.SSLError and TimeoutError are ones
+        except OSError:  # the client has closed or does not read; includes ssl.SSLError and TimeoutError
             pass
         except Exception:  # noqa: BLE001 - thread edge: the connection ends, and the next request is another
             logger().exception("request.failed", path=found.request.path)
         finally:
             self._returned.append((client, lasts))
             if self._stopping.is_set():
-                self._let_go()
+                self._close_unreturned()
             else:
                 self._wake()
 
@@ -343,7 +345,7 @@ def _pieces(stream: Stream, request: Request) -> Iterator[bytes]:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket that listens there; an IPv6 one for IPv4 too, where the system can."""
+    """A socket that listens there; an IPv6 socket also accepts IPv4 if the system supports it."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
     dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     return socket.create_server((host, port), family=family, backlog=_WAITING, dualstack_ipv6=dual)

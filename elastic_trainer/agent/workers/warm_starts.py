@@ -23,7 +23,7 @@ from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.settings import ENV_LEDGER_DIR
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.warm.fitness import OPTIONS, of_one_worker
-from elastic_trainer.warm.starting import Cold, Starter, Wish
+from elastic_trainer.warm.starting import ColdStart, Starter, StartRequest
 
 OFF, AUTOMATIC = "off", "auto"
 """Special values of ``--rdzv-conf preload``; any other value names modules."""
@@ -61,8 +61,8 @@ def warm(starter: Starter, cold: Start, clock: Clock = SYSTEM) -> Start:
         began = clock.monotonic()
         stdout, stderr = (each.fileno() if each else number for number, each in ((1, self._stdout), (2, self._stderr)))
         try:
-            worker = starter.start(Wish([str(word) for word in args], env, 0, stdout, stderr))
-        except (Cold, OSError) as reason:
+            worker = starter.start(StartRequest([str(word) for word in args], env, 0, stdout, stderr))
+        except (ColdStart, OSError) as reason:
             logger().info("worker.started", warm=False, local_rank=self.local_rank_id, reason=str(reason))
             return cold(self, args, env)
         took_s = round(clock.monotonic() - began, 3)

@@ -42,7 +42,7 @@ def test_workers_are_forked_killed_and_replaced(tmp_path: Path, etcd_endpoint: s
         third = job.await_world(*order, after=second)
         cold = starts(job, victim.name)[-1]
         assert not cold["warm"]
-        assert cold["reason"].startswith("the template is gone")
+        assert cold["reason"].startswith("the template has ended")
         assert victim.kill_worker() is not None
         job.await_world(*order, after=third)
         assert starts(job, victim.name)[-1]["warm"]

@@ -150,7 +150,7 @@ def test_the_environment_finds_its_processes(tmp_path: Path) -> None:
         assert [each.pid for each in processes.marked(marks)] == [child.pid]
         assert processes.marked({**marks, "OTHER": "y"}) == []
     finally:
-        processes.exterminate(processes.tree(child.pid), marks, Deadline.after(10.0))
+        processes.kill_all(processes.tree(child.pid), marks, Deadline.after(10.0))
         child.communicate()
     assert child.returncode == -9
 

@@ -85,7 +85,7 @@ class Local:
             self.process.kill()
             self.process.wait()
         mine = {ENV_LEDGER_DIR: str(self.run_dir / "ledger")}
-        processes.exterminate(processes.marked(mine), mine, Deadline.after(10.0))
+        processes.kill_all(processes.marked(mine), mine, Deadline.after(10.0))
 
 
 def begin(

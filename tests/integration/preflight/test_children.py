@@ -54,8 +54,8 @@ def test_a_check_that_hangs_is_killed_and_named() -> None:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("raise", "ended by itself (exit code 1) while doing raise: RuntimeError: CUDA error: uncorrectable ECC error"),
-        ("die", "ended by itself (killed by SIGSEGV) while doing die"),
+        ("raise", "exited (exit code 1) while doing raise: RuntimeError: CUDA error: uncorrectable ECC error"),
+        ("die", "exited (killed by SIGSEGV) while doing die"),
     ],
 )
 def test_a_check_that_crashes_is_named_with_its_last_words(how: str, text: str) -> None:
@@ -130,7 +130,7 @@ def test_a_node_that_dies_before_it_measures_is_named_by_the_others() -> None:
             for message in child.messages(deadline):
                 heard.take(message)
             assert (heard.pairs[0, 1].rate or 0) > 0
-            assert "c did not come" in heard.pairs[0, 2].error
-            assert "c did not come" in heard.all.error
+            assert "c did not join" in heard.pairs[0, 2].error
+            assert "c did not join" in heard.all.error
             found = {finding.name: finding for finding in judge_pairs(["a", "b", "c"], rank, heard.pairs, FitLimits())}
             assert "c reached none of 2" in found["allreduce.node"].text

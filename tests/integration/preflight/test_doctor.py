@@ -197,7 +197,7 @@ def test_a_doctor_that_stays_alone_says_so(etcd_endpoint: str, run_id: str, caps
     words = ["--endpoint", etcd_endpoint, "--run-id", run_id, "--peers", "2", "--rdzv-conf", "node_id=lonely"]
     said = doctor(capsys, *words, "--timeout", "40")  # on a busy machine the other checks take more than half of it
     assert said.code == 1
-    assert "1 of 2 nodes came in" in said.finding("allreduce")["text"]
+    assert "1 of 2 nodes joined within" in said.finding("allreduce")["text"]
     assert "lonely" in said.finding("allreduce")["text"]
     assert "--timeout" in said.finding("allreduce")["hint"]
 

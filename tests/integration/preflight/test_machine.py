@@ -55,7 +55,7 @@ def test_a_directory_that_is_yet_to_be_made_is_measured_where_it_will_be(tmp_pat
     wanted = tmp_path / "runs" / "one"
     found = by_name(directory.check(wanted, LIMITS))
     assert found["disk"].status is Status.OK
-    assert f"to be made in {tmp_path}" in found["disk"].text
+    assert f"to be created in {tmp_path}" in found["disk"].text
     assert not (tmp_path / "runs").exists()
 
 
@@ -197,7 +197,7 @@ def test_a_node_can_be_reached_at_its_own_address_only() -> None:
     assert "interface" in elsewhere.hint
     unknown = listening("no-such-host.invalid")
     assert unknown.status is Status.BAD
-    assert "is not known" in unknown.text
+    assert "does not resolve" in unknown.text
 
 
 def test_a_host_name_that_others_cannot_use_is_a_warning() -> None:

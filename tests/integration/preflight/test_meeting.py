@@ -55,7 +55,7 @@ def test_a_missing_node_is_told_with_those_that_came() -> None:
     """After the time that was given, in one sentence."""
     clock = Ticking()
     with (
-        pytest.raises(AbsentError, match=r"1 of 3 nodes came in [\d.]+ s: a \(start the same command"),
+        pytest.raises(AbsentError, match=r"1 of 3 nodes joined within [\d.]+ s: a \(start the same command"),
         attended(MemoryStore(MemoryBackend()), KEYS, place("a"), 3, Deadline.after(0.5, clock), clock.tick),
     ):
         pytest.fail("the meeting took place")
@@ -78,7 +78,7 @@ class Slow(MemoryStore):
 def test_a_missing_node_is_told_also_where_the_last_look_comes_too_late() -> None:
     """On a busy machine a pause ends when the time is over: that etcd could not be asked then is no news."""
     with (
-        pytest.raises(AbsentError, match=r"1 of 3 nodes came in [\d.]+ s: a \(start the same command"),
+        pytest.raises(AbsentError, match=r"1 of 3 nodes joined within [\d.]+ s: a \(start the same command"),
         attended(Slow(MemoryBackend()), KEYS, place("a"), 3, Deadline.after(1.0, ManualClock()), silent),
     ):
         pytest.fail("the meeting took place")
@@ -129,7 +129,7 @@ def test_a_name_that_is_taken_is_refused() -> None:
     assert ready.wait(LIMIT_S)
     try:
         with (
-            pytest.raises(ConfigError, match="another node called 'a' is there"),
+            pytest.raises(ConfigError, match="another node has the name 'a'"),
             attended(store, KEYS, place("a"), 2, Deadline.after(LIMIT_S), silent),
         ):
             pytest.fail("the meeting took place")

@@ -17,7 +17,7 @@ import pytest
 from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.local import agents
 from elastic_trainer.local.processes import alive
-from elastic_trainer.warm.starting import Adopted, Cold, Starter, Wish
+from elastic_trainer.warm.starting import Adopted, ColdStart, Starter, StartRequest
 
 LOOK = Path(__file__).parent / "look.py"
 LIMIT_S = 60.0
@@ -45,7 +45,7 @@ class Place:
         """Start ``python -u words``."""
         with self.out.open("w") as out, self.err.open("w") as err:
             environment = BARE | {"RANK": "1"} | self.more
-            return it.start(Wish([sys.executable, "-u", *words], environment, 0, out.fileno(), err.fileno()))
+            return it.start(StartRequest([sys.executable, "-u", *words], environment, 0, out.fileno(), err.fileno()))
 
     def cold(self, *words: str) -> subprocess.Popen[bytes]:
         """The same, by the interpreter."""
@@ -158,7 +158,7 @@ def test_a_file_that_hides_a_module_starts_cold(tmp_path: Path, place: Place) ->
     """The template has the library's module, the script would import its own."""
     path = script(tmp_path, "import json")
     script(tmp_path, "", "json.py")
-    with starter("json") as it, pytest.raises(Cold, match=r"json\.py hides a module"):
+    with starter("json") as it, pytest.raises(ColdStart, match=r"json\.py shadows a module"):
         place.warm(it, str(path))
 
 
@@ -181,7 +181,7 @@ def test_a_module_that_a_fork_cannot_share_is_left_out(tmp_path: Path, place: Pl
     path = script(tmp_path, "import odd, sys; print('ran', 'json' in sys.modules)")
     place.more = {"PYTHONPATH": str(tmp_path)}
     with starter("before", "odd", "json", PYTHONPATH=str(tmp_path)) as it:
-        with pytest.raises(Cold, match=reason):
+        with pytest.raises(ColdStart, match=reason):
             place.warm(it, str(path))
         assert place.of(it, path)[:2] == (0, "ran True\n")
 
@@ -232,7 +232,7 @@ def test_a_template_that_is_killed_is_replaced(place: Place) -> None:
             assert not deadline.expired
             pause(0.02)
         next(iter(before)).kill()
-        with pytest.raises(Cold, match=r"the template is gone"):
+        with pytest.raises(ColdStart, match=r"the template has ended"):
             place.warm(it, str(LOOK))
         assert place.of(it, LOOK)[0] == 0
         assert not set(templates()) & before
@@ -246,9 +246,9 @@ def templates() -> list[psutil.Process]:
 
 OWNER = """
 import os, sys, time
-from elastic_trainer.warm.starting import Starter, Wish
+from elastic_trainer.warm.starting import Starter, StartRequest
 it = Starter((), ["-u"], dict(os.environ), learn=False)
-child = it.start(Wish([sys.executable, "-u", sys.argv[1]], dict(os.environ), 0, 1, 2))
+child = it.start(StartRequest([sys.executable, "-u", sys.argv[1]], dict(os.environ), 0, 1, 2))
 print(child.pid, it._process.pid, flush=True)
 time.sleep(60)
 """

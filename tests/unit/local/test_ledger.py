@@ -119,7 +119,7 @@ def test_an_epoch_that_was_left_early_is_not_called_whole() -> None:
     """A job that stops in an epoch has missed nothing, and the reason says how far it came."""
     result = audit([committed(1, samples=range(4))], size=12)
     assert result.exact
-    assert result.reason == "4 samples of epoch 0 once, then it was left"
+    assert result.reason == "4 samples of epoch 0 once, then the job stopped in it"
 
 
 def test_an_epoch_that_reached_its_smaller_last_batch_is_judged_whole() -> None:
@@ -136,7 +136,7 @@ def test_a_step_that_no_round_committed_is_found() -> None:
 
 @pytest.mark.parametrize(
     ("lines", "reason"),
-    [([], "no step was recorded"), ([committed(1)], "the steps name no samples")],
+    [([], "no step was recorded"), ([committed(1)], "the steps list no samples")],
 )
 def test_nothing_recorded_is_not_exact(lines: list[Line], reason: str) -> None:
     """Silence proves nothing."""

@@ -33,7 +33,7 @@ def test_only_what_is_bad_speaks_against_a_node() -> None:
         (
             "0, NVIDIA H100, 570.1, 0, 0x0000000000000048",
             Status.WARN,
-            "NVIDIA H100 is slowed down: hardware slowdown, too hot (hardware)",
+            "NVIDIA H100 is throttled: hardware slowdown, too hot (hardware)",
         ),
         ("0, T4, 550.2, [N/A], [N/A]", Status.OK, "T4, memory errors are not counted"),
     ],

@@ -38,7 +38,7 @@ def test_a_variable_does_as_well_as_the_option_for_unbuffered_output() -> None:
         ([], "not one of /bin/python"),
         (["numactl", "--cpunodebind=0", *FITTING], "not one of /bin/python"),
         (["/bin/other", "-u", "train.py"], "not one of /bin/python"),
-        (["/bin/python", "train.py"], "buffered otherwise"),
+        (["/bin/python", "train.py"], "buffered differently"),
         (["/bin/python", "-u"], "neither a script nor a module"),
         (["/bin/python", "-u", "-m"], "neither a script nor a module"),
         (["/bin/python", "-u", "-O", "train.py"], "neither a script nor a module"),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.web.answers import Answer, Body, Request, text
-from elastic_trainer.web.exchange import HEAD_LIMIT, Asked, asked, rendered
+from elastic_trainer.web.exchange import HEAD_LIMIT, CompleteRequest, parse_request, rendered
 
 PIECES = st.sampled_from(
     [b"GET", b" ", b"/", b"http://[", b"HTTP/1.1", b"\r\n", b"\n", b":", b"Host", b"\x00", b"\xff", b"["]
@@ -17,7 +17,7 @@ PIECES = st.sampled_from(
 @given(st.lists(PIECES | st.binary(max_size=4)).map(b"".join))
 def test_whatever_is_sent_raises_nothing_and_what_is_asked_can_be_answered(sent: bytes) -> None:
     """A request that got so far has a path, which whoever answers reads."""
-    found = asked(sent)
+    found = parse_request(sent)
     if isinstance(found, Answer):
         assert found.status in (400, 431, 505)
     elif found is not None:
@@ -28,9 +28,9 @@ def test_whatever_is_sent_raises_nothing_and_what_is_asked_can_be_answered(sent:
 def test_a_request_is_complete_with_its_last_byte() -> None:
     """Not one sooner; what follows is the next one's."""
     sent = b"HEAD /a%20b?c HTTP/1.1\r\nHost: h\r\nX:  1\t\r\nx: 2\r\n\r\n"
-    assert all(asked(sent[:size]) is None for size in range(len(sent)))
+    assert all(parse_request(sent[:size]) is None for size in range(len(sent)))
     request = Request("HEAD", "/a%20b?c", {"host": "h", "x": "1, 2"})
-    assert asked(sent + b"GET /") == Asked(request, len(sent), lasts=True)
+    assert parse_request(sent + b"GET /") == CompleteRequest(request, len(sent), lasts=True)
     assert request.path == "/a b"
 
 
@@ -39,8 +39,8 @@ def test_a_request_is_complete_with_its_last_byte() -> None:
 )
 def test_nothing_follows_on_a_request_with_a_body_or_one_that_says_so(line: str) -> None:
     """The body would be taken for the next request."""
-    found = asked(f"POST / HTTP/1.1\r\n{line}\r\n\r\n".encode())
-    assert isinstance(found, Asked)
+    found = parse_request(f"POST / HTTP/1.1\r\n{line}\r\n\r\n".encode())
+    assert isinstance(found, CompleteRequest)
     assert not found.lasts
 
 
@@ -57,7 +57,7 @@ def test_nothing_follows_on_a_request_with_a_body_or_one_that_says_so(line: str)
     ],
 )
 def test_what_is_no_request_gets_its_status(sent: bytes, status: int) -> None:
-    found = asked(sent)
+    found = parse_request(sent)
     assert isinstance(found, Answer)
     assert found.status == status
 

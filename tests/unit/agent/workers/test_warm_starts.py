@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from elastic_trainer.agent.workers import warm_starts
-from elastic_trainer.warm.starting import Cold, Starter, Wish
+from elastic_trainer.warm.starting import ColdStart, Starter, StartRequest
 
 
 class Handler:
@@ -26,11 +26,11 @@ class Reluctant(Starter):
     """Has no template."""
 
     def __init__(self) -> None:
-        self.wishes: list[Wish] = []
+        self.wishes: list[StartRequest] = []
 
-    def start(self, wish: Wish) -> Any:
-        self.wishes.append(wish)
-        raise Cold("it is Monday")
+    def start(self, request: StartRequest) -> Any:
+        self.wishes.append(request)
+        raise ColdStart("it is Monday")
 
 
 def test_a_worker_that_does_not_fit_is_started_by_torch_and_the_reason_is_logged() -> None:
@@ -46,8 +46,8 @@ def test_a_worker_that_does_not_fit_is_started_by_torch_and_the_reason_is_logged
     with capture_logs() as logs:
         assert warm_starts.warm(starter, cold)(handler, ("python", "-u", "x.py"), {"RANK": "1"}) is began
     assert calls == [(handler, ("python", "-u", "x.py"), {"RANK": "1"})]
-    (wish,) = starter.wishes
-    assert (wish.words, wish.stdin, wish.stdout) == (["python", "-u", "x.py"], 0, 1)
+    (request,) = starter.wishes
+    assert (request.words, request.stdin, request.stdout) == (["python", "-u", "x.py"], 0, 1)
     assert logs == [
         {"event": "worker.started", "log_level": "info", "warm": False, "local_rank": 1, "reason": "it is Monday"}
     ]
