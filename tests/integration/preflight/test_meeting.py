@@ -103,7 +103,7 @@ def test_nodes_that_expect_different_numbers_are_told() -> None:
         clock.advance(2.0)
         told.add(first.result(LIMIT_S))
     assert "met" not in told
-    assert any("give the same --peers everywhere" in text for text in told)
+    assert any("use the same --peers everywhere" in text for text in told)
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
