@@ -1,1 +1,1 @@
-"""What the store knows of all runs, for people and for Prometheus."""
+"""The monitor: all runs in the store, for people and for Prometheus."""

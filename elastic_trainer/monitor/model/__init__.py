@@ -1,1 +1,1 @@
-"""What is known of a run, as values that page, commands and metrics share."""
+"""The state of a run, as values that page, commands and metrics share."""

@@ -1,6 +1,6 @@
-"""What somebody should look at in a run, in a few words each, the worst first. Pure.
+"""The concerns of a run that need attention, in a few words each, the worst first. Pure.
 
-The list of runs, ``status`` and the API show these; the page of a run says more.
+The list of runs, ``status`` and the API show them; the page of a run has more detail.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from elastic_trainer.monitor.model.observation import Observed
 
 STILL_S: Final = 30.0
 STILL_STEPS: Final = 10.0
-"""A rank at work stands still after this many seconds, and this many of its own steps, without progress."""
+"""A working rank counts as stalled after this many seconds, and this many of its own steps, without progress."""
 AT_WORK: Final = ("training", "repeated", "data")
 """Phases in which a rank makes progress every few seconds."""
 UNHEARD_S: Final = 30.0
-"""A node silent for this long is worth a look."""
+"""A node that is silent for this long needs attention."""
 OVERDUE: Final = 2.0
 """A checkpoint this many intervals old is late."""
 REGROUP_S: Final = 60.0
-"""A run that has not found its next round after this long needs a look."""
+"""A run that has not formed its next round after this long needs attention."""
 OLD_S: Final = 24 * 3600.0
-"""A run that failed longer ago is no news: it keeps its place among those that are over until it is forgotten."""
+"""A run that failed longer ago needs no attention: it stays among the ended runs until it is forgotten."""
 ORDER: Final = ("bad", "warn")
 
 
 @dataclass(frozen=True, slots=True)
 class Concern:
-    """``look``: bad (nothing is trained, or what was trained is at risk) or warn."""
+    """``look``: bad (the run does not train, or its state is at risk) or warn."""
 
     look: str
     words: str
 
 
 def concerns(documents: RunDocuments, seen: Observed, slow: int) -> tuple[Concern, ...]:
-    """All there is; ``slow``: how many ranks are stragglers."""
+    """All concerns; ``slow``: the number of stragglers."""
     if seen.state == state.FAILED:
         return (Concern("bad", "failed"),) if (seen.over_s or 0.0) <= OLD_S else ()
     if seen.state in (state.SUCCEEDED, state.STOPPED):
@@ -55,7 +55,7 @@ def _membership(documents: RunDocuments, seen: Observed) -> list[Concern]:
     least = documents.spec.min_nodes if documents.spec is not None else 1
     found = []
     if live < least:
-        look = "bad" if round_ is not None else "warn"  # before its first round nodes are only on their way
+        look = "bad" if round_ is not None else "warn"  # before the first round nodes are still starting
         found.append(Concern(look, f"{live} of {least} nodes needed"))
     elif seen.state in (state.GATHERING, state.RECOVERING) and _lasted(seen) > REGROUP_S:
         found.append(Concern("bad", "no round comes"))
@@ -83,12 +83,12 @@ def _ranks(documents: RunDocuments, slow: int) -> list[Concern]:
 
 
 def standing_still(phase: str, still_s: float | None, step_s: float | None) -> bool:
-    """Whether a rank works and makes no progress."""
+    """Whether a working rank makes no progress."""
     return phase in AT_WORK and still_s is not None and still_s > max(STILL_S, STILL_STEPS * (step_s or 0))
 
 
 def _saves(documents: RunDocuments, seen: Observed) -> list[Concern]:
-    """Saves that fail count as long as none has succeeded since."""
+    """Failed saves count until one succeeds."""
     every = max((each.save_interval_s for each in documents.health.values()), default=0.0)
     late = every and seen.saved_s is not None and seen.saved_s > OVERDUE * every
     failed = documents.counters.get("save.failed", 0.0)

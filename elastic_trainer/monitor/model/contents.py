@@ -1,4 +1,4 @@
-"""What the store holds of one run, decoded. Pure."""
+"""The decoded documents of one run. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from elastic_trainer.membership.health import GONE, Incident, NodeHealth, Saved,
 
 @dataclass(frozen=True)
 class RunDocuments:
-    """One run as last read. Journal and incidents are the newest ones, the oldest of them first.
+    """One run as last read. ``journal`` and ``incidents`` hold the newest entries, oldest first.
 
-    Without slots, as sums over a thousand nodes are kept here once they are asked for.
+    Without slots, so that sums over a thousand nodes can be cached.
     """
 
     run: str
@@ -24,21 +24,21 @@ class RunDocuments:
     round: RoundDocument | None = None
     progress: Progress | None = None
     departure: Departure | None = None
-    """How the last node left, where that was its own doing."""
+    """How the last node left, if it left by itself."""
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
     health: Mapping[str, NodeHealth] = field(default_factory=dict)
     journal: tuple[JournalEntry, ...] = ()
     incidents: tuple[Incident, ...] = ()
     unreadable: tuple[str, ...] = ()
-    """Keys whose content this version cannot read."""
+    """Keys that this version cannot read."""
     round_revision: int = 0
     """Mod-revision of the round document; 0: there is none."""
     serial: int = 0
-    """Grows when anything of the run changes."""
+    """Increases when anything of the run changes."""
 
     @property
     def is_run(self) -> bool:
-        """Whether there is anything that makes it a run."""
+        """Whether the documents make up a run."""
         return bool(self.spec or self.round or self.nodes or self.unreadable)
 
     @property
@@ -48,13 +48,13 @@ class RunDocuments:
 
     @cached_property
     def live(self) -> dict[str, NodeView]:
-        """The nodes that are there: keys left behind by excluded nodes are not."""
+        """The present nodes, without keys of excluded nodes."""
         ghosts = self.round.ghosts if self.round is not None else ()
         return {name: node for name, node in self.nodes.items() if node.ghost not in ghosts}
 
     @cached_property
     def counters(self) -> dict[str, float]:
-        """What all nodes have counted, those that are gone too."""
+        """The counters summed over all nodes, including those that have left."""
         return added_up(health.counters for health in self.health.values())
 
     @property
@@ -70,7 +70,7 @@ class RunDocuments:
 
     @cached_property
     def saved(self) -> Saved | None:
-        """The last checkpoint: that of rank 0's node, else the furthest one that any node reports."""
+        """The last checkpoint: that of rank 0's node, otherwise the one of the highest step that any node reports."""
         first = self.first_health
         if first is not None and first.saved is not None:
             return first.saved
@@ -78,6 +78,6 @@ class RunDocuments:
         return max(told, key=lambda saved: saved.step, default=None)
 
     def folded(self) -> RunDocuments:
-        """The same without the nodes' details: what is kept of a run that is over."""
+        """The same without the nodes' details, which is kept of a run that is over."""
         total = NodeHealth(node=GONE, wall=0.0, counters=self.counters, saved=self.saved)
         return replace(self, nodes={}, health={GONE: total} if self.health else {})

@@ -1,6 +1,6 @@
-"""The course of a run in at most a thousand points, however long it takes.
+"""The curves of a run, in at most a thousand points however long it takes.
 
-When it is full every second point is dropped, and from then on points are taken half as often.
+When they are full, every second point is dropped, and from then on points are taken half as often.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FIRST_EVERY_S = 1.0
 
 
 class Point(NamedTuple):
-    """What was known at one moment. ``wall`` is the time of the monitor."""
+    """The figures at one moment. ``wall`` is the monitor's Unix time."""
 
     wall: float
     step: int | None
@@ -24,7 +24,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """The points column by column, the oldest first."""
+    """The points by column, oldest first."""
 
     wall: list[float]
     step: list[int | None]
@@ -42,7 +42,7 @@ class Recorder:
         self._points: list[Point] = []
 
     def note(self, point: Point) -> None:
-        """Take ``point`` if it is time for one, or if the ranks have changed, which would hide between two others."""
+        """Take ``point`` if one is due, or if the ranks have changed, which could be missed between two points."""
         last = self._points[-1] if self._points else None
         changed = last is not None and last.world_size != point.world_size
         if last is not None and not changed and 0 <= point.wall - last.wall < self._every_s:
@@ -53,6 +53,6 @@ class Recorder:
             self._points = [*self._points[:-1:2], self._points[-1]]
 
     def curves(self) -> Curves:
-        """What has been collected."""
+        """The collected points."""
         columns = [list(column) for column in zip(*self._points, strict=True)] or [[] for _ in Point._fields]
         return Curves(*columns)

@@ -1,7 +1,7 @@
-"""What one monitor has seen of a run over time: since when things are as they are, how fast they go, their course.
+"""A monitor's observations of a run over time: since when its state lasts, its rates, its curves.
 
-All durations are of this monitor's own clock: nodes' clocks are never compared. What happened before it came is unknown
-to it, and it says so.
+All durations are on this monitor's clock: nodes' clocks are never compared. What happened before the monitor started is
+unknown, and reported as such.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from elastic_trainer.monitor.model.contents import RunDocuments
 from elastic_trainer.monitor.model.curves import Curves, Point, Recorder
 
 RATE_WINDOW_S = 30.0
-"""The span of a rate: nodes publish their counts only every few seconds."""
+"""The window of a rate: nodes publish their counts only every few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What has been seen, at the moment ``now`` (monotonic seconds) and ``wall`` (Unix time)."""
+    """The observations at ``now`` (monotonic seconds) and ``wall`` (Unix time)."""
 
     now: float = 0.0
     wall: float = 0.0
     state: str = state.GATHERING
     state_since: float | None = None
-    """When the run came into its state; None if it was in it before the first look."""
+    """When the run entered its state; None if that was before the first look."""
     gathering_since_wall: float = 0.0
-    """Since when ranks are gathered (Unix time); 0 while they train, and when the run is over."""
+    """When the present rendezvous started (Unix time); 0 while ranks train, and when the run is over."""
     over_s: float | None = None
-    """How long the run has been over, or without any node."""
+    """Seconds that the run has been over or without nodes."""
     arrived: Mapping[str, float] = field(default_factory=dict)
-    """When the newest health document of each node was first seen. Not known at the first look."""
+    """When the newest health document of each node was first seen; unknown at the first look."""
     saved_s: float | None = None
     """The age of the last checkpoint."""
     samples_per_s: float | None = None
@@ -44,10 +44,10 @@ class Observed:
 
 
 class Rate:
-    """How fast a count grows: between the first and the last of its changes in half a minute.
+    """The rate of a count: between the first and the last of its changes in half a minute.
 
-    Not up to now, as nodes publish counts only every few seconds; but a count that rests for the whole time has the
-    rate 0.
+    It does not extend to the present, as nodes publish counts only every few seconds; but a count that does not change
+    in the whole window has the rate 0.
     """
 
     def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
@@ -56,7 +56,7 @@ class Rate:
         self._now = 0.0
 
     def note(self, now: float, count: float | None) -> None:
-        """The count is ``count`` now; one that is smaller than before begins anew."""
+        """The present count is ``count``; a count that is smaller than before starts over."""
         self._now, changes = now, self._changes
         if count is None or (changes and count < changes[-1][1]):
             changes.clear()
@@ -66,7 +66,7 @@ class Rate:
             changes.popleft()
 
     def per_s(self) -> float | None:
-        """The rate; None before it is known."""
+        """The rate; None while it is unknown."""
         if len(self._changes) < 2:
             return 0.0 if self._changes and self._is_old(self._changes[0]) else None
         (start, low), (end, high) = self._changes[0], self._changes[-1]
@@ -77,7 +77,7 @@ class Rate:
 
 
 class Observer:
-    """Sees one run again and again. One thread calls it."""
+    """Observes one run repeatedly, in one thread."""
 
     def __init__(self) -> None:
         self._looked = False
@@ -85,7 +85,7 @@ class Observer:
         self._state_since: float | None = None
         self._gathering_wall: float | None = None
         self._left_wall = 0.0
-        """When the run was last seen without nodes, since they had left by themselves."""
+        """When the run was last seen without nodes because they had left by themselves."""
         self._over_since: float | None = None
         self._told: dict[str, tuple[NodeHealth, float]] = {}
         self._saved: tuple[Saved, float] | None = None
@@ -93,7 +93,7 @@ class Observer:
         self._recorder = Recorder()
 
     def look(self, documents: RunDocuments, now: float, wall: float, *, known: bool = True) -> Observed:
-        """The run is as ``documents`` say. Without ``known`` they are old: its curves have a gap."""
+        """Observe ``documents``. Without ``known`` they are outdated, and the curves get a gap."""
         present = state.run_state(documents)
         self._note_state(present, documents.round.number if documents.round is not None else 0, now)
         first = not self._looked
@@ -128,7 +128,7 @@ class Observer:
         )
 
     def _note_state(self, present: str, round_: int, now: float) -> None:
-        """A round that was broken and followed up between two looks began another state too."""
+        """A round that was broken and replaced between two looks also starts a new state."""
         if (present, round_) != self._state:
             self._state_since = None if self._state is None else now
             self._state = (present, round_)
@@ -147,7 +147,7 @@ class Observer:
             self._gathering_wall = None
             return 0.0
         ended = state.ended_by(documents)
-        if ended is not None and ended.wall >= self._left_wall:  # else what ended it is not what it waits for now
+        if ended is not None and ended.wall >= self._left_wall:  # otherwise it waits because nodes have left since
             return ended.wall
         if self._gathering_wall is None:
             self._gathering_wall = wall
@@ -158,8 +158,8 @@ class Observer:
             self._over_since = None
             return None
         if self._over_since is None:
-            # A run that was over before the first look: by the time of its last transition, which is another node's,
-            # as it is only a matter of forgetting it an hour later or not at all.
+            # For a run that was over before the first look, use the time of its last transition. That is another
+            # node's clock, but it only decides when the run is forgotten.
             last = documents.journal[-1].wall if documents.journal else wall
             self._over_since = now - (max(0.0, wall - last) if self._state_since is None else 0.0)
         return now - self._over_since
@@ -175,7 +175,7 @@ class Observer:
 
 
 def typical_step_s(documents: RunDocuments) -> float | None:
-    """How long a step takes: the median over ranks, else the last report of rank 0."""
+    """Seconds of a step: the median over ranks, otherwise rank 0's last report."""
     number = documents.round.number if documents.round is not None else 0
     told = [
         rank.step_s for each in documents.health.values() if each.round == number for rank in each.ranks if rank.step_s

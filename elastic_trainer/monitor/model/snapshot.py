@@ -1,6 +1,6 @@
-"""One run, and the list of all, as the status page, the commands and other programs see them. Pure.
+"""Snapshots of one run and the list of all runs, for the status page, commands and other programs. Pure.
 
-The fields are the contract of ``/api/runs`` and ``/api/runs/<run>``: what is not known is null.
+The fields are the contract of ``/api/runs`` and ``/api/runs/<run>``: unknown values are null.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from elastic_trainer.telemetry.families import PHASES
 MOST_ROUNDS = 200
 MOST_INCIDENTS = 100
 MOST_NAMES = 4000
-"""Node names in all the rounds together; older rounds keep only their numbers."""
+"""Maximum of node names in all rounds together; older rounds keep only their numbers."""
 GONE_STATE = "gone"
-"""The state of a member of the newest round whose key is not there."""
+"""The state of a member of the newest round whose key is missing."""
 
 
 RankStatus = Mapping[str, Any]
-"""One rank: the fields of its health document, ``slowdown`` and ``straggler``. Of a rank without a
-health document only the numbers are known."""
+"""One rank: the fields of its health document, ``slowdown`` and ``straggler``. For a rank without a health document
+only the numbers are known."""
 UNKNOWN: Final[RankStatus] = {**dict.fromkeys(RANK_FIELDS), "slowdown": None, "straggler": False}
 
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One node. ``age_s``: how long ago its last news of its ranks came."""
+    """One node. ``age_s``: seconds since the last report about its ranks."""
 
     node: str
     host: str
@@ -46,7 +46,7 @@ class NodeStatus:
     in_round: bool
     group: int | None
     place: int | None
-    """In which shard group, and where in it, if groups are of several nodes; a spare has a place alone."""
+    """Shard group and place in it, if groups have several nodes; a spare has only a place."""
     metrics: str
     age_s: float | None
     ranks: tuple[RankStatus, ...]
@@ -54,7 +54,7 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStatus:
-    """The last checkpoint, and how many there were."""
+    """The last checkpoint, and counts."""
 
     step: int
     age_s: float | None
@@ -79,7 +79,7 @@ class RoundStatus:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
-    """Whether the store answers, and how old what is shown is."""
+    """Whether the store answers, and the age of the data."""
 
     connected: bool
     age_s: float | None
@@ -98,7 +98,7 @@ class RunSnapshot:
     recovery: str | None
     shard_nodes: int | None
     shard_groups: int
-    """How many of several nodes train."""
+    """Shard groups of several nodes that train."""
     round: int | None
     round_reason: str
     world_size: int
@@ -119,9 +119,9 @@ class RunSnapshot:
     curves: Curves
     unreadable: tuple[str, ...]
     lost: tuple[str, ...]
-    """Nodes that a fault took and that none has replaced."""
+    """Nodes that the run lost to faults and that have not been replaced."""
     departure: Mapping[str, Any] | None
-    """How the last node left, where the run has none."""
+    """How the last node left, if no node is present."""
     attention: tuple[Concern, ...]
     wall: float
     store: StoreStatus = field(default=StoreStatus(True, 0.0))
@@ -151,7 +151,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """``/api/runs``: runs that need a look first, then those that go on, each by name."""
+    """``/api/runs``: first the runs that need attention, then running ones, each by name."""
 
     runs: tuple[RunSummary, ...]
     store: StoreStatus
@@ -170,7 +170,7 @@ def as_values(value: object) -> dict[str, Any]:
 
 
 def snapshot(documents: RunDocuments, seen: Observed, store: StoreStatus = StoreStatus(True, 0.0)) -> RunSnapshot:
-    """All that is known of a run."""
+    """The snapshot of a run."""
     spec, round_, counters = documents.spec, documents.round, documents.counters
     samples = counters.get("samples")
     return RunSnapshot(
@@ -276,7 +276,7 @@ def save_interval_s(documents: RunDocuments) -> float:
 
 
 def rounds(journal: Sequence[JournalEntry]) -> tuple[RoundStatus, ...]:
-    """The newest transitions, the newest last."""
+    """The newest transitions, oldest first."""
     told, names = [], 0
     for entry in reversed(journal[-MOST_ROUNDS:]):
         names += len(entry.nodes)
@@ -291,20 +291,20 @@ def incident(each: Incident) -> Mapping[str, Any]:
 
 
 def straggling(documents: RunDocuments, members: Mapping[str, RoundMember] | None = None) -> Stragglers:
-    """The judgment on the ranks of the newest round."""
+    """The stragglers of the newest round."""
     taking_part = members if members is not None else state.members(documents)
     told = (_numbered(member, documents.health.get(name)) for name, member in taking_part.items())
     return find_stragglers({number: rank.compute_s for ranks in told for number, rank in ranks})
 
 
 def _numbered(member: RoundMember, health: NodeHealth | None) -> list[tuple[int, RankHealth]]:
-    """The ranks in a node's health document, with their numbers in the newest round."""
+    """The ranks of a node's health document, with their numbers in the newest round."""
     ranks = health.ranks if health is not None else ()
     return [(member.first_rank + rank.local_rank, rank) for rank in ranks if rank.local_rank < member.local_world_size]
 
 
 def nodes(documents: RunDocuments, seen: Observed) -> tuple[NodeStatus, ...]:
-    """The nodes that are there, and members of the newest round that are missing; by rank, then those without."""
+    """The present nodes and missing members of the newest round, by rank, then those without a rank."""
     taking_part = state.members(documents)
     judgment, places = straggling(documents, taking_part), _places(documents)
     live = documents.live
@@ -350,7 +350,7 @@ def _missing(documents: RunDocuments, seen: Observed) -> list[NodeStatus]:
 
 
 def _places(documents: RunDocuments) -> Mapping[str, tuple[int, int]]:
-    """The members of the newest round by shard group and place, if groups are of several nodes."""
+    """The members of the newest round by shard group and place, if groups have several nodes."""
     size = documents.spec.shard_nodes if documents.spec is not None else 1
     named = documents.round.members if documents.round is not None and size > 1 else ()
     return {member.node: divmod(at, size) for at, member in enumerate(named)}
@@ -367,7 +367,7 @@ def _age(seen: Observed, name: str) -> float | None:
 def _ranks(
     member: RoundMember | None, count: int, health: NodeHealth | None, judgment: Stragglers
 ) -> tuple[RankStatus, ...]:
-    """The ranks of a node: by its health document, else by the round alone."""
+    """The ranks of a node: from its health document, otherwise from the round alone."""
     first = member.first_rank if member is not None else None
     told = {rank.local_rank: rank for rank in health.ranks} if health is not None else {}
     return tuple(_rank(first, local, told.get(local), judgment) for local in sorted({*range(count), *told}))

@@ -1,4 +1,4 @@
-"""Which state a run is in, by what the store holds of it. Pure."""
+"""The state of a run, from its documents. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ TRAINING: Final = "training"
 CHANGING: Final = "changing"
 RECOVERING: Final = "recovering"
 STOPPED: Final = "stopped"
-"""Its last node left on request: it goes on when nodes come."""
+"""Its last node left on request: it continues when nodes join."""
 ABANDONED: Final = "abandoned"
-"""Its last node gave up: nothing happens until somebody starts nodes."""
+"""Its last node gave up: it waits until nodes are started."""
 SUCCEEDED: Final = "succeeded"
 FAILED: Final = "failed"
 
@@ -22,7 +22,7 @@ FAILED: Final = "failed"
 def run_state(documents: RunDocuments) -> str:
     """One of families.RUN_STATES.
 
-    A round that no node is left of is no round: all of them may have died at once, and nobody broke it.
+    A round without live members does not count: if all of them died at once, no node broke it.
     """
     round_, live = documents.round, documents.live
     if documents.closed:
@@ -38,7 +38,7 @@ def run_state(documents: RunDocuments) -> str:
 
 
 def world_size(documents: RunDocuments) -> int:
-    """Ranks that train; 0 while there is no round."""
+    """Training ranks; 0 while there is no round."""
     trains = run_state(documents) in (TRAINING, CHANGING)
     return documents.round.world_size if trains and documents.round is not None else 0
 
@@ -53,16 +53,17 @@ def ended_by(documents: RunDocuments) -> JournalEntry | None:
 
 
 def members(documents: RunDocuments) -> dict[str, RoundMember]:
-    """Who of the nodes that are there is a member of the newest round, in its present life."""
+    """The present nodes that are members of the newest round in their present life."""
     named = documents.round.members if documents.round is not None else ()
     live = documents.live
     return {each.node: each for each in named if each.node in live and live[each.node].incarnation == each.incarnation}
 
 
 def lost_nodes(documents: RunDocuments) -> list[str]:
-    """Nodes that a fault took from the run, less those that have come for them since.
+    """Nodes that the run lost to faults, less those that have replaced them.
 
-    The journal says who has trained together since the last planned change. Whoever left on request is not missed.
+    The journal says which nodes have trained together since the last planned change. Nodes that left on request do
+    not count.
     """
     if documents.closed or run_state(documents) == STOPPED:
         return []
@@ -79,7 +80,7 @@ def lost_nodes(documents: RunDocuments) -> list[str]:
 
 
 def spares(documents: RunDocuments) -> list[str]:
-    """Nodes that are ready beside a round that is on; those that only wait for a shard group to be whole are none."""
+    """Ready nodes outside a round in effect, except those that wait for their shard group to be complete."""
     if run_state(documents) not in (TRAINING, CHANGING):
         return []
     within, spec = members(documents), documents.spec
@@ -90,13 +91,13 @@ def spares(documents: RunDocuments) -> list[str]:
 
 
 def shard_groups(documents: RunDocuments) -> int:
-    """Groups of several nodes that train; 0 where each node holds a whole model."""
+    """Training groups of several nodes; 0 if each node holds a whole model."""
     size = documents.spec.shard_nodes if documents.spec is not None else 1
     return len(members(documents)) // size if size > 1 and world_size(documents) else 0
 
 
 def current_step(documents: RunDocuments) -> int | None:
-    """The newest committed step that is known."""
+    """The newest known committed step."""
     round_, progress = documents.round, documents.progress
     number = round_.number if round_ is not None else 0
     if progress is not None and progress.round == number:

@@ -1,8 +1,8 @@
 """The status page: the list of runs, and one run with its nodes, curves and incidents.
 
-All words and rows are written here. Pages are complete without JavaScript; with it, ``static/page.js`` mounts the
-updates that follow and draws the curves. The pages refer to everything relatively, so they work below any path: the
-list at ``/``, a run at ``/runs/<run>``, with ``update`` and a run's ``stream`` behind them, files at ``/static/``.
+All words and rows are written here. Pages are complete without JavaScript; with it, ``static/page.js`` mounts later
+updates and draws the curves. All links are relative, so the pages work below any path: the list at ``/``, a run at
+``/runs/<run>``, each with ``update`` and a run with ``stream`` below it, files at ``/static/``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The files that the pages load: style sheet, modules, icons. Nothing comes from anywhere else."""
+"""The files that the pages load: style sheet, modules, icons. Pages load nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TYPES: Final = {
 def static(name: str) -> tuple[bytes, str] | None:
     """The content and the content type of ``name`` (``page.css``); None if there is no such file.
 
-    Only names that were found in the package are served, so no name leads out of it.
+    Serves only names found in the package, so no name can escape it.
     """
     place = _every().get(name)
     return None if place is None else (place.read_bytes(), TYPES[PurePosixPath(name).suffix])

@@ -11,14 +11,14 @@ from elastic_trainer.monitor.page.words import NONE, count, duration, fixed, lis
 Json = Mapping[str, Any]
 
 SHOWN: Final = 100
-"""How many incidents and rounds have a row: the newest ones."""
+"""Maximum rows of incidents and of rounds; the newest are shown."""
 OVER: Final = ("broken", "closed")
 PARTS: Final = ("detect", "regroup", "resume")
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A time for ``<time>``: Unix time, the machine's form, and the one for people."""
+    """A time for ``<time>``: Unix time, machine-readable form, human-readable form."""
 
     wall: float | None
     iso: str
@@ -27,7 +27,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of the time that an incident took; ``x`` and ``width`` in percent."""
+    """A part of an incident's duration; ``x`` and ``width`` in percent."""
 
     name: str
     time: str
@@ -50,7 +50,7 @@ class IncidentRow:
     parts: tuple[Part, ...]
     reason: str
     sentence: str
-    """What came of it, for the top of the page."""
+    """The outcome, for the top of the page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class RoundRow:
     nodes: str
     reason: str
     ended: str
-    """What ended it, where that is known."""
+    """What ended it, if known."""
 
 
 def moment(wall: Any) -> Moment:
@@ -74,12 +74,12 @@ def moment(wall: Any) -> Moment:
 
 
 def incidents(snapshot: Json) -> list[IncidentRow]:
-    """The newest first."""
+    """Newest first."""
     return [_incident(each) for each in (snapshot.get("incidents") or ())[:SHOWN]]
 
 
 def what_of(each: Json) -> Mapping[str, str]:
-    """The words and the look of an incident: by its cause, else by its kind."""
+    """The words and look of an incident: by its cause, otherwise by its kind."""
     return named("causes", each.get("cause")) if each.get("cause") else named("kinds", each.get("kind") or "round")
 
 
@@ -114,7 +114,7 @@ def _change(before: Any, after: Any) -> str:
 
 
 def _parts(each: Json) -> tuple[Part, ...]:
-    """The time to notice it, to agree on the next round, and to get back to work."""
+    """The times to notice it, to agree on the next round, and to resume."""
     seconds = [max(0.0, number(each.get(f"{name}_s")) or 0.0) for name in PARTS]
     total, x, parts = sum(seconds), 0.0, []
     for name, took in zip(PARTS, seconds, strict=True):
@@ -125,9 +125,9 @@ def _parts(each: Json) -> tuple[Part, ...]:
 
 
 def _sentence(each: Json, lost: float | None) -> str:
-    """Only of a run that trained again is it known what was lost, and for how long."""
+    """The outcome; only after training resumed are the losses and the duration known."""
     if number(each.get("next_round")) is None:
-        return "No round has followed yet." if each.get("open") else "The run did not go on from here."
+        return "No round has followed yet." if each.get("open") else "The run did not continue after it."
     said = ""
     if lost is not None:
         said = f"{plural(int(lost), 'step was', 'steps were')} lost." if lost else "Nothing was lost."
@@ -137,13 +137,13 @@ def _sentence(each: Json, lost: float | None) -> str:
 
 
 def rounds(snapshot: Json, now: float) -> list[RoundRow]:
-    """The newest first."""
+    """Newest first."""
     return [_round(each, now) for each in spans(snapshot)][::-1][:SHOWN]
 
 
 @dataclass(slots=True)
 class Span:
-    """One round from its transitions; ``end`` is None while it lasts, or where its end is not known."""
+    """One round, from its transitions; ``end`` is None while it lasts or if unknown."""
 
     first: Json
     last: Json
@@ -151,19 +151,19 @@ class Span:
 
     @property
     def lasts(self) -> bool:
-        """Whether it goes on."""
+        """Whether it is in effect."""
         return text(self.last.get("state")) not in OVER and self.end is None
 
     @property
     def state(self) -> Mapping[str, str]:
-        """How it ended, or how it is; one that the next has followed is over, whatever its last record says."""
+        """How it ended, or its present state; a round with a successor is over, whatever its last record says."""
         recorded = named("rounds", self.last.get("state"))
         followed = self.end is not None and recorded["key"] in ("active", "draining")
         return named("rounds", "replaced") if followed else recorded
 
 
 def spans(snapshot: Json) -> list[Span]:
-    """The journal has a line for each transition, a round several: these are the rounds, the oldest first."""
+    """The rounds, oldest first, merged from the journal, which has one entry for each transition."""
     found: list[Span] = []
     for entry in snapshot.get("rounds") or ():
         wall = number(entry.get("wall"))

@@ -28,9 +28,9 @@ class RunRow:
     state: Mapping[str, str]
     state_for: str
     needs: str
-    """What needs attention; empty: nothing."""
+    """The concerns; empty if nothing needs attention."""
     look: str
-    """The worst of that."""
+    """The worst look of the concerns."""
     step: str
     loss: str
     ranks: str
@@ -41,7 +41,7 @@ class RunRow:
 
 
 def rows(listing: Json) -> list[RunRow]:
-    """As the list orders them."""
+    """The rows, in the order of the list."""
     return [_row(each) for each in listing.get("runs") or ()]
 
 
@@ -66,7 +66,7 @@ def _row(each: Json) -> RunRow:
 
 
 def _nodes(each: Json) -> str:
-    """``3 of 2 to 4``: those that are there, and those allowed."""
+    """``3 of 2 to 4``: present and allowed nodes."""
     there, least, most = (number(each.get(name)) for name in ("nodes", "min_nodes", "max_nodes"))
     allowed = f"{count(least)} to {count(most)}" if least is not None and most is not None else ""
     if there is None:
@@ -88,6 +88,6 @@ def counted(found: list[RunRow]) -> str:
 
 
 def title(found: list[RunRow]) -> str:
-    """With how many need attention."""
+    """The page title, with the number of runs that need attention."""
     sick = sum(1 for row in found if row.needs)
     return f"({sick}) Runs" if sick else "Runs"

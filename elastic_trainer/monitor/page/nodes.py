@@ -1,6 +1,6 @@
-"""The nodes and ranks of a snapshot as rows of the status page.
+"""The nodes and ranks of a snapshot, as rows of the status page.
 
-Outside data: any number may be null, and a state or phase may be one that this version does not know.
+The snapshot is outside data: any number may be null, and a state or phase may be unknown to this version.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from elastic_trainer.telemetry.rank import GAUGES, Unit
 Json = Mapping[str, Any]
 
 OPEN_RANKS: Final = 32
-"""Up to this number of ranks, the table of each node's ranks is open from the start."""
+"""Up to this number of ranks, each node's table of ranks is initially open."""
 SHOWN: Final = 24
-"""Nodes that have a row unless the reader wants all; with more there is a map of all ranks."""
+"""Nodes with a row unless the reader requests all; with more nodes the page has a map of all ranks."""
 MOST_TURNED: Final = 64
 LONGEST_FIND: Final = 100
 CELL: Final = 9
-"""Pixels of a rank on the map, with the gap to the next."""
+"""Pixels of a rank on the map, including the gap to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a reader has chosen to see, by the query of the address."""
+    """A reader's choice of what to see, from the query of the URL."""
 
     turned: frozenset[str] = frozenset()
-    """Nodes whose ranks are hidden where they would be shown, or shown where they would be hidden."""
+    """Nodes whose ranks are hidden or shown contrary to the default."""
     every: bool = False
     """Whether all nodes have a row."""
     find: str = ""
-    """Part of a node's or host's name."""
+    """Search text: part of a node's or host's name."""
 
     @classmethod
     def of(cls, query: str) -> Choice:
-        """That of a form's ``query``: ``turned`` is how it was, ``turn`` the node to be turned now."""
+        """The choice in a form's ``query``: ``turned`` is the previous choice, ``turn`` the node to toggle now."""
         told = parse_qs(query)
         turned = sorted(set(told.get("turned", ())) ^ set(told.get("turn", ())))[:MOST_TURNED]
         find = told.get("find", [""])[-1].strip()[:LONGEST_FIND]
@@ -87,7 +87,7 @@ class RankRow:
     phase: Mapping[str, str]
     phase_for: str
     gauges: tuple[str, ...]
-    """In the order of the columns."""
+    """Values in the order of the columns."""
     slowdown: str
     trouble: str
     remark: str
@@ -95,18 +95,18 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class NodeRow:
-    """One node, in words. ``urgency``: 0 is looked at first."""
+    """One node, in words. ``urgency``: 0 comes first."""
 
     node: str
     host: str
     state: Mapping[str, str]
     in_round: bool
     place: str
-    """In a shard group of several nodes; else empty."""
+    """Its shard group and place, if groups have several nodes; otherwise empty."""
     urgency: int
     cells: tuple[Cell, ...]
     summary: str
-    """The strip of cells for those who do not see it."""
+    """The strip of cells in words, for screen readers."""
     step: str
     step_time: str
     slowdown: str
@@ -114,7 +114,7 @@ class NodeRow:
     metrics: str
     is_open: bool
     ranks: tuple[RankRow, ...]
-    """None where they are not shown."""
+    """None if they are not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +129,21 @@ class NodeBlock:
 
 @dataclass(frozen=True, slots=True)
 class NodeTable:
-    """All that is shown of the nodes."""
+    """The nodes as the page shows them."""
 
     summary: str
     rows: tuple[NodeRow, ...]
     found: int
-    """How many there are of those that the reader wants to find."""
+    """The number of nodes that match the search."""
     there: int
     choice: Choice
     blocks: tuple[NodeBlock, ...]
     kinds: tuple[tuple[str, str], ...]
-    """What the map has: the look and the words of each kind of rank."""
+    """The legend of the map: look and words of each kind of rank."""
 
 
 def table(snapshot: Json, choice: Choice) -> NodeTable:
-    """The nodes, those that need a look first, then by name."""
+    """The nodes: first those that need attention, then by name."""
     told = snapshot.get("nodes") or ()
     small = sum(len(node.get("ranks") or ()) for node in told) <= OPEN_RANKS
     nodes = sorted((_node(node, small, choice) for node in told), key=lambda node: (node.urgency, natural(node.node)))
@@ -164,7 +164,7 @@ def _met(blocks: Iterable[NodeBlock]) -> list[str]:
 
 
 def _block(node: NodeRow) -> NodeBlock:
-    """Two rows of squares, or one of up to four: a node keeps its place."""
+    """Two rows of squares, or one of up to four, so that a node keeps its position."""
     many = len(node.cells)
     wide = many if many <= 4 else (many + 1) // 2
     paths: dict[str, str] = {}
@@ -177,7 +177,8 @@ def _block(node: NodeRow) -> NodeBlock:
 
 @cache
 def square(kind: str, x: int = 0, y: int = 0) -> str:
-    """What trains is a plain square; trouble is a lozenge, what is gone a cross: none is known by its color alone."""
+    """The path of a mark: a square for training ranks, a lozenge for trouble, a cross for lost ranks, so that none is
+    recognized by color alone."""
     side, half = CELL - 1, (CELL - 1) // 2
     if kind == "trouble":
         return f"M{x + half} {y}l{half} {half}l{-half} {half}l{-half} {-half}z"
@@ -199,12 +200,12 @@ def summary(nodes: Sequence[NodeRow]) -> str:
 
 
 def standing_still(rank: Json) -> bool:
-    """Whether it works and makes no progress."""
+    """Whether a working rank makes no progress."""
     return attention.standing_still(text(rank.get("phase")), number(rank.get("still_s")), number(rank.get("step_s")))
 
 
 def unheard(node: Json) -> bool:
-    """Whether its report is overdue."""
+    """Whether a node's report is overdue."""
     age = number(node.get("age_s"))
     return text(node.get("state")) not in ("gone", "done") and age is not None and age > attention.UNHEARD_S
 
@@ -273,7 +274,7 @@ def _cell(rank: Json, gone: bool) -> Cell:
 
 
 def _summary(cells: Sequence[Cell]) -> str:
-    """What is alike is counted, what is in trouble is named."""
+    """Counts ranks in equal states, and names those in trouble."""
     if not cells:
         return "no ranks"
     calm = _counted(cell.doing for cell in cells if not cell.trouble)
@@ -302,5 +303,5 @@ def _rank(rank: Json) -> RankRow:
 
 
 def _counted(words: Iterable[str]) -> str:
-    """``7 training, 1 starting``: the most frequent first, of equals the first met."""
+    """``7 training, 1 starting``: most frequent first; ties in order of appearance."""
     return ", ".join(f"{count(many)} {word}" for word, many in Counter(words).most_common())

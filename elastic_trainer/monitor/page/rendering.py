@@ -1,6 +1,6 @@
-"""The pages as HTML, from the values that ``/api`` has.
+"""Renders the pages as HTML, from the values of ``/api``.
 
-The templates escape all that they insert. The output is well-formed XML too, which the tests use.
+The templates escape all inserted values. The output is also well-formed XML, which the tests use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALL: Final = Choice()
 
 
 def runs_update(listing_: Json) -> Update:
-    """The list of all runs (``/api/runs``), as it is now."""
+    """The update of the list of runs (``/api/runs``)."""
     rows = listing.rows(listing_)
     content = _render(
         "runs_view.html",
@@ -36,7 +36,7 @@ def runs_update(listing_: Json) -> Update:
 
 
 def run_update(snapshot: Json, choice: Choice = ALL) -> Update:
-    """One run (``/api/runs/<run>``), as it is now."""
+    """The update of one run (``/api/runs/<run>``)."""
     now = _now(snapshot)
     since, attention = view.since(snapshot, now), view.attention(snapshot)
     state, stale = named("states", snapshot.get("state")), _stale(snapshot)
@@ -92,11 +92,11 @@ def _now(told: Json) -> float:
 
 
 def _stale(told: Json) -> str:
-    """The sentence for a store that does not answer, else nothing."""
+    """A sentence if the store does not answer, otherwise empty."""
     store = told.get("store") or {}
     if store.get("connected", True):
         return ""
-    return f"The monitor does not reach the store: what you see is {duration(store.get('age_s'))} old."
+    return f"The monitor cannot reach the store: this page is {duration(store.get('age_s'))} old."
 
 
 def _render(template: str, **values: Any) -> str:

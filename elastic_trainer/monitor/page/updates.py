@@ -1,7 +1,7 @@
-"""What one reader sees as lines, and what has changed in it since the update before. Pure.
+"""A page as lines, and the edits since the previous update. Pure.
 
-The server writes all words and rows; the browser puts the changed lines into the text that it has, and makes its
-elements those of the text. So templates decide by their line breaks what an update carries.
+The server writes all words and rows; the browser applies the changed lines to its text, and updates its elements to
+match. So the line breaks of the templates decide what an update carries.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from difflib import SequenceMatcher
 from typing import Any, Final
 
 Edit = tuple[int, int, Sequence[str]]
-"""A line number, how many lines are removed there, and what comes in their place."""
+"""A line number, the number of lines removed there, and the lines that replace them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """``view`` is HTML; ``course`` has a JSON value in each line, of which the curves are drawn."""
+    """``view`` is HTML; ``course`` has a JSON value in each line, from which the curves are drawn."""
 
     view: tuple[str, ...]
     course: tuple[str, ...] = ()
     store: Mapping[str, Any] | None = None
-    """Whether the store answers, and how old what is shown is."""
+    """Whether the store answers, and the age of the data."""
 
 
 NOTHING: Final = Update((), ())
 
 
 def message(now: Update, before: Update = NOTHING) -> bytes:
-    """The JSON that makes ``before`` to ``now``."""
+    """The JSON that turns ``before`` into ``now``."""
     found: dict[str, Any] = {"view": edits(before.view, now.view), "course": edits(before.course, now.course)}
     if before is NOTHING:
         found["full"] = True
@@ -38,7 +38,7 @@ def message(now: Update, before: Update = NOTHING) -> bytes:
 
 
 def edits(before: Sequence[str], now: Sequence[str]) -> list[Edit]:
-    """From the last line to the first, so that the numbers of those that follow still hold."""
+    """The edits from the last line to the first, so that the remaining line numbers stay valid."""
     same = _matching if len(before) == len(now) else _moved
     return [(start, end - start, now[low:high]) for start, end, low, high in same(before, now)][::-1]
 

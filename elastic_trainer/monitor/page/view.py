@@ -1,6 +1,6 @@
-"""What the page of one run says, from its snapshot.
+"""The contents of one run's page, from its snapshot.
 
-Outside data: any number may be null, and a state or cause may be one that this version does not know.
+The snapshot is outside data: any number may be null, and a state or cause may be unknown to this version.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One thing that needs a look; ``look``: bad, warn or busy."""
+    """One thing that needs attention; ``look``: bad, warn or busy."""
 
     look: str
     words: str
@@ -81,7 +81,7 @@ def headline(snapshot: Json) -> str:
 
 
 def since(snapshot: Json, now: float) -> float | None:
-    """How long the run has been in its state. A monitor that came later goes by the journal."""
+    """Seconds that the run has been in its state. A monitor that started later uses the journal."""
     seconds = number(snapshot.get("state_s"))
     if seconds is not None:
         return seconds
@@ -91,7 +91,7 @@ def since(snapshot: Json, now: float) -> float | None:
 
 
 def figures(snapshot: Json) -> list[Figure]:
-    """What stands in large type: progress, speed, size, and what was lost."""
+    """The figures in large type: progress, speed, size, and losses."""
     samples = number(snapshot.get("samples"))
     within = sum(1 for node in snapshot.get("nodes") or () if node.get("in_round"))
     return [
@@ -115,7 +115,7 @@ def figures(snapshot: Json) -> list[Figure]:
 
 
 def _pace(snapshot: Json) -> float | None:
-    """How long a step takes: the figure of the run, else the median of its ranks."""
+    """Seconds of a step: the figure of the run, otherwise the median of its ranks."""
     told = number(snapshot.get("step_s"))
     of_ranks = [
         pace
@@ -141,7 +141,7 @@ def _lost(incidents: Sequence[Json]) -> Figure:
 
 
 def attention(snapshot: Json) -> list[Note]:
-    """What somebody should look at now, the worst first; nothing of it once the run has ended."""
+    """What needs attention now, the worst first; empty once the run has ended."""
     if text(snapshot.get("state")) in ENDED:
         return []
     every = snapshot.get("nodes") or ()
@@ -152,27 +152,27 @@ def attention(snapshot: Json) -> list[Note]:
 
 
 def calm(snapshot: Json) -> str:
-    """What stands where nothing needs a look: only what is known."""
+    """The text if nothing needs attention; states only known facts."""
     state, left = text(snapshot.get("state")), snapshot.get("departure") or {}
     if not (snapshot.get("store") or {}).get("connected", True):
-        return "Not known: the monitor does not reach the store."
+        return "Unknown: the monitor cannot reach the store."
     if state == "stopped":
-        return f"Stopped on request ({text(left.get('reason')) or 'by its nodes'}). It goes on when nodes come."
+        return f"Stopped on request ({text(left.get('reason')) or 'by its nodes'}). It continues when nodes join."
     if state in ENDED:
         return "The run has ended."
     if state in ("training", "changing"):
         return "Nothing: no node is missing, no rank is slow."
-    return "Nothing yet: nodes are on their way." if state == "gathering" else "Nothing: the next round is on its way."
+    return "Nothing yet: nodes are joining." if state == "gathering" else "Nothing: the next round is forming."
 
 
 def worst(look: str, attention: Sequence[Note]) -> str:
-    """The look of the whole: that of the state, or of something worse that needs a look."""
+    """The look of the page: that of the state, or of a worse note."""
     first = attention[0].look if attention else look
     return first if first == "bad" or (first == "warn" and look != "bad") else look
 
 
 def goodput(snapshot: Json) -> str:
-    """The share of new steps; empty if it is not known."""
+    """The share of time in new steps; empty if unknown."""
     return "" if number(snapshot.get("goodput")) is None else percent(snapshot.get("goodput"))
 
 
@@ -181,12 +181,12 @@ def _missing(snapshot: Json, every: Sequence[Json]) -> list[Note]:
     least = number(snapshot.get("min_nodes"))
     found = []
     if least is not None and there < least:
-        found.append(Note("bad", f"{plural(there, 'node is', 'nodes are')} there, {count(least)} are needed to train."))
+        found.append(Note("bad", f"{plural(there, 'node is', 'nodes are')} present, training needs {count(least)}."))
     left = snapshot.get("departure")
     if left and text(snapshot.get("state")) == "abandoned":
         why = f"{text(left.get('reason'))} (exit code {count(left.get('exit_code'))})"
         found.append(
-            Note("bad", f"Node {text(left.get('node'))} was the last and gave up: {why}. Start nodes to go on.")
+            Note("bad", f"Node {text(left.get('node'))} was the last and gave up: {why}. Start nodes to continue.")
         )
     lost = [text(name) for name in snapshot.get("lost") or () if text(name) not in {n.get("node") for n in every}]
     if lost:
@@ -199,9 +199,7 @@ def _missing(snapshot: Json, every: Sequence[Json]) -> list[Note]:
         found.append(Note(look, f"{plural(len(gone), 'node is', 'nodes are')} gone: {listed(_heard(gone))}."))
     silent = [node for node in every if nodes.unheard(node)]
     if silent:
-        found.append(
-            Note("warn", f"{plural(len(silent), 'node tells', 'nodes tell')} nothing: {listed(_heard(silent))}.")
-        )
+        found.append(Note("warn", f"{plural(len(silent), 'node is', 'nodes are')} silent: {listed(_heard(silent))}."))
     return found
 
 
@@ -221,7 +219,7 @@ def _slow(every: Sequence[Json]) -> list[Note]:
     found = []
     if still:
         told = [f"rank {count(r.get('rank'))} on {node} (for {duration(r.get('still_s'))})" for node, r in still]
-        found.append(Note("bad", f"{plural(len(still), 'rank stands', 'ranks stand')} still: {listed(told)}."))
+        found.append(Note("bad", f"{plural(len(still), 'rank makes', 'ranks make')} no progress: {listed(told)}."))
     if slow:
         told = [f"rank {count(r.get('rank'))} on {node}{_ratio(r)}" for node, r in slow]
         found.append(Note("warn", f"{plural(len(slow), 'rank is', 'ranks are')} slow: {listed(told)}."))
@@ -252,7 +250,7 @@ def _unreadable(snapshot: Json) -> list[Note]:
 
 
 def _aside(every: Sequence[Json]) -> list[Note]:
-    """Nodes that are on their way in or out, or that wait."""
+    """Nodes that are joining or leaving, or that wait."""
     found = []
     for state in ("warming", "draining", "finishing"):
         of = [text(node.get("node")) for node in every if text(node.get("state")) == state]
@@ -268,7 +266,7 @@ def _aside(every: Sequence[Json]) -> list[Note]:
 
 
 def slices(snapshot: Json) -> list[Slice]:
-    """Where the time of all ranks went, in the order of ``names.json``, with unknown phases last."""
+    """The time of all ranks by phase, in the order of ``names.json``, unknown phases last."""
     seconds = {text(k): s for k, v in (snapshot.get("seconds") or {}).items() if (s := number(v)) and s > 0}
     total = sum(seconds.values())
     order = [*(name for name in NAMES["phases"] if name in seconds), *(n for n in seconds if n not in NAMES["phases"])]
@@ -287,7 +285,7 @@ def _percent(share: float) -> str:
 
 
 def checkpoint(saved: Json | None) -> list[Figure]:
-    """All that is known of the checkpoints."""
+    """The figures of the checkpoints."""
     if not saved:
         return []
     every, done, failed = number(saved.get("interval_s")), number(saved.get("saved")), number(saved.get("failed"))
@@ -302,12 +300,12 @@ def checkpoint(saved: Json | None) -> list[Figure]:
 
 
 def samples(snapshot: Json) -> list[list[Any]]:
-    """The curves as a short table, the newest first: when, step, loss, step time, ranks."""
+    """The curves as a short table, newest first: when, step, loss, step time, ranks."""
     curves = snapshot.get("curves") or {}
     walls = curves.get("wall") or []
     apart = 1
     while len(walls) > apart * (MOST_SAMPLES - 1):
-        apart *= 2  # so that a row stays what it is while points come
+        apart *= 2  # so that rows do not change as points arrive
     places = [*range(0, len(walls) - 1, apart), len(walls) - 1] if walls else []
     return [
         [
@@ -322,7 +320,7 @@ def samples(snapshot: Json) -> list[list[Any]]:
 
 
 def course(snapshot: Json, now: float) -> tuple[str, ...]:
-    """What the curves are drawn of, a JSON value a line: the rest, then the points, the newest last."""
+    """The data of the curves, one JSON value per line: first the rest, then the points, oldest first."""
     curves = snapshot.get("curves") or {}
     walls = curves.get("wall") or []
     names = ("step", "loss", "step_s", "world_size")
@@ -344,7 +342,7 @@ def course(snapshot: Json, now: float) -> tuple[str, ...]:
 
 
 def _short(value: Any, digits: int = 6) -> float | None:
-    """With as many digits as a drawing shows."""
+    """``value`` rounded to as many digits as a drawing shows."""
     known = number(value)
     return known if known is None or isinstance(known, int) else float(f"{known:.{digits}g}")
 

@@ -1,4 +1,4 @@
-"""How the status page writes numbers, durations and names."""
+"""Formats numbers, durations and names for the status page."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from math import isfinite
 from typing import Any, Final
 
 NONE: Final = "\N{EN DASH}"
-"""What stands where nothing is known."""
+"""Stands for an unknown value."""
 TIMES: Final = "\N{MULTIPLICATION SIGN}"
 
 NAMES: Final[Mapping[str, Mapping[str, Mapping[str, str]]]] = json.loads(
     files(__package__).joinpath("names.json").read_text(encoding="utf-8")
 )
-"""The words for states, phases and causes, and how each looks."""
+"""Words and looks of states, phases and causes."""
 
 _PLACES: Final = tuple(Decimal(1).scaleb(-digits) for digits in range(6))
 
@@ -31,7 +31,7 @@ def number(value: Any) -> float | None:
 
 
 def text(value: Any) -> str:
-    """``value`` as it is to be read; empty for null."""
+    """``value`` as text; empty for null."""
     return "" if value is None else str(value)
 
 
@@ -85,7 +85,7 @@ def _pair(large: int, unit: str, small: int, smaller: str) -> str:
 
 
 def lasting(value: Any) -> str:
-    """How long something has lasted that goes on: below a minute in whole seconds, or each update would flicker."""
+    """The age of something that continues; below a minute in whole seconds, to avoid flicker at each update."""
     age = number(value)
     return duration(age) if age is None or age >= 59.5 else f"{whole(max(0.0, age))} s"
 
@@ -96,7 +96,7 @@ def ago(value: Any) -> str:
 
 
 def measure(value: Any) -> str:
-    """A loss, with about four digits that matter."""
+    """A loss, with about four significant digits."""
     known = number(value)
     if known is None:
         return NONE
@@ -137,7 +137,7 @@ def listed(names: Sequence[str], most: int = 4) -> str:
 
 
 def named(kind: str, value: Any) -> Mapping[str, str]:
-    """The words and the look of a state, phase or cause; one that is not known is called what it is."""
+    """Words and look of a state, phase or cause; an unknown one is shown by its own name."""
     key = text(value)
     known = NAMES[kind].get(key)
     if known is None:
@@ -151,7 +151,7 @@ def natural(name: str) -> str:
 
 
 def stamp(wall: Any) -> tuple[str, str]:
-    """A Unix time for ``<time>``: the machine's form and the one for people; both empty if it is not one."""
+    """A Unix time for ``<time>``: machine-readable and human-readable form; both empty if it is not a time."""
     known = number(wall)
     try:
         when = datetime.fromtimestamp(known, UTC) if known is not None else None

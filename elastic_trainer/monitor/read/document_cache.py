@@ -1,7 +1,7 @@
-"""Decoded documents by key: an unchanged key is decoded once, and one that cannot be read costs nothing but itself.
+"""Decoded documents by key: an unchanged key is decoded once, and an unreadable one affects no other.
 
-*Runs in* the thread that reads the store. *Owns* the documents that it decoded.
-*Fails by* nothing: a key that cannot be read is named and logged once, and what was last read there stays.
+*Runs in* the thread that reads the store. *Owns* the decoded documents.
+*Fails by* nothing: it lists and logs an unreadable key once, and keeps the last document of that key.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class DocumentCache(Generic[DocumentT]):
         self._kept: dict[str, tuple[int, DocumentT]] = {}
         self._refused: dict[str, int] = {}
         self.changes = 0
-        """Grows with each change."""
+        """Increases with each change."""
 
     def replace(self, items: Iterable[KeyValue]) -> None:
-        """``items`` are all that there is."""
+        """Make ``items`` the complete contents."""
         present = set()
         for item in items:
             present.add(item.key)
@@ -36,7 +36,7 @@ class DocumentCache(Generic[DocumentT]):
         self.retain(present)
 
     def put(self, item: KeyValue) -> None:
-        """``item`` is there."""
+        """Add or update ``item``."""
         if self.knows(item):
             return
         self.changes += 1
@@ -49,7 +49,7 @@ class DocumentCache(Generic[DocumentT]):
             self._refused[item.key] = item.mod_revision
 
     def retain(self, keys: Iterable[str]) -> None:
-        """No other keys are there than ``keys``."""
+        """Drop all keys except ``keys``."""
         present = set(keys)
         for gone in [key for key in (*self._kept, *self._refused) if key not in present]:
             self.changes += 1
@@ -57,7 +57,7 @@ class DocumentCache(Generic[DocumentT]):
             self._refused.pop(gone, None)
 
     def knows(self, item: KeyValue) -> bool:
-        """Whether ``item`` has been seen as it is now."""
+        """Whether this version of ``item`` was seen before."""
         kept = self._kept.get(item.key)
         return (kept is not None and kept[0] == item.mod_revision) or self._refused.get(item.key) == item.mod_revision
 
@@ -73,5 +73,5 @@ class DocumentCache(Generic[DocumentT]):
 
     @property
     def refused(self) -> list[str]:
-        """Keys that are there and cannot be read as they are now."""
+        """Keys whose present content cannot be read."""
         return sorted(self._refused)

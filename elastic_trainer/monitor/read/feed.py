@@ -1,9 +1,9 @@
-"""Reads one run from the store: the least that can have changed, in pages of a bounded size.
+"""Reads one run from the store: only what may have changed, in pages of bounded size.
 
 *Runs in* the thread that reads the store. *Owns* the run's decoded documents.
-*Fails by* the store's errors; what was read before stays.
-*Invariant*: what a node has counted is never read both in its own document and in that of the nodes that are gone, nor
-in neither of them: sums never go back.
+*Fails by* the store's errors; then it keeps what was read before.
+*Invariant*: a node's counts are read exactly once, from its own document or from that of the nodes that have left, so
+sums never decrease.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.untrusted import cleaned, plain
 
 PAGE = 500
-"""Keys of one read: half a megabyte for nodes with 8 ranks each."""
+"""Maximum keys of one read: half a megabyte for nodes with 8 ranks each."""
 BATCH = 32
-"""Single keys of one request: the journal entry of a round of 1,000 nodes has 25 KB."""
+"""Maximum single keys of one request: the journal entry of a round of 1,000 nodes has 25 KB."""
 JOURNAL = 200
 INCIDENTS = 100
 ATTEMPTS = 3
 
 
 class RunFeed:
-    """See the module. Serials begin with ``serial``."""
+    """See the module. Serials start at ``serial``."""
 
     def __init__(
         self, store: Store, keys: RunKeys, *, journal: int = JOURNAL, incidents: int = INCIDENTS, serial: int = 0
@@ -52,7 +52,7 @@ class RunFeed:
         self._round_revision = 0
 
     def read(self, deadline: Deadline) -> RunDocuments:
-        """The run as it is now."""
+        """Read the run."""
         keys = self._keys
         single = [Read(keys.spec), Read(keys.round), Read(keys.progress), Read(keys.departure)]
         pages = [_page(keys.nodes), _page(keys.health), _page(keys.incidents, keys_only=True)]
@@ -66,7 +66,7 @@ class RunFeed:
         return self._documents()
 
     def read_history(self, deadline: Deadline) -> RunDocuments:
-        """Journal and incidents alone."""
+        """Read only journal and incidents."""
         reads = [Read(self._keys.round), _page(self._keys.incidents, keys_only=True)]
         round_, incidents = self._ask(reads, deadline)
         listed = self._rest(self._keys.incidents, incidents, deadline, keys_only=True)
@@ -76,25 +76,25 @@ class RunFeed:
 
     def _read_journal(self, round_: Snapshot, deadline: Deadline) -> None:
         revision = round_.first.mod_revision if round_.first is not None else 0
-        if revision == self._round_revision:  # each entry is written together with the round document
+        if revision == self._round_revision:  # entries are written together with the round document
             return
         (first,) = self._ask([_page(self._keys.events, keys_only=True)], deadline)
         listed = self._rest(self._keys.events, first, deadline, keys_only=True)
         self._newest(listed, self._journal, self._most_journal, deadline)
         self._round_revision = revision
 
-    def _newest(self, listed: Sequence[KeyValue], shelf: DocumentCache[Any], count: int, deadline: Deadline) -> None:
-        """Have ``shelf`` hold the ``count`` newest of the ``listed`` documents."""
+    def _newest(self, listed: Sequence[KeyValue], cache: DocumentCache[Any], count: int, deadline: Deadline) -> None:
+        """Update ``cache`` to the ``count`` newest of the ``listed`` documents."""
         newest = sorted(listed, key=lambda item: item.mod_revision)[-count:]
-        wanted = [item.key for item in newest if not shelf.knows(item)]
+        wanted = [item.key for item in newest if not cache.knows(item)]
         for start in range(0, len(wanted), BATCH):
             for snapshot in self._ask([Read(key) for key in wanted[start : start + BATCH]], deadline):
                 for item in snapshot.items:
-                    shelf.put(item)
-        shelf.retain(item.key for item in newest)
+                    cache.put(item)
+        cache.retain(item.key for item in newest)
 
     def _undivided(self, first: Snapshot, deadline: Deadline) -> list[KeyValue]:
-        """All health documents; read again if counts moved from one of them to another between two pages."""
+        """All health documents; reads again if counts moved between documents between two pages."""
         keys = self._keys
         found: list[KeyValue] = []
         for _ in range(ATTEMPTS):
@@ -108,7 +108,7 @@ class RunFeed:
         return found
 
     def _rest(self, prefix: str, first: Snapshot, deadline: Deadline, *, keys_only: bool = False) -> list[KeyValue]:
-        """All items below ``prefix``, of which ``first`` is the first page."""
+        """All items below ``prefix``; ``first`` is their first page."""
         found, page = list(first.items), first
         while len(page.items) >= PAGE:
             (page,) = self._ask([_page(prefix, found[-1].key, keys_only=keys_only)], deadline)
@@ -143,9 +143,9 @@ class RunFeed:
             },
             journal=tuple(document for _, _, document in sorted(self._journal.items, key=_by_revision)),
             incidents=tuple(document for _, _, document in sorted(self._incidents.items, key=_by_revision)),
-            unreadable=tuple(plain(key) for shelf in shelves for key in shelf.refused),
+            unreadable=tuple(plain(key) for cache in shelves for key in cache.refused),
             round_revision=self._round_revision,
-            serial=self._first_serial + sum(shelf.changes for shelf in shelves),
+            serial=self._first_serial + sum(cache.changes for cache in shelves),
         )
 
     def _decode_single(self, item: KeyValue) -> BaseModel:
@@ -163,12 +163,12 @@ class RunFeed:
     def _decode_node(self, item: KeyValue) -> NodeView:
         name = self._keys.node_id(item.key)
         if name is None:
-            raise DocumentError(f"key {item.key!r} is that of no possible node")
+            raise DocumentError(f"key {item.key!r} has an invalid node name")
         return NodeView(name, item.create_revision, item.mod_revision, NodeRecord.decode(item.value, item.key))
 
 
 def _page(prefix: str, after: str | None = None, *, keys_only: bool = False) -> Read:
-    """The first keys below ``prefix`` that come after the key ``after``."""
+    """The first keys below ``prefix`` after the key ``after``."""
     return Read(prefix if after is None else after + "\0", prefix_end(prefix), limit=PAGE, keys_only=keys_only)
 
 

@@ -1,11 +1,11 @@
-"""Reads all runs of the store at a bounded rate, shared by all readers: a request to the monitor causes none to etcd.
+"""Reads all runs of the store at a bounded rate, for all readers: a request to the monitor causes none to etcd.
 
-Each run that goes on is read in one request for each 500 nodes, and decoded where it changed. A run that is over, or
-that no node is left of, rests: it is only asked for signs of life, many runs in one request.
+A running run is read in one request for each 500 nodes, and only changes are decoded. A run that is over or has no
+nodes rests: it is only checked for signs of life, many runs in one request.
 
-*Runs in* the thread that calls :meth:`Reader.poll`: of the monitor its own, of a command the main one.
-*Owns* what it has read. *Fails by* nothing in :meth:`Reader.poll`: a store that is away leaves what was read before,
-and :attr:`StoreReading.store` says how old that is.
+*Runs in* the thread that calls :meth:`Reader.poll`: the monitor's own, or the main thread of a command.
+*Owns* the data that it has read. *Fails by* nothing in :meth:`Reader.poll`: while the store is unreachable it keeps
+what was read before, and :attr:`StoreReading.store` gives its age.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from elastic_trainer.telemetry.logs import logger
 
 EVERY_S = 1.0
 SHARE = 0.2
-"""The largest share of the time in which polls may keep the store, and this process, busy: pauses grow with polls."""
+"""Maximum share of time in which polls may occupy the store and this process: longer polls cause longer pauses."""
 DISCOVER_EVERY_S = 5.0
 QUIET_S = 60.0
-"""A run without nodes that has not changed for this long rests."""
+"""Seconds without a change after which a run without nodes rests."""
 READ_LIMIT_S = 5.0
 FORGET_S = 3600.0
 DESERTED_S = 86400.0
 REST_S = 600.0
-"""A run that had ended this long before the first look rests at once."""
+"""A run that had ended this many seconds before the first look rests at once."""
 DISCOVER_LIMIT_S = 2.0
-"""The longest a poll looks for runs; the next one goes on where it stopped."""
+"""Maximum seconds that a poll looks for runs; the next poll continues where it stopped."""
 MOST_RUNS = 2000
 AFTER_SLASH = chr(ord("/") + 1)
 RESTING_BATCH = 50
-"""Runs asked for signs of life in one request: two reads each, and etcd takes 128."""
+"""Runs checked for signs of life in one request: two reads each, and etcd accepts 128."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunReading:
-    """One run as read and as seen over time."""
+    """One run: its documents, and its observations over time."""
 
     documents: RunDocuments
     seen: Observed
 
     def forgotten(self, forget_s: float) -> bool:
-        """Whether it is shown no more: over for ``forget_s`` seconds, or without any node for a day."""
+        """Whether it is no longer shown: over for ``forget_s`` seconds, or without nodes for a day."""
         limit_s = forget_s if self.documents.closed else max(forget_s, DESERTED_S)
         return self.seen.over_s is not None and self.seen.over_s >= limit_s
 
@@ -68,12 +68,12 @@ class StoreReading:
     """The same as Unix time."""
     wall: float = 0.0
     serial: int = 0
-    """Grows with each poll."""
+    """Increases with each poll."""
     problem: str = ""
 
 
 class _Followed:
-    """A run that is read again and again."""
+    """A run that is read repeatedly."""
 
     def __init__(self, store: Store, keys: RunKeys, now: float) -> None:
         self._store, self.keys = store, keys
@@ -101,12 +101,12 @@ class _Followed:
 
     @property
     def signs_of_life(self) -> tuple[Read, Read]:
-        """What to ask for to see whether a resting run goes on."""
+        """The reads that show whether a resting run has resumed."""
         nodes = Read(self.keys.nodes, prefix_end(self.keys.nodes), limit=1, keys_only=True)
         return Read(self.keys.round, keys_only=True), nodes
 
     def lives(self, round_: Snapshot, nodes: Snapshot) -> bool:
-        """Whether it goes on, by the answers to that."""
+        """Whether it has resumed, by their results."""
         revision = round_.first.mod_revision if round_.first is not None else 0
         return bool(nodes.items) or revision != self.documents.round_revision
 
@@ -129,7 +129,7 @@ class Reader:
         self._problem = ""
 
     def poll(self, limit_s: float = READ_LIMIT_S) -> StoreReading:
-        """Read what can have changed; a store that does not answer for one run within ``limit_s`` seconds is away."""
+        """Read what may have changed; a read of one run longer than ``limit_s`` seconds counts as unreachable."""
         try:
             self._read(limit_s)
         except ElasticTrainerError as error:
@@ -165,7 +165,7 @@ class Reader:
         self._discover_at = now + max(DISCOVER_EVERY_S, (now - start) / SHARE)
 
     def _look_for_runs(self, limit_s: float) -> bool:
-        """Note the names that there are; whether they are all."""
+        """Collect the names of runs; returns whether that is all."""
         if self._only is not None:
             self._found.add(self._only)
             return True
@@ -205,9 +205,9 @@ class Reader:
 
 
 def run_names(store: Store, prefix: str, limit_s: float, *, after: str = "", clock: Clock = SYSTEM) -> Iterator[str]:
-    """The runs below ``prefix``, found by one small read each, however many keys they have.
+    """The runs below ``prefix``, each found by one small read, however many keys it has.
 
-    In the order of their keys, from the one that follows run ``after``; each read may take ``limit_s`` seconds.
+    In key order, starting after run ``after``; each read may take ``limit_s`` seconds.
     """
     root = f"{prefix}/"
     start = f"{root}{after}{AFTER_SLASH}" if after else root
@@ -223,5 +223,5 @@ def run_names(store: Store, prefix: str, limit_s: float, *, after: str = "", clo
 
 
 def pause_s(poll_s: float, connected: bool, every_s: float = EVERY_S) -> float:
-    """How long to wait after a poll that took ``poll_s`` seconds; one that was in vain was no work."""
+    """Seconds to wait after a poll that took ``poll_s`` seconds; a failed poll does not count as work."""
     return max(every_s - poll_s, poll_s * (1 - SHARE) / SHARE) if connected else every_s

@@ -1,1 +1,1 @@
-"""Answers of the monitor over HTTP: page, streams, metrics, targets."""
+"""The monitor's HTTP answers: page, streams, metrics, targets."""

@@ -1,6 +1,6 @@
-"""What is answered to which request: paths in, answers out. Knows no sockets.
+"""Maps request paths to answers, without sockets.
 
-*Runs in* the threads that answer. *Owns* nothing. *Fails by* nothing that a request can cause.
+*Runs in* the answering threads. *Owns* nothing. *Fails by* nothing that a request can cause.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from elastic_trainer.web.access import Access, guarded
 from elastic_trainer.web.answers import HTML, JSON, NO_STORE, Answer, Body, Request, Stream, metrics, text
 
 UNREAD_LIMIT_S = 60.0
-"""A monitor that has not read the store for this long is not ready."""
+"""Seconds without a read of the store after which a monitor is not ready."""
 STUCK_S = 120.0
-"""A poll is bounded to seconds: one that takes this long never ends."""
+"""A poll is bounded to seconds: one that takes this long counts as hung."""
 STATIC_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 TARGET = re.compile(r"(https?)://([^\s/@?#]+:\d{1,5})/?")
 
 
 class MonitorSite:
-    """All there is to be asked for."""
+    """All paths of the monitor."""
 
     def __init__(self, board: Board, access: Access, *, forget_s: float = FORGET_S) -> None:
         self._board, self._access, self._forget_s = board, access, forget_s
@@ -71,11 +71,11 @@ class MonitorSite:
                 return metrics(self._collector, request.headers.get("accept", ""))
             case ["sd", "nodes"]:
                 return self._targets()
-        return text(404, "there is nothing here")
+        return text(404, "not found")
 
     def _health(self) -> Answer:
         stuck = self._board.published_s > STUCK_S
-        return text(503, "the store is not being read any more") if stuck else text(200, "ok")
+        return text(503, "the monitor has stopped reading the store") if stuck else text(200, "ok")
 
     def _readiness(self) -> Answer:
         unread_s = self._board.unread_s
@@ -90,13 +90,13 @@ class MonitorSite:
         return text(404, f"there is no run {run[:128]!r}; there are: {names}")
 
     def _answer(self, kind: str, body: Body | None) -> Answer:
-        return text(404, "there is nothing here") if body is None else Answer(200, kind, body, NO_STORE)
+        return text(404, "not found") if body is None else Answer(200, kind, body, NO_STORE)
 
     def _runs_page(self) -> bytes:
         return page.runs_page(as_values(self._board.listing())).encode()
 
     def _run_page(self, run: str, choice: page.Choice) -> Body | None:
-        """Of those that somebody has chosen none is kept: there is no end to them."""
+        """The page of a run; pages with a reader's choice are not cached, since their number is unbounded."""
         if choice == page.Choice():
             return self._board.body(f"page/{run}", lambda: self._written(run, choice))
         content = self._written(run, choice)
@@ -112,13 +112,13 @@ class MonitorSite:
 
     def _targets(self) -> Answer:
         reading = self._board.reading
-        if reading.read_at is None:  # Prometheus keeps the targets it has, and an empty list would drop them
+        if reading.read_at is None:  # on an error Prometheus keeps its targets; an empty list would drop them
             return text(503, "the store has not been read yet")
         return Answer(200, JSON, Body.of(json.dumps(targets(reading, self._forget_s)).encode()), NO_STORE)
 
 
 def targets(reading: StoreReading, forget_s: float = FORGET_S) -> list[dict[str, object]]:
-    """The endpoints of all nodes that are there, as Prometheus' http_sd reads them."""
+    """The endpoints of all present nodes, in Prometheus's http_sd format."""
     return [
         {"targets": [address], "labels": {"__scheme__": scheme, "run": run, "node": node}}
         for run, each in sorted(reading.runs.items())
@@ -128,7 +128,7 @@ def targets(reading: StoreReading, forget_s: float = FORGET_S) -> list[dict[str,
 
 
 def _endpoints(run: RunReading) -> list[tuple[str, str, str]]:
-    """Name, scheme and address of each node with an endpoint, by its health document or by its key."""
+    """Name, scheme and address of each node with an endpoint, from its health document or its key."""
     found = []
     for name, view in sorted(run.documents.live.items()):
         health, record = run.documents.health.get(name), view.record
@@ -141,13 +141,13 @@ def _endpoints(run: RunReading) -> list[tuple[str, str, str]]:
 
 
 def _static(name: str, known: str) -> Answer:
-    """A file of the page, by its name alone: it is looked up among those that there are, never opened as a path."""
+    """A file of the page, looked up by its name among the existing ones, never opened as a path."""
     found = page.static(name) if STATIC_NAME.fullmatch(name) else None
     if found is None:
         return text(404, "there is no such file")
     content, kind = found
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    headers = {"ETag": tag, "Cache-Control": "no-cache"}  # kept, and asked about each time
+    headers = {"ETag": tag, "Cache-Control": "no-cache"}  # cached, but revalidated each time
     if tag in {each.strip().removeprefix("W/") for each in known.split(",")}:
         return Answer(304, kind, Body(b"", None), headers)
     return Answer(200, kind, Body.of(content), headers)

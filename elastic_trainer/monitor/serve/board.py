@@ -1,6 +1,6 @@
-"""The newest reading of the store, for the threads that answer: each body is made once, however many ask for it.
+"""The newest reading of the store, for the answering threads: each body is rendered once, however many request it.
 
-*Runs in* the polling thread (``publish``) and the answering ones. *Owns* the newest reading and the bodies made of it.
+*Runs in* the polling thread (``publish``) and the answering ones. *Owns* the newest reading and its rendered bodies.
 *Fails by* nothing.
 """
 
@@ -37,40 +37,40 @@ class Board:
 
     @property
     def closed(self) -> bool:
-        """Whether there will be no other."""
+        """Whether no other reading will follow."""
         return self._closed
 
     @property
     def published_s(self) -> float:
-        """How long ago the newest reading came."""
+        """Seconds since the newest reading was published."""
         return self._clock.monotonic() - self._published_at
 
     @property
     def unread_s(self) -> float | None:
-        """How long the store has not been read; None: it never was."""
+        """Seconds since the store was last read; None: never."""
         read_at = self._reading.read_at
         return None if read_at is None else self._clock.monotonic() - read_at
 
     def publish(self, reading: StoreReading) -> None:
-        """``reading`` is the newest."""
+        """Make ``reading`` the newest."""
         with self._changed:
             self._reading, self._published_at = reading, self._clock.monotonic()
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wake all who wait; there will be no other reading."""
+        """Wake all waiting threads; no other reading will follow."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def wait(self, serial: int, timeout_s: float) -> StoreReading:
-        """The newest reading, once it is another than ``serial`` or ``timeout_s`` seconds have passed."""
+        """The newest reading, as soon as its serial differs from ``serial`` or ``timeout_s`` seconds have passed."""
         with self._changed:
             self._changed.wait_for(lambda: self._reading.serial != serial or self._closed, timeout_s)
             return self._reading
 
     def snapshot(self, run: str) -> RunSnapshot | None:
-        """The run; None if there is none of this name."""
+        """The run of this name; None if there is none."""
         reading = self._reading
         found = reading.runs.get(run)
         return None if found is None else snapshot(found.documents, found.seen, reading.store)
@@ -90,11 +90,11 @@ class Board:
         return self.body("list", lambda: _encoded(self.listing()))
 
     def runs_update(self) -> page.Update:
-        """The list as its page shows it."""
+        """The page of the list."""
         return page.runs_update(as_values(self.listing()))
 
     def run_update(self, run: str, choice: page.Choice) -> page.Update | None:
-        """The run as its page shows it to whoever has made ``choice``; the usual one is made once for all."""
+        """The page of the run for a reader's ``choice``; the default one is rendered once for all."""
         if choice != page.Choice():
             return self._update(run, choice)
         with self._making:
@@ -108,7 +108,7 @@ class Board:
         return None if found is None else page.run_update(as_values(found), choice)
 
     def body(self, key: str, make: Callable[[], bytes | None]) -> Body | None:
-        """What ``make()`` gives for the newest reading, made once; None is not kept."""
+        """The result of ``make()`` for the newest reading, computed once; None is not cached."""
         with self._making:
             self._forget_older()
             if key not in self._bodies:
@@ -119,7 +119,7 @@ class Board:
             return self._bodies[key]
 
     def _forget_older(self) -> None:
-        """What was made of the reading before."""
+        """Drop the bodies of the previous reading."""
         serial = self._reading.serial
         if serial != self._bodies_of:
             self._bodies, self._updates, self._bodies_of = {}, {}, serial

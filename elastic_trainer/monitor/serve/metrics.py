@@ -1,8 +1,8 @@
-"""The metrics of all runs as Prometheus wants them: every family of Source.MONITOR, made anew for each scrape.
+"""The metrics of all runs for Prometheus: all families of MetricSource.MONITOR, built for each scrape.
 
-Counters are sums over all nodes that ever published any, so that they do not go back when a node goes. Every value
-of an enumerated label is there. A run that has been over for an hour vanishes, so that series do not grow for ever.
-What is not known yet (a loss, a checkpoint) has no series until it is.
+Counters are sums over all nodes that ever published any, so that they do not decrease when a node leaves. All values of
+an enumerated label exist. A run that has been over for an hour disappears, so that series do not accumulate. Unknown
+values (a loss, a checkpoint) have no series until they are known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic_trainer.telemetry import families
 from elastic_trainer.telemetry.families import FAMILIES, Family, MetricKind, MetricSource
 
 Labels = tuple[str, ...]
-"""Values of the labels beside the run's name."""
+"""Values of the labels other than the run's name."""
 
 COUNTED: Final = {
     families.RESTARTS.name: "ended.{}",
@@ -36,11 +36,11 @@ COUNTED: Final = {
     families.CHECKPOINT_DURATION.name: "{}_s",
     families.RECOVERY.name: "recovery_s.{}",
 }
-"""Which of the nodes' counters (see membership/health) a counter or histogram is made of."""
+"""The nodes' counters (see membership/health) behind each counter or histogram."""
 
 
 class MonitorCollector(Collector):
-    """All runs of what ``reading()`` gives."""
+    """Collects the metrics of all runs of ``reading()``."""
 
     def __init__(self, reading: Callable[[], StoreReading], *, forget_s: float = FORGET_S) -> None:
         self._reading, self._forget_s = reading, forget_s
@@ -61,12 +61,12 @@ class MonitorCollector(Collector):
 
 
 def label_values(family: Family) -> list[Labels]:
-    """All combinations of the values that its labels have beside the run."""
+    """All combinations of the values of its labels other than the run."""
     return list(product(*family.values.values()))
 
 
 def gauges(run: RunReading) -> dict[str, dict[Labels, float]]:
-    """The values of all gauges that are known, by family and label values."""
+    """The known values of all gauges, by family and label values."""
     documents, seen = run.documents, run.seen
     states = Counter(str(node.record.state) for node in documents.live.values())
     told: dict[str, dict[Labels, float]] = {
@@ -104,7 +104,7 @@ def _add(
     present: Mapping[str, Mapping[Labels, float]],
     counters: Mapping[str, float],
 ) -> None:
-    """Add the series that ``run`` has of ``family``."""
+    """Add the series of ``run`` to ``family``'s metric."""
     for values in label_values(family):
         labels = run | dict(zip(family.values, values, strict=True))
         if family.kind is MetricKind.GAUGE:
@@ -120,9 +120,9 @@ def _add(
 
 
 def histogram(counters: Mapping[str, float], name: str, bounds: tuple[float, ...]) -> tuple[list[float], float]:
-    """Counts up to each of ``bounds`` and in all, and the sum, from the counters of histogram ``name``.
+    """Cumulative counts for each of ``bounds`` and in total, and the sum, from the counters of histogram ``name``.
 
-    A count of a bound that is not among them goes to the next higher one: another version may have had others.
+    A count of an unknown bound is added to the next higher one: another version may have other bounds.
     """
     counts = [0.0] * (len(bounds) + 1)
     start = f"{name}.le."

@@ -1,9 +1,9 @@
-"""The monitor: one thread that reads the store, and a server that answers from what was read.
+"""The monitor: one thread that reads the store, and a server that answers from the newest reading.
 
 *Runs in* the process of ``elastic-trainer monitor``.
 *Owns* the polling thread (``monitor``) and the server; the store is its caller's.
-*Fails by* ConfigError when it cannot listen. A store that is away ends nothing.
-*Invariant*: it keeps no state but in memory, so that several may run and any may be restarted.
+*Fails by* ConfigError when it cannot listen. It survives an unreachable store.
+*Invariant*: it keeps state only in memory, so several may run and any may be restarted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEFAULT_PORT = 9470
 
 @dataclass(frozen=True, slots=True)
 class MonitorOptions:
-    """Where it listens, and who may read."""
+    """The address to listen on, and the access control."""
 
     prefix: str
     host: str = DEFAULT_HOST
@@ -39,7 +39,7 @@ class MonitorOptions:
 
 
 class Monitor:
-    """See the module. A context manager: it works within."""
+    """See the module. A context manager that starts and stops it."""
 
     def __init__(self, store: Store, options: MonitorOptions) -> None:
         self._reader = Reader(store, options.prefix, forget_s=options.forget_s)
@@ -54,7 +54,7 @@ class Monitor:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port that it listens on."""
         return self._server.port
 
     def __enter__(self) -> Self:
@@ -78,6 +78,6 @@ class Monitor:
                 reading = self._reader.poll()
                 connected = reading.store.connected
                 self.board.publish(reading)
-            except Exception:  # noqa: BLE001 - thread edge: a document that nobody thought of must not blind everybody
+            except Exception:  # noqa: BLE001 - thread edge: an unexpected document must not stop the monitor
                 logger().exception("poll.failed")
             pause(pause_s(SYSTEM.monotonic() - began, connected), self._stopped)

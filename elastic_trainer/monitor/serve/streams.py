@@ -1,4 +1,4 @@
-"""A run as server-sent events, for as long as somebody reads them: its snapshots, or what has changed on its page.
+"""A run as server-sent events while a client reads them: its snapshots, or the changes of its page.
 
 *Runs in* the thread of the connection, which waits here between two pieces.
 """
@@ -13,18 +13,19 @@ from elastic_trainer.monitor import page
 from elastic_trainer.monitor.serve.board import Board
 
 STREAM_EVERY_S = 0.9
-"""Between two events of a stream: a poll of the store, less its jitter."""
+"""Seconds between two events of a stream: a poll of the store, less its jitter."""
 STREAM_BYTES_PER_S = 1e6
-"""Snapshots of thousands of ranks come more seldom: a megabyte is about 4,000."""
+"""Snapshots of thousands of ranks are sent less often: a megabyte is about 4,000 ranks."""
 KEEP_ALIVE_S = 15.0
 AGES_EVERY_S = 5.0
-"""How often a page is renewed of which nothing but the ages has changed; it takes 10 s of silence for a dead stream."""
+"""Seconds after which a page is updated although only ages have changed; the page treats 10 s of silence as a dead
+stream."""
 WAIT_STEP_S = 1.0
 RETRY_MS = 2000
 
 
 def snapshots(board: Board, run: str) -> Iterator[bytes]:
-    """A snapshot when something of the run has changed, a comment when nothing has for a while."""
+    """A snapshot when the run has changed, a comment when it has not for a while."""
 
     def snapshot() -> bytes | None:
         body = board.run_body(run)
@@ -34,7 +35,7 @@ def snapshots(board: Board, run: str) -> Iterator[bytes]:
 
 
 def updates(board: Board, run: str, choice: page.Choice) -> Iterator[bytes]:
-    """The whole page, then what has changed of it."""
+    """The whole page, then its changes."""
     before = page.NOTHING
 
     def update() -> bytes | None:
@@ -52,7 +53,7 @@ def updates(board: Board, run: str, choice: page.Choice) -> Iterator[bytes]:
 def _events(
     board: Board, run: str, make: Callable[[], bytes | None], idle: Callable[[], bytes], idle_s: float
 ) -> Iterator[bytes]:
-    """What ``make`` gives when something has changed, ``idle`` when nothing has for ``idle_s`` seconds."""
+    """The result of ``make`` when the run has changed, ``idle`` when it has not for ``idle_s`` seconds."""
     reading, sent, sent_at, due_at = board.reading, None, SYSTEM.monotonic(), -math.inf
     yield f"retry: {RETRY_MS}\n\n".encode()
     while not board.closed and run in reading.runs:

@@ -147,7 +147,7 @@ class Night:
                 return screen.page.inner_text("body")
 
             def blind(screen: Overview = screen, said: Callable[[], str] = said) -> bool:
-                return "does not reach the store" in said() and {row.needs for row in screen.rows()} == {"not known"}
+                return "cannot reach the store" in said() and {row.needs for row in screen.rows()} == {"not known"}
 
             self._until(blind, f"blind at {screen.width} px", said)
 

@@ -16,7 +16,7 @@ from tests.support.certificates import Authority
 
 SILENT = Word(9470, False, None, "nobody listens")
 WELL = Word(9471, True, 200, "ok")
-SICK = Word(9471, True, 503, "the store is not being read any more")
+SICK = Word(9471, True, 503, "the monitor has stopped reading the store")
 STUCK = Word(9471, True, None, "no answer: timed out")
 
 

@@ -1,4 +1,4 @@
-// What the drawing of a run's course shows, before it is drawn: points, rounds and incidents within a range. Pure.
+// The data of a run's drawing: points, rounds and incidents within a range. Pure.
 
 import { written } from "./scale.js";
 
@@ -37,7 +37,7 @@ function endOf(last, round, now) {
   return ends.length ? Math.max(...ends) : now;
 }
 
-/** Marks that would lie on each other become one: {x, look, words}. */
+/** Merges marks that would overlap: {x, look, words}. */
 export function marks(incidents, x, room = 9) {
   const worst = ["bad", "warn", "busy", "done", "other"];
   const found = [];
@@ -55,7 +55,7 @@ export function marks(incidents, x, room = 9) {
   return found;
 }
 
-/** The read-out for one point, and the incidents between it and its neighbors. */
+/** The read-out of one point, with the incidents between it and its neighbors. */
 export function readOut(course, place) {
   const { wall, step, loss, step_s: pace, world_size: world } = course.points;
   const [before, after] = [wall[place - 1] ?? -Infinity, wall[place + 1] ?? Infinity];

@@ -1,4 +1,4 @@
-// Draws a run's course on one axis of time: its rounds, its incidents, the loss and the step time, with a read-out.
+// Draws a run on one time axis: its rounds, its incidents, the loss and the step time, with a read-out.
 
 import { RANGES, courseOf, marks, readOut } from "./course.js";
 import { html, mount } from "./patch.js";
@@ -20,7 +20,7 @@ const SHAPES = {
 };
 
 export class Curves {
-  /** Draws into `place`, as wide as that is. */
+  /** Draws into `place`, in its full width. */
   constructor(place) {
     this.place = place;
     this.room = 0;
@@ -150,7 +150,7 @@ function timeAxis(course, frame) {
   </g>`;
 }
 
-/** Rounds as blocks as high as they have ranks: a gap is time without a round. */
+/** Rounds as blocks whose height is the number of ranks: a gap is time without a round. */
 function roundsOf(course, frame) {
   const most = Math.max(1, ...course.rounds.map((round) => round.world));
   const base = ROUNDS.top + ROUNDS.height;
@@ -158,7 +158,7 @@ function roundsOf(course, frame) {
   return html`<g class="rounds-drawn">
     <text x="${frame.start - 8}" y="${ROUNDS.top + 11}" text-anchor="end">${most}</text>
     <text x="${frame.start - 8}" y="${base}" text-anchor="end">0</text>
-    <text x="${frame.start}" y="${ROUNDS.top - 7}" class="name">rounds, as high as they have ranks</text>
+    <text x="${frame.start}" y="${ROUNDS.top - 7}" class="name">rounds, height by number of ranks</text>
     <line class="base" x1="${frame.start}" x2="${frame.end}" y1="${base}" y2="${base}" />
     ${course.rounds.map((round) => {
       const left = Math.max(frame.start, frame.x(round.from));

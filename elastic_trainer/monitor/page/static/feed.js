@@ -1,19 +1,19 @@
-// Brings the page's newest text: by server-sent events where they come through, else by asking again and again.
+// Fetches the page's newest text: by server-sent events if they get through, otherwise by polling.
 
 const SILENT_S = 10; // without an event for this long the stream may be dead
 const POLL_S = 2;
 const STREAM_AGAIN_S = 15;
 const TIMEOUT_S = 8;
-const STALE_S = 20; // longer than it takes to find a silent stream out and to be refused an answer
+const STALE_S = 20; // longer than it takes to detect a silent stream and a failed poll
 
 export class Feed {
-  /** `stream` may be null: then it only polls. `changed` is called for news and for each turn of the state. */
+  /** `stream` may be null: then it only polls. `changed` is called for news and for each change of the state. */
   constructor(url, stream, changed) {
     this.url = url;
     this.stream = stream;
     this.changed = changed;
     this.query = "";
-    this.streamed = null; // what the stream has brought up to now, to which its next event adds
+    this.streamed = null; // the stream's text so far, which its next event edits
     this.shown = null;
     this.garbled = false;
     this.state = "starting";
@@ -32,7 +32,7 @@ export class Feed {
     addEventListener("online", () => this.tick());
   }
 
-  /** From now on another view is wanted. */
+  /** Switch to another view. */
   turn(query) {
     this.query = query;
     this.source?.close();
@@ -75,7 +75,7 @@ export class Feed {
     };
   }
 
-  /** The stream is there, but nothing comes: it may never end by itself. */
+  /** The stream is open but silent, and may never end by itself. */
   giveUp(now) {
     this.source?.close();
     this.source = null;
@@ -99,7 +99,7 @@ export class Feed {
     this.polling = false;
   }
 
-  /** What `before` becomes by the message `raw`; null if that cannot be read. */
+  /** Applies the message `raw` to `before`; null if it cannot be read. */
   accept(raw, before, by) {
     let made = null;
     try {
@@ -121,23 +121,23 @@ export class Feed {
     this.changed();
   }
 
-  /** [look, words] for the top of the page. `store`: what the data itself says of its source. */
+  /** [look, words] for the top of the page. `store`: the state of the monitor's own source. */
   words() {
     const store = this.shown?.store;
     const age = this.age();
     const old = (age ?? 0) + (store?.age_s ?? 0);
-    const data = age === null ? "Nothing has come yet." : `What you see is ${lasting(old)} old.`;
+    const data = age === null ? "No data has arrived yet." : `This page is ${lasting(old)} old.`;
     if (this.state === "starting") return ["busy", "Connecting"];
-    if (this.state === "missing") return ["lost", `The store has no such run any more. ${data}`];
+    if (this.state === "missing") return ["lost", `The run is no longer in the store. ${data}`];
     if (this.state === "lost") return ["lost", `Connection lost. ${data}`];
-    if (store && store.connected === false) return ["lost", `The monitor does not reach the store. ${data}`];
+    if (store && store.connected === false) return ["lost", `The monitor cannot reach the store. ${data}`];
     if (old >= STALE_S) return ["lost", `No news. ${data}`];
     const how = this.state === "stream" || !this.stream ? "Live" : "Live by polling";
     return ["live", `${how}, ${Math.round(old)} s old`];
   }
 }
 
-/** The texts after the edits of `message`, which go from the last line to the first. */
+/** The texts after the edits of `message`, which are ordered from the last line to the first. */
 function renewed(message, before) {
   if (!message.full && !before) throw new Error("an update of nothing");
   const made = { store: message.store };

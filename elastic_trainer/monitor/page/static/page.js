@@ -1,11 +1,11 @@
-// Mounts what the server has written, as it comes, and says what has turned.
+// Mounts the server's updates as they arrive, and announces changes of state.
 
 import { Curves } from "./curves.js";
 import { Feed } from "./feed.js";
 import { mount } from "./patch.js";
 
-/** A newer monitor may send what this script, which is as old as the page, does not understand. */
-const UNREADABLE = "What the monitor sends cannot be shown. Load this page again.";
+/** A newer monitor may send updates that this script, which is as old as the page, cannot read. */
+const UNREADABLE = "The update from the monitor cannot be shown. Reload this page.";
 const TYPED_MS = 200;
 
 const { root, run } = document.body.dataset;
@@ -22,7 +22,7 @@ let typed = 0;
 
 const feed = new Feed(`${base}update`, run ? `${base}stream` : null, wake);
 
-/** A hidden page draws nothing: it catches up when it is seen again. */
+/** A hidden page draws nothing: it catches up when it becomes visible. */
 function wake() {
   if (waiting || document.hidden) return;
   waiting = true;
@@ -48,7 +48,7 @@ function show(shown) {
   curves.show(shown.course.map((line) => JSON.parse(line)));
 }
 
-/** Only turns are announced: a page that talks all the time is not listened to. */
+/** Announces only changes of state: readers would ignore constant announcements. */
 function sayings() {
   const each = [...view.querySelectorAll("[data-said]")];
   return new Map(each.map(({ dataset }) => [`${dataset.said} ${dataset.at ?? ""}`, dataset.said]));
@@ -63,7 +63,7 @@ function tell(now, words) {
   document.body.classList.toggle("stale", look === "lost");
 }
 
-/** What a reader chooses to see is a form's, so it has an address: the server writes it. */
+/** A reader's choices are a form's query, so they have a URL and the server renders them. */
 function choose(form, button) {
   const query = `?${new URLSearchParams(new FormData(form, button))}`;
   history.replaceState(null, "", query);

@@ -1,13 +1,13 @@
-// Makes the elements of the page those of a text, and keeps what need not change: focus, scrolling, what is open.
+// Updates the elements of the page to match a text, and keeps what need not change: focus, scrolling, open details.
 
-/** Text that is markup already. */
+/** Text that is already markup. */
 class Markup {
   constructor(text) {
     this.text = text;
   }
 }
 
-/** A template whose values are escaped, but for other templates and lists of them. */
+/** A template that escapes its values, except other templates and lists of them. */
 export function html(strings, ...values) {
   return new Markup(strings.reduce((text, part, place) => text + escaped(values[place - 1]) + part));
 }
@@ -19,7 +19,7 @@ function escaped(value) {
   return String(value).replace(/[&<>"']/g, (each) => `&#${each.charCodeAt(0)};`);
 }
 
-/** `markup` is a text that the server has written, or a template. */
+/** `markup` is a text from the server, or a template. */
 export function mount(place, markup) {
   const focused = document.activeElement;
   const template = document.createElement("template");
@@ -48,7 +48,7 @@ function children(place, wanted) {
   }
 }
 
-/** The next of its kind: what is between the two is gone from the page. A text is one with that at its place. */
+/** The next element of its kind: elements before it are no longer on the page. A text matches only at its position. */
 function alike(at, want) {
   if (want.nodeType !== Node.ELEMENT_NODE) return at?.nodeName === want.nodeName ? at : null;
   let found = at;
@@ -60,7 +60,7 @@ function dropped(at, until) {
   for (let each = at; each !== until; ) {
     const next = each.nextSibling;
     if (!each.id) each.remove();
-    else until.after(each); // it has its own place
+    else until.after(each); // elements with an id are placed separately
     each = next;
   }
   return until;

@@ -1,4 +1,4 @@
-// Axes: where values lie, which of them get a line, and how those are written. Pure.
+// Axes: the positions of values, the ticks, and their labels. Pure.
 
 const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
 
@@ -19,7 +19,7 @@ export function ticks(from, to, many) {
   return found;
 }
 
-/** Moments at full minutes, hours and so on of local time. */
+/** Times at full minutes, hours and so on of local time. */
 export function timeTicks(from, to, many) {
   const rough = (to - from) / many;
   const step = TIME_STEPS.find((each) => each >= rough) ?? Math.ceil(rough / 604800) * 604800;
@@ -48,7 +48,7 @@ export function zone(wall) {
   return `UTC${minutes < 0 ? "−" : "+"}${hours}${rest ? `:${String(rest).padStart(2, "0")}` : ""}`;
 }
 
-/** A tick's number with the digits that its step needs. */
+/** A tick's label with the digits that its step needs. */
 export function written(value, step) {
   if (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-4)) return value.toExponential(1).replace(".0e", "e");
   const digits = step >= 1 ? 0 : Math.min(6, Math.ceil(-Math.log10(step) - 1e-9));
@@ -70,7 +70,7 @@ export function line(xs, ys) {
   return path;
 }
 
-/** The place in the ascending `values` that is nearest to `value`. */
+/** The index in the ascending `values` that is nearest to `value`. */
 export function nearest(values, value) {
   let [low, high] = [0, values.length - 1];
   while (high - low > 1) {

@@ -97,7 +97,7 @@ def test_a_lost_connection_is_shown_and_recovers(server: StatusServer, open_page
     page = open_page(server.show(snapshots.healthy()))
     expect(page.locator("#fresh")).to_contain_text("Live")
     server.fall_silent()
-    expect(page.locator("#fresh")).to_contain_text(re.compile(r"Connection lost\. What you see is \d+ s old"))
+    expect(page.locator("#fresh")).to_contain_text(re.compile(r"Connection lost\. This page is \d+ s old"))
     expect(page.locator("#said")).to_contain_text("Connection lost")
     expect(page.locator("body")).to_have_class("stale")
     server.come_back()
@@ -146,7 +146,7 @@ def test_without_a_stream_the_page_asks(server: StatusServer, open_page: Open, c
 def test_a_store_that_does_not_answer_is_shown(server: StatusServer, open_page: Open) -> None:
     """The monitor is reached, and knows nothing new."""
     page = open_page(server.show(snapshots.healthy(store={"connected": False, "age_s": 43.0})))
-    expect(page.locator("#fresh")).to_contain_text(re.compile(r"does not reach the store\. What you see is 4\d s old"))
+    expect(page.locator("#fresh")).to_contain_text(re.compile(r"cannot reach the store\. This page is 4\d s old"))
 
 
 def test_what_cannot_be_shown_is_told(server: StatusServer, open_page: Open, complaints: list[str]) -> None:
@@ -154,7 +154,7 @@ def test_what_cannot_be_shown_is_told(server: StatusServer, open_page: Open, com
     page = open_page(server.show(snapshots.healthy()))
     server.garbled = True
     server.show(snapshots.healthy(step=48_998))
-    expect(page.locator("#fresh")).to_have_text("What the monitor sends cannot be shown. Load this page again.")
+    expect(page.locator("#fresh")).to_have_text("The update from the monitor cannot be shown. Reload this page.")
     expect(page.locator("body")).to_have_class("stale")
     server.garbled = False
     server.show(snapshots.healthy(step=48_999))

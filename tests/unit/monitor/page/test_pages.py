@@ -75,7 +75,7 @@ def test_the_first_lines_say_how_the_run_is() -> None:
     said = words(parsed(html).find(".//section[@class='verdict']"))
     assert "Recovering for 14 s" in said
     assert "node-2 was lost" in said
-    look = words(part(html, "Needs a look"))
+    look = words(part(html, "Needs attention"))
     assert "1 node is gone: node-2 (heard 21 s ago)." in look
     assert "node-3 is warming up." in look
     last = words(part(html, "Last incident"))
@@ -93,9 +93,9 @@ def test_what_was_lost_is_said() -> None:
 
 def test_slow_and_silent_ranks_need_a_look() -> None:
     """The worst first: who stands still, who is slow, what is late."""
-    look = part(page.run_page(snapshots.straggling()), "Needs a look")
+    look = part(page.run_page(snapshots.straggling()), "Needs attention")
     assert [words(item) for item in look.iter("li")] == [
-        "1 rank stands still: rank 3 on node-1 (for 1 min 14 s).",
+        "1 rank makes no progress: rank 3 on node-1 (for 1 min 14 s).",
         "1 rank is slow: rank 2 on node-1 (2.3 times as long).",
         "The last checkpoint is 31 min old; one is due every 5 min.",
         "2 saves have failed.",
@@ -105,17 +105,17 @@ def test_slow_and_silent_ranks_need_a_look() -> None:
 
 def test_too_few_nodes_need_a_look() -> None:
     """Fewer nodes than the run needs is the first thing to know."""
-    look = words(part(page.run_page(snapshots.healthy(min_nodes=4)), "Needs a look"))
-    assert "3 nodes are there, 4 are needed to train." in look
+    look = words(part(page.run_page(snapshots.healthy(min_nodes=4)), "Needs attention"))
+    assert "3 nodes are present, training needs 4." in look
 
 
 def test_nothing_needs_a_look_when_all_is_well_or_over() -> None:
     """A calm run says so, and an ended one has nothing to look at."""
     assert "Nothing: no node is missing, no rank is slow." in words(
-        part(page.run_page(snapshots.healthy()), "Needs a look")
+        part(page.run_page(snapshots.healthy()), "Needs attention")
     )
     ended = snapshots.recovering() | {"state": "succeeded"}
-    assert "The run has ended." in words(part(page.run_page(ended), "Needs a look"))
+    assert "The run has ended." in words(part(page.run_page(ended), "Needs attention"))
 
 
 def test_the_journal_becomes_rounds() -> None:
@@ -156,7 +156,7 @@ def test_an_empty_run_says_what_is_not_there() -> None:
 def test_an_unreached_store_is_named() -> None:
     """Old data is never shown as if it were new."""
     html = page.run_page(snapshots.healthy(store={"connected": False, "age_s": 43.0}))
-    assert "does not reach the store: what you see is 43 s old." in words(parsed(html).find(".//header"))
+    assert "cannot reach the store: this page is 43 s old." in words(parsed(html).find(".//header"))
 
 
 def test_without_scripts_the_page_renews_itself() -> None:

@@ -24,19 +24,19 @@ def ended(**more: Any) -> dict[str, Any]:
 
 STATES = [
     # what is there, the part of the page, what it says, what it must not say
-    ({}, "Needs a look", "Nothing: no node is missing", "Not known"),
-    ({"lost": ["node-9"]}, "Needs a look", "1 node was lost and not replaced: node-9.", "no node is missing"),
-    ({"store": AWAY}, "Needs a look", "Not known: the monitor does not reach the store.", "no node is missing"),
-    ({"state": "stopped", "departure": LEFT, **NOBODY}, "Needs a look", "Stopped on request (SIGTERM).", "needed"),
-    ({"state": "abandoned", "departure": GAVE_UP, **NOBODY}, "Needs a look",
-     "Node n1 was the last and gave up: fewer than 2 nodes were ready within 600 s (exit code 1).", "on its way"),
-    ({"state": "gathering", "min_nodes": 1}, "Needs a look", "nodes are on their way", "no node is missing"),
-    ({"state": "recovering"}, "Needs a look", "the next round is on its way", "no node is missing"),
-    ({"state": "succeeded"}, "Needs a look", "The run has ended.", "missing"),
-    ({"state": "failed", **ended()}, "Last incident", "The run did not go on from here.", "Training again"),
+    ({}, "Needs attention", "Nothing: no node is missing", "Unknown"),
+    ({"lost": ["node-9"]}, "Needs attention", "1 node was lost and not replaced: node-9.", "no node is missing"),
+    ({"store": AWAY}, "Needs attention", "Unknown: the monitor cannot reach the store.", "no node is missing"),
+    ({"state": "stopped", "departure": LEFT, **NOBODY}, "Needs attention", "Stopped on request (SIGTERM).", "needs"),
+    ({"state": "abandoned", "departure": GAVE_UP, **NOBODY}, "Needs attention",
+     "Node n1 was the last and gave up: fewer than 2 nodes were ready within 600 s (exit code 1).", "is forming"),
+    ({"state": "gathering", "min_nodes": 1}, "Needs attention", "nodes are joining", "no node is missing"),
+    ({"state": "recovering"}, "Needs attention", "the next round is forming", "no node is missing"),
+    ({"state": "succeeded"}, "Needs attention", "The run has ended.", "missing"),
+    ({"state": "failed", **ended()}, "Last incident", "The run did not continue after it.", "Training again"),
     ({"state": "failed", **ended()}, "Last incident", "Worker lost", "Nothing was lost"),
-    ({"state": "recovering", **ended(open=True)}, "Last incident", "Worker lost", "did not go on"),
-    (ended(next_round=2), "Last incident", "Nothing was lost. Training again after 31 s.", "did not go on"),
+    ({"state": "recovering", **ended(open=True)}, "Last incident", "Worker lost", "did not continue"),
+    (ended(next_round=2), "Last incident", "Nothing was lost. Training again after 31 s.", "did not continue"),
     (ended(next_round=2, steps_lost=3), "Last incident", "3 steps were lost.", "Nothing"),
 ]  # fmt: skip
 
