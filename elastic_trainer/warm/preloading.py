@@ -27,6 +27,8 @@ from elastic_trainer.warm.fitness import of_one_worker
 
 _HARMLESS = frozenset({"rich.style"})
 """Modules that draw a random number which forks may share: rich.style uses one as an id of a style."""
+_HARMLESS_THREADS = frozenset({"jemalloc_bg_thd"})
+"""jemalloc's, which pyarrow brings (and ``datasets`` that): a fork gives memory back without it."""
 _read: list[str] = []
 
 
@@ -116,7 +118,7 @@ class Preloading:
             raise Refused(name, f"leaves open {', '.join(sorted(opened))}")
         if _children():
             raise Refused(name, "starts a process")
-        if len(os.listdir("/proc/self/task")) > 1 and _threads_after_fork() > 1:
+        if _threads() > 1 and _threads_after_fork() > 1:
             raise Refused(name, "starts a thread")
         self._seen |= fresh
         strange = [each for each in sorted(fresh) if not is_installed(sys.modules[each], self._roots)]
@@ -205,4 +207,15 @@ def _threads_after_fork() -> int:
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    return len(os.listdir("/proc/self/task"))
+    return _threads()
+
+
+def _threads() -> int:
+    return sum(_name(thread) not in _HARMLESS_THREADS for thread in os.listdir("/proc/self/task"))
+
+
+def _name(thread: str) -> str:
+    try:
+        return Path(f"/proc/self/task/{thread}/comm").read_text().rstrip("\n")
+    except OSError:
+        return ""  # it has ended

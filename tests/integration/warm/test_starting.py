@@ -162,6 +162,21 @@ def test_a_file_that_hides_a_module_starts_cold(tmp_path: Path, place: Place) ->
         place.warm(it, str(path))
 
 
+def test_a_thread_that_a_fork_can_do_without_spoils_no_template(tmp_path: Path, place: Place) -> None:
+    """As that of jemalloc, which pyarrow starts; the fork has only its own."""
+    text = (
+        "import ctypes, threading\n"
+        "def named(begun, end):\n    ctypes.CDLL(None).prctl(15, b'jemalloc_bg_thd')\n    begun.set()\n    end.wait(99)\n"
+        "begun = threading.Event()\n"
+        "threading.Thread(target=named, args=(begun, threading.Event()), daemon=True).start()\nbegun.wait()"
+    )
+    script(tmp_path, text, "allocating.py")
+    path = script(tmp_path, "import os, sys; print('allocating' in sys.modules, len(os.listdir('/proc/self/task')))")
+    place.more = {"PYTHONPATH": str(tmp_path)}
+    with starter("allocating", PYTHONPATH=str(tmp_path)) as it:
+        assert place.of(it, path)[:2] == (0, "True 1\n")
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
