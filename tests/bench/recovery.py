@@ -135,15 +135,15 @@ def process_start(place: Path, limit_s: float) -> float:
         return max(job.steps("n0")[0].t for job in (one, other)) - begun_at
 
 
-def kill_series(column: Column, place: Path, kills: int, limit_s: float) -> list[Cost]:
+def kill_series(column: Column, place: Path, kills: int, limit_s: float, world: int = 3) -> list[Cost]:
     """Workers of all nodes in turn are killed ``kills`` times; a job that does not recover is replaced."""
     found: list[Cost] = []
     while len(found) < kills:
         with column.job(place) as job:
-            if not start(job, 3, limit_s).recovered:
+            if not start(job, world, limit_s).recovered:
                 return [*found, *[Cost(math.inf)] * (kills - len(found))]
             while len(found) < kills:
-                found.append(kill_worker(job, f"n{len(found) % 3}", limit_s))
+                found.append(kill_worker(job, f"n{len(found) % world}", limit_s))
                 note(f"  {column.name}: kill {len(found)} of {kills}: {found[-1].seconds:.2f} s")
                 if not found[-1].recovered:
                     break

@@ -1,9 +1,13 @@
-"""Every benchmark still runs: at toy size, with a report of the published shape; a peer that is absent is named."""
+"""Every benchmark still runs: at toy size, with a report of the published shape; what is absent is named."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +18,13 @@ from elastic_trainer.settings import ENV_LEDGER_DIR, ENV_NODE
 from tests.bench import goodput_job
 from tests.bench.goodput import judged, numbered
 from tests.bench.goodput_peers import Struck
+from tests.bench.programs import Outcome, musts, reason, repeated
+from tests.bench.programs_known import STANDINS, chosen
 from tests.bench.recovery_torchft import TorchftJob, lighthouse_command, look, peers
 from tests.bench.themes import Theme, themes
 from tests.drills.cluster.schedule import STORM, Blow, poisson
 from tests.integration.training.launch import ran
+from tests.support.plainjob import Step
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 540.0
@@ -145,3 +152,66 @@ def test_torchft_runs_in_its_own_environment_with_its_column_s_options(tmp_path:
         assert bool(options) == (column.name == "torchft_tuned")
     assert "--heartbeat_timeout_ms=200" in lighthouse_command(columns["torchft_tuned"], "127.0.0.1:1", 2)
     assert list(peers(tmp_path / "python", quick=True)) == ["torchft_tuned"]
+
+
+def test_a_program_whose_source_nobody_gave_is_named(tmp_path: Path) -> None:
+    """The report says what is missing; with all files in its folder the program runs on copies of them."""
+    (program,) = chosen(["multigpu_torchrun"])
+    assert "source not given" in program.missing(None)
+    (folder := tmp_path / program.name).mkdir()
+    (folder / "datautils.py").write_text("a")
+    assert program.missing(tmp_path) == f"source not given: {folder} has no multigpu_torchrun.py"
+    (folder / "multigpu_torchrun.py").write_text("b")
+    assert program.missing(tmp_path) == ""
+    (work := tmp_path / "work").mkdir()
+    program.place(work, tmp_path)
+    assert Path(program.words(work)[0]).read_text() == "b"
+    assert "needs a GPU" in chosen(["torchtitan"])[0].missing(tmp_path)
+
+
+def test_steps_are_numbered_by_the_parameters_they_start_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that resumes from step 2 makes step 3 again; one that begins anew makes step 1."""
+    spec = spec_from_file_location("watching", STANDINS / "sitecustomize.py")
+    assert spec is not None
+    assert spec.loader is not None
+    watching: Any = module_from_spec(spec)
+    spec.loader.exec_module(watching)
+    for name, text in {
+        "BENCH_STEPS": str(tmp_path),
+        "ELASTIC_TRAINER_NODE": "n0",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+    }.items():
+        monkeypatch.setenv(name, text)
+
+    def process(start: float, count: int) -> None:
+        steps, weight = watching.Steps(), torch.nn.Parameter(torch.tensor([start]))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        for _ in range(count):
+            weight.grad = torch.ones(1)
+            steps.before(optimizer)
+            optimizer.step()
+            steps.after(optimizer)
+
+    process(10.0, 4)  # 9, 8, 7, 6
+    process(8.0, 1)
+    process(50.0, 1)
+    lines = [line.split() for line in (tmp_path / "n0-0.txt").read_text().splitlines()]
+    assert [int(line[4]) for line in lines] == [1, 2, 3, 4, 3, 1]
+    assert {(*line[1:4], int(line[5])) for line in lines} == {("0", "0", "1", os.getpid())}
+
+
+def test_what_a_fault_has_cost_a_program_is_read_from_its_steps_and_logs() -> None:
+    """Steps made again count from the newest one before; a fault that nobody survived misses the promise."""
+    old = [Step(t, 1, 0, 2, 20 + t, 7) for t in range(5)]
+    assert repeated([*old, Step(9, 2, 0, 2, 22, 8), Step(10, 2, 0, 2, 23, 8)], {(1, 7)}) == 3
+    assert repeated([*old, Step(9, 2, 0, 2, 25, 7)], {(1, 7)}) == 0
+    log = "[rank0]: RuntimeError: Connection closed by peer\nelastic-trainer: the run ended\n"
+    assert reason([log, ""]) == "elastic-trainer: the run ended"
+    assert reason(["fine\n"]) == "no step, and no error in the logs"
+    lost = Outcome(math.inf, exit_codes={"n0": 1}, why="it failed")
+    assert lost.as_json() == {"went_on": False, "exit_codes": {"n0": 1}, "why": "it failed"}
+    turns = {"etcd3_restart": [{"node_join": Outcome(1.0, 3), "node_kill": lost}], "c10d_tuned": [{"node_join": lost}]}
+    assert [(must.name, must.ok) for must in musts({"ddp": turns}, {})] == [
+        ("ddp, etcd3_restart: faults survived", False)
+    ]

@@ -166,7 +166,8 @@ def test_a_thread_that_a_fork_can_do_without_spoils_no_template(tmp_path: Path, 
     """As that of jemalloc, which pyarrow starts; the fork has only its own."""
     text = (
         "import ctypes, threading\n"
-        "def named(begun, end):\n    ctypes.CDLL(None).prctl(15, b'jemalloc_bg_thd')\n    begun.set()\n    end.wait(99)\n"
+        "def named(begun, end):\n"
+        "    ctypes.CDLL(None).prctl(15, b'jemalloc_bg_thd')\n    begun.set()\n    end.wait(99)\n"
         "begun = threading.Event()\n"
         "threading.Thread(target=named, args=(begun, threading.Event()), daemon=True).start()\nbegun.wait()"
     )
