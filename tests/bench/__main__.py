@@ -1,12 +1,16 @@
-"""``python -m tests.bench`` lists the benchmarks; ``python -m tests.bench run [THEME ...]`` runs them in turn."""
+"""``python -m tests.bench`` lists the benchmarks; ``run [THEME ...]`` runs them; ``report`` also writes their page."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from elastic_trainer.clock import SYSTEM, Deadline
+from tests.bench.page import Measured, block, page, with_block
 from tests.bench.report import note
 from tests.bench.themes import themes
 
@@ -19,6 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_argument("themes", nargs="*", metavar="THEME")
     run.add_argument("--quick", action="store_true", help="toy size")
     run.add_argument("--json", action="store_true", help="one line of JSON for each")
+    report = commands.add_parser("report", help="run all benchmarks within a time, and write their page")
+    report.add_argument("themes", nargs="*", metavar="THEME")
+    report.add_argument("--minutes", type=float, default=38.0, help="what is not measured by then is left out (38)")
+    report.add_argument("--directory", type=Path, default=ROOT, help="of README.md and deploy (this clone)")
+    report.add_argument("--torchft-python", type=Path, help="the python of an environment with torch and torchft")
     options = parser.parse_args(argv)
     known = {theme.name: theme.summary for theme in themes()}
     if options.what is None:
@@ -27,8 +36,66 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in options.themes if name not in known]
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are: {', '.join(known)}")
+    if options.what == "report":
+        return write_report(options.themes or list(known), options.minutes, options.directory, options.torchft_python)
     flags = [flag for flag, wanted in (("--quick", options.quick), ("--json", options.json)) if wanted]
     return run_all(options.themes or list(known), flags)
+
+
+ROOT = Path(__file__).parents[2]
+PLAN = {
+    "goodput": (["--length", "120"], 1200.0),
+    "recovery": (["--quick", "--repeats", "3"], 540.0),
+    "sharded": (["--repeats", "1"], 240.0),
+}
+"""How the report calls a benchmark, and the seconds that it gives it; the others run at toy size."""
+TOY = (["--quick"], 120.0)
+END_S = 60.0
+"""For a benchmark that is told to end."""
+
+
+def write_report(names: Sequence[str], minutes: float, directory: Path, torchft: Path | None) -> int:
+    """Measure what ``minutes`` allow, the most telling first; ``deploy/report.md``, its pictures, README's part."""
+    deadline, measured, missing = Deadline.after(60.0 * minutes), [], {}
+    pictures = directory / "deploy" / "images" / "goodput"
+    peer = ["--torchft-python", str(torchft)] if torchft is not None else []
+    for name in sorted(names, key=lambda each: (each not in PLAN, each)):
+        words, limit_s = PLAN.get(name, TOY)
+        words = [*words, *(["--pictures", str(pictures)] if name == "goodput" else [])]
+        words += peer if name in ("goodput", "recovery") else []
+        found = _measure(name, words, min(limit_s, deadline.remaining_s()))
+        if isinstance(found, Measured):
+            measured.append(found)
+        else:
+            missing[name] = found
+    drawn = {path.stem: str(path.relative_to(directory / "deploy")) for path in sorted(pictures.glob("*.svg"))}
+    text = page(measured, missing, drawn if "goodput" not in missing else {})
+    (directory / "deploy" / "report.md").write_text(text, encoding="utf-8")
+    readme = directory / "README.md"
+    readme.write_text(with_block(readme.read_text(encoding="utf-8"), block(text)), encoding="utf-8")
+    return 1 if missing else 0
+
+
+def _measure(name: str, words: Sequence[str], limit_s: float) -> Measured | str:
+    """Its report, or why there is none."""
+    if limit_s <= 1.0:
+        return "the time was over"
+    note(f"== {name}, {limit_s:.0f} s at most")
+    began = SYSTEM.monotonic()
+    command = [sys.executable, "-m", f"tests.bench.{name}", *words, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            out, _ = running.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            running.terminate()
+            try:
+                running.communicate(timeout=END_S)
+            except subprocess.TimeoutExpired:
+                running.kill()
+            return f"it took more than {limit_s:.0f} s"
+    if running.returncode != 0:
+        return f"it ended with exit code {running.returncode}"
+    return Measured(json.loads(out.splitlines()[-1]), SYSTEM.monotonic() - began)
 
 
 def run_all(names: Sequence[str], flags: Sequence[str]) -> int:

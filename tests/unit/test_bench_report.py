@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.bench.calibration import Calibration, typical
+from tests.bench.page import BEGIN, END, Measured, block, page, with_block
 from tests.bench.report import Must, Options, Report, alternate, at_least, at_most, at_most_time, emit, parse, ratio
 from tests.bench.themes import Theme, themes
 
@@ -140,3 +141,75 @@ def test_benchmarks_are_found_by_their_main_without_being_run(tmp_path: Path) ->
     (tmp_path / "shared_parts.py").write_text('"""No benchmark."""\n')
     (tmp_path / "test_pause.py").write_text("def main(): ...\n")
     assert themes(tmp_path) == (Theme("pause", "How long."),)
+
+
+STORM = {"seed": 1, "mean_s": 20.0, "length_s": 600.0, "faster_than_llama3": 556.8}
+FOUND = {
+    "goodput": 0.9812,
+    "steps_repeated": 3,
+    "samples_lost": 0,
+    "samples_repeated": 0,
+    "lost_s_per_fault": 0.376,
+    "median_stall_s": {"worker-kill": 0.1234},
+    "step_ms": 110.2,
+    "checkpoints_cost_percent": 0.9,
+    "final_loss": 0.25,
+    "operator": {"whole restarts": 2},
+}
+GOODPUT = {
+    "benchmark": "goodput",
+    "command": "python -m tests.bench.goodput",
+    "machine": {"processor": "P", "load_1m": 0.5, "calibration": {"scale": 1.25}},
+    "versions": {"torch": "2"},
+    "figures": {"storm": STORM, "found": {"in_place": FOUND, "torchft": {"failed": "it did not start"}}},
+    "musts": [{"name": "in_place: goodput", "value": 0.9812, "limit": 0.95, "ok": True}],
+}
+RECOVERY = GOODPUT | {
+    "benchmark": "recovery",
+    "figures": {
+        "columns": {"ours": {}, "theirs": {}},
+        "rows": {"node_kill": {"ours": {"seconds": [0.3, 0.1, 0.2]}, "theirs": {"seconds": [1.0, None]}}},
+    },
+    "musts": [{"name": "a time", "value": None, "limit": 0.2, "ok": False}],
+}
+
+
+def test_the_page_has_what_was_measured_with_its_spread_and_what_was_not() -> None:
+    """A peer that did not start has no column; a job that never came back is counted, not averaged."""
+    text = page(
+        [Measured(GOODPUT, 61.4), Measured(RECOVERY, 9.0)], {"sever": "the time was over"}, {"in_place": "a/in.svg"}
+    )
+    for line in (
+        "|  | in place |",
+        "| goodput | 0.981 |",
+        "| worker-kill: stall, s | 0.1234 |",
+        "| node-kill: stall, s |  |",
+        "| started again by hand | 2 |",
+        "![Ranks and steps over time, in_place](a/in.svg)",
+        "| node_kill | 0.20 (0.10 to 0.30) | never in 1 of 2 |",
+        "| goodput | in_place: goodput | 0.9812 | 0.95 | kept |",
+        "| recovery | a time |  | 0.2 | missed |",
+        "| `python -m tests.bench.goodput` | 61 | 0.5 | 1.25 |",
+        "| torch | 2 |",
+        "- `sever`: the time was over",
+    ):
+        assert line in text.splitlines(), line
+
+
+def test_a_readme_takes_its_figures_from_the_page() -> None:
+    """The part between the marks is replaced, again and again; the rest stays, and a text without marks as it is."""
+    text = page([Measured(GOODPUT, 1.0)], {}, {})
+    once = with_block(f"head\n{BEGIN}\nold\n{END}\ntail", block(text))
+    assert block(once) == block(text) != ""
+    assert with_block(once, block(text)) == once
+    assert once.startswith("head\n")
+    assert once.endswith("\ntail")
+    assert "old" not in once
+    assert with_block("none", "new") == "none"
+
+
+def test_the_readme_s_figures_are_those_of_the_report() -> None:
+    """Neither is changed by hand. Before the first report there are none."""
+    report, readme = ROOT / "deploy" / "report.md", (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.count(BEGIN) == readme.count(END) == 1
+    assert block(readme) == (block(report.read_text(encoding="utf-8")) if report.exists() else "")
