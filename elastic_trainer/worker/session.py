@@ -223,13 +223,16 @@ class Session(SessionStanding):
             check_part(name, part, self._user)
             self._user[name] = part
 
-    def init_device_mesh(self, shape: Sequence[int], *, mesh_dim_names: Sequence[str]) -> DeviceMesh:
+    def init_device_mesh(
+        self, shape: Sequence[int], *, mesh_dim_names: Sequence[str], whole_job: bool = False
+    ) -> DeviceMesh:
         """A mesh over processes of this node, to shard the model with; replicas on other nodes are the session's.
 
         As torch's, but before any rank is known, and for all rounds. -1 is what the other dimensions leave of the
-        node's processes; alone (without torchrun) each dimension is 1.
+        node's processes; alone (without torchrun) each dimension is 1. ``whole_job``: over the processes of all nodes,
+        without replicas; not in place.
         """
-        return self._meshes.make(self._require_open().place, shape, mesh_dim_names)
+        return self._meshes.make(self._require_open().place, shape, mesh_dim_names, whole_job=whole_job)
 
     def parallelizing(self) -> AbstractContextManager[None]:
         """Apply ``parallelize_module(..., src_data_rank=None)`` and ``fully_shard(...)`` in here, with the mesh."""

@@ -334,11 +334,18 @@ class ShardLayout:
 
 
 def checked_shape(
-    shape: Sequence[int], names: Sequence[str] | None, node_size: int, nodes: int = 1, *, launched: bool
+    shape: Sequence[int],
+    names: Sequence[str] | None,
+    node_size: int,
+    nodes: int = 1,
+    *,
+    launched: bool,
+    whole_job: bool = False,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The mesh's shape and names; -1 is the rest that the other dimensions leave of the ``nodes`` that share a model.
 
-    Pure; raises ConfigError. In a process that no launcher started each dimension is 1.
+    Pure; raises ConfigError. In a process that no launcher started each dimension is 1. ``whole_job``: those
+    ``nodes`` are all there are, and the mesh covers them.
     """
     wanted = tuple(shape)
     if names is None or len(names) != len(wanted) or len(set(names)) != len(wanted) or not wanted:
@@ -352,6 +359,11 @@ def checked_shape(
     if wanted.count(-1) == 1:
         others = -math.prod(wanted)
         wanted = tuple(size // others if each == -1 and others > 0 else each for each in wanted)
+    if whole_job and (min(wanted) < 1 or size != math.prod(wanted)):
+        raise ConfigError(
+            f"a device mesh of shape {tuple(shape)} does not cover the {size} processes of the whole job",
+            hint="give one dimension as -1: the number of processes changes with that of the nodes",
+        )
     if min(wanted) < 1 or size % math.prod(wanted):
         where = "this node" if nodes == 1 else f"{nodes} nodes (--rdzv-conf shard_nodes={nodes})"
         raise ConfigError(

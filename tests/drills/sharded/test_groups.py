@@ -1,6 +1,7 @@
 """Shard groups of two nodes: nodes die in one group, in two at once, and fresh ones fill their places.
 
-``ELASTIC_TRAINER_GROUP_KILLS=N`` kills N more at random, one or two at once.
+``ELASTIC_TRAINER_GROUP_KILLS=N`` kills N more at random, one or two at once. A model that is sharded over all nodes of
+the job is sharded anew at each number of them (``ELASTIC_TRAINER_WHOLE_JOB_NODES``).
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import pytest
 from elastic_trainer.clock import pause
 from elastic_trainer.drills.measure import Book
 from elastic_trainer.local.cluster import Node, kill
+from elastic_trainer.local.ledger import Line, LineKind
 from elastic_trainer.membership.documents import NodeState
-from tests.drills.sharded.test_saves import Saved
+from tests.drills.sharded.test_saves import SAVE_EVERY, Saved
 from tests.drills.sharded.test_sharded import CLOSE
 
 COUNT = "ELASTIC_TRAINER_GROUP_KILLS"
 KILLS = int(os.environ.get(COUNT, "0"))
 GROUP = 2
+NODES = int(os.environ.get("ELASTIC_TRAINER_WHOLE_JOB_NODES", "3"))
+"""Of the job that shards its model over all nodes."""
 
 
 class Groups(Saved):
@@ -113,6 +117,51 @@ def test_in_restart_mode_nodes_have_no_places(tmp_path: Path, etcd_endpoint: str
         drill.kill_nodes(first)
         drill.train(second, job.add())
         error = drill.ended(tmp_path, restarted=True, ranks=GROUP)
+    assert error < CLOSE
+
+
+class WholeJob(Groups):
+    """Nodes of one rank each, over all of which the model is sharded."""
+
+    def taken_up(self, world: int) -> int:
+        """Wait until ``world`` ranks make steps after those of other sizes; the first step that they made."""
+        before = self._before
+        self.train(*self.job.running)
+
+        def first() -> Line | None:
+            made = (each for each in self.job.lines() if each.event is LineKind.STEP and each.round > before)
+            return next((each for each in made if each.world == world), None)
+
+        self.job.wait_for(lambda: first() is not None, f"{world} ranks make no step")
+        found = first()
+        assert found is not None
+        return found.step
+
+
+def test_a_model_sharded_over_the_whole_job_is_sharded_anew_when_nodes_die_and_join(
+    tmp_path: Path, etcd_endpoint: str, run_id: str
+) -> None:
+    """A node is killed, and its shards with it: the others resume the newest checkpoint with one place less. Then one
+    joins. Only steps behind that checkpoint are repeated, each sample counts once, and the result is that of one
+    process.
+    """
+    options: dict[str, Any] = {"recovery": "restart", "save_every": SAVE_EVERY, "sgd": True, "whole_job": True}
+    drill = WholeJob(tmp_path, etcd_endpoint, run_id, nodes=NODES, places=1, pace_s=0.05, **options)
+    with drill.job as job:
+        job.start(NODES)
+        drill.taken_up(NODES)
+        job.wait_for(lambda: drill.newest_saved() >= SAVE_EVERY, "nothing is saved")
+        saved = drill.newest_saved()
+        drill.kill_nodes(job.running[1])
+        first = drill.taken_up(NODES - 1)
+        newest = max(line.step for line in job.lines() if line.event is LineKind.STEP and line.world == NODES)
+        assert saved < first <= newest + 1
+        drill.begins()
+        job.add()
+        drill.taken_up(NODES)
+        error = drill.ended(tmp_path, restarted=True)
+        assert '"snapshot.loaded"' not in "".join(job.log(node.name) for node in job.nodes)
+    print({"saved": saved, "newest": newest, "first": first, "error": error})
     assert error < CLOSE
 
 

@@ -4,7 +4,8 @@ Options: ``steps`` (None: until the file ``stop`` appears), ``pace_s``, ``mesh``
 too; "pp": in stages, with ``schedule``), ``meta``, ``micro`` (the size of micro-batches), ``policy`` ("fp32", "bf16" or
 "reduced"), ``average``, ``scaler``, ``sgd``, ``offload`` (parameters to the CPU), ``activations`` (recomputed),
 ``save_every``, ``snapshot_every_s``, ``patience_s`` (of place 0 for another, at a save), ``shows`` (a directory of
-checkpoints: show what is resumed there, and end), ``keeps_stale`` (the clearing of gradients is switched off).
+checkpoints: show what is resumed there, and end), ``keeps_stale`` (the clearing of gradients is switched off),
+``whole_job`` (the mesh covers all nodes).
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Net(nn.Module):
 def built(session: Session, options: dict[str, Any]) -> nn.Module:
     """The model, sharded over the mesh of the session."""
     names = tuple(options.get("names", ["dp_shard"]))
-    mesh = session.init_device_mesh(options.get("mesh", [-1]), mesh_dim_names=names)
+    whole_job = bool(options.get("whole_job"))
+    mesh = session.init_device_mesh(options.get("mesh", [-1]), mesh_dim_names=names, whole_job=whole_job)
     policy = MixedPrecisionPolicy(**POLICIES[options.get("policy", "fp32")])
     offload = CPUOffloadPolicy(pin_memory=False) if options.get("offload") else OffloadPolicy()
     torch.manual_seed(int(options.get("seed", 0)))
@@ -317,11 +319,11 @@ def main() -> None:
                 continue
             if seen != session.round:
                 seen = session.round
-                note(directory, session)
+                note(directory, session, whole_job=bool(options.get("whole_job")))
             if ended or session.step_number == options.get("steps"):
                 break
             time.sleep(options.get("pace_s", 0.0))
-        note(directory, session)
+        note(directory, session, whole_job=bool(options.get("whole_job")))
         result(directory, session, options, data, step.loss)
 
 
@@ -332,11 +334,11 @@ def show(directory: Path, session: Session, optimizer: torch.optim.Optimizer) ->
     torch.save({"step": session.step_number, **whole}, directory / f"shown-{session.rank}")
 
 
-def note(directory: Path, session: Session) -> None:
+def note(directory: Path, session: Session, *, whole_job: bool) -> None:
     """What this place holds, for comparison with its replicas."""
     held = {name: local(each.detach()) for name, each in session.module.named_parameters() if not each.is_meta}
     sizes = (int(os.environ.get(name) or 1) for name in ("ELASTIC_TRAINER_SHARD_NODES", "LOCAL_WORLD_SIZE"))
-    place = session.rank % math.prod(sizes)
+    place = session.rank % (session.world_size if whole_job else math.prod(sizes))
     line = {"step": session.step_number, "round": session.round, "place": place, "pid": os.getpid()}
     with (directory / f"shards-{os.getpid()}").open("a") as file:
         file.write(json.dumps({**line, "digest": fingerprint(held)}) + "\n")

@@ -27,6 +27,16 @@ def test_a_mesh_that_does_not_divide_the_node_is_refused(shape: tuple[int, ...])
         checked_shape(shape, TWO[: len(shape)], 4, 2, launched=True)
 
 
+@pytest.mark.parametrize("shape", [(2,), (8,), (-1, 3), (0,)])
+def test_a_mesh_over_the_whole_job_covers_all_of_its_processes(shape: tuple[int, ...]) -> None:
+    """A smaller one would have replicas; a fixed one fits one number of nodes only."""
+    assert checked_shape((-1,), ("a",), 2, 3, launched=True, whole_job=True) == ((6,), ("a",))
+    assert checked_shape((2, 2), TWO, 2, 2, launched=True, whole_job=True) == ((2, 2), TWO)
+    assert checked_shape((-1,), ("a",), 1, launched=False, whole_job=True) == ((1,), ("a",))
+    with pytest.raises(ConfigError, match="does not cover the 4 processes of the whole job"):
+        checked_shape(shape, TWO[: len(shape)], 2, 2, launched=True, whole_job=True)
+
+
 @pytest.mark.parametrize("names", [None, ("a",), ("a", "a"), ()])
 def test_each_dimension_has_a_name(names: tuple[str, ...] | None) -> None:
     """The session knows by it which ranks draw the same samples."""
