@@ -1,4 +1,4 @@
-"""Checkpoints that exist completely or not at all, and are verified whenever they are read. Imports no torch.
+"""Checkpoints that exist completely or not at all, and are verified at every read. Imports no torch.
 
 Names and their order: layout. State to bytes and back: codec (structure), tensors and tensorfile (data). Bytes to disk:
 image, commit, storage; by several processes: sharing, sharded, joint; beside training: arena, snapshot, background.

@@ -1,12 +1,12 @@
-"""Memory for the files of checkpoints that are about to be written: a save copies them here, and training goes on.
+"""Memory for the files of checkpoints before they are written: a save copies them here, and training continues.
 
-Two slots: one is being written to storage while the next state is copied into the other. Fresh memory costs several
-times the copy itself (the kernel clears each page as it is touched), so slots are kept and used again. A slot is a
-memory file without a name. Where the node's agent holds them, what they hold outlives this process: see snapshot.
+There are two slots: one is written to storage while the next state is copied into the other. Fresh memory costs several
+times the copy itself (the kernel clears each page at its first use), so slots are reused. A slot is an unnamed memory
+file. If the node's agent holds the files, their contents outlive this process: see snapshot.
 
-*Runs in* the thread that saves (``hold``), one that prepares, and those that write (``seal``, ``release``).
-*Owns* the slots. *Fails by* NoRoomError where the machine has not enough memory left.
-*Invariant*: a held slot's bytes do not change until it is released; the newest sealed one is filled last.
+*Runs in* the thread that saves (``hold``), one that prepares, and the writing ones (``seal``, ``release``).
+*Owns* the slots. *Fails by* NoRoomError if the machine has too little memory left.
+*Invariant*: a held slot's bytes do not change until it is released; the slot of the newest sealed state is reused last.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from elastic_trainer.telemetry.logs import logger
 SLOTS = 2
 _NAME = "elastic-trainer-checkpoint"
 KEPT_FREE = 256 << 20
-"""Memory that a new slot leaves to others."""
+"""Bytes of memory that a new slot leaves to others."""
 _PAGE = mmap.PAGESIZE
 _ROUNDED = 2 << 20
 _TOUCHED = 4 << 20
-"""Bytes touched at a time: meanwhile this process cannot map other memory."""
+"""Bytes touched at a time, during which this process cannot map other memory."""
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of madvise(2), since Linux 5.14; Python does not name it."""
 
@@ -46,7 +46,7 @@ class NoRoomError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A copy of an image in slot ``slot``, whole when ``arrived()`` has returned: a device may still be writing."""
+    """A copy of an image in slot ``slot``, complete once ``arrived()`` returns: a device may still be writing."""
 
     slot: int
     image: Image
@@ -54,9 +54,9 @@ class Held:
 
 
 class Arena:
-    """See the module. ``files`` are the agent's memory files; without them the slots end with this process.
+    """See the module. ``files`` are the agent's memory files; without them the slots die with this process.
 
-    ``beside`` are those of the other places of a sharded state: one that all of them hold is whole.
+    ``beside`` are those of the other places of a sharded state: a state that all of them hold is whole.
     """
 
     def __init__(self, files: Sequence[Path] = (), cuda: Cuda | None = None, beside: Sequence[Path] = ()) -> None:
@@ -70,7 +70,7 @@ class Arena:
         self._free = sorted(range(SLOTS), key=self._worth()) if self.lasting else list(range(SLOTS))
 
     def _worth(self) -> Callable[[int], Any]:
-        """Of a slot, for an order in which a part of the newest whole state comes last, then the newest part."""
+        """The sort key of a slot: slots with newer parts come later, and parts of the newest whole state last."""
         descriptors = [slot.descriptor for slot in self._slots]
         own = {each.descriptor: each.order for each in _sound(descriptors)}
         newest = self.newest()
@@ -84,15 +84,15 @@ class Arena:
 
     @property
     def size(self) -> int:
-        """Bytes of memory that the slots take."""
+        """Bytes of memory of all slots."""
         return sum(slot.size for slot in self._slots)
 
     def newest(self) -> StateSnapshot | None:
-        """The newest whole state in the slots, of this process or one before it; None if there is none."""
+        """The newest whole state in the slots, of this process or an earlier one; None if there is none."""
         return newest([*(slot.descriptor for slot in self._slots), *self._beside])
 
     def prepare(self, size: int, *, pinned: bool = False) -> None:
-        """Have slots for ``size`` bytes, as far as there is memory. Any thread; what slots hold does not change."""
+        """Allocate slots of ``size`` bytes, as far as memory allows. Any thread; keeps the contents of slots."""
         with suppress(NoRoomError):
             for slot in self._slots:
                 slot.grow(size)
@@ -100,7 +100,7 @@ class Arena:
                     slot.pin()
 
     def hold(self, image: Image) -> Held:
-        """Copy ``image`` into the slot that was released first. RuntimeError if there is none."""
+        """Copy ``image`` into the free slot to be reused first. RuntimeError if all are held."""
         if not self._free:
             raise RuntimeError("all slots are held")
         number = self._free[0]
@@ -111,19 +111,19 @@ class Arena:
         return Held(number, copied, arrived)
 
     def seal(self, held: Held, manifest: Manifest, location: str, job: str | None) -> None:
-        """The copy is whole, as ``manifest`` says; if this process ends, others may use it."""
+        """Mark the copy complete, as described by ``manifest``; if this process dies, others may use it."""
         seal_as(self._slots[held.slot].descriptor, manifest, location, job)
 
     def mark_stored(self, held: Held) -> None:
-        """The copy is committed."""
+        """Mark the copy committed."""
         mark_stored(self._slots[held.slot].descriptor)
 
     def release(self, held: Held, *, sealed: bool = True) -> None:
-        """The copy is not needed any more. One that was never sealed is filled first: the others may hold a state."""
+        """Free the slot. A slot that was never sealed is reused first: the other may hold a state."""
         self._free.insert(len(self._free) if sealed else 0, held.slot)
 
     def close(self) -> None:
-        """Give the memory back; nothing is held any more."""
+        """Free the memory; no slot may be held any more."""
         for slot in self._slots:
             slot.close()
         beside, self._beside = self._beside, ()
@@ -137,12 +137,12 @@ def room(image: Image) -> int:
 
 
 def newest(descriptors: Sequence[int]) -> StateSnapshot | None:
-    """The newest whole snapshot in these memory files; damaged ones are logged and passed over."""
+    """The newest whole snapshot in these memory files; logs and skips damaged ones."""
     return max(whole(_sound(descriptors)), key=lambda each: each.order, default=None)
 
 
 def _sound(descriptors: Sequence[int]) -> list[StateSnapshot]:
-    """What these memory files hold, whole or a place's part."""
+    """The snapshots in these memory files, whole or a place's part."""
     found: list[StateSnapshot] = []
     for descriptor in descriptors:
         try:
@@ -175,25 +175,25 @@ def _looked_at(files: Sequence[Path]) -> tuple[int, ...]:
 
 
 class _Slot:
-    """Memory for one image; its pages are touched once, when they are first needed."""
+    """Memory for one image; its pages are touched once, at the first use."""
 
     def __init__(self, descriptor: int, cuda: Cuda) -> None:
         self.descriptor, self._cuda = descriptor, cuda
         self.size = 0
-        """Bytes that are mapped here."""
+        """Mapped bytes."""
         self._memory: mmap.mmap | None = None
         self._array: Any = None
         self._pinned: bool | None = None
-        """None until that was tried."""
+        """None before the first attempt."""
         self._growing = threading.Lock()
 
     def fit(self, needed: int) -> None:
-        """Have that many bytes. Whatever it held is gone."""
+        """Resize to ``needed`` bytes and discard the contents."""
         self.grow(needed)
         break_seal(self.descriptor)
 
     def grow(self, needed: int) -> None:
-        """Have that many bytes; what it holds stays. NoRoomError if there is no memory for it."""
+        """Grow to ``needed`` bytes and keep the contents. NoRoomError if there is too little memory."""
         with self._growing:
             if self.descriptor >= 0 and self.size < needed:
                 self._grow(needed)
@@ -214,7 +214,7 @@ class _Slot:
         _touch(self._array)
 
     def pin(self) -> None:
-        """Have devices write here without a detour; where that is refused, copies from them are slower."""
+        """Pin the memory so that devices write to it directly; if that is refused, copies from them are slower."""
         with self._growing:
             if self._pinned is None and self._array is not None:
                 self._pinned = self._cuda.pin(self._array)
@@ -222,7 +222,7 @@ class _Slot:
                     logger().warning("snapshot.not_pinned", bytes=self.size, effect="copies from the GPU take longer")
 
     def copy(self, image: Image) -> tuple[Image, Callable[[], None]]:
-        """The bytes of ``image``: its files, each from the beginning of a page on; and what waits for their arrival."""
+        """Copy the files of ``image``, each aligned to a page; the copy, and a function that waits for its arrival."""
         files, parts = [], Parts(self._array)
         for file, begin in zip(image.files, places([each.size for each in image.files]), strict=False):
             position = begin + len(file.head)
@@ -243,7 +243,7 @@ class _Slot:
         return Image(tuple(files), image.watched), arrived
 
     def close(self) -> None:
-        """The kernel takes the memory back when the last view and the last descriptor of it are gone."""
+        """Close; the kernel frees the memory with its last view and last descriptor."""
         with self._growing:
             self._unmap()
             if self.descriptor >= 0:
@@ -257,11 +257,11 @@ class _Slot:
 
 
 def _at_once() -> None:
-    """Nothing is under way."""
+    """Return at once: nothing is in progress."""
 
 
 def _touch(array: Any) -> None:
-    """Have the kernel give the pages now. mmap.madvise would keep the interpreter's lock, so that no thread runs."""
+    """Make the kernel allocate the pages now. mmap.madvise would hold the interpreter lock and stop all threads."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for begin in range(0, len(array), _TOUCHED):
@@ -271,14 +271,14 @@ def _touch(array: Any) -> None:
 
 
 def _array(data: Any) -> Any:
-    """numpy copies as fast as memcpy, and lets other threads run meanwhile."""
+    """``data`` as a numpy array: numpy copies as fast as memcpy, and releases the interpreter lock meanwhile."""
     import numpy as np
 
     return np.frombuffer(data, np.uint8)
 
 
 def available() -> int | None:
-    """Bytes of memory that this process may still take, by the machine and its control group; None if unknown."""
+    """Bytes of memory that this process may still allocate, by the machine and its cgroup; None if unknown."""
     found = [each for each in (_of_machine(), _of_group(Path("/sys/fs/cgroup"))) if each is not None]
     return min(found, default=None)
 
@@ -292,7 +292,7 @@ def _of_machine() -> int | None:
 
 
 def _of_group(root: Path) -> int | None:
-    """What memory.max leaves (cgroup v2). Pages of files that nobody needs can be had back."""
+    """Bytes left below memory.max (cgroup v2). Reclaimable file pages count as free."""
     try:
         limit = (root / "memory.max").read_text().strip()
         if limit == "max":

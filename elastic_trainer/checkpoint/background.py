@@ -1,10 +1,10 @@
-"""Saves that go on beside training: a thread writes one snapshot to storage, while a second may wait behind it.
+"""Asynchronous saves: a thread writes one snapshot to storage, while a second may wait behind it.
 
-*Runs in* two threads of its own, one that seals copies and one with low priority that commits them; ``submit`` and
-``finished`` belong to the thread that trains.
+*Runs in* two threads of its own, one that seals copies and one of low priority that commits them; the training thread
+calls ``submit`` and ``finished``.
 *Owns* the arena and the threads, until :meth:`BackgroundSaves.close`.
-*Fails by* what the commit raises, or NonFiniteError, as the save's ``error``; the next one is tried all the same.
-*Invariant*: snapshots are committed in the order in which they were taken, and only if what they watch is finite.
+*Fails by* the commit's error, or NonFiniteError, as the save's ``error``; later saves are still tried.
+*Invariant*: snapshots are committed in the order in which they were taken, and only if watched tensors are finite.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from elastic_trainer.checkpoint.manifest import Manifest
 from elastic_trainer.clock import Deadline
 
 _NICENESS, _SEALING_NICENESS = 10, 5
-"""A copy without a seal is of no use to whoever comes after this process: sealing waits less for a free core."""
+"""Priority of the sealing thread: a copy without a seal is useless to this process's successor."""
 _WORTH_PREPARING = 8 << 20
 
 
 class SnapshotPurpose(StrEnum):
-    """What a snapshot is for."""
+    """The purpose of a snapshot."""
 
     COMMIT = "commit"
     HELP = "help"
-    """Another process commits the same state: write some of the files for it."""
+    """Another process commits the same state: write some of its files."""
     KEEP = "keep"
-    """It stays in memory, for whoever comes after this process."""
+    """Keep it in memory for this process's successor."""
 
 
 @dataclass(slots=True)
@@ -47,18 +47,18 @@ class Save:
     manifest: Manifest
     purpose: SnapshotPurpose = SnapshotPurpose.COMMIT
     turn: int = 0
-    """At which file to begin to help: other helpers begin elsewhere."""
+    """The file at which to begin to help: other helpers begin at others."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Set when there is nothing to help with any more, or a place whose help is needed is gone."""
+    """Set when help is no longer needed, or when a place whose help is needed is gone."""
     joint: bool = False
-    """Whether it is one place's part of a sharded state, without which no other place can commit."""
+    """Whether it is one place's part of a sharded state, without which the other places cannot commit."""
     committed: Committed | None = None
     error: Exception | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
 
 class BackgroundSaves:
-    """See the module. ``manager`` commits, in the thread."""
+    """See the module. ``manager`` commits, in the committing thread."""
 
     def __init__(self, manager: CheckpointManager, arena: Arena | None = None) -> None:
         self._manager, self._arena = manager, arena if arena is not None else Arena()
@@ -78,28 +78,28 @@ class BackgroundSaves:
 
     @property
     def committing(self) -> bool:
-        """Whether a snapshot is being written to storage, or waits for it."""
+        """Whether a snapshot is being written to storage, or waits to be."""
         with self._changed:
             return self._busy or bool(self._waiting)
 
     @property
     def sealing(self) -> bool:
-        """Whether the copy before is not yet sealed in memory that outlives this process."""
+        """Whether the previous copy is still unsealed in memory that outlives this process."""
         return self._arena.lasting and bool(self._unsealed)
 
     @property
     def memory(self) -> int:
-        """Bytes that the copies take."""
+        """Bytes of memory of the copies."""
         return self._arena.size
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being written, or waits for it."""
+        """Whether nothing is being written or waits to be."""
         with self._changed:
             return self._nothing_left()
 
     def prepare(self, size: int, *, pinned: bool = False) -> None:
-        """Copies will take ``size`` bytes: a thread touches the memory, which the first ones would wait for."""
+        """Prepare for copies of ``size`` bytes: a thread touches the memory, so that the first copies need not."""
         if size >= _WORTH_PREPARING:
             run, work = contextvars.copy_context().run, (self._prepare, size, pinned)
             threading.Thread(target=run, args=work, name="checkpoint-memory", daemon=True).start()
@@ -111,10 +111,10 @@ class BackgroundSaves:
     def submit(
         self, image: Image, manifest: Manifest, purpose: SnapshotPurpose = SnapshotPurpose.COMMIT, turn: int = 0
     ) -> Save:
-        """Copy ``image`` now, and write it later if what it watches is finite. Waits while there is no free slot.
+        """Copy ``image`` now, and write it later if its watched tensors are finite. Waits while no slot is free.
 
-        In memory that outlives this process it waits for the seal of the copy before, too: the other slot holds the
-        one state that is left if this process dies meanwhile. NoRoomError if there is no memory for the copy.
+        In memory that outlives this process it also waits for the seal of the previous copy: the other slot holds the
+        only state that is left if this process dies meanwhile. NoRoomError if there is too little memory for the copy.
         """
         self._end_help()
         self.await_slot()
@@ -128,37 +128,37 @@ class BackgroundSaves:
         return save
 
     def moments(self) -> tuple[tuple[int, int], ...]:
-        """Round and step of the snapshots that are being committed, or wait for it."""
+        """Round and step of the snapshots that are being committed or wait to be."""
         with self._changed:
             saves = [each.manifest for each in self._under_way if each.purpose is SnapshotPurpose.COMMIT]
         return tuple((each.round, each.step) for each in saves)
 
     def stop(self, but: Collection[tuple[int, int]] = ()) -> None:
-        """Wait for no other place any more, except for saves of these moments (round and step)."""
+        """Stop waiting for other places, except in saves of the moments ``but`` (round and step)."""
         with self._changed:
             for save in self._under_way:
                 if save.joint and (save.manifest.round, save.manifest.step) not in but:
                     save.stop.set()
 
     def _end_help(self) -> None:
-        """There is a newer state: look no longer for somebody who saves an earlier one."""
+        """Stop looking for processes that save an earlier state: there is a newer one."""
         with self._changed:
             for save in self._under_way:
                 if save.purpose is SnapshotPurpose.HELP and not save.joint:
                     save.stop.set()
 
     def await_slot(self) -> None:
-        """Until :meth:`submit` need not wait."""
+        """Wait until :meth:`submit` need not wait."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._arena.full or self.sealing))
 
     def await_seals(self) -> None:
-        """Until all copies in memory that outlives this process are sealed."""
+        """Wait until all copies in memory that outlives this process are sealed."""
         with self._changed:
             self._changed.wait_for(lambda: not self.sealing)
 
     def at_once(self, image: Image, manifest: Manifest, purpose: SnapshotPurpose = SnapshotPurpose.COMMIT) -> Save:
-        """Write ``image`` in this thread, behind all that waits: there is no memory for a copy."""
+        """Write ``image`` in this thread, after all waiting snapshots, because there is no memory for a copy."""
         self.wait()
         save = Save(manifest, purpose)
         self._write(save, image)
@@ -167,7 +167,7 @@ class BackgroundSaves:
         return save
 
     def give_up_waiting(self) -> Save | None:
-        """Take back the snapshot that waits behind the one being written, if there is one; nobody gets it any more."""
+        """Withdraw the waiting snapshot, if there is one; it will not be written."""
         with self._changed:
             self._changed.wait_for(lambda: not self._unsealed)
             if not self._waiting:
@@ -178,7 +178,7 @@ class BackgroundSaves:
         return save
 
     def finished(self) -> Sequence[Save]:
-        """Those that have ended since this was asked last."""
+        """The saves that have ended since the last call."""
         if not self._unread:
             return ()
         with self._changed:
@@ -186,7 +186,7 @@ class BackgroundSaves:
         return ended
 
     def wait(self) -> None:
-        """Until nothing is left to be written. Nobody is looked for any more who might want help."""
+        """Wait until nothing is left to write, and stop looking for processes to help."""
         self._end_help()
         with self._changed:
             self._changed.wait_for(self._nothing_left)
@@ -195,9 +195,9 @@ class BackgroundSaves:
         return not (self._busy or self._waiting or self._unsealed)
 
     def close(self, limit_s: float | None = None) -> None:
-        """Write what waits, then end the thread and give the memory back; after ``limit_s`` the process may just end.
+        """Write waiting snapshots, then end the threads and free the memory; after ``limit_s`` the process may exit.
 
-        A commit that is cut short leaves a temporary directory, which the next process sweeps.
+        An interrupted commit leaves a temporary directory, which the next process sweeps.
         """
         with self._changed:
             self._closed = True
@@ -220,7 +220,7 @@ class BackgroundSaves:
                 thread.start()
 
     def _seal_all(self) -> None:
-        """Copies are sealed at once, also while an earlier one is being committed."""
+        """Seal copies at once, even while an earlier one is being committed."""
         _give_way(_SEALING_NICENESS)
         while True:
             with self._changed:
@@ -290,6 +290,6 @@ class BackgroundSaves:
 
 
 def _give_way(niceness: int) -> None:
-    """This thread runs with low priority from now on."""
+    """Lower the priority of this thread."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -1,11 +1,11 @@
-"""One pass over the bytes about to be saved: their checksums, and whether the numbers among them are finite.
+"""One pass over the bytes before a save: computes checksums, and checks that the numbers are finite.
 
-It goes piece by piece, so that the second look finds the bytes in the core's cache. numpy is imported by the function.
+It works piece by piece, so that the check finds the bytes in the core's cache. numpy is imported by the function.
 
-*Runs in* the thread that seals copies, in the one that commits, beside training: nothing here loops over tensors while
-it holds the interpreter's lock. *Owns* nothing.
-*Fails by* NonFiniteError naming the first watched parameter that holds a NaN or an infinity.
-*Invariant*: a file gets checksums only from its own bytes, all of which were there.
+*Runs in* the sealing and the committing thread, concurrently with training: no loop over tensors holds the interpreter
+lock. *Owns* nothing.
+*Fails by* NonFiniteError, which names the first watched parameter with a NaN or an infinity.
+*Invariant*: a file gets checksums only from all of its own bytes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CHUNK = 8 << 20
 """Bytes covered by one checksum."""
 _FLOATS = {"F64": "f8", "F32": "f4"}
 _LARGEST = {"F16": ("u2", 0x7BFF), "BF16": ("u2", 0x7F7F), "F8_E4M3": ("u1", 0x7E), "F8_E5M2": ("u1", 0x7B)}
-"""Of types that numpy lacks or is slow with: the bits of the largest finite number."""
+"""The bits of the largest finite number, for types that numpy lacks or handles slowly."""
 
 
 def checked(image: Image) -> Image:
-    """``image`` with the checksums of its files. NonFiniteError if what it watches is not finite."""
+    """``image`` with the checksums of its files. NonFiniteError if a watched tensor is not finite."""
     return replace(image, files=tuple(_checked(file, image.watched) for file in image.files))
 
 
@@ -43,14 +43,14 @@ def record(file: FileImage) -> FileRecord:
 
 
 class Checksums:
-    """The checksums of ``file``, whose body comes in pieces, none of which spans a multiple of CHUNK."""
+    """Computes the checksums of ``file`` from pieces of its body, none of which spans a multiple of CHUNK."""
 
     def __init__(self, file: FileImage) -> None:
         self._file, self._seen, self._digest = file, 0, xxhash.xxh3_128()
         self._found = [checksum(file.head)] if file.head else []
 
     def add(self, piece: memoryview) -> None:
-        """The next piece."""
+        """Add the next piece."""
         self._digest.update(piece)
         self._seen += len(piece)
         if self._seen % CHUNK == 0 or self._seen == self._file.body_size:
@@ -58,7 +58,7 @@ class Checksums:
             self._digest.reset()
 
     def taken(self) -> FileImage:
-        """The file with its checksums; all of it has come."""
+        """The file with its checksums, after all pieces were added."""
         if self._seen != self._file.body_size:
             raise RuntimeError(f"{self._file.name}: {self._seen} bytes came, {self._file.body_size} were announced")
         return replace(self._file, checksums=tuple(self._found))
@@ -83,7 +83,7 @@ def _checked(file: FileImage, watched: Iterable[WatchedTensor]) -> FileImage:
 
 
 def _runs(numbers: Sequence[WatchedTensor]) -> list[WatchedTensor]:
-    """Neighbours of one type as one: thousands of small tensors are a few looks."""
+    """Merges neighbours of one type, so that thousands of small tensors need few checks."""
     runs: list[WatchedTensor] = []
     for each in numbers:
         if runs and (runs[-1].end, runs[-1].dtype) == (each.begin, each.dtype):
@@ -94,7 +94,7 @@ def _runs(numbers: Sequence[WatchedTensor]) -> list[WatchedTensor]:
 
 
 def _nonfinite(data: memoryview, dtype: str) -> int | None:
-    """Where the first NaN or infinity of ``data`` begins; all are looked at only if their sum is not finite."""
+    """Offset of the first NaN or infinity in ``data``; examines all elements only if their sum is not finite."""
     import numpy as np
 
     if dtype in _FLOATS:

@@ -1,7 +1,7 @@
-"""One job at a time writes in a directory or bucket prefix: the process that saves holds a lock there while it lives.
+"""Lets only one job at a time write to a directory or bucket prefix: the saving process holds a lock while it lives.
 
 In a directory the kernel releases the lock with the process. It is a record lock: children do not inherit it, and
-network file systems extend it to other hosts. On file systems without locks nobody is refused. In an object store the
+network file systems extend it to other hosts. On file systems without locks no job is refused. In an object store the
 lock is a lease (see ``storage/lease.py``), which a holder that died leaves behind for a while.
 
 *Runs in* the worker of rank 0. *Owns* the lock, until :meth:`Claim.release`.
@@ -24,7 +24,7 @@ from elastic_trainer.clock import Clock, Deadline, pause
 
 _AGAIN_S = 0.1
 _SLOWLY_S = 1.0
-"""Each look at a lease is a request."""
+"""Seconds between two looks at a lease, each of which is a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class Claim:
         self._words = json.dumps({**asdict(owner), **asdict(process), "host": socket.gethostname()})
 
     def take(self, patience_s: float = 0.0) -> None:
-        """Hold the lock; InUseError if another job still has it after ``patience_s``.
+        """Take the lock; InUseError if another job still holds it after ``patience_s`` seconds.
 
-        With patience, a holder that may be dead is waited for until it shows itself or its lease expires. A process of
-        the same job is tolerated: its peers have left it behind, and nonces keep checkpoint names apart.
+        With patience, waits for a holder that may be dead until it writes or its lease expires. A process of the same
+        job is tolerated: its peers have left it behind, and nonces keep checkpoint names apart.
         """
         patience = Deadline.after(patience_s, self._clock)
         before: Holder | None = None
@@ -74,7 +74,7 @@ class Claim:
         return self._owner.job is not None and _read(holder).get("job") == self._owner.job
 
     def _gives_way(self, holder: str) -> bool:
-        """Whether it is of this job, or this machine's kernel says that it is dead."""
+        """Whether the holder is of this job, or dead according to this machine's kernel."""
         return self._same_job(holder) or _dead(_read(holder))
 
 
@@ -95,6 +95,6 @@ def _named(holder: str) -> str:
 def _read(holder: str) -> dict[str, Any]:
     try:
         read = json.loads(holder)
-    except ValueError:  # it has the lock, and is about to write who it is
+    except ValueError:  # the holder has the lock but has not written its identity yet
         return {}
     return read if isinstance(read, dict) else {}

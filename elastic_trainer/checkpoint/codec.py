@@ -1,9 +1,9 @@
 """A training state as two files: its structure as JSON (the skeleton), its tensors as safetensors. No pickle.
 
 Allowed in a state: dict and OrderedDict (keys str or int), Counter, list, tuple, str, int, float, bool, None, bytes and
-torch.Tensor, of exactly these types. All of it comes back bit by bit and with its type; a tensor that occurs twice
-comes back as one tensor. Not kept: requires_grad, device (tensors come back on the CPU), strides, and that two
-*different* views shared memory. Anything else is refused with its path in the state.
+torch.Tensor, of exactly these types. All values are restored bit by bit with their types; a tensor that occurs twice is
+restored as one tensor. Not kept: requires_grad, device (tensors are restored on the CPU), strides, and memory shared by
+two *different* views. Anything else is refused with its path in the state.
 
 *Fails by* CheckpointError (a state that cannot be written), DamagedError (files that make no state). torch is imported
 only where tensors occur.
@@ -90,7 +90,7 @@ class Leaf:
 
 
 def outline(skeleton: bytes | bytearray, where: str) -> dict[tuple[Any, ...], Leaf]:
-    """What the state of ``skeleton`` holds, by its path; needs neither the tensors nor torch."""
+    """The leaves of the state of ``skeleton``, by path; needs neither the tensors nor torch."""
     with _judged(where):
         return dict(_leaves(_root(skeleton, where), ()))
 
@@ -125,7 +125,7 @@ def _root(skeleton: bytes | bytearray, where: str) -> Json:
 
 @contextmanager
 def _judged(where: str) -> Iterator[None]:
-    """What goes wrong with a skeleton is damage."""
+    """Turns errors about a skeleton into DamagedError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, struct.error) as error:

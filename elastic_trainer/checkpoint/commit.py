@@ -1,8 +1,8 @@
-"""Make a checkpoint exist, all of it or nothing.
+"""Commits a checkpoint atomically.
 
 *Runs in* the saving process. *Owns* one temporary directory until its publication or removal.
 *Fails by* StorageError; the temporary directory is removed and every other checkpoint is unchanged.
-*Invariant*: whenever the process dies, a committed name holds a complete checkpoint. Data reach the disk before the
+*Invariant*: whenever the process dies, each committed name holds a complete checkpoint. Data reach the disk before the
 manifest, the manifest before the name, and a name never replaces another.
 """
 
@@ -24,14 +24,14 @@ from elastic_trainer.clock import SYSTEM
 from elastic_trainer.errors import StorageError
 
 _HEADROOM = 4 << 20
-"""Free space asked for beyond the files: the manifest, directories, the file system's own book-keeping."""
+"""Required free space in addition to the files: for the manifest, directories and file system metadata."""
 
 
 def commit(storage: Storage, image: Image, manifest: Manifest) -> Manifest:
     """Write ``image`` as the checkpoint ``manifest.name``; returns the manifest with the file records filled in.
 
-    DamagedError, and nothing is there, if the manifest has records already and the bytes are not those any more; they
-    are not looked at again where ``image`` has checksums (see FileImage).
+    Raises DamagedError and commits nothing if the manifest already has records that the bytes no longer match; bytes of
+    an ``image`` with checksums are not compared again (see FileImage).
     """
     require_space(storage, image.size)
     with temporary_entry(storage, manifest.name) as temporary:
@@ -45,12 +45,12 @@ def commit(storage: Storage, image: Image, manifest: Manifest) -> Manifest:
 
 
 def changed(manifest: Manifest) -> DamagedError:
-    """What to raise when the bytes of ``manifest``'s files are not those of its records."""
+    """The error for files whose bytes do not match the records of ``manifest``."""
     return DamagedError(f"checkpoint {manifest.name}: its bytes have changed in memory since they were copied")
 
 
 def require_space(storage: Storage, size: int) -> None:
-    """StorageError unless ``size`` bytes of files fit."""
+    """Raise StorageError unless ``size`` bytes of files fit."""
     free = storage.free_bytes()
     if free is not None and free < size + _HEADROOM:
         raise StorageError(
@@ -61,7 +61,7 @@ def require_space(storage: Storage, size: int) -> None:
 
 
 def check_writable(storage: Storage) -> None:
-    """StorageError unless a checkpoint could be written now; leaves nothing behind, and does not wait for the disk."""
+    """Raise StorageError unless a checkpoint could be written now; leaves nothing behind and does not sync."""
     storage.prepare()
     require_space(storage, 0)
     with temporary_entry(storage) as temporary:
@@ -70,7 +70,7 @@ def check_writable(storage: Storage) -> None:
 
 
 def check_speed(storage: Storage, size: int) -> tuple[float, float]:
-    """Bytes per second to ``storage`` and back; leaves nothing behind. StorageError if it cannot be written."""
+    """Bytes per second of writing and reading ``storage``; leaves nothing behind. StorageError if not writable."""
     with temporary_entry(storage) as temporary:
         begun = SYSTEM.monotonic()
         write_file(storage, temporary, from_bytes(STATE_FILE, os.urandom(size)))
@@ -85,7 +85,7 @@ def check_speed(storage: Storage, size: int) -> tuple[float, float]:
 
 @contextmanager
 def temporary_entry(storage: Storage, name: str | None = None) -> Iterator[str]:
-    """A fresh entry, to become ``name``, that is removed if the block fails; also when it is interrupted."""
+    """A fresh entry, to become ``name``, which is removed if the block fails or is interrupted."""
     temporary = temporary_name(this_process())
     storage.create(temporary, name)
     try:
@@ -99,11 +99,11 @@ def _discard(storage: Storage, name: str) -> None:
     try:
         storage.remove(name)
     except OSError:
-        return  # a broken disk: the error that led here says so; what is left is swept when this process is gone
+        return  # a broken disk, which the original error reports; the rest is swept after this process has ended
 
 
 def write_file(storage: Storage, entry: str, file: FileImage, *, durable: bool = True) -> FileRecord:
-    """Write ``file``; its checksums, unless it has them, are of the very bytes that are handed to the kernel."""
+    """Write ``file``; unless it has checksums, they are computed from the bytes that are passed to the kernel."""
     sink = storage.sink(entry, file.name)
     try:
         if file.head:
@@ -120,7 +120,7 @@ def write_file(storage: Storage, entry: str, file: FileImage, *, durable: bool =
 
 
 def _write_body(sink: Sink, file: FileImage) -> FileImage:
-    """A second thread writes one piece while the checksum of the next is taken; not in a process that ends."""
+    """Write one piece in a second thread while the next one is hashed; without the thread if the process is exiting."""
     sums = Checksums(file)
     with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-write") as writer:
         writing: Future[None] | None = None
@@ -130,7 +130,7 @@ def _write_body(sink: Sink, file: FileImage) -> FileImage:
                 writing.result()
             try:
                 writing = writer.submit(sink.write, piece)
-            except RuntimeError:  # the interpreter shuts down: an agent that leaves commits what it holds
+            except RuntimeError:  # the interpreter shuts down: a leaving agent commits its snapshots
                 sink.write(piece)
         if writing is not None:
             writing.result()

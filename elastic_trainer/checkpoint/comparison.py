@@ -1,6 +1,6 @@
-"""In what two checkpoints differ: what is known of them, values of their states, tensors bit by bit. Needs no torch.
+"""The differences of two checkpoints: metadata, values of their states, tensors bit by bit. Needs no torch.
 
-*Runs in* any process; a few hundred MB of tensors are in memory at a time. *Fails by* DamagedError and its kin.
+*Runs in* any process, with a few hundred MB of tensors in memory at a time. *Fails by* DamagedError and similar errors.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from elastic_trainer.checkpoint.storage import Storage
 from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed
 
 FACTS = ("run", "step", "round", "epoch", "samples", "world_size", "best")
-"""What a manifest says of a state, beside metrics, fields and versions."""
+"""The fields of a manifest that describe a state, except metrics, fields and versions."""
 _AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """A value that both have, or only one: then the other is None."""
+    """A differing value; None on the side that lacks it."""
 
     path: str
     left: Any
@@ -32,9 +32,9 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """``different`` of the ``elements`` of a tensor, at most by ``largest`` (nan if one of two is no number).
+    """``different`` of the ``elements`` of a tensor differ, at most by ``largest`` (nan if an element is NaN).
 
-    ``left`` and ``right`` are type and shape; None where there is no such tensor. Elements are compared if these agree.
+    ``left`` and ``right`` are type and shape; None if the tensor is missing. Elements are compared if these agree.
     """
 
     path: str
@@ -47,7 +47,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """All of them; ``equal`` is the number of tensors without any."""
+    """All differences; ``equal`` is the number of equal tensors."""
 
     facts: tuple[ValueDifference, ...]
     values: tuple[ValueDifference, ...]
@@ -99,7 +99,7 @@ def _alike(left: Any, right: Any) -> bool:
 
 
 def shown(path: tuple[Any, ...]) -> str:
-    """``path`` as names of stored tensors are written."""
+    """``path`` in the format of stored tensors' names."""
     return "/".join(map(str, path))
 
 
@@ -144,7 +144,7 @@ def described(tensor: Placed) -> str:
 
 
 def difference(left: Any, right: Any, dtype: str) -> tuple[int, float]:
-    """How many elements have other bits, and the largest difference among them; from two arrays of bytes."""
+    """The number of elements with different bits, and their largest difference, from two arrays of bytes."""
     import numpy as np
 
     count, largest = 0, 0.0
@@ -162,7 +162,7 @@ def difference(left: Any, right: Any, dtype: str) -> tuple[int, float]:
 
 
 def numbers(raw: Any, dtype: str) -> Any:
-    """Elements of type ``dtype``, given as bytes, as float64."""
+    """The bytes ``raw``, elements of type ``dtype``, as float64."""
     import numpy as np
 
     if dtype == "F8_E4M3":

@@ -1,10 +1,10 @@
-"""Copy many pieces of memory into one, with several threads: one core alone does not use up the memory's speed.
+"""Copies many pieces of memory into one, with several threads: one core cannot use the whole memory bandwidth.
 
-Pieces on a CUDA device are queued behind what it does now, on the stream that trains: whatever writes to them later, an
-update or a script, comes behind the copy by the order of the stream, and the thread that saves does not wait.
+Pieces on a CUDA device are queued on the training stream: later writes to them, by an update or a script, come after
+the copy in stream order, and the saving thread does not wait.
 
-*Runs in* the thread that saves, which stands still meanwhile, as its cores do, and in short-lived ones beside it.
-*Fails by* what a copy raises, when all threads have ended.
+*Runs in* the saving thread, which blocks meanwhile and leaves its cores idle, and in short-lived threads.
+*Fails by* a copy's error, after all threads have ended.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 from elastic_trainer.checkpoint.image import OnDevice
 
 _SLICE = 4 << 20
-"""Bytes copied by one thread at a time."""
+"""Bytes that one thread copies at a time."""
 _WORTHWHILE = 32 << 20
-"""Below that, starting a thread takes longer than what it saves."""
+"""Below this size, starting a thread costs more than it saves."""
 _MOST_THREADS = 4
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for all devices of this process."""
@@ -30,24 +30,24 @@ class Cuda:
     """The calls of CUDA that copies take, written to torch's documentation: no test of this project has run them."""
 
     def pin(self, memory: Any) -> bool:
-        """Have the array ``memory`` stay where it is, so that a device writes there itself; False if refused."""
+        """Pin the array ``memory``, so that a device can write to it directly; False if refused."""
         return int(_runtime().cudaHostRegister(memory.ctypes.data, len(memory), _PORTABLE)) == 0
 
     def unpin(self, memory: Any) -> None:
-        """When no device writes there any more."""
+        """Unpin the array; no device may write to it any more."""
         import torch
 
         torch.cuda.synchronize()
         _runtime().cudaHostUnregister(memory.ctypes.data)
 
     def queue(self, target: Any, data: Any) -> None:
-        """Copy the tensor ``data`` into the array ``target`` after all that its device was given before."""
+        """Copy the tensor ``data`` into the array ``target`` after all earlier work of its device."""
         import torch
 
         torch.from_numpy(target).copy_(data, non_blocking=True)
 
     def mark(self, devices: Iterable[Any]) -> Callable[[], None]:
-        """Waits, in any thread, until all that was queued on ``devices`` is done."""
+        """Returns a function that waits, in any thread, until all work queued on ``devices`` is done."""
         import torch
 
         events = [torch.cuda.current_stream(device).record_event() for device in devices]
@@ -66,7 +66,7 @@ def _runtime() -> Any:
 
 
 class Parts:
-    """What goes where in the array ``target`` of bytes."""
+    """The pieces to copy, and their positions in the byte array ``target``."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -79,7 +79,7 @@ class Parts:
         return bool(self._on_device)
 
     def add(self, position: int, view: memoryview | OnDevice) -> None:
-        """numpy copies as fast as memcpy, and lets other threads run meanwhile."""
+        """Add a piece. numpy copies as fast as memcpy, and releases the interpreter lock meanwhile."""
         import numpy as np
 
         if isinstance(view, OnDevice):
@@ -91,13 +91,13 @@ class Parts:
             self._waiting.append((position + start, array[start : start + _SLICE]))
 
     def queue(self, cuda: Cuda) -> Callable[[], None]:
-        """Begin to copy what lies on devices; what is returned waits for the end of that."""
+        """Start to copy the pieces on devices; returns a function that waits for the end."""
         for position, part in self._on_device:
             cuda.queue(self._target[position : position + len(part)], part.data)
         return cuda.mark({part.data.device for _, part in self._on_device})
 
     def copy(self) -> None:
-        """All other pieces, now."""
+        """Copy all other pieces now."""
         others = min(_MOST_THREADS, len(os.sched_getaffinity(0))) - 1
         if self._size < _WORTHWHILE or others < 1:
             self._run()

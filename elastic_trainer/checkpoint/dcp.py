@@ -1,7 +1,7 @@
-"""Directories of torch's distributed checkpoint (DCP): what one holds, and tensors of it. Nothing in it is executed.
+"""Reads directories of torch's distributed checkpoint (DCP) without executing any of their code.
 
-torch itself reads the ``.metadata`` there by pickle, which runs whatever it says. Here only the few classes that
-describe tensors and files are known to the unpickler. Tensors are read by torch's own reader, ``weights_only``.
+torch itself reads the ``.metadata`` file by pickle, which can run arbitrary code. Here the unpickler knows only the few
+classes that describe tensors and files. torch's own reader reads the tensors, with ``weights_only``.
 
 *Runs in* any process, without a process group. *Fails by* ConfigError for what cannot be read.
 """
@@ -42,7 +42,7 @@ _MALFORMED = (
 
 @dataclass(frozen=True, slots=True)
 class DcpFolder:
-    """``state`` as it was saved, with tensors on the meta device and None for other values; ``names`` in the files."""
+    """``state`` as saved, with tensors on the meta device and None for other values; ``names`` in the files."""
 
     path: Path
     metadata: Any
@@ -51,7 +51,7 @@ class DcpFolder:
     """By the id of each meta tensor."""
 
     def read(self, wanted: Collection[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that stand behind those ``wanted`` of the state, in their order."""
+        """Read the tensors for the meta tensors ``wanted``, in their order."""
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -75,7 +75,7 @@ class DcpFolder:
 
 
 def open_folder(path: Path) -> DcpFolder:
-    """What ``path`` holds; its tensors are not read."""
+    """Read the description of ``path`` without its tensors."""
     import torch
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -106,11 +106,11 @@ def open_folder(path: Path) -> DcpFolder:
 
 
 class _ForbiddenError(Exception):
-    """It names something that is more than a value."""
+    """The pickle names a class that is more than a value."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes descriptions of tensors and files, and nothing else."""
+    """Creates only descriptions of tensors and files."""
 
     def find_class(self, module: str, name: str) -> Any:
         import torch

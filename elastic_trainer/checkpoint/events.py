@@ -1,4 +1,4 @@
-"""What happens to checkpoints, as values: each is logged once and passed to the listener."""
+"""Events of checkpoints, as values: each is logged once and passed to the listener."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WARNINGS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One transition of the directory entry ``name``; ``values`` holds what else the log line says."""
+    """One transition of the directory entry ``name``; ``values`` are the other keys of the log line."""
 
     kind: Transition
     name: str

@@ -1,8 +1,8 @@
-"""A checkpoint, or its weights, as a file of others: safetensors, torch.save, a Hugging Face folder.
+"""Exports a checkpoint, or its weights, to other formats: safetensors, torch.save, a Hugging Face folder.
 
-*Runs in* any process; torch is imported for torch's own files only. *Owns* a temporary file or folder beside the goal.
-*Fails by* CheckpointError for a state that the target cannot hold, StorageError for a disk that refuses.
-*Invariant*: the goal appears whole, with all its data on disk, and replaces something only if that is wanted.
+*Runs in* any process; torch is imported only for torch's own files. *Owns* a temporary file or folder next to the goal.
+*Fails by* CheckpointError for a state that the format cannot hold, StorageError for a disk that refuses.
+*Invariant*: the goal appears complete, with all its data on disk, and replaces existing files only on request.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from elastic_trainer.checkpoint.tensorfile import Placed
 from elastic_trainer.errors import CheckpointError, ConfigError, StorageError
 
 NOTE = "elastic_trainer"
-"""Where a file that holds a whole state says what it is, for :mod:`elastic_trainer.checkpoint.importing`."""
+"""The metadata key that describes a file with a whole state, for :mod:`elastic_trainer.checkpoint.importing`."""
 FIELDS = ("run", "step", "round", "epoch", "samples", "world_size", "metrics", "best", "fields")
 AVERAGE = "average"
 """The part of a state that is torch's AveragedModel, whose own names begin with ``module.``."""
 _AVERAGED = "module."
 SHARD = 5 * 10**9
-"""Bytes of a file of a Hugging Face folder, as their own tools have it."""
+"""Maximum bytes of a file of a Hugging Face folder, as in Hugging Face's tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ class CheckpointSource:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Tensors by their names elsewhere: ``kept`` is what each is stored as, ``aliases`` further names of the same."""
+    """Tensors by their exported names: ``kept`` are the stored tensors, ``aliases`` further names of these."""
 
     kept: Mapping[str, Placed]
     aliases: Mapping[str, str]
     left_out: tuple[str, ...]
-    """Names of what is no tensor."""
+    """Names of values that are not tensors."""
 
     @property
     def size(self) -> int:
@@ -90,7 +90,7 @@ def weights(source: CheckpointSource, part: str) -> Weights:
 
 
 def _of_part(leaves: Mapping[tuple[Any, ...], Leaf], part: str, where: str) -> dict[tuple[Any, ...], Leaf]:
-    """Those of ``part``, by their paths in it; CheckpointError if no tensor is among them."""
+    """The leaves of ``part``, by their paths in it; CheckpointError if none is a tensor."""
     trail = tuple(part.split("/"))
     found = {path[len(trail) :]: leaf for path, leaf in leaves.items() if path[: len(trail)] == trail and path != trail}
     if not any(leaf.tensor is not None for leaf in found.values()):
@@ -107,7 +107,7 @@ def _whole(source: CheckpointSource) -> tuple[Placed, ...]:
 
 
 def to_safetensors(source: CheckpointSource, found: Weights, goal: Path, *, force: bool) -> None:
-    """One file of weights; a further name of a tensor is in its metadata, as ``safetensors.torch.save_model`` does."""
+    """One file of weights; its metadata holds further names of tensors, as with ``safetensors.torch.save_model``."""
     with replaced(goal, force=force) as temporary:
         _write(source, found.kept, temporary, _notes(source, found.aliases))
 
@@ -121,7 +121,7 @@ def whole_to_safetensors(source: CheckpointSource, goal: Path, *, force: bool) -
 
 
 def to_torch(source: CheckpointSource, part: str | None, goal: Path, *, force: bool) -> None:
-    """A file for ``torch.load(..., weights_only=True)``: a part of the state, or all of it with None."""
+    """A file for ``torch.load(..., weights_only=True)``: a part of the state, or with None all of it."""
     import torch
 
     state = _part(source, part)
@@ -137,7 +137,7 @@ def to_torch(source: CheckpointSource, part: str | None, goal: Path, *, force: b
 def to_huggingface(
     source: CheckpointSource, found: Weights, goal: Path, config: bytes, *, force: bool, shard: int
 ) -> list[str]:
-    """A folder as ``from_pretrained`` reads it; the names of its files. ``config`` is empty if there is none."""
+    """A folder for ``from_pretrained``; returns the names of its files. ``config`` is empty if there is none."""
     groups = _groups(found.kept, shard)
     names = [
         "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
@@ -158,7 +158,7 @@ def to_huggingface(
 
 
 def summary(manifest: Manifest) -> dict[str, Any]:
-    """What is known of a state beside the state, as JSON."""
+    """The metadata of a state, as JSON."""
     return {name: value for name, value in manifest.model_dump(mode="json").items() if name in FIELDS}
 
 
@@ -185,7 +185,7 @@ def _write(source: CheckpointSource, kept: Mapping[str, Placed], path: Path, not
 
 
 def write_tensors(path: Path, placed: Sequence[Placed], data: Iterable[Any], notes: Mapping[str, str]) -> None:
-    """A safetensors file of ``placed``, whose bytes ``data`` yields in their order."""
+    """Write a safetensors file of ``placed``, whose bytes ``data`` yields in order."""
     with path.open("wb") as file:
         file.write(tensorfile.header(placed, notes))
         for each in data:
@@ -193,7 +193,7 @@ def write_tensors(path: Path, placed: Sequence[Placed], data: Iterable[Any], not
 
 
 class _Partly(dict[str, Any]):
-    """Tensors of which only some were read; what stands for the others is thrown away."""
+    """Tensors of which only some were read; the placeholders of the others are discarded."""
 
     def __missing__(self, name: str) -> Any:
         import torch
@@ -202,7 +202,7 @@ class _Partly(dict[str, Any]):
 
 
 def _part(source: CheckpointSource, part: str | None) -> Any:
-    """The state or the part ``part`` of it, decoded; of other parts no tensors are read."""
+    """The decoded state, or its part ``part``; tensors of other parts are not read."""
     skeleton = reading.read_skeleton(source.storage, source.manifest)
     trail = () if part is None else tuple(part.split("/"))
     leaves = codec.outline(skeleton, source.where)
@@ -222,7 +222,7 @@ def _part(source: CheckpointSource, part: str | None) -> Any:
 
 @contextmanager
 def replaced(goal: Path, *, force: bool, folder: bool = False) -> Iterator[Path]:
-    """A temporary file or folder that becomes ``goal`` if the block succeeds; ConfigError if there is one already."""
+    """A temporary file or folder that becomes ``goal`` if the block succeeds; ConfigError if ``goal`` exists."""
     if os.path.lexists(goal) and not force:
         raise ConfigError(f"{goal} exists", hint="choose another name, or replace it with --force")
     if os.path.lexists(goal) and goal.is_dir() != folder:
@@ -265,7 +265,7 @@ def _appear(temporary: Path, goal: Path, *, force: bool, folder: bool) -> None:
 
 
 def _link(temporary: Path, goal: Path) -> None:
-    """Unlike a rename a link does not replace what has come meanwhile; some file systems have none."""
+    """Link instead of rename, which would replace a file created meanwhile; some file systems have no links."""
     try:
         os.link(temporary, goal)
     except FileExistsError:

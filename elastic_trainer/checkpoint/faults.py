@@ -1,4 +1,4 @@
-"""Why one checkpoint could not be read, or a directory not written, sorted by the caller's next move."""
+"""Why a checkpoint could not be read or a directory not written, sorted by the caller's next action."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class DamagedError(CheckpointError):
 
 
 class GoneError(CheckpointError):
-    """It was removed while being read (retention of another process): take the next one."""
+    """It was removed while it was read (by another process's retention): take the next one."""
 
 
 class UnreadableError(CheckpointError):
-    """It is there and may be good, but this process cannot read it now: leave it alone, report, take the next one."""
+    """It exists and may be good, but this process cannot read it now: keep it, report it, take the next one."""
 
 
 class InUseError(StorageError):

@@ -1,7 +1,7 @@
-"""A number that identifies a state: it depends on every byte, and takes little more time than reading them.
+"""A hash that identifies a state: it depends on every byte, and takes little more time than reading them.
 
 A large model's state has thousands of tensors, many of them small (AdamW keeps a step count per parameter). So no file
-is made: tensors are hashed where they lie, and the rest as one line of text.
+is encoded: tensors are hashed in place, and the rest as one line of text.
 
 *Fails by* CheckpointError, for what the codec refuses.
 """
@@ -22,7 +22,7 @@ _PLAIN = frozenset({type(None), bool, float, str})
 
 
 def fingerprint(state: Mapping[str, Any]) -> int:
-    """63 bits; equal states (as the codec brings them back) have the same."""
+    """63 bits, equal for equal states (as the codec restores them)."""
     walk = _Walk()
     try:
         walk.value(dict(state))
@@ -33,11 +33,11 @@ def fingerprint(state: Mapping[str, Any]) -> int:
 
 
 class _UnknownError(Exception):
-    """Something that the codec does not keep."""
+    """A value that the codec does not support."""
 
 
 class _Walk:
-    """Goes through a state once. ``_words`` is its structure, in which a tensor stands for its type and shape."""
+    """Walks a state once. ``_words`` is its structure, with type and shape for each tensor."""
 
     def __init__(self) -> None:
         self._hasher = xxhash.xxh3_64()
@@ -99,7 +99,7 @@ class _Walk:
         self.value(getattr(mapping, "_metadata", None))
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        """Most lie on the CPU in one piece, in a type that numpy has: their bytes are hashed where they are."""
+        """Most tensors are contiguous on the CPU and of a type that numpy has: their bytes are hashed in place."""
         try:
             array = tensor.numpy()
             self._hash(array)
@@ -113,7 +113,7 @@ class _Walk:
         self._add(word)
 
     def _brought(self, tensor: torch.Tensor) -> Any:
-        """The elements as an array, of bytes where numpy does not have the type."""
+        """The elements as an array; as bytes if numpy lacks the type."""
         problem = tensors.problem_with(tensor)
         if problem is not None:
             raise _UnknownError(problem[0])

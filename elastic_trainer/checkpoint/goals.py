@@ -1,7 +1,7 @@
-"""Where the bytes of stored slices go: from boxes in files to boxes in memory. Pure; data lie in memory row by row.
+"""Plans reads of stored slices: from boxes in files to boxes in memory, in row-major order. Pure.
 
-What is one run of bytes both in the file and in memory is read straight there. The rest takes a detour: its rows are
-read into memory of their own, and its box is put in place from there.
+Bytes that are contiguous both in the file and in memory are read directly. All others take a detour: their rows are
+read into a temporary buffer, and the box is copied from there.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from elastic_trainer.checkpoint.slices import TensorSlice
 from elastic_trainer.checkpoint.tensorfile import ELEMENT_SIZE, Placed
 
 MOST_DETOURS = 64 << 20
-"""Bytes that are on a detour at a time, unless one slice alone has more."""
+"""Maximum bytes of detours at a time, unless a single slice has more."""
 
 Put = Callable[[tuple[slice, ...], Any], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Where the box of ``shape`` elements at ``offset`` of a tensor goes.
+    """The destination of the box of ``shape`` elements at ``offset`` of a tensor.
 
     To ``memory`` from byte ``begin`` on, if that is not None. ``put`` places a part: slices within the box, and the
     bytes as a numpy array with the dimensions of the part and one more, the bytes of an element.
@@ -37,7 +37,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """Bytes of a file from ``begin`` to ``end``, and where they go."""
+    """Bytes of a file from ``begin`` to ``end``, and their destination."""
 
     begin: int
     end: int
@@ -46,7 +46,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class Detour:
-    """``rows`` of a stored slice, of which the part ``chosen`` goes to ``box`` of a goal."""
+    """``rows`` of a stored slice, whose part ``chosen`` goes to ``box`` of a goal."""
 
     rows: Any
     chosen: tuple[slice, ...]
@@ -60,9 +60,9 @@ class Detour:
 def plan(
     head_size: int, placed: Sequence[Placed], held: Sequence[TensorSlice], goals: Mapping[str, Goal]
 ) -> Iterator[tuple[list[FileRange], list[Detour]]]:
-    """What to read of a file with the slices ``held``, which lie as ``placed``, in turns of bounded detours.
+    """The reads of a file with the slices ``held``, located at ``placed``, in batches of bounded detours.
 
-    What follows itself both in the file and in memory is one segment: thousands of scalars are one read.
+    Pieces that are adjacent both in the file and in memory form one segment: thousands of scalars are one read.
     """
     segments: list[FileRange] = []
     detours: list[Detour] = []
@@ -97,7 +97,7 @@ def plan(
 
 
 def _common(part: TensorSlice, goal: Goal) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The box, an offset and a shape, that both have; None if there is none."""
+    """The intersection of both boxes, as an offset and a shape; None if it is empty."""
     boxes = list(zip(part.offset, part.shape, goal.offset, goal.shape, strict=True))
     offset = tuple(max(a, b) for a, _, b, _ in boxes)
     shape = tuple(min(a + size, b + other) - max(a, b) for a, size, b, other in boxes)
@@ -110,13 +110,13 @@ def _within(
     offset: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> TensorSlice:
-    """The box ``common`` as a part of the box of ``shape`` at ``offset``."""
+    """The box ``common`` relative to the box of ``shape`` at ``offset``."""
     moved = tuple(begin - other for begin, other in zip(common[0], offset, strict=True))
     return TensorSlice(part.tensor, part.dtype, shape, moved, common[1])
 
 
 def _detour(here: TensorSlice, there: TensorSlice, goal: Goal) -> tuple[Detour, int, int, memoryview]:
-    """The rows of the stored slice that ``here`` needs, and from where to where in its bytes they lie."""
+    """The rows of the stored slice that ``here`` needs, and their byte range in it."""
     import numpy as np
 
     element = ELEMENT_SIZE[here.dtype]

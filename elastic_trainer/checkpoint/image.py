@@ -1,4 +1,4 @@
-"""The files of a checkpoint about to be written, as bytes to be fetched piece by piece. Pure.
+"""The files of a checkpoint to be written, as bytes that are fetched piece by piece. Pure.
 
 The commit needs no tensor library, so any holder of the bytes (the training process now, a shared-memory arena later)
 can commit them.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PIECE = 1 << 20
-"""Bytes read and hashed at a time: small enough to stay in a core's cache between the two."""
+"""Bytes read and hashed at a time: small enough to stay in a core's cache in between."""
 _SMALL = 64 << 10
 _FILES_OF_ONE = 2
 """The tensors and the skeleton."""
@@ -19,7 +19,7 @@ _FILES_OF_ONE = 2
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """Bytes in the memory of an accelerator, as the tensor ``data`` of bytes in one row."""
+    """Bytes in the memory of an accelerator, as the one-dimensional byte tensor ``data``."""
 
     data: Any
 
@@ -30,7 +30,7 @@ class OnDevice:
         return OnDevice(self.data[part])
 
     def fetch(self) -> memoryview:
-        """A copy in ordinary memory."""
+        """A copy in host memory."""
         return memoryview(self.data.cpu().numpy())
 
 
@@ -46,7 +46,7 @@ class FileImage:
     """Those of its record, if this process has taken them from memory that only it writes to. A commit that finds them
     takes no others, so bytes that came from elsewhere must have none."""
     parts: Callable[[], Iterable[memoryview | OnDevice]] | None = None
-    """``body`` with what lies on an accelerator still there."""
+    """``body`` with accelerator data still on the accelerator."""
 
     @property
     def size(self) -> int:
@@ -55,7 +55,7 @@ class FileImage:
 
 @dataclass(frozen=True, slots=True)
 class WatchedTensor:
-    """Numbers that must be finite: element type and place in the body of the file ``file``, ``label`` for people."""
+    """Numbers that must be finite: element type and position in the body of the file ``file``; ``label`` for people."""
 
     label: str
     file: str
@@ -81,12 +81,12 @@ class Image:
 
     @property
     def shared(self) -> bool:
-        """Whether its tensors are in several files, for several writers."""
+        """Whether its tensors are split into several files, for several writers."""
         return len(self.files) > _FILES_OF_ONE
 
 
 def from_bytes(name: str, content: bytes) -> FileImage:
-    """A file whose content is at hand."""
+    """A file of the given content."""
     return FileImage(name, b"", len(content), lambda: (memoryview(content),))
 
 

@@ -1,7 +1,8 @@
-"""Files of others into a directory of checkpoints: a whole state becomes a checkpoint, weights a file of weights.
+"""Imports files into a checkpoint directory: a whole state becomes a checkpoint, weights become a file of weights.
 
-A session resumes from a state that is whole: model, optimizer with the names of its parameters, random numbers, place
-in the data. Only what was exported from a checkpoint has all of that. From any other file the weights are taken.
+A session resumes from a whole state: model, optimizer with the names of its parameters, random number generators,
+position in the data. Only files exported from a checkpoint have all of these. From any other file only the weights are
+imported.
 
 *Runs in* any process; torch is imported for torch's own files only. *Owns* the lock of the directory for a moment.
 *Fails by* ConfigError for a file that cannot be read, StorageError where the directory is in use or full.
@@ -34,16 +35,16 @@ from elastic_trainer.errors import ConfigError
 Value = TypeVar("Value")
 
 KNOWN = ("model", "state_dict", "model_state_dict", "module", "weights", "params")
-"""Where programs put a model's state_dict among other things."""
+"""Keys under which programs store a model's state_dict among other values."""
 INDEX = ".safetensors.index.json"
-"""How the index of a Hugging Face folder ends."""
+"""The suffix of the index file of a Hugging Face folder."""
 PREFIXES = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before each name."""
+"""Prefixes that DistributedDataParallel and torch.compile add to each name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What a file became: ``checkpoint`` is its name, None for weights, which are in ``path``."""
+    """The result of an import: ``checkpoint`` is its name; None for weights, which are in ``path``."""
 
     path: str
     tensors: int
@@ -51,15 +52,15 @@ class Brought:
     checkpoint: str | None = None
     step: int | None = None
     outranked: str | None = None
-    """A checkpoint there that counts as newer."""
+    """An existing checkpoint that counts as newer."""
     left_out: tuple[str, ...] = ()
-    """What else the file held."""
+    """Other contents of the file."""
     stripped: tuple[str, ...] = ()
-    """What was taken off the names."""
+    """Prefixes that were removed from the names."""
 
 
 def bring(source: Path, storage: Storage, part: str | None, *, force: bool) -> Brought:
-    """Import ``source``, a file or a folder; of one that holds more than weights, ``part`` names them."""
+    """Import ``source``, a file or a folder; ``part`` names the weights in one that holds more than weights."""
     if source.is_dir():
         return _from_folder(source, storage, part, force=force)
     if not source.is_file():
@@ -239,7 +240,7 @@ def _bytes(tensor: Any) -> memoryview:
 
 
 def _loaded(source: Path) -> Any:
-    """What torch reads of ``source`` without running code of it; tensors stay in the file where it can be mapped."""
+    """Load ``source`` with torch without running its code; tensors stay in the file if it can be mapped."""
     import pickle
 
     import torch
@@ -348,7 +349,7 @@ def _info(about: Mapping[str, Any]) -> SaveInfo:
 def _committed(
     storage: Storage, run: Any, info: SaveInfo, image: Callable[[CheckpointManager], Image], count: int
 ) -> Brought:
-    """Commit beside what is there; nothing else goes, and no job saves there meanwhile."""
+    """Commit an additional checkpoint; removes nothing, and no job saves there meanwhile."""
     owner = Owner(run=run if isinstance(run, str) else None)
     manager = CheckpointManager(storage.location, Retention(keep_last=sys.maxsize), owner=owner, storage=storage)
     try:

@@ -1,7 +1,7 @@
-"""What a directory holds: committed checkpoints newest first, and what is wrong with the others. Changes nothing.
+"""Lists a directory: committed checkpoints, newest first, and the problems of the others. Changes nothing.
 
 *Runs in* any process. *Fails by* CheckpointError if the directory cannot be listed.
-Entries that vanish while they are looked at (retention elsewhere) are not mentioned.
+Entries that disappear meanwhile (by another process's retention) are omitted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Entry:
 
     @property
     def path(self) -> Path:
-        """Where it is in the file system, if it is in one."""
+        """Its path, for a checkpoint in a file system."""
         return Path(self.place)
 
     @property
@@ -81,7 +81,7 @@ def quarantined_in(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def examine(storage: Storage, names: tuple[str, ...], known: Mapping[str, Entry]) -> Iterator[Entry | Problem]:
-    """Look at the committed checkpoints among ``names``, newest first; ``known`` ones are taken as they are."""
+    """Examine the committed checkpoints among ``names``, newest first; ``known`` ones are not read again."""
     for name in map(str, committed(names)):
         try:
             yield known[name] if name in known else entry(storage, name)
@@ -97,7 +97,7 @@ def entry(storage: Storage, name: str) -> Entry:
 
 
 class Soundness(StrEnum):
-    """What is known about an entry."""
+    """The verification status of an entry."""
 
     VERIFIED = "verified"
     """Every byte was read and compared just now."""
@@ -110,7 +110,7 @@ class Soundness(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """One entry. ``manifest`` is None where it cannot be read; ``problem`` is empty where there is none."""
+    """One entry. ``manifest`` is None if unreadable; ``problem`` is empty if there is none."""
 
     name: str
     path: str

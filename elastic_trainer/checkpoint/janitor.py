@@ -1,6 +1,6 @@
-"""Remove what dead writers and removers left, and nothing else.
+"""Removes the leftovers of dead writers and removers, and nothing else.
 
-*Runs in* the saving process, at its start. *Fails by* nothing: what cannot be judged or removed stays.
+*Runs in* the saving process, at its start. *Fails by* nothing: entries that cannot be judged or removed stay.
 *Invariant*: the temporary directory of a live writer is never touched. On the writer's own machine the kernel says
 whether it lives; elsewhere only a day without any write counts as death.
 """
@@ -24,7 +24,7 @@ REBOOTED_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of a temporary directory, and why."""
+    """Whether a temporary directory is removed, and why."""
 
     remove: bool
     reason: str
@@ -47,7 +47,7 @@ def fate(writer: WriterIdentity, me: WriterIdentity, alive: bool | None, idle_s:
 
 
 def sweep(storage: Storage) -> Iterator[Event]:
-    """Remove what is left over; yields one event for each entry removed or not removable."""
+    """Remove leftovers; yields one event for each removed or unremovable entry."""
     try:
         names = storage.names()
     except OSError:

@@ -1,8 +1,8 @@
-"""One checkpoint of a sharded state: each place writes the file of its shards, place 0 commits. They meet in storage.
+"""Commits one checkpoint of a sharded state: each place writes the file of its shards, and place 0 commits.
 
-Place 0 leaves an offer in its temporary entry. Every other place looks for the offer of the round and step whose state
-it holds, writes its file there, and leaves the record of it, with all checksums. Place 0 publishes when all records are
-there and the headers of all files, read back, make every tensor whole.
+Places coordinate through storage. Place 0 writes an offer into its temporary entry. Every other place looks for the
+offer of its own round and step, writes its file there, and then the file's record with all checksums. Place 0 publishes
+when all records exist and the headers of all files, read back, make every tensor whole.
 
 ====================  ================================================================
 ``offer.json``        the manifest of what is being written, without files
@@ -12,9 +12,9 @@ there and the headers of all files, read back, make every tensor whole.
 ====================  ================================================================
 
 *Runs in* the threads that commit, at the same time on all places. *Owns* the temporary entry (place 0).
-*Fails by* StorageError on place 0 when a file does not come: nothing is published, and the checkpoint before stays the
+*Fails by* StorageError on place 0 when a file is missing: nothing is published, and the previous checkpoint stays the
 newest.
-*Invariant*: what is published has a durable file of every place, all from one round and step.
+*Invariant*: a published checkpoint has a durable file of every place, all of one round and step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def commit_jointly(
 ) -> Manifest:
     """Write ``image``, the files of place 0, and publish the checkpoint when those of all other places are there.
 
-    After ``stop`` nobody waits for a place any more: one of them is known to be gone.
+    After ``stop`` it waits for no place any more: one of them is known to be gone.
     """
     where = place_of(image.names)
     if where is None or where[0] != 0:

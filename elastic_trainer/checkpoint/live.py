@@ -1,9 +1,9 @@
-"""Tensors that are there already, into which a checkpoint is read: no second copy of them in memory.
+"""Live tensors into which a checkpoint is read directly, without a second copy in memory.
 
-A tensor of the state is read straight into the one at the same path of the live state, if type and shape are equal. Of
-a sharded one (DTensor) that is what this process holds; the rest of it is not read. Others come back as new tensors on
-the CPU, whole, unless ``like`` has one of equal shape for the path: then they come back sharded as that is. What is on
-the meta device in the live state is some other process's: it is not read.
+A tensor of the state is read directly into the one at the same path of the live state, if type and shape are equal. Of
+a sharded tensor (DTensor) only the local shard is read. Other tensors are created on the CPU, whole, unless ``like``
+has one of equal shape for the path: then they are created with its sharding. Live tensors on the meta device belong to
+another process and are not read.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def _anything(state: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Live:
-    """What is there: ``state`` as its state dict, ``like`` by the path of what has no tensors yet.
+    """The live tensors: ``state`` is a state dict; ``like`` has, by path, models of tensors that it lacks.
 
     The state of an optimizer that has made no step is empty; ``like`` then has its parameters, by the paths of their
     states. ``fits`` gets the stored state, with tensors on the meta device, before anything is changed; it may raise.
-    Where it says no, all of the state comes back as new tensors.
+    If it returns False, the whole state is created as new tensors.
     """
 
     state: Mapping[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Live:
     fits: Callable[[dict[str, Any]], bool] = _anything
 
     def chosen(self, leaves: Mapping[Path, Leaf], found: Sequence[Placed]) -> dict[str, torch.Tensor]:
-        """The tensors to be filled, by the names of the stored ones."""
+        """The tensors to fill, by the names of the stored ones."""
         stored = {each.name: each for each in found}
         result: dict[str, torch.Tensor] = {}
         for path, leaf in leaves.items():

@@ -1,7 +1,7 @@
-"""Save, find and load the checkpoints of one directory.
+"""Saves, finds and loads the checkpoints of one directory.
 
-*Runs in* the worker of rank 0 (saving), in any process (finding, loading). One thread at a time commits, which need not
-be the one that finds and loads.
+*Runs in* the worker of rank 0 (saving), in any process (finding, loading). One thread at a time commits; another one
+may find and load.
 *Fails by* StorageError (cannot save: training may continue), CheckpointError (cannot load: do not start from scratch).
 *Invariant*: a damaged checkpoint is renamed, never deleted; retention runs only after a commit and never removes what
 was just committed.
@@ -38,14 +38,14 @@ from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, StorageError
 
 CLAIM_S = 5.0
-"""How long a process that was just killed may take to die, and its lock with it."""
+"""Seconds that a killed process may take to die and release its lock."""
 _MOST_QUARANTINES = 1000
-"""Times that one name can be quarantined (it would have to be put back by hand each time)."""
+"""How often one name can be quarantined (each time it must have been restored by hand)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveInfo:
-    """What is known of a state beside the state itself."""
+    """The metadata of a state."""
 
     step: int
     round: int = 0
@@ -59,13 +59,13 @@ class SaveInfo:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A checkpoint that is durable. ``duration_s`` runs from the call of save to durability."""
+    """A durable checkpoint. ``duration_s`` runs from the call of save to durability."""
 
     entry: Entry
     size: int
     duration_s: float
     free_bytes: int | None = None
-    """What was left then of the space for checkpoints, where that is known."""
+    """Free space left for checkpoints after the save, if known."""
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ class Loaded:
 
 
 class CheckpointManager:
-    """The checkpoints in ``directory``, a path or URL; ``on_event`` hears of each transition, which is also logged.
+    """The checkpoints in ``directory``, a path or URL; ``on_event`` gets each transition, which is also logged.
 
     With an ``owner`` no other job can save there meanwhile, from :meth:`check_writable` or the first save on.
     """
@@ -111,19 +111,19 @@ class CheckpointManager:
 
     @property
     def location(self) -> str:
-        """Where the checkpoints are, for other processes too."""
+        """The location of the checkpoints, valid for other processes too."""
         location = self._storage.location
         return location if is_url(location) else os.path.abspath(location)
 
     @property
     def files(self) -> CheckpointFiles:
-        """For those who read a checkpoint in parts; they say what became of it: :meth:`loaded`, :meth:`reject`."""
+        """For callers that read a checkpoint in parts, and report the result by :meth:`loaded` or :meth:`reject`."""
         return self._storage
 
     # -- saving
 
     def check_writable(self) -> None:
-        """StorageError unless a checkpoint could be saved here; makes the directory if it is missing."""
+        """Raise StorageError unless a checkpoint could be saved here; creates the directory if it is missing."""
         check_writable(self._storage)
         if self._claim is not None:
             self._claim.take(CLAIM_S)
@@ -133,7 +133,7 @@ class CheckpointManager:
             self._claim.release()
 
     def sweep(self) -> int:
-        """Remove what dead writers left behind; returns how many entries went."""
+        """Remove leftovers of dead writers; returns the number of removed entries."""
         return sum(self._announce(event).kind is Transition.SWEPT for event in janitor.sweep(self._storage))
 
     def save(self, state: Mapping[str, Any], info: SaveInfo) -> Committed:
@@ -166,7 +166,7 @@ class CheckpointManager:
     ) -> Committed:
         """:meth:`commit` without retention: for a process that does not know the policy.
 
-        ``offer``: others see that it is under way (:meth:`offered`).
+        ``offer``: other processes can see that it is in progress (:meth:`offered`).
         """
         began = self._clock.monotonic()
         try:
@@ -235,7 +235,7 @@ class CheckpointManager:
     def _retain(self, just_saved: str) -> None:
         try:
             entries = self.entries()
-        except CheckpointError as error:  # the checkpoint is safe all the same
+        except CheckpointError as error:  # the checkpoint is safe nevertheless
             self._announce(Event(Transition.REMOVAL_FAILED, just_saved, f"retention was not applied: {error}"))
             return
         if entries and entries[0].name != just_saved:
@@ -259,7 +259,7 @@ class CheckpointManager:
         return verdicts
 
     def _remove(self, name: str, reason: str) -> None:
-        """Under its own name a checkpoint is whole or gone, so it gets another name before it is taken apart."""
+        """Rename the checkpoint before its files are deleted: under its own name it is always complete or absent."""
         trash = trash_name(name)
         try:
             self._storage.rename(name, trash)
@@ -303,7 +303,7 @@ class CheckpointManager:
                     return each
                 self._skip(each)
                 failed.append(each.name)
-            passed_over.update(untried)  # bad, or gone meanwhile: then another one may have come
+            passed_over.update(untried)  # bad or removed meanwhile; another one may have been committed
 
     def best(self) -> Entry | None:
         """The best checkpoint by the policy's metric, else the newest one saved as best, else None."""
@@ -339,7 +339,7 @@ class CheckpointManager:
         return Loaded(read_state(files, snapshot.manifest, live), snapshot.manifest)
 
     def loaded(self, manifest: Manifest, duration_s: float, **values: Any) -> None:
-        """It was read in ``duration_s``."""
+        """Report that it was read in ``duration_s`` seconds."""
         known = {"step": manifest.step, "round": manifest.round, "bytes": manifest.size, "duration_s": duration_s}
         self._announce(Event(Transition.LOADED, manifest.name, values={**known, **values}))
 
@@ -353,8 +353,8 @@ class CheckpointManager:
     def load_newest(self, live: Live = NOTHING_LIVE) -> Loaded | None:
         """The newest state that is whole; None if there never was a checkpoint. ``live`` is as in :meth:`load`.
 
-        Damaged ones on the way are quarantined, unreadable ones skipped, both reported. Raises CheckpointError if
-        none is left: starting from scratch must be somebody's decision.
+        Quarantines damaged ones and skips unreadable ones on the way, and reports both. Raises CheckpointError if none
+        is left: starting from scratch must be a deliberate decision.
         """
         failed: list[str] = []
         tried: set[str] = set()
@@ -389,7 +389,7 @@ class CheckpointManager:
         return None
 
     def _require_none_bad(self, failed: list[str], names: tuple[str, ...]) -> None:
-        """Tell a directory that never had a checkpoint from one where all are bad (CheckpointError)."""
+        """Distinguish a directory that never had a checkpoint from one where all are bad (CheckpointError)."""
         bad = list(dict.fromkeys([*failed, *filter(None, map(quarantined, quarantined_in(names)))]))
         if bad:
             raise CheckpointError(
@@ -415,7 +415,7 @@ class CheckpointManager:
             return
 
     def _skip(self, problem: Problem) -> None:
-        """Reported once for each checkpoint, not at every save."""
+        """Report ``problem`` once for each checkpoint, not at every save."""
         if problem.name not in self._reported:
             self._reported.add(problem.name)
             self._announce(Event(Transition.SKIPPED, problem.name, str(problem.error)))

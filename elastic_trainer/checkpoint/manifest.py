@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of, and the proof that it is whole.
+"""The manifest: the contents of a checkpoint, and the proof that it is complete.
 
 On disk it is a JSON object ``{"xxh3_128": <checksum>, "manifest": <body>}`` in one exact spelling; the checksum covers
 the body's bytes, and reading insists on the spelling, so that no changed bit of the file goes unnoticed.
@@ -68,7 +68,7 @@ class FileRecord(_Frozen):
 
 
 class Manifest(_Frozen):
-    """What a checkpoint holds, and of which state. ``created`` (Unix seconds) is for people, never for ordering.
+    """The contents of a checkpoint and its state. ``created`` (Unix seconds) is for people, never for ordering.
 
     ``run`` names the run that saved it; None for one without a name, and in checkpoints of earlier versions.
     """
@@ -90,7 +90,7 @@ class Manifest(_Frozen):
 
     @field_serializer("metrics", when_used="json")
     def _metrics_as_json(self, metrics: dict[str, float]) -> dict[str, float | str]:
-        """JSON has no words for nan and inf; as strings they validate back to floats."""
+        """JSON cannot represent nan and inf; strings validate back to floats."""
         return {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
 
     @property

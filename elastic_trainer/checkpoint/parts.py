@@ -1,6 +1,6 @@
-"""A checkpoint in parts, which several processes read and give each other: reading one part, and placing it.
+"""A checkpoint in parts, which several processes read and send to each other: reads and places single parts.
 
-A part is a chunk with a checksum of its own, so whoever reads one can verify it.
+A part is a chunk with its own checksum, so the reader of one can verify it.
 
 *Runs in* any reading process; :meth:`PartReader.read` in several threads at a time. *Owns* the files it opens.
 *Fails by* DamagedError, GoneError or UnreadableError.
@@ -90,7 +90,7 @@ class PartReader:
 
 
 class Placing:
-    """Puts the parts of a checkpoint, which come in order, where ``filling`` wants them."""
+    """Copies the parts of a checkpoint, which arrive in order, to their destinations in ``filling``."""
 
     def __init__(self, filling: Filling) -> None:
         self._filling = filling

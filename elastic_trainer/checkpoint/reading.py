@@ -1,4 +1,4 @@
-"""Read a checkpoint without trust: every byte is checked against the manifest on its way into memory.
+"""Reads a checkpoint without trust: every byte is checked against the manifest on its way into memory.
 
 *Runs in* any reading process; short-lived threads read large files. *Owns* the files it opens.
 *Fails by* DamagedError, GoneError or UnreadableError; nothing is changed on disk.
@@ -35,7 +35,7 @@ Buffers = Callable[[int, int], Iterator[memoryview]]
 
 
 class CheckpointFiles(Protocol):
-    """Where the files of checkpoints are: a storage, or a snapshot in memory."""
+    """A source of checkpoint files: a storage, or a snapshot in memory."""
 
     def exists(self, name: str) -> bool: ...
 
@@ -81,9 +81,9 @@ def read_manifest(storage: CheckpointFiles, name: str) -> Manifest:
 
 
 def read_state(storage: CheckpointFiles, manifest: Manifest, live: Live = NOTHING_LIVE) -> dict[str, Any]:
-    """The state that the checkpoint of ``manifest`` holds; tensors are on the CPU, or those that are ``live``.
+    """The state in the checkpoint of ``manifest``; tensors are on the CPU, or the ``live`` ones.
 
-    Live ones may be overwritten by what turns out to be damaged: then read another checkpoint, or end.
+    Live tensors may be overwritten with data that turn out to be damaged: then read another checkpoint, or exit.
     """
     if live is NOTHING_LIVE:
         skeleton = read_skeleton(storage, manifest)
@@ -120,7 +120,7 @@ def fill(storage: CheckpointFiles, outline: Outline, live: Live) -> dict[str, An
 
 
 class Filling:
-    """A state whose data are still to come: to its ``goals``, in tensors that are ``live`` or else in new ones."""
+    """A state whose data have not arrived yet: they go to its ``goals``, in ``live`` tensors or in new ones."""
 
     def __init__(self, outline: Outline, live: Live) -> None:
         self._skeleton, self._where = outline.skeleton, f"checkpoint {outline.manifest.name}"
@@ -136,7 +136,7 @@ class Filling:
         self.goals: Mapping[str, Goal] = held | tensors.goals_in(self._slabs)
 
     def state(self) -> dict[str, Any]:
-        """When all data have come."""
+        """The state, after all data have arrived."""
         return codec.decode(self._skeleton, tensors.build(self._fresh, self._slabs) | self._held, self._where)
 
 
@@ -147,7 +147,7 @@ def read_skeleton(storage: CheckpointFiles, manifest: Manifest) -> bytearray:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """The verified header of one file of tensors: what lies where in its data, and which slices that are."""
+    """The verified header of one file of tensors: the positions of its tensors, and their slices."""
 
     record: FileRecord
     placed: tuple[Placed, ...]
@@ -263,7 +263,7 @@ def _parsed(name: str, record: FileRecord, head: bytes | bytearray) -> TensorFil
 
 
 def _read_data(storage: CheckpointFiles, name: str, file: TensorFile, segments: Sequence[FileRange]) -> None:
-    """Read ``segments``, in their order in the file; chunks in which nobody wants anything are left out."""
+    """Read ``segments`` in file order; skips chunks without any of them."""
     record, starts = file.record, [each.begin for each in segments]
     chunks = {index for each in segments for index in record.chunks_of(each.begin, each.end)}
     if not chunks:
@@ -294,7 +294,7 @@ def cut(view: memoryview) -> Iterator[memoryview]:
 
 
 def _read_chunks(source: ByteSource, name: str, record: FileRecord, chunks: Sequence[int], buffers: Buffers) -> None:
-    """Read and compare ``chunks``, several at a time; the first problem ends it."""
+    """Read and compare ``chunks``, several at a time; stops at the first problem."""
     threads = min(source.readers, len(chunks))
     if threads < 2:
         for index in chunks:
@@ -337,7 +337,7 @@ def opened(storage: CheckpointFiles, name: str, record: FileRecord) -> Iterator[
 
 @contextmanager
 def _found(storage: CheckpointFiles, name: str, file: str) -> Iterator[ByteSource]:
-    """The open file; what is missing is told apart from what went away as a whole."""
+    """The open file; distinguishes a missing file from a checkpoint that was removed."""
     try:
         source = storage.source(name, file)
     except (FileNotFoundError, NotADirectoryError) as error:

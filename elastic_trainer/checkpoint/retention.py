@@ -1,4 +1,4 @@
-"""Which checkpoints stay and which go. Pure: it looks at values and returns values."""
+"""Which checkpoints are kept and which are removed. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic_trainer.errors import ConfigError
 
 
 class BestMode(StrEnum):
-    """Which end of a metric is good."""
+    """Whether lower or higher values of a metric are better."""
 
     MIN = "min"
     MAX = "max"
@@ -19,7 +19,7 @@ class BestMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The policy: a checkpoint stays if any of its rules wants it.
+    """The policy: a checkpoint is kept if any of its rules selects it.
 
     ``keep_last`` newest ones; every one whose step is a multiple of ``keep_every``; the ``keep_best`` best by
     ``metric``; and always the newest one that was saved as best.
@@ -43,7 +43,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What the policy looks at of one checkpoint."""
+    """The values of one checkpoint that the policy uses."""
 
     name: str
     step: int
@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What becomes of one checkpoint, and why."""
+    """Whether one checkpoint is kept, and why."""
 
     name: str
     keep: bool
@@ -61,7 +61,7 @@ class Ruling:
 
 
 def decide(newest_first: Sequence[Candidate], policy: Retention, protected: frozenset[str]) -> tuple[Ruling, ...]:
-    """Judge each checkpoint, in the order given. ``protected`` names stay whatever the policy says."""
+    """Judge each checkpoint, in the given order. ``protected`` names are always kept."""
     ranked = {each.name: place for place, each in enumerate(by_metric(newest_first, policy)[: policy.keep_best], 1)}
     flagged = next((each.name for each in newest_first if each.best), None)
     return tuple(
@@ -92,7 +92,7 @@ def _verdict(
 
 
 def by_metric(newest_first: Sequence[Candidate], policy: Retention) -> list[Candidate]:
-    """Those that have the policy's metric as a number, best first; of equals the newest first."""
+    """The candidates that have the policy's metric as a number, best first; ties newest first."""
     if policy.metric is None:
         return []
     sign = 1.0 if policy.mode is BestMode.MIN else -1.0

@@ -1,9 +1,9 @@
-"""Several nodes write one checkpoint. They hold the same state in the same files, and meet in the storage alone.
+"""Several nodes write one checkpoint. They hold the same state in the same files, and coordinate through storage.
 
-The process that saves leaves an offer in its temporary directory: the manifest, with the checksums of all files.
-Helpers look for the offer of the state that they hold too. Whoever is the first to mark a file as taken writes it, so
-faster writers write more, and where nobody helps the one process writes all of them. A file that was taken and is not
-done in time is written again by the process that saves.
+The saving process writes an offer into its temporary directory: the manifest, with the checksums of all files. Helpers
+look for the offer of the state that they hold. The first process to mark a file as taken writes it, so faster writers
+write more, and without helpers the saving process writes all files. It also writes again each file that was taken but
+is not done in time.
 
 ====================  ================================================================
 ``offer.json``        the manifest of what is being written
@@ -12,9 +12,9 @@ done in time is written again by the process that saves.
 ====================  ================================================================
 
 *Runs in* the threads that commit. *Owns* the temporary directory (the process that saves).
-*Fails by* StorageError or DamagedError in the process that saves; a helper that fails is done without.
-*Invariant*: what is published has the bytes of the process that saves: helpers write only files whose checksums equal
-its own, and it publishes when all of them are durable.
+*Fails by* StorageError or DamagedError in the saving process; it continues without a failed helper.
+*Invariant*: a published checkpoint has the bytes of the saving process: helpers write only files whose checksums equal
+its own, and it publishes when all files are durable.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from elastic_trainer.telemetry.logs import logger
 LOOK_S, SELDOM_S = 0.05, 1.0
 """Seconds between two looks at the storage, at first and after a while."""
 FIND_S = 120.0
-"""How long a helper looks for an offer: the process that saves may be busy with the checkpoint before."""
+"""Seconds that a helper looks for an offer: the saving process may be busy with the previous checkpoint."""
 LEAST_PATIENCE_S = 10.0
 IDLE_S = 30.0
-"""A writer on another machine is done without when it has written nothing for this long."""
+"""Seconds without a write after which a writer on another machine is given up."""
 PATIENCE = 3.0
 """A helper may take this many times as long for its files as the process that saves took for its own."""
 _LONGEST_NOTE = 64 << 20
 
 
 def commit_shared(storage: Storage, image: Image, manifest: Manifest, clock: Clock = SYSTEM) -> Manifest:
-    """Write ``image`` as the checkpoint ``manifest``, whose files are known, with whoever helps."""
+    """Write ``image`` as the checkpoint ``manifest``, whose file records are known, together with any helpers."""
     require_space(storage, image.size)
     with temporary_entry(storage, manifest.name) as temporary:
         write_file(storage, temporary, from_bytes(OFFER_FILE, seal(manifest)))
@@ -73,7 +73,7 @@ def commit_shared(storage: Storage, image: Image, manifest: Manifest, clock: Clo
 def help_write(
     storage: Storage, image: Image, manifest: Manifest, turn: int, stop: Event, clock: Clock = SYSTEM
 ) -> tuple[str, ...]:
-    """Write some of the files of the state ``manifest``, from file ``turn`` on; the names of those written here."""
+    """Write some files of the state ``manifest``, starting at file ``turn``; the names of those written here."""
     offer = find_offer(storage, manifest, _fits, Deadline.after(FIND_S, clock), stop)
     if offer is None:
         return ()
@@ -99,7 +99,7 @@ def find_offer(
     stop: Event,
     passed_over: Collection[str] = (),
 ) -> tuple[str, Manifest] | None:
-    """The temporary directory in which somebody saves the state of ``mine``, and the offer there."""
+    """The temporary directory in which another process saves the state of ``mine``, and its offer."""
     seen = set(passed_over)
     pause_s = LOOK_S
     while True:
@@ -165,7 +165,7 @@ def _fits(offer: Manifest, mine: Manifest) -> bool:
 
 
 def _take(storage: Storage, temporary: str, files: Sequence[FileImage], manifest: Manifest) -> Iterator[str]:
-    """Write those of ``files``, in their order, that nobody else has taken."""
+    """Write the files of ``files``, in order, that no other process has taken."""
     for file in files:
         if storage.mark(temporary, f"taken-{file.name}"):
             _write(storage, temporary, file, manifest)

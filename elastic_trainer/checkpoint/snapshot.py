@@ -1,4 +1,4 @@
-"""A file in memory that holds the files of one checkpoint, and says so: what is left of a process that was killed.
+"""A memory file with the files of one checkpoint and their description, which survives a killed process.
 
 ==========  ===========================================================================
 bytes       content
@@ -10,8 +10,8 @@ behind it   the notes: JSON with the checkpoint's location, its job, and its man
 
 *Runs in* the process that fills it (``break_seal``, ``seal``), in its successor and in the node's agent (``read``).
 *Owns* nothing; the descriptor is the caller's.
-*Fails by* DamagedError: the seal or the notes are not as they were written.
-*Invariant*: a file with a good seal holds what its manifest says, unless a checksum of the manifest shows otherwise.
+*Fails by* DamagedError: the seal or the notes have changed since they were written.
+*Invariant*: a file with a valid seal matches its manifest, unless a checksum of the manifest shows otherwise.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _LONGEST_NOTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class StateSnapshot:
-    """A state in the memory file ``descriptor``. ``location`` is where it was to be saved, by the job ``job``."""
+    """A state in the memory file ``descriptor``; the job ``job`` was to save it at ``location``."""
 
     descriptor: int
     manifest: Manifest
     location: str
     job: str | None
     stored: bool
-    """Whether its process has seen it committed there."""
+    """Whether its process has committed it there."""
     parts: tuple[StateSnapshot, ...] = ()
-    """Of a sharded state: the snapshots of its places, whose files are all together those of this one."""
+    """For a sharded state: the snapshots of its places, whose files together are those of this one."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -117,7 +117,7 @@ class SnapshotSource:
 
 
 def whole(found: Iterable[StateSnapshot]) -> Iterator[StateSnapshot]:
-    """Those of ``found`` that hold a whole state; the places of a sharded one make one snapshot, if all are there."""
+    """The snapshots of ``found`` with a whole state; all places of a sharded state are merged into one snapshot."""
     groups: dict[Any, dict[int, StateSnapshot]] = {}
     for each in found:
         where = place_of(each._names())
@@ -146,12 +146,12 @@ def places(sizes: Sequence[int]) -> list[int]:
 
 
 def break_seal(descriptor: int) -> None:
-    """The file is about to be filled: it holds nothing until it is sealed again."""
+    """Invalidate the file before it is filled: it holds nothing until it is sealed again."""
     os.pwrite(descriptor, bytes(_SEAL.size), 0)
 
 
 def seal_as(descriptor: int, manifest: Manifest, location: str, job: str | None) -> None:
-    """The file holds the files of ``manifest``, whose records are filled in."""
+    """Seal the file as holding the files of ``manifest``, whose records are filled in."""
     text = {"location": location, "job": job, "name": manifest.name, "manifest": seal(manifest).decode()}
     notes, begin = json.dumps(text).encode(), places([each.size for each in manifest.files])[-1]
     os.pwrite(descriptor, notes, begin)
@@ -160,12 +160,12 @@ def seal_as(descriptor: int, manifest: Manifest, location: str, job: str | None)
 
 
 def mark_stored(descriptor: int) -> None:
-    """What the file holds is committed."""
+    """Mark the contents of the file as committed."""
     os.pwrite(descriptor, _STORED, _SEAL.size - len(_STORED))
 
 
 def read(descriptor: int) -> StateSnapshot | None:
-    """What the file holds; None while it holds nothing whole. Its data are verified when they are read."""
+    """The snapshot in the file; None while it is incomplete. Its data are verified when they are read."""
     header = os.pread(descriptor, _SEAL.size, 0)
     if len(header) < _SEAL.size or not any(header):
         return None

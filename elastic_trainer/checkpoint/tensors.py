@@ -1,4 +1,4 @@
-"""All knowledge of torch's tensors: which can be kept, their bytes out and back in.
+"""Everything about torch's tensors: which can be saved, and how to get their bytes out and in.
 
 torch and numpy are imported by the functions, not here. *Fails by* a problem in words (:func:`problem_with`).
 """
@@ -175,7 +175,7 @@ def arrays(placed: Sequence[Placed], slabs: Sequence[Slab]) -> dict[str, Any]:
 
 
 def goals_in(slabs: Sequence[Slab]) -> dict[str, Goal]:
-    """Where the data of each tensor in ``slabs`` go."""
+    """The destinations of the data of each tensor in ``slabs``."""
     return {each.name: _goal_in(slab, each) for slab in slabs for each in slab.tensors}
 
 
@@ -190,7 +190,7 @@ def _goal_in(slab: Slab, tensor: Placed) -> Goal:
 
 
 def goal_of(tensor: torch.Tensor) -> Goal:
-    """Where the data go of what this process holds of ``tensor``: its own memory, where that is plain."""
+    """The destination of this process's data of ``tensor``: the tensor's memory, if that is plain."""
     import torch
 
     offset = sharded.box_of(cast("Any", tensor))[0] if sharded.is_sharded(tensor) else (0,) * tensor.dim()

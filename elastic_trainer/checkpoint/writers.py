@@ -1,4 +1,4 @@
-"""Which process this is, and whether another one lives, as far as this machine's kernel can say."""
+"""The identity of this process, and whether another one lives, according to this machine's kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def this_process() -> WriterIdentity:
 
 
 def alive(writer: WriterIdentity, me: WriterIdentity) -> bool | None:
-    """Whether ``writer`` lives, or None where this machine's kernel cannot tell."""
+    """Whether ``writer`` lives; None if this machine's kernel cannot know."""
     same_kernel = (writer.boot, writer.namespace) == (me.boot, me.namespace)
     if not same_kernel or writer.boot == _NO_BOOT_ID or writer.start == 0 or writer.namespace == 0:
         return None

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: the port, its implementations, and the one place that turns a path or URL into a storage."""
+"""Storage of checkpoints: the port, its implementations, and the function that opens a path or URL."""
 
 from elastic_trainer.checkpoint.storage.locations import checked, is_url, open_storage
 from elastic_trainer.checkpoint.storage.port import ByteSource, Holder, Sink, Storage

@@ -1,4 +1,4 @@
-"""What checkpoints ask of an object store, and how its errors are put into words.
+"""The object store port for checkpoints, and the translation of its errors.
 
 *Fails by* OSError, always: RemoteError with what to do about it, or FileNotFoundError and FileExistsError where a key
 is missing or taken.
@@ -28,7 +28,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """How long a request may take with all its retries: one of few bytes, and one that carries a part of a file."""
+    """Time limits of a request with all its retries: a small one, and one that carries a part of a file."""
 
     request_s: float = 60.0
     part_s: float = 300.0
@@ -38,10 +38,10 @@ class RequestLimits:
 
 
 class Upload(Protocol):
-    """An object on its way. It exists when ``finish`` has returned."""
+    """An object being uploaded. It exists when ``finish`` has returned."""
 
     def add(self, part: bytearray) -> None:
-        """Send ``part``, which nobody changes afterwards. Waits while too many are under way."""
+        """Send ``part``, which must not change afterwards. Waits while too many parts are in flight."""
         ...
 
     def finish(self, last: bytearray) -> None: ...
@@ -74,7 +74,7 @@ class Bucket(Protocol):
         ...
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Those that are gone are fine."""
+        """Delete objects; missing ones are no error."""
         ...
 
     def upload(self, key: str) -> Upload: ...
@@ -89,7 +89,7 @@ class Bucket(Protocol):
 class RemoteError(OSError):
     """An object store refuses, fails or cannot be reached. ``hint`` says what to do.
 
-    ``refused``: it surely did nothing. Otherwise it may have done what it was asked, or may still do it.
+    ``refused``: the request certainly had no effect. Otherwise it may have had its effect, or may still have it.
     """
 
     def __init__(self, number: int, words: str, hint: str, *, refused: bool) -> None:

@@ -1,8 +1,8 @@
-"""One process at a time saves below a prefix: a lease of numbered objects, of which the highest number holds.
+"""Lets only one process at a time save below a prefix: a lease of numbered objects, of which the highest is valid.
 
-Taking it creates the next number, which only one can do; no write ever depends on comparing times of two machines. The
-holder writes its object again and again; one that has not done so for ``TAKEOVER_S``, by the store's clock, may be
-taken over. It is given back by emptying the object, so that numbers only grow.
+A process takes it by creating the next number, which only one can do; no write ever depends on comparing times of two
+machines. The holder rewrites its object periodically; a lease that was not rewritten for ``TAKEOVER_S``, by the store's
+clock, may be taken over. The holder releases it by emptying the object, so that numbers only grow.
 
 *Runs in* the saving process; a thread renews. *Owns* the thread and the object, until :meth:`PrefixLease.let_go`.
 *Fails by* OSError while it is taken. *Invariant*: the holder counts its lease as valid for less time than others wait.
@@ -25,9 +25,9 @@ from elastic_trainer.telemetry.logs import logger
 
 RENEW_S = 15.0
 VALID_S = 60.0
-"""How long the holder counts on it after a renewal was begun."""
+"""Seconds that the holder treats the lease as valid after the start of a renewal."""
 TAKEOVER_S = 90.0
-"""How long others wait for one."""
+"""Seconds without a renewal after which others may take it over."""
 DIRECTORY = "owner/"
 _LONGEST_WORDS = 4096
 _TRIES = 5
@@ -56,7 +56,7 @@ class PrefixLease:
 
     @property
     def lost(self) -> bool:
-        """Whether it was held, and may be another's by now."""
+        """Whether it was held, and may belong to another process now."""
         return self._mine is not None and self._clock.monotonic() - self._renewed_at > VALID_S
 
     def hold(self, words: str, gives_way: Callable[[str], bool]) -> Holder | None:
@@ -89,7 +89,7 @@ class PrefixLease:
                 self._bucket.put(mine, b"")
 
     def _judged(self, top: Item, gives_way: Callable[[str], bool]) -> Holder | None:
-        """The holder by ``top``; None if it has let go, is dead, or gives way."""
+        """The holder according to ``top``; None if it has released the lease, is dead, or gives way."""
         if top.size == 0:
             return None
         now = self._clock.monotonic()
@@ -131,7 +131,7 @@ class PrefixLease:
                 logger().warning("storage.not_renewed", reason=str(error.strerror or error), valid_s=VALID_S)
 
     def _renew(self) -> None:
-        """Write it again, unless another has taken over."""
+        """Rewrite the object, unless another process has taken over."""
         mine, begun = self._mine, self._clock.monotonic()
         if mine is None:
             return

@@ -1,4 +1,4 @@
-"""From a path or URL to the storage there.
+"""Opens the storage at a path or URL.
 
 *Fails by* ConfigError: a URL of no known kind, without a bucket, or of a kind whose extra is not installed.
 """

@@ -6,8 +6,8 @@ layout are prefixes as well: ``tmp-.../<checkpoint>`` marks one that is being wr
 ``deploy/decisions/object-stores.md``.
 
 *Runs in* any process that saves, loads or lists. *Owns* uploads until they are finished or abandoned, and the lease.
-*Fails by* what the port says. *Invariant*: a marker is written before the first byte that it stands for and removed
-after the last, so that whatever dies leaves nothing that is not marked.
+*Fails by* the port's errors. *Invariant*: a marker is written before the first byte that it covers and removed after
+the last, so that a process that dies leaves only marked objects.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ObjectStorage:
         return self._bucket.location
 
     def prepare(self) -> None:
-        """Prefixes need not be made, and buckets are not ours to make."""
+        """Does nothing: prefixes need not be created, and buckets belong to the user."""
 
     def names(self) -> tuple[str, ...]:
         """Those of torn uploads too, which have no manifest: for readers they are gone."""
@@ -108,7 +108,7 @@ class ObjectStorage:
         return frozenset(each for each in found if parse_checkpoint(each) is None)
 
     def discard(self, temporary: str, file: str) -> None:
-        """What is not durable was never seen, and what comes late has the same bytes."""
+        """Removes only the mark: an incomplete object is invisible, and a late one has the same bytes."""
         with self._writing():
             self._bucket.delete([f"{temporary}/{file}"])
 
@@ -176,7 +176,7 @@ class ObjectStorage:
         self._lease.let_go()
 
     def _age_s(self, item: Item) -> float:
-        """By the store's own clock: it stamps an object that is written for that."""
+        """Age by the store's own clock, read from the timestamp of an object written for that purpose."""
         reference = f"{temporary_name(this_process())}/{_TRIAL}"
         self._bucket.put(reference, _MARK)
         try:

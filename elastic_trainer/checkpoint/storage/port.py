@@ -1,4 +1,4 @@
-"""The storage port: what checkpoints ask of a directory or of a prefix in a bucket.
+"""The storage port: the operations of checkpoints on a directory or a prefix of a bucket.
 
 *Fails by* StorageError for anything that keeps a checkpoint from being written (full, read-only, no permission), and
 by OSError for reading, which the readers translate, since only they know what it means for the entry.
@@ -42,15 +42,15 @@ class ByteSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that holds a storage. ``words`` is what it left there.
+    """The process that holds a storage. ``words`` is the text that it left there.
 
-    Where the storage cannot know that it lives, another may take over in ``expires_in_s`` unless it shows itself.
+    If the storage cannot know whether it lives, another process may take over in ``expires_in_s`` unless it renews.
     """
 
     words: str
     expires_in_s: float = 0.0
     shown_at: float = 0.0
-    """When it last showed itself, by the storage's clock."""
+    """When it last renewed, by the storage's clock."""
 
 
 class Storage(Protocol):
@@ -60,7 +60,7 @@ class Storage(Protocol):
     def location(self) -> str: ...
 
     def prepare(self) -> None:
-        """Make the directory if it is missing."""
+        """Create the directory if it is missing."""
         ...
 
     def names(self) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ class Storage(Protocol):
     # ---- an entry that several processes write
 
     def join(self, temporary: str, name: str) -> None:
-        """This process writes files of the entry ``temporary`` too, which another one publishes as ``name``."""
+        """Write files of the entry ``temporary`` too, which another process publishes as ``name``."""
         ...
 
     def mark(self, temporary: str, file: str) -> bool:

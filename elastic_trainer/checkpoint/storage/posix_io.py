@@ -1,8 +1,8 @@
-"""Files of a checkpoint on a POSIX file system: written past the page cache where that works, read by position.
+"""Files of a checkpoint on a POSIX file system: written past the page cache if possible, read by position.
 
-A buffered write costs the processor a copy and a page for every 4 KB, beside training; and a checkpoint that nobody
-reads again pushes what others read out of the cache. So large writes go to the disk directly (O_DIRECT), from the
-caller's memory where its address fits, else through a small buffer.
+A buffered write costs the CPU a copy and a page for every 4 KB, concurrently with training; and a checkpoint that is
+not read again evicts useful pages from the cache. So large writes go directly to the disk (O_DIRECT), from the caller's
+memory if its address is aligned, otherwise through a small buffer.
 
 *Runs in* the thread that commits, or those that read. *Owns* one descriptor each.
 *Fails by* StorageError for writes, OSError for reads.
