@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_trainer.data.sources import SeekableStream as SeekableStream
+    from elastic_trainer.data.streams import Streams as Streams
     from elastic_trainer.data.tar_shards import TarShards as TarShards
     from elastic_trainer.local.launch import launch as launch
     from elastic_trainer.training.config import Section as Section
@@ -28,6 +29,7 @@ _LAZY = {
     "Exhibits": "elastic_trainer.training.task",
     "Section": "elastic_trainer.training.config",
     "SeekableStream": "elastic_trainer.data.sources",
+    "Streams": "elastic_trainer.data.streams",
     "TarShards": "elastic_trainer.data.tar_shards",
     "RunLog": "elastic_trainer.training.run_log",
     "Session": "elastic_trainer.worker.session",
@@ -45,6 +47,7 @@ __all__ = [
     "SeekableStream",
     "Session",
     "Step",
+    "Streams",
     "TarShards",
     "Task",
     "Trainer",

@@ -150,7 +150,7 @@ class EpochPlan:
         if self.ended(cursor):
             raise ValueError(f"epoch {cursor.epoch} has {self.length} samples; nothing is left at {cursor.samples}")
         stop = min(cursor.samples + self.global_batch, self.length)
-        ids = self.order(cursor.epoch)[cursor.samples : stop]
+        ids = self.order(cursor.epoch)[cursor.samples : stop] if self.shuffle else np.arange(cursor.samples, stop)
         return GlobalBatch(ids, cursor, Cursor(cursor.epoch, stop), cursor.samples // self.global_batch)
 
 

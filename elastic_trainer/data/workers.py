@@ -140,7 +140,7 @@ class Workers:
             self._aim(request)
         while True:
             task, value = self._next()
-            if task.course == self._upcoming.course and _alike(task.request, request):
+            if task.course == self._upcoming.course and alike(task.request, request):
                 break
         if isinstance(value, Failure):
             self._aim_again()
@@ -152,7 +152,7 @@ class Workers:
     def _coming(self, request: SampleRequest) -> bool:
         """Whether workers are at ``request``, or have been."""
         course = self._upcoming.course
-        return any(task.course == course and _alike(task.request, request) for task in self._upcoming.sent)
+        return any(task.course == course and alike(task.request, request) for task in self._upcoming.sent)
 
     def _aim(self, request: SampleRequest) -> None:
         """Go on from ``request``, whatever was expected to come next."""
@@ -278,7 +278,8 @@ class Workers:
             raise died(dead[0])
 
 
-def _alike(one: SampleRequest, other: SampleRequest) -> bool:
+def alike(one: SampleRequest, other: SampleRequest) -> bool:
+    """Whether both ask for the same samples of the same place."""
     return one.place == other.place and np.array_equal(one.ids, other.ids)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from elastic_trainer.data.sampler import Collate, Fetcher
+from elastic_trainer.data.streams import Streams
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError, StorageError
 from elastic_trainer.model import Phase
 from elastic_trainer.worker.comm import groups as groups
@@ -26,11 +27,13 @@ from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.model import ema
 from elastic_trainer.worker.model.replica import DataPart
 from elastic_trainer.worker.state.saver import Saver
+from elastic_trainer.worker.state.transfer import packed, unpacked
 from elastic_trainer.worker.steps.boundary import Turn
 from elastic_trainer.worker.steps.training import Training
 from elastic_trainer.worker.steps.workplace import Workplace
 
 Result = TypeVar("Result")
+_TREE = Codec(packed, unpacked)
 
 
 class Collectives:
@@ -173,6 +176,18 @@ class Collectives:
         if training is None or training.steps.inside:
             return ask(self._place.present.control)
         return self.repeated(lambda: ask(self._place.present.control), TENSOR)
+
+    def exchange(self, streams: Streams) -> None:
+        """All ranks know the states of all ``streams`` behind the last step."""
+        position = self._place.position
+
+        def attempt() -> dict[str, Any]:
+            control = self._place.present.control
+            with control.agreed():
+                mine = packed(streams.mine(position.cursor.samples))
+            return {"ranks": [unpacked(each) for each in control.gather_bytes(mine)]}
+
+        streams.exchanged(position.step, self.repeated(attempt, _TREE)["ranks"])
 
     def barrier(self) -> None:
         self.repeated(lambda: self._place.present.control.sum(Purpose.BARRIER))

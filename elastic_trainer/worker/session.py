@@ -35,10 +35,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.checkpoint import Retention
 from elastic_trainer.checkpoint.storage import checked
-from elastic_trainer.data.loading import Loading
-from elastic_trainer.data.plan import EpochPlan, LrRule
 from elastic_trainer.data.sampler import Batch, Collate
-from elastic_trainer.data.sources import checked_length
 from elastic_trainer.errors import ConfigError, last_line
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry import logs
@@ -46,18 +43,17 @@ from elastic_trainer.worker import alone, evaluation, forks
 from elastic_trainer.worker.comm.codecs import JSON, TENSOR
 from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.comm.failures import is_collective_failure
+from elastic_trainer.worker.feeding import SessionData
 from elastic_trainer.worker.model.replica import Reduction
 from elastic_trainer.worker.model.several import together
 from elastic_trainer.worker.model.wrapped import WrappedModel
 from elastic_trainer.worker.process import Process
-from elastic_trainer.worker.standing import SessionStanding
 from elastic_trainer.worker.state.cadence import Cadence
 from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet
-from elastic_trainer.worker.state.training_state import Stateful, check_part
 from elastic_trainer.worker.steps.commit import Steps
 from elastic_trainer.worker.steps.driven import DrivenStep
 from elastic_trainer.worker.steps.meshes import Meshes
-from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions, one_of
+from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions
 from elastic_trainer.worker.steps.step import Step
 from elastic_trainer.worker.steps.training import Wrapped
 
@@ -73,7 +69,7 @@ def _nothing() -> None:
     """No ranks are hidden."""
 
 
-class Session(SessionStanding):
+class Session(SessionData):
     """See the module. ``checkpoint_dir`` is a path or an ``s3://``, ``gs://`` or ``az://`` URL; None: nothing is saved.
 
     Else it is saved by steps, by time (see cadence for ``"auto"``) and on SIGUSR1.
@@ -96,7 +92,7 @@ class Session(SessionStanding):
         checks: CheckOptions = CheckOptions(),
         group: GroupOptions = GroupOptions(),
     ) -> None:
-        self._options = SessionOptions(
+        options = SessionOptions(
             directory=checked(checkpoint_dir) if checkpoint_dir is not None else None,
             cadence=Cadence(checkpoint_every_steps, checkpoint_every_s),
             retention=saving.retention or Retention(keep_last, saving.keep_every),
@@ -107,8 +103,7 @@ class Session(SessionStanding):
             checks=checks,
             group=group,
         )
-        super().__init__()
-        self._user: dict[str, Stateful] = {}
+        super().__init__(options)
         self._pending: dict[str, Any] = {}
         self._meshes = Meshes()
         self._driven: DrivenStep | None = None
@@ -211,18 +206,6 @@ class Session(SessionStanding):
 
     # ---- the model
 
-    def register(self, name: str, part: Stateful) -> None:
-        """Save and resume ``part`` too, before or after :meth:`wrap`; its state must be the same on all ranks.
-
-        In place a rank may receive the state of another that is one collective ahead: change ``part`` only after the
-        collectives that follow a step (``step.loss``, ``save``, ...).
-        """
-        if self._training is not None:
-            self._training.state.register(name, part)
-        else:
-            check_part(name, part, self._user)
-            self._user[name] = part
-
     def init_device_mesh(
         self, shape: Sequence[int], *, mesh_dim_names: Sequence[str], whole_job: bool = False
     ) -> DeviceMesh:
@@ -303,68 +286,6 @@ class Session(SessionStanding):
         if averaged is None:
             raise ConfigError("no average is kept", hint="say session.wrap(..., average=0.999)")
         return averaged.module
-
-    # ---- data
-
-    def epochs(self, total: int) -> Iterator[int]:
-        """The epochs from the cursor's to ``total - 1``; the cursor moves on when the body of one ends."""
-        return self._here.feed.epochs(total)
-
-    def batches(
-        self,
-        dataset: Any,
-        *,
-        global_batch_size: int,
-        micro_batch_size: int | None = None,
-        passes: int | None = None,
-        shuffle: bool = True,
-        scale_from: int | None = None,
-        lr_rule: str = LrRule.NONE,
-        collate: Collate | None = None,
-        epochs: int | None = None,
-        steps: int | None = None,
-        workers: int = 0,
-        prefetch: int = 2,
-        pin_memory: bool | None = None,
-        bad_samples: str = "raise",
-        max_bad_fraction: float = 0.01,
-        multiprocessing_context: str | None = None,
-    ) -> Iterator[Batch]:
-        """This rank's part of each global batch from the cursor on: of the present epoch, or of all up to ``epochs``.
-
-        With ``steps`` as many epochs as it takes until the run, with all its lives, has made that many steps.
-
-        A batch comes again until a step has committed it. ``dataset`` is map-style, or a SeekableStream (with
-        ``shuffle=False``: it comes in its own order). Random numbers drawn for a sample are keyed by (seed, epoch,
-        sample), so its augmentation does not depend on where it is drawn; a data set with ``deterministic = True``
-        draws none, one with ``generators = ("random",)`` draws from that one alone (of "random", "numpy", "torch") and
-        costs less; ``set_epoch(epoch)`` is called for each epoch, in every process, if the data set has it.
-
-        The global batch is the same at any number of ranks. With ``scale_from=R`` it is the one for R ranks, and with W
-        ranks W / R times as large (rounded); the learning rate that the optimizer has is then multiplied by what
-        ``lr_rule`` says ("linear", "sqrt", "none") for each update. Both are kept in the checkpoint.
-
-        With ``passes`` each rank computes its part in that many micro-batches, whatever the number of ranks.
-
-        With ``workers`` that many processes per rank fetch ``prefetch`` micro-batches each ahead of use (plain tensors
-        are always taken directly). They hold the data set as it was at the first batch, and none of its sockets.
-        ``pin_memory`` None: when the device is CUDA.
-
-        ``bad_samples="skip"`` leaves out samples that raise: they are logged and counted (``skipped_samples``), and
-        the gradient is that of the sum over the samples present, divided by the planned size of the global batch.
-        DataError when more than ``max_bad_fraction`` of this rank's samples of an epoch (and more than 8) are bad, or
-        all of a micro-batch.
-        """
-        change, rule = self._trained.round_end.change, one_of(LrRule, lr_rule, "lr_rule")
-        length, seed = checked_length(dataset), self._options.seed
-        plan = EpochPlan(length, global_batch_size, micro_batch_size, seed, shuffle, scale_from, rule, passes)
-        loading = Loading(workers, prefetch, pin_memory, bad_samples, max_bad_fraction, multiprocessing_context)
-        return self._here.feed.batches(dataset, plan, collate, epochs, steps, loading, change)
-
-    @property
-    def skipped_samples(self) -> int:
-        """How many samples this process has left out because they raise."""
-        return self._here.feed.tally.total
 
     # ---- steps
 

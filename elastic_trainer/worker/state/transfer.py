@@ -34,6 +34,26 @@ def share_state(control: Control, source: int, state: Mapping[str, Any] | None) 
     return dict(state or {})
 
 
+def packed(state: Mapping[str, Any]) -> bytes:
+    """A small ``state`` as one piece. CheckpointError naming a value that cannot be kept."""
+    files = {file.name: file for file in codec.encode(state).files}
+    skeleton, data = b"".join(files[STATE_FILE].body()), files[TENSORS_FILE]
+    sizes = json.dumps([len(skeleton), len(data.head), data.body_size]).encode()
+    return b"".join([sizes, b"\n", skeleton, data.head, *data.body()])
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """What :func:`packed` packed; tensors are on the CPU."""
+    sizes, _, rest = data.partition(b"\n")
+    skeleton, head, size = json.loads(sizes)
+    placed = tensorfile.parse(rest[skeleton : skeleton + head], size, "the state of another rank")
+    slabs, begin = tensors.allocate(placed), skeleton + head
+    for target in _cut(slab.view for slab in slabs):
+        target[:] = rest[begin : begin + len(target)]
+        begin += len(target)
+    return codec.decode(rest[:skeleton], tensors.build(placed, slabs), "the state of another rank")
+
+
 def _send(control: Control, source: int, skeleton: FileImage, data: FileImage) -> None:
     control.broadcast_bytes(json.dumps([data.body_size]).encode(), source)
     control.broadcast_bytes(b"".join(skeleton.body()), source)

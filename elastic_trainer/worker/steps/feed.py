@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.data.bad_samples import Tally
+from elastic_trainer.data.loaders import LoaderSource
 from elastic_trainer.data.loading import Loading
 from elastic_trainer.data.plan import EpochPlan
 from elastic_trainer.data.reader import Drawn
@@ -158,10 +159,12 @@ class DataFeed:
         collate: Collate | None,
         epochs: int | None,
         steps: int | None,
-        loading: Loading,
+        loading: Loading | LoaderSource,
         change: Callable[[], bool],
     ) -> Iterator[Batch]:
         """See ``Session.batches``. Mistakes are raised here, not at the first batch.
+
+        ``loading`` may be a source that a DataLoader of the script's own fills.
 
         ``change()`` lets the ranks change before a batch is drawn; it returns whether they did.
         """
@@ -183,9 +186,12 @@ class DataFeed:
         self.accord.check(asdict(plan))
         self.fields = check_fields(plan, self._resumed, self.fields, self._allow_changed)
         self._tracker.describe(length=plan.length, batch=plan.at(self._part.world).global_batch)
-        source = self._source_of(dataset, collate, loading, plan)
         until = epochs if epochs is not None else self._last_epoch or 0
-        timed: Source = source if source.immediate else Awaited(source, self._tracker)
+        if isinstance(loading, LoaderSource):
+            timed: Source = Awaited(loading, self._tracker)
+        else:
+            source = self._source_of(dataset, collate, loading, plan)
+            timed = source if source.immediate else Awaited(source, self._tracker)
         return self._drawn(Sampler(timed, plan, even=self._even, until=until), epochs, steps, change)
 
     def _source_of(self, dataset: Any, collate: Collate | None, loading: Loading, plan: EpochPlan) -> Fetcher:

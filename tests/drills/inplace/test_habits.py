@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,16 @@ def regrouped(
     return [state[1] if state is not None else None for state in states]
 
 
-def results(lead: Lead, workers: Sequence[Worker], unrecorded: int = 0, *, exact: bool = True) -> list[dict[str, Any]]:
+def results(
+    lead: Lead, workers: Sequence[Worker], unrecorded: int = 0, *, exact: bool = True, samples: int = SAMPLES
+) -> list[dict[str, Any]]:
     """What the workers wrote at their end: the same parameters, and each sample was used exactly once."""
     lead.await_done(workers)
     ended = [json.loads((lead.directory / f"{worker.name}.result").read_text()) for worker in workers]
     assert [result["pid"] for result in ended] == [worker.pid for worker in workers]
     assert all(result["parameters"] == ended[0]["parameters"] for result in ended)
     lines = [line for path in lead.ledger.glob("*.jsonl") for line in map(parse, path.read_text().splitlines()) if line]
-    found = audit(lines, SAMPLES)
+    found = audit(lines, samples)
     assert found.exact == exact, found.reason
     assert found.unrecorded == unrecorded
     return ended
@@ -107,25 +110,30 @@ def test_data_that_was_read_before_the_ranks_changed_is_not_trained_on(lead: Lea
     assert max(json.loads(line)["step"] for line in committed) == 3
 
 
-def alone(kind: Any, without: int = 0, **options: Any) -> list[torch.Tensor]:
+def parts() -> list[list[int]]:
+    """The samples of each step."""
+    return [list(range(first, min(first + 16, SAMPLES))) for _ in range(2) for first in range(0, SAMPLES, 16)]
+
+
+def alone(
+    kind: Any, without: int = 0, steps: Sequence[Sequence[int]] | None = None, **options: Any
+) -> list[torch.Tensor]:
     """The parameters after the same training by hand, on one rank and without faults, or ``without`` a step."""
     torch.manual_seed(5)
     layer = torch.nn.Linear(4, 1)
     optimizer = kind(layer.parameters(), **options)
     x, y = data().tensors
-    for epoch in range(2):
-        for number, first in enumerate(range(0, SAMPLES, 16), 1 + epoch * STEPS // 2):
-            if number == without:
-                continue
-            part = slice(first, min(first + 16, SAMPLES))
+    for number, part in enumerate(steps if steps is not None else parts(), 1):
+        if number == without:
+            continue
 
-            def closure(part: slice = part) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = torch.nn.functional.mse_loss(layer(x[part]), y[part])
-                loss.backward()  # type: ignore[no-untyped-call]
-                return loss
+        def closure(part: Sequence[int] = part) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(layer(x[part]), y[part])
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
 
-            optimizer.step(closure)
+        optimizer.step(closure)
     return [each.detach().flatten() for each in layer.parameters()]
 
 
@@ -246,3 +254,32 @@ def test_several_models_are_trained_in_one_step_or_not_at_all(lead: Lead) -> Non
         seen = {int(line.split()[0]): float(line.split()[1]) for line in result["lines"]}
         assert seen.keys() >= {1, 2, 4, 5, 6, 7, 8}
         assert all(abs(loss - losses[step - 1]) < 1e-3 for step, loss in seen.items())
+
+
+def turns(batch: int) -> list[int]:
+    """The samples of a step over four streams of 20 samples, which begin anew: four of each."""
+    return [(index % 20 * 4 + stream) % SAMPLES for stream in range(4) for index in range(batch * 4, batch * 4 + 4)]
+
+
+@pytest.mark.parametrize(
+    ("habit", "samples", "steps"), [("loader", SAMPLES, parts()), ("streams", STEPS * 16, [*map(turns, range(STEPS))])]
+)
+def test_data_from_outside_are_used_exactly_once(habit: str, samples: int, steps: list[list[int]], lead: Lead) -> None:
+    """All give up a step for which more was fetched or read ahead, C dies in one, and D comes in its place: it reads
+    its streams on from where their last states are, not from their beginning."""
+    faults = [("all", 2, "forward", "lose"), ("c", 5, "forward", "kill")]
+    workers = begun(lead, "abc", faults, habit=habit, checkpoints=str(lead.directory / "checkpoints"))
+    newcomer = lead.start("d", "habits.py", json.dumps({"habit": habit, "checkpoints": "checkpoints"}))
+    assert regrouped(lead, workers, workers) == [1, 1, 1]
+    lead.await_failed(workers[:2])
+    assert workers[2].process.wait(LIMIT_S) == -signal.SIGKILL
+    lead.end()
+    assert [state[1] for state in lead.await_ready(workers[:2]) if state is not None] == [4, 4]
+    lead.form([*workers[:2], newcomer])
+    ended = results(lead, [*workers[:2], newcomer], samples=samples)
+    for result in ended:
+        assert result["step"] == STEPS
+        for got, wanted in zip(result["parameters"], alone(torch.optim.AdamW, steps=steps, lr=0.01), strict=True):
+            assert torch.allclose(torch.tensor(got), wanted, atol=1e-5)
+    if habit == "streams":
+        assert int(ended[2]["lines"][0]) <= 16  # four steps of four samples, to the end of a pass

@@ -3,8 +3,9 @@
 ``habit``: ``naive`` (logs, evaluates and saves behind each step, committed or not), ``retry`` (holds a batch until a
 step has committed it), ``hold`` (the same, with tensors read before the first try), ``closure`` (gives one to the
 optimizer, and has a buffer that each pass replaces), ``second`` (optimizers beside the session's), ``driven`` (begins
-and ends steps itself, as frameworks do), ``gan`` (two models, each with an optimizer) or ``parts`` (computes
-micro-batches, and says of how many samples).
+and ends steps itself, as frameworks do), ``gan`` (two models, each with an optimizer), ``parts`` (computes
+micro-batches, and says of how many samples), ``loader`` (has a StatefulDataLoader with processes of its own) or
+``streams`` (reads streams that keep their own state).
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
-from elastic_trainer import Session
+from elastic_trainer import Session, Streams
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.steps.options import CheckOptions
 from tests.drills.inplace.scripts.job import Scenario
@@ -43,6 +46,29 @@ class Net(nn.Module):
         self.passes = self.passes + 1.0
         out: torch.Tensor = self.layer(x)
         return out
+
+
+class Numbers(IterableDataset[Any]):
+    """One stream of 20 samples, which keeps where it is; ``most`` were read of one without a state to begin from."""
+
+    most = 0
+
+    def __init__(self, shard: int, shards: int) -> None:
+        self.shard, self.shards, self.read, self.began = shard, shards, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = data().tensors
+        while self.read < 20:
+            number = (self.read * self.shards + self.shard) % len(x)
+            self.read += 1
+            Numbers.most = max(Numbers.most, self.read - self.began)
+            yield x[number], y[number]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = self.began = state["read"]
 
 
 def generator() -> nn.Module:
@@ -95,6 +121,35 @@ class Job:
             if self.session.step_number % 2 == 0:
                 self.session.evaluate(self.model, data(), 20, squared)
             self.session.save()
+
+    def loader(self) -> None:
+        from elastic_trainer.integrations.torchdata import StatefulDataLoader  # slow to import
+
+        self.model = self.session.wrap(self.module, optimizer=self.optimizer)
+        dataset = data()
+        sampler = self.session.sampler(dataset, global_batch_size=16, shuffle=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+            loader = StatefulDataLoader(dataset, batch_sampler=sampler, num_workers=2, persistent_workers=True)
+        self.batches = sampler.batches(loader, epochs=2)
+        self.simple()
+
+    def streams(self) -> None:
+        self.model = self.session.wrap(self.module, optimizer=self.optimizer)
+        streams = Streams(Numbers, 4, state_every=2)
+        self.batches = self.session.batches(streams, global_batch_size=16, shuffle=False, steps=8)
+        self.simple()
+        self.lines.append(str(Numbers.most))
+
+    def simple(self) -> None:
+        for batch in self.batches:
+            with self.session.step() as step:
+                loss = loss_of(self.model, batch)
+                self.fail("forward")
+                step.backward(loss)
+                self.optimizer.step()
+            if step.committed and self.session.step_number % 3 == 0:
+                self.session.save()
 
     def retry(self) -> None:
         self.wrap()
@@ -259,6 +314,8 @@ def main(scenario: Scenario) -> None:
             "driven": job.driven,
             "gan": job.gan,
             "parts": job.parts,
+            "loader": job.loader,
+            "streams": job.streams,
         }
         habits[scenario.values["habit"]]()
     result = {
