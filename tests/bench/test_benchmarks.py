@@ -19,6 +19,7 @@ from tests.bench import goodput_job
 from tests.bench.goodput import judged, numbered
 from tests.bench.goodput_peers import Struck
 from tests.bench.programs import Outcome, musts, reason, repeated
+from tests.bench.programs_job import SAVE_EVERY
 from tests.bench.programs_known import STANDINS, chosen
 from tests.bench.recovery_torchft import TorchftJob, lighthouse_command, look, peers
 from tests.bench.themes import Theme, themes
@@ -47,6 +48,11 @@ def test_a_benchmark_runs_at_toy_size_and_reports(theme: Theme) -> None:
         counts = {must["name"]: must["ok"] for must in shape["musts"] if not must["name"].endswith("goodput")}
         assert counts == {f"{peer}: {what}": True for peer in ("in_place", "restart_warm") for what in STORMY}
         assert all(each["exact"] and each["steps"] for each in shape["figures"]["found"].values())
+    if theme.name == "programs":
+        (faults,) = shape["figures"]["programs"]["ddp"]["etcd3_restart"]
+        assert list(faults) == ["node_join", "worker_kill", "node_kill"]
+        assert all(each["went_on"] for each in faults.values()), faults
+        assert all(each["steps_repeated"] <= 2 * SAVE_EVERY for each in faults.values()), "it resumes"
 
 
 def test_goodput_is_the_time_of_steps_that_count() -> None:
