@@ -160,7 +160,8 @@ def test_a_model_sharded_over_the_whole_job_is_sharded_anew_when_nodes_die_and_j
         job.add()
         drill.taken_up(NODES)
         error = drill.ended(tmp_path, restarted=True)
-        assert '"snapshot.loaded"' not in "".join(job.log(node.name) for node in job.nodes)
+        in_memory = '"snapshot.loaded"' in "".join(job.log(node.name) for node in job.nodes)
+        assert in_memory == (NODES == 2)  # one node that is left has a whole state in its agent's memory
     print({"saved": saved, "newest": newest, "first": first, "error": error})
     assert error < CLOSE
 
