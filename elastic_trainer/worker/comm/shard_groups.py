@@ -46,6 +46,8 @@ class ShardGroups:
     replicas: Any
     """The process group of these ranks, for gradients; None if there is only one shard group."""
     works: InterruptibleWaits
+    on_stream: bool = False
+    """Whether gradients are summed by NCCL: a wait then only orders the device's stream, and blocks nobody."""
     names: tuple[str, ...] = ()
     """The store keys under which this rank's gloo published its addresses."""
 
@@ -84,7 +86,7 @@ def form_shard_groups(
     peers = Control(whole, place, size, works, working)
     copies = Control(replicas, number, count, works, working)
     data = InterruptibleWaits() if nccl else works
-    return ShardGroups(number, count, whole, tuple(dims), peers, copies, replicas, data, tuple(published))
+    return ShardGroups(number, count, whole, tuple(dims), peers, copies, replicas, data, nccl, tuple(published))
 
 
 def _check_alike(layout: ShardLayout, control: Control) -> None:

@@ -254,8 +254,8 @@ class ShardedReplica(Replica):
             return
         with collective("all_reduce"):
             work = groups.works.begun(groups.replicas.allreduce([output]))
-            if output.is_cuda:
-                work.wait()  # on the stream only
+            if groups.on_stream:
+                work.wait()
             else:
                 self._begun.append(work)
         self._begun_in.add(output.untyped_storage().data_ptr())

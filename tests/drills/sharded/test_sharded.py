@@ -143,7 +143,7 @@ class Sharded:
         assert len(results) == (ranks or everyone)
         (steps,) = {each["step"] for each in results}
         (alone := tmp_path / "alone").mkdir()
-        options = {**self.options, "steps": steps, "pace_s": 0.0, "keeps_stale": False}
+        options = {**self.options, "steps": steps, "pace_s": 0.0, "keeps_stale": False, "like_nccl": False}
         if "pp" in options.get("names", ()):  # nothing in the reference is a stage
             options |= {"mesh": [1], "names": ["dp_shard"]}
         assert ran([str(SCRIPT), str(alone), json.dumps(options)], limit_s=300.0).code == 0
@@ -217,6 +217,22 @@ def test_a_fault_in_the_middle_of_a_schedule_is_undone_and_repeated(
     saved = CheckpointManager(sharded.directory / "checkpoints").load_newest()
     assert saved is not None
     Net().load_state_dict(saved.state["model"])  # all stages, as one
+
+
+def test_kernels_that_hang_are_aborted_and_what_they_leave_is_not_committed(
+    tmp_path: Path, etcd_endpoint: str, run_id: str
+) -> None:
+    """Over groups that behave like NCCL's: a lost peer never shows, and an aborted sum ends without an error."""
+    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=0.01, like_nccl=True)
+    with sharded.job as job:
+        job.start(2)
+        sharded.await_together()
+        for fault in ("kernel", "barrier"):
+            sharded.strike(fault)
+        error = sharded.ended(tmp_path)
+    print({"error": error})
+    assert error < CLOSE
+    assert sum(int(each.read_text()) for each in sharded.directory.glob("aborts-*")) > 0
 
 
 def test_in_restart_mode_the_same_script_resumes_from_its_checkpoint(

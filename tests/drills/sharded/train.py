@@ -5,7 +5,7 @@ too; "pp": in stages, with ``schedule``), ``meta``, ``micro`` (the size of micro
 "reduced"), ``average``, ``scaler``, ``sgd``, ``offload`` (parameters to the CPU), ``activations`` (recomputed),
 ``save_every``, ``snapshot_every_s``, ``patience_s`` (of place 0 for another, at a save), ``shows`` (a directory of
 checkpoints: show what is resumed there, and end), ``keeps_stale`` (the clearing of gradients is switched off),
-``whole_job`` (the mesh covers all nodes).
+``whole_job`` (the mesh covers all nodes), ``like_nccl`` (over groups that behave like NCCL's).
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ class Faults:
     ``barrier``: a shard peer is prepared and waits in the commit barrier, this one has not entered it.
     ``half``: all have passed the barrier and the peer commits; this one does not hear of it.
     ``backward``: in the middle of the backward pass, with gradients that are not sharded yet.
+    ``kernel``: the same, while its shard peer is in a sum that it does not come to.
     ``schedule``: in the last stage, between two micro-batches; the first stage waits to send or to receive.
     """
 
@@ -168,7 +169,8 @@ class Faults:
         due, self._due = self._due, {}
         if due["node"] != self._node:
             self._mark(due, "came").touch()
-            replica.groups.works.wait(replica.groups.works.begun(Never()))
+            works = replica.groups.peers.works
+            works.wait(works.begun(Never()))
         elif self._place == 1:
             limit = time.monotonic() + 20.0
             while not self._mark(due, "came").exists() and time.monotonic() < limit:
@@ -188,7 +190,8 @@ class Faults:
 
     def reduced(self, replica: ShardedReplica, *sums: Any) -> None:
         """In place of the hook of FSDP."""
-        if self._due.get("kind") == "backward" and replica.groups.count > 1:
+        kind = self._due.get("kind") if replica.groups.count > 1 else None
+        if kind == "backward" or (kind == "kernel" and self._place == 1):
             self._strike(replica)
         self._reduce(replica, *sums)
 
@@ -275,6 +278,11 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.get("keeps_stale"):
         ShardedReplica._clear_stale = lambda self: None  # type: ignore[method-assign]
+    if options.get("like_nccl"):
+        sys.path.insert(0, str(Path(__file__).parents[3]))
+        from tests.support import like_nccl
+
+        like_nccl.use(directory)
     faults = Faults(directory)
     if "save_every" in options:
         SaveFaults(directory)
