@@ -104,6 +104,12 @@ class LoggingConfig(Section):
     loss_every: int = Field(default=10, ge=1, description="steps between two looks at the global loss (a collective)")
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     tensorboard: bool = Field(default=False, description="scalars and exhibits in checkpoint.directory/tensorboard")
+    loggers: tuple[str, ...] = Field(default=(), description="also to these: wandb, mlflow, or registered ones")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All loggers."""
+        return ("tensorboard",) * self.tensorboard + self.loggers
 
 
 class SgdConfig(Section):

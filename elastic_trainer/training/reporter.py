@@ -1,4 +1,4 @@
-"""Everything that rank 0 reports about a run: progress on the terminal, ``steps.jsonl``, TensorBoard.
+"""Everything that rank 0 reports about a run: progress on the terminal, ``steps.jsonl``, loggers.
 
 *Runs in* every rank, main thread; only rank 0 reports, and rank 0 may move.
 """
@@ -7,29 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.training.config import LoggingConfig
+from elastic_trainer.training.loggers import Loggers, Opening
 from elastic_trainer.training.progress import ProgressMoment, StepRate, TrainingProgress, progress
 from elastic_trainer.training.step_log import StepLog
 from elastic_trainer.training.task import Exhibits
-from elastic_trainer.training.tensorboard import TensorBoard
 
 
 class Reporter:
     """See the module."""
 
-    def __init__(self, config: LoggingConfig, directory: Path) -> None:
-        self._config, self._directory = config, directory
+    def __init__(self, config: LoggingConfig, directory: Path, job: Mapping[str, Any] | None = None) -> None:
+        self._config, self._directory, self._job = config, directory, job or {}
         self._leads = False
         self._round: int | None = None
         self._progress = TrainingProgress()
         self._log: StepLog | None = None
-        self._board: TensorBoard | None = None
+        self._loggers: Loggers | None = None
         self._rate = StepRate()
 
     @property
     def wants_exhibits(self) -> bool:
-        return self._board is not None
+        return self._loggers is not None and self._loggers.any
 
     def lead(self, leads: bool, moment: ProgressMoment, reason: str) -> None:
         """Begin to report, or stop, as rank 0 moves; ``reason`` is that of the present round."""
@@ -37,7 +38,7 @@ class Reporter:
             self.close()
             self._progress, self._rate = progress(self._config), StepRate()
             self._log = StepLog(self._directory)
-            self._board = TensorBoard(self._directory, moment.step) if self._config.tensorboard else None
+            self._loggers = Loggers(self._config.names, Opening(self._directory, moment.step, self._job))
         elif self._leads and not leads:
             self.close()
         self._leads = leads
@@ -62,18 +63,22 @@ class Reporter:
             return
         samples_per_s = self._rate.read()[0] or None
         self._log.loss(moment, loss, lr, samples_per_s)
-        if self._board is not None:
-            self._board.loss(moment, loss, lr, samples_per_s)
+        if self._loggers is not None:
+            values = {"loss": loss, "learning rate": lr, "samples per second": samples_per_s}
+            where = {"world size": moment.world_size, "round": moment.round}
+            self._loggers.scalars("train", {**values, **where}, moment.step)
 
     def evaluated(self, moment: ProgressMoment, metrics: Mapping[str, float], exhibits: Exhibits) -> None:
         self._progress.evaluated(moment, metrics)
         if self._log is not None:
             self._log.evaluated(moment, metrics)
-        if self._board is not None:
-            self._board.evaluated(moment, metrics, exhibits)
+        if self._loggers is not None:
+            self._loggers.scalars("test", metrics, moment.step)
+            self._loggers.exhibits(exhibits, moment.step)
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = False) -> None:
+        """``finished``: the training has come to its end."""
         self._progress.close()
-        if self._board is not None:
-            self._board.close()
-        self._progress, self._log, self._board = TrainingProgress(), None, None
+        if self._loggers is not None:
+            self._loggers.close(finished)
+        self._progress, self._log, self._loggers = TrainingProgress(), None, None

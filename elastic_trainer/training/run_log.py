@@ -1,44 +1,54 @@
-"""What a script with a Session of its own writes about its run, as a job does: ``steps.jsonl``, and TensorBoard.
+"""What a script with a Session of its own writes about its run, as a job does: ``steps.jsonl``, and to loggers.
 
 ::
 
     log = RunLog(session, "runs/a")
     log.loss(step.loss)                                     # whenever the script looks at it
     log.evaluated(session.evaluate(model, test, 250, hits))
+    log.close()
 
 ``elastic-trainer plot runs/a`` draws it, with each change of the ranks.
 
 *Runs in* every rank, main thread; rank 0 writes, also when rank 0 moves. *Owns* the files, until ``close``.
-*Fails by* ConfigError for a URL, and where TensorBoard is wanted and not installed. What cannot be written is logged.
+*Fails by* ConfigError for a URL, and for a logger that is not known or not installed. What cannot be written is logged.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.training.config import LoggingConfig
+from elastic_trainer.training.loggers import check_loggers
 from elastic_trainer.training.progress import ProgressMoment
 from elastic_trainer.training.reporter import Reporter
 from elastic_trainer.training.task import Exhibits
-from elastic_trainer.training.tensorboard import check_installed
 from elastic_trainer.worker.session import Session
 
 
 class RunLog:
     """See the module. Make it before or after ``session.wrap``, on all ranks; call its methods on all ranks or on 0."""
 
-    def __init__(self, session: Session, directory: str | Path, *, tensorboard: bool = False) -> None:
+    def __init__(
+        self,
+        session: Session,
+        directory: str | Path,
+        *,
+        tensorboard: bool = False,
+        loggers: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         if "://" in str(directory):
             raise ConfigError(
                 f"RunLog cannot write to {directory}", hint="give a directory; checkpoints may go to URLs"
             )
-        if tensorboard:
-            check_installed()
+        logging = LoggingConfig(progress="none", tensorboard=tensorboard, loggers=tuple(loggers))
+        check_loggers(logging.names)
         self._session, self._directory = session, Path(directory)
-        self._reporter = Reporter(LoggingConfig(progress="none", tensorboard=tensorboard), self._directory)
+        self._reporter = Reporter(logging, self._directory, config)
         session.on_ranks_changed(self._lead)
 
     def loss(self, loss: float, lr: float | None = None) -> None:
@@ -52,8 +62,8 @@ class RunLog:
         self._reporter.evaluated(self._moment(), metrics, Exhibits())
 
     def close(self) -> None:
-        """Write what waits for the disk: TensorBoard's, all else is written at once."""
-        self._reporter.close()
+        """The training has come to its end: loggers write what waits, up to 30 s, and mark their run as finished."""
+        self._reporter.close(finished=True)
 
     def _lead(self) -> None:
         if self._session.is_rank0:

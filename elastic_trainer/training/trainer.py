@@ -32,12 +32,12 @@ from elastic_trainer.training.files import make_writable, write_atomically
 from elastic_trainer.training.history import FILE_NAME, History
 from elastic_trainer.training.identity import TaskIdentity
 from elastic_trainer.training.loading import as_yaml
+from elastic_trainer.training.loggers import check_loggers
 from elastic_trainer.training.precision import arithmetic
 from elastic_trainer.training.progress import ProgressMoment
 from elastic_trainer.training.reporter import Reporter
 from elastic_trainer.training.schedule import epochs_done, evaluation_due, run_length
 from elastic_trainer.training.task import Exhibits, Task
-from elastic_trainer.training.tensorboard import check_installed
 from elastic_trainer.worker.comm.placement import Hardware, choose
 from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions
@@ -75,8 +75,7 @@ class Trainer:
             check_metric(config.checkpoint.metric, measurable(self.task, self.model, self.data.test))
         if config.compile:
             self.model.compile()  # in place: parameters keep their names, so checkpoints fit with and without
-        if config.logging.tensorboard:
-            check_installed()
+        check_loggers(config.logging.names)
         if environment.rank == 0 and not environment.midway:
             make_writable(self.directory)
 
@@ -141,7 +140,7 @@ class Run:
         self._named = False
         if session.is_rank0:
             self._write_history()
-        self.reporter = Reporter(self.config.logging, trainer.directory)
+        self.reporter = Reporter(self.config.logging, trainer.directory, self.config.model_dump(mode="json"))
         self._lead()
 
     def _lead(self) -> None:
@@ -176,7 +175,7 @@ class Run:
         try:
             self.history.settle()
         finally:
-            self.reporter.close()
+            self.reporter.close(finished=self.history.concluded_step == self.session.step_number and self._finished())
 
     def report(self) -> dict[str, Any]:
         session, records = self.session, self.history.records

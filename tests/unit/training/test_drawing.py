@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from elastic_trainer.cli.main import main
-from elastic_trainer.errors import EXIT_CONFIG, ConfigError
+from elastic_trainer.errors import EXIT_CONFIG
 from elastic_trainer.training.config import LoggingConfig
+from elastic_trainer.training.loggers import Loggers, Opening
 from elastic_trainer.training.progress import ProgressMoment
 from elastic_trainer.training.reporter import Reporter
 from elastic_trainer.training.step_log import FILE_NAME
 from elastic_trainer.training.task import Exhibits
-from elastic_trainer.training.tensorboard import DIRECTORY, TensorBoard, check_installed
+from elastic_trainer.training.tensorboard import DIRECTORY, TensorBoard
 
 RUN = [
     {"kind": "round", "step": 0, "round": 1, "world_size": 3, "reason": "3 nodes are present"},
@@ -101,35 +103,32 @@ def test_tensorboard_gets_scalars_images_and_texts(tmp_path: Path) -> None:
 
 def test_points_behind_a_checkpoint_that_was_fallen_back_to_are_hidden(tmp_path: Path) -> None:
     """A run that begins again at step 10 shows its second try of step 20 only."""
-    first = TensorBoard(tmp_path, 0)
-    first.loss(moment(10), 3.0, 0.1, 1.0)
-    first.loss(moment(20), 2.0, 0.1, 1.0)
-    first.close()
-    second = TensorBoard(tmp_path, 10)
-    second.loss(moment(20), 1.0, 0.1, 1.0)
-    second.close()
+    first = TensorBoard(Opening(tmp_path, 0))
+    first.scalars("train", {"loss": 3.0}, 10)
+    first.scalars("train", {"loss": 2.0}, 20)
+    first.close(False)
+    second = TensorBoard(Opening(tmp_path, 10))
+    second.scalars("train", {"loss": 1.0}, 20)
+    second.close(True)
     assert points(tmp_path)[0]["train/loss"] == [(10, 3.0), (20, 1.0)]
 
 
-def test_without_the_extra_the_mistake_is_found_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"tensorboard is not installed .*elastic-trainer\[tensorboard\]"):
-        check_installed()
-
-
 def test_events_that_cannot_be_written_end_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither from the beginning nor later; it is said, and the training goes on."""
+    """Neither from the beginning nor later; it is said once, and the training goes on."""
     pytest.importorskip("tensorboard")
-    moment = ProgressMoment(step=10, steps=100, epoch=1, world_size=2, round=1)
     (tmp_path / "refused").mkdir()
     (tmp_path / "refused" / DIRECTORY).touch()
-    refused, later = TensorBoard(tmp_path / "refused", 0), TensorBoard(tmp_path, 0)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(later._writer, "add_scalar", full)
-    for board in (refused, later):
-        board.loss(moment, 0.5, 0.1, 64.0)
-        board.evaluated(moment, {"accuracy": 0.5}, Exhibits(texts={"sample": "so it goes"}))
-        board.close()
+    refused = Loggers(["tensorboard"], Opening(tmp_path / "refused", 0))
+    assert not refused.any
+    later = Loggers(["tensorboard"], Opening(tmp_path, 0))
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
+    with capture_logs() as told:
+        for board in (refused, later):
+            board.scalars("train", {"loss": 0.5}, 10)
+            board.exhibits(Exhibits(texts={"sample": "so it goes"}), 10)
+            board.close(True)
+    assert [line["event"] for line in told] == ["logger.given_up"]
