@@ -61,8 +61,11 @@ def closing(
 
 def is_left(before: RoundDocument | None, following: RoundDocument) -> bool:
     """Whether no node of the broken round ``before`` is in ``following``: then none can complete its incident."""
-    if before is None or before.state is not RoundState.BROKEN:
-        return False
+    return before is not None and before.state is RoundState.BROKEN and no_survivor(before, following)
+
+
+def no_survivor(before: RoundDocument, following: RoundDocument) -> bool:
+    """Whether ``following`` has no node of ``before``; a node of the same name with a new key is another node."""
     keys = {(member.node, member.create_revision) for member in before.members}
     return keys.isdisjoint((member.node, member.create_revision) for member in following.members)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from elastic_trainer.ipc.page import Reading
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState, RunResult
 from elastic_trainer.membership.health import Incident
+from elastic_trainer.membership.parting import no_survivor
 from elastic_trainer.model import Cause, Phase
 
 SILENT_S = 60.0
@@ -34,33 +35,51 @@ class _Open:
     """The first worker of this node, and what it had spent in pauses by then."""
     following: RoundDocument | None = None
     agreed_at: float = 0.0
+    all_lost: bool = False
+    """No node of the round was left to record its end."""
 
 
 class Incidents:
-    """See the module."""
+    """See the module. ``reached``: the newest step that the run is known to have made before this node came."""
 
-    def __init__(self, node: str) -> None:
-        self._node = node
+    def __init__(self, node: str, reached: int = 0) -> None:
+        self._node, self._reached = node, reached
         self._lock = threading.Lock()
         self._active: RoundDocument | None = None
+        self._watches = False
+        """Whether the newest active round is one that this node has no part in."""
+        self._newest: RoundState | None = None
         self._open: _Open | None = None
         self._done: list[tuple[Incident, str]] = []
         self._last: list[Reading] = []
         self._moved_at = 0.0
         """When a worker of this node was last seen to move, or its round was formed."""
 
-    def see(self, document: RoundDocument, now: float, wall: float, present: Container[str] = ()) -> None:
-        """The round document has changed. ``present``: the nodes that are there, as far as known."""
+    def see(
+        self,
+        document: RoundDocument,
+        now: float,
+        wall: float,
+        present: Container[str] = (),
+        *,
+        takes_part: bool = True,
+    ) -> None:
+        """The round document has changed. ``present``: the nodes that are there, as far as known.
+
+        ``takes_part``: whether this node's key is in that round; one of the same name may be an earlier process.
+        """
         with self._lock:
             if document.state is RoundState.ACTIVE:
                 last = self._active
                 self._formed(document, now, wall)
                 if last is None or last.number != document.number:
+                    self._watches = not takes_part
                     self._moved_at = now  # a round that ends before its first step has not stood since the one before
             elif document.state is RoundState.CLOSED:
                 self._closed(document, now, wall, present)
-            elif self._active is not None and document.member(self._node) is not None:
+            elif not self._watches and self._active is not None and document.member(self._node) is not None:
                 self._ended(document, now, wall)
+            self._newest = document.state
 
     def look(self, readings: Sequence[Reading], now: float) -> list[tuple[Incident, str]]:
         """The incidents that are complete, each with its kind of recovery (``failure``, ``planned``; "": none)."""
@@ -111,7 +130,14 @@ class Incidents:
 
     def _formed(self, document: RoundDocument, now: float, wall: float) -> None:
         before, self._active = self._active, document
-        if before is None or before.number >= document.number or before.member(self._node) is None:
+        if before is None or before.number >= document.number:
+            return
+        if self._watches:
+            if self._newest is RoundState.ACTIVE and no_survivor(before, document):
+                reached, paused = self._reached, self._paused(now)
+                self._open = _Open(before, now, wall, reached, 0.0, paused, document, now, all_lost=True)
+            return
+        if before.member(self._node) is None:
             return
         if self._open is None or self._open.following is not None:
             self._give_up(now)
@@ -144,12 +170,13 @@ class Incidents:
             if worker == before:  # else it was restarted, and the pause is all that lies between
                 pause_s = round(max(0.0, paused_s - paused_before_s), 3)
                 incident = incident.model_copy(update={"regroup_s": 0.0, "resume_s": pause_s})
-        self._done.append((incident, "planned" if planned else "failure"))
+        kind = "planned" if planned else "" if current.all_lost else "failure"  # nobody knows since when
+        self._done.append((incident, kind))
 
     def _record(self, current: _Open, following: RoundDocument | None, now: float, from_step: int) -> Incident:
         ended = current.ended
         agreed_at = current.agreed_at if following is not None else now
-        return Incident(
+        incident = Incident(
             wall=current.wall,
             by=self._node,
             cause=cause_of(ended, following),
@@ -166,6 +193,15 @@ class Incidents:
             regroup_s=round(max(0.0, agreed_at - current.at), 3),
             resume_s=round(max(0.0, now - agreed_at), 3),
         )
+        if not current.all_lost:
+            return incident
+        lost = {
+            "cause": Cause.NODE_LOST,
+            "reason": f"all nodes of round {ended.number} were lost",
+            "nodes": tuple(sorted(member.node for member in ended.members)),
+            "ranks": tuple(range(ended.world_size)),
+        }
+        return incident.model_copy(update=lost)
 
     def _paused(self, now: float) -> tuple[int, float]:
         if not self._last:

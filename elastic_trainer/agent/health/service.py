@@ -64,9 +64,9 @@ class HealthService:
             pages = self.pages
             collector = NodeCollector(keys.run_id, self._node, pages.look, pages.nonfinite, pages.counters, store)
             self._endpoint = _endpoint(options, collector, self._not_ready)
-        self._incidents = Incidents(self._node)
         self._told = HealthStore(store, keys, self._node)
         self._reached, self._group_timeout_s = _reached_before(store, keys), options.group_timeout_s
+        self._incidents = Incidents(self._node, self._reached)
         self._told.fold(member.look().nodes)
         records = partial(records_of, store, keys)
         subject = HealthSubject(
@@ -91,6 +91,8 @@ class HealthService:
         self.health = Health(subject, ports, clock)
         self._preemption = PreemptionWatch(self._node, options.preemption, clock) if options.preemption else None
         member.on_round(self._see)
+        if (current := member.look().round) is not None:
+            self._see(current)  # the member has followed the run for a while: nobody else may know how this round ends
         self.health.start()
         if self._preemption is not None:
             self._preemption.start()
@@ -145,7 +147,9 @@ class HealthService:
 
     def _see(self, document: RoundDocument) -> None:
         present = self._member.look().nodes
-        self._incidents.see(document, self._clock.monotonic(), self._clock.wall(), present)
+        mine = document.member(self._node)
+        takes_part = mine is not None and mine.create_revision == self._member.create_revision()
+        self._incidents.see(document, self._clock.monotonic(), self._clock.wall(), present, takes_part=takes_part)
 
     def _give_up(self, number: int, reason: str) -> None:
         """All ranks of round ``number`` wait for each other."""

@@ -27,10 +27,10 @@ class Run:
     present: tuple[str, ...] = ()
     told: list[tuple[str, Incident, str]] = field(default_factory=list)
 
-    def see(self, document: RoundDocument, after_s: float = 0.0) -> Run:
+    def see(self, document: RoundDocument, after_s: float = 0.0, *, takes_part: bool = True) -> Run:
         self.now += after_s
         for each in self.nodes.values():
-            each.see(document, self.now, WALL + self.now, self.present)
+            each.see(document, self.now, WALL + self.now, self.present, takes_part=takes_part)
         return self
 
     def look(self, *readings: Reading, after_s: float = 0.0) -> Run:
@@ -278,3 +278,50 @@ def test_the_first_round_is_no_incident() -> None:
     run.see(round_of(1, "a", state=DRAINING), 1.0).see(round_of(2, "a", "z"), 1.0)
     run.look(stepping(2, 2, run.now + 1.0), after_s=1.0)
     assert run.only[0] == "a"
+
+
+@pytest.mark.parametrize("names", [("c", "d"), ("a", "b")], ids=["others", "of the same names"])
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_round_whose_nodes_all_died_at_once_is_recorded_by_those_that_come(
+    names: tuple[str, ...], steps: bool
+) -> None:
+    """Nobody could break it. One of the next round reports it, also if that round makes no step."""
+    run = Run({name: Incidents(name, reached=12) for name in names})
+    following = renamed(round_of(2, *names, reason="all 2 nodes are present"), key=50)
+    run.see(round_of(1, "a", "b", size=2), takes_part=False).see(following, 30.0)
+    if steps:
+        run.look(stepping(2, 11, run.now + 4.0), after_s=4.0)
+    else:
+        run.see(following.model_copy(update={"state": BROKEN}), 4.0).see(renamed(round_of(3, *names), key=50), 1.0)
+        run.look()
+    teller, incident, kind = run.only
+    assert (teller, kind) == (names[0], "")
+    assert (incident.cause, incident.nodes, incident.ranks) == (Cause.NODE_LOST, ("a", "b"), (0, 1, 2, 3))
+    assert incident.reason == "all nodes of round 1 were lost"
+    assert (incident.round, incident.next_round, incident.open) == (1, 2, False)
+    assert (incident.step, incident.steps_lost) == (12, 2 if steps else 0)
+    assert (incident.detect_s, incident.wall) == (0.0, WALL + 1030.0)
+
+
+@pytest.mark.parametrize("state", [DRAINING, BROKEN], ids=["stopped", "broken by a member"])
+@pytest.mark.parametrize("name", ["a", "c"], ids=["of the same name", "another"])
+def test_a_round_whose_end_its_own_nodes_recorded_is_not_recorded_again(state: RoundState, name: str) -> None:
+    """A spare node saw it: a run that was stopped is no fault, and the incident of a broken round is in the store."""
+    run = Run({name: Incidents(name)}).see(round_of(1, "a", "b"), takes_part=False)
+    run.see(round_of(1, "a", "b", state=state), 1.0, takes_part=False).see(renamed(round_of(2, name), key=50), 5.0)
+    assert run.look(stepping(2, 1, run.now), after_s=1.0).told == []
+
+
+def test_a_node_that_watched_a_round_and_joined_it_records_its_end_as_any_other() -> None:
+    """What it watched is over: the next round has members of the one before."""
+    run = Run({"c": Incidents("c")}).see(round_of(1, "a"), takes_part=False).see(round_of(2, "a", "c"), 1.0)
+    run.look(stepping(2, 5, run.now), after_s=1.0)
+    run.see(round_of(2, "a", "c", state=BROKEN, cause=Cause.NODE_LOST), 1.0).see(round_of(3, "c"), 1.0)
+    run.look(stepping(3, 6, run.now), after_s=1.0)
+    assert (run.only[1].round, run.only[1].nodes, run.only[2]) == (2, ("a",), "failure")
+
+
+def renamed(document: RoundDocument, key: int) -> RoundDocument:
+    """The same round of nodes with other keys."""
+    members = tuple(member._replace(create_revision=key + at) for at, member in enumerate(document.members))
+    return document.model_copy(update={"members": members})
