@@ -57,8 +57,9 @@ def read_images(path: Path) -> Images:
 
 
 def references(root: Path) -> dict[str, list[str]]:
-    """The images that manifests, compose files and the Dockerfile name, by file."""
-    files = [root / "Dockerfile", *root.glob("deploy/*.yaml"), *root.glob("k8s/**/*.yaml")]
+    """The images that manifests, compose files and the Dockerfile name, by file; that of the chart is the user's."""
+    manifests = [path for path in root.glob("k8s/**/*.yaml") if not path.is_relative_to(root / "k8s/chart")]
+    files = [root / "Dockerfile", *root.glob("deploy/*.yaml"), *manifests]
     found = {
         str(path.relative_to(root)): _REFERENCE.findall(path.read_text(encoding="utf-8")) for path in sorted(files)
     }
