@@ -59,6 +59,7 @@ def told(script: str, directory: Path, *arguments: str) -> list[Any]:
     return [json.loads(line) for line in done.out.splitlines() if line.startswith("[")]
 
 
+@pytest.mark.timeout(400)
 def test_a_run_stays_one_run_of_its_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A, rank 0, is killed before step 5 and B before step 9; C resumes at 6, whose steps 7 and 8 are known."""
     for name in ("wandb", "mlflow"):
