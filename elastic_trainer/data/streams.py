@@ -2,8 +2,8 @@
 
 A stream can only be read on. So the job reads a fixed number of them in turns, whatever its ranks: a global batch of G
 samples has the next G / streams samples of each. Any rank can therefore say which sample of which stream lies at a
-position, and get it by reading that stream up to there. Every so many steps the ranks exchange the states of the
-streams they read, and keep them with the training state: a rank that takes over a stream reads on from there.
+position, and get it by reading that stream up to there. Every ``state_every`` steps the ranks exchange the states of
+the streams they read, and keep them with the training state: a rank that takes over a stream reads on from there.
 
 *Runs in* the worker's main thread. *Owns* the open streams of this rank.
 *Fails by* ConfigError for a stream without a state, or another global batch than before; DataError for an empty stream;

@@ -92,7 +92,7 @@ def test_a_logger_that_fails_is_given_up_with_one_warning(background: bool, tmp_
 
 
 def test_a_tracker_that_hangs_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Points are dropped when too many wait, the end waits for so long, and the next one for the last."""
+    """Points are dropped when too many wait, the end has a time limit, and the next logger waits for the last one."""
     monkeypatch.setattr(loggers, "_WAITING", 2)
     gate = Event()
     hanging, next_one = Recorder(gate), Recorder(opened())
