@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = peers(None if torchft.skipped else extra.torchft_python)
     names = extra.peers or [name for name in chosen if not quick or name in QUICK_PEERS]
     if absent := [name for name in names if name not in chosen]:
-        why = torchft.skipped if absent[0] == "torchft" else f"there are {', '.join(chosen)}"
+        why = torchft.skipped if absent[0] == "torchft" else f"the peers are {', '.join(chosen)}"
         raise SystemExit(f"goodput: --peers {absent[0]} cannot run here: {why}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves no disk mounted, no node running
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))

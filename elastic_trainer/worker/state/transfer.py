@@ -19,6 +19,7 @@ from elastic_trainer.worker.comm.control import Control
 
 CHUNK = 32 << 20
 """Bytes per broadcast."""
+_WHERE = "the state of another rank"
 
 
 def share_state(control: Control, source: int, state: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -46,12 +47,12 @@ def unpacked(data: bytes) -> dict[str, Any]:
     """What :func:`packed` packed; tensors are on the CPU."""
     sizes, _, rest = data.partition(b"\n")
     skeleton, head, size = json.loads(sizes)
-    placed = tensorfile.parse(rest[skeleton : skeleton + head], size, "the state of another rank")
-    slabs, begin = tensors.allocate(placed), skeleton + head
-    for target in _cut(slab.view for slab in slabs):
+    begin = skeleton + head
+    arriving = _Arriving(rest[:skeleton], rest[skeleton:begin], size)
+    for target in arriving.targets:
         target[:] = rest[begin : begin + len(target)]
         begin += len(target)
-    return codec.decode(rest[:skeleton], tensors.build(placed, slabs), "the state of another rank")
+    return arriving.state()
 
 
 def _send(control: Control, source: int, skeleton: FileImage, data: FileImage) -> None:
@@ -77,9 +78,7 @@ def _receive(control: Control, source: int) -> dict[str, Any]:
     (size,) = json.loads(control.broadcast_bytes(b"", source))
     skeleton = control.broadcast_bytes(b"", source)
     head = control.broadcast_bytes(b"", source)
-    placed = tensorfile.parse(head, size, "the state of another rank")
-    slabs = tensors.allocate(placed)
-    targets = _cut(slab.view for slab in slabs)
+    arriving = _Arriving(skeleton, head, size)
     target, left = memoryview(b""), size
     buffer = torch.empty(min(CHUNK, max(1, size)), dtype=torch.uint8)
     while left:
@@ -88,12 +87,24 @@ def _receive(control: Control, source: int) -> dict[str, Any]:
         view = _bytes_of(part)
         while len(view):
             if not len(target):
-                target = next(targets)
+                target = next(arriving.targets)
             count = min(len(view), len(target))
             target[:count] = view[:count]
             view, target = view[count:], target[count:]
         left -= len(part)
-    return codec.decode(skeleton, tensors.build(placed, slabs), "the state of another rank")
+    return arriving.state()
+
+
+class _Arriving:
+    """A state whose tensors are still to be written into ``targets``, ``size`` bytes in all."""
+
+    def __init__(self, skeleton: bytes, head: bytes, size: int) -> None:
+        self._skeleton, self._placed = skeleton, tensorfile.parse(head, size, _WHERE)
+        self._slabs = tensors.allocate(self._placed)
+        self.targets = _cut(slab.view for slab in self._slabs)
+
+    def state(self) -> dict[str, Any]:
+        return codec.decode(self._skeleton, tensors.build(self._placed, self._slabs), _WHERE)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
