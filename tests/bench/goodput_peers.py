@@ -29,13 +29,13 @@ from elastic_trainer.local.ledger import Line, LineKind
 from elastic_trainer.local.ports import HOST, free_ports
 from tests.bench import goodput_job
 from tests.bench.recovery import SHARED_STORE_OFF, TUNED
-from tests.bench.recovery_torchft import LIGHTHOUSE, MANAGER, Torchft, lighthouse_command
+from tests.bench.recovery_torchft import LIGHTHOUSE, MANAGER, Torchft, launched, lighthouse_command
 from tests.drills.cluster.schedule import Blow, Timed
 
 NODES, LEAST, MOST = 3, goodput_job.LEAST, 4
 REPLACE_S, STUCK_S, START_LIMIT_S, RETRY_S = 5.0, 60.0, 180.0, 0.5
 MANY = {"failure_limit": "100000", "stalled_rounds": "100000", "ttl": "3"}
-"""So many failures in so little time are no sign of a poisoned batch."""
+"""No number of failures ends the run: in a storm they are no sign of a poisoned batch."""
 RESTART = MANY | {"last_call": "1", "join_interval": "1", "stop_grace": "1"}
 WARM = RESTART | {"preload": "torch:torch._dynamo:elastic_trainer.worker.session"}
 """A new node's first workers start warm too: by itself a node learns only from them what to import."""
@@ -109,8 +109,7 @@ class Cluster(LocalCluster):
         """What starts the next node."""
         if self._peer.python is None:
             return torchrun(self.spec, name, first=not self.running)
-        launcher = [str(self._peer.python), "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-        return [*launcher, "--nnodes=1", f"--max-restarts={self.spec.max_restarts}", *self.spec.entry]
+        return launched(self._peer.python, self.spec)
 
     def add(self) -> Node:
         """Start one more node."""

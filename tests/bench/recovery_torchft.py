@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from elastic_trainer.clock import Deadline, pause
+from elastic_trainer.local.cluster import ClusterSpec
 from elastic_trainer.local.etcd_binary import spawn
 from tests.bench.recovery_jobs import Column, Job
 
@@ -121,10 +122,14 @@ class TorchftJob(Job):
 
     def command(self, name: str) -> list[str]:
         """The launcher of one replica group, a torchrun of its own."""
-        launcher = [str(self._column.python), "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-        launcher += ["--nnodes=1", "--nproc-per-node=1", f"--max-restarts={self.spec.max_restarts}"]
         waits = [f"{name}={value:g}" for name, value in self._column.manager.items()]
-        return [*launcher, *self.spec.entry, f"http://{self.spec.endpoint}", *waits]
+        return [*launched(self._column.python, self.spec), f"http://{self.spec.endpoint}", *waits]
+
+
+def launched(python: Path, spec: ClusterSpec) -> list[str]:
+    """The program of one replica group, below a torchrun of its own."""
+    launcher = [str(python), "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    return [*launcher, "--nnodes=1", "--nproc-per-node=1", f"--max-restarts={spec.max_restarts}", *spec.entry]
 
 
 def lighthouse_command(column: Torchft, endpoint: str, least: int) -> list[str]:

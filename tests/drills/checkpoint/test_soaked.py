@@ -28,7 +28,7 @@ from tests.drills.checkpoint.killing import COUNT
 from tests.drills.checkpoint.soaked import SAMPLES
 from tests.drills.endings.job import Job
 from tests.integration.training.launch import ran
-from tests.support.slowstorage import SLOW
+from tests.support.slowstorage import SLOW, SlowStorage
 
 SCRIPT = Path(__file__).with_name("soaked.py")
 SEED = "ELASTIC_TRAINER_KILL_SEED"
@@ -177,10 +177,11 @@ def test_whatever_dies_at_whatever_moment_nothing_that_is_saved_is_lost(
     was used once, and the parameters have the bits of a run without any of it."""
     seed = int(os.environ.get(SEED, "0")) or (1 if COUNT not in os.environ else random.SystemRandom().getrandbits(31))
     print(f"{SEED}={seed}")
-    directory, slow = tmp_path / "job", tmp_path / "fsync"
+    directory = tmp_path / "job"
     directory.mkdir()
-    slow.write_text(str(FSYNC_S))
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SLOW), "SLOW_FSYNC": str(slow)}
+    storage = SlowStorage(tmp_path, directory / "checkpoints")
+    storage.takes(FSYNC_S)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SLOW), "SLOW_FSYNC": str(storage.file)}
     entry = [str(SCRIPT), str(directory), "1000000000", str(PAUSE_S)]
     options = FREELY | {"recovery": recovery}
     with Job(

@@ -14,7 +14,7 @@ from elastic_trainer.cli.k8s import rendering
 from elastic_trainer.cli.k8s.values import KubernetesRun
 from tests.support.helmchart import CHART, chart_files, chart_values, helm
 from tests.support.manifests import Manifest
-from tests.unit.deploy.test_render import GIVEN, asked, runs
+from tests.unit.deploy.test_render import GIVEN, asked, by_name, runs
 
 LEAST = {"image": "elastic-trainer:latest", "args": ["/app/train.py"]}
 """What a user has to say."""
@@ -30,7 +30,7 @@ def made(values: dict[str, Any], directory: Path, namespace: str = "team") -> li
 
 def unordered(objects: list[Manifest]) -> dict[tuple[str, str], Manifest]:
     """The objects by kind and name, with lists in one order where it means nothing: helm sorts maps."""
-    found = {(each["kind"], each["metadata"]["name"]): each for each in objects}
+    found = by_name(objects)
     for (kind, _), each in found.items():
         if kind == "PersistentVolumeClaim":
             each["metadata"].pop("annotations", None)
