@@ -39,6 +39,8 @@ _LOADER: int = 7
 """Purpose of random numbers, beside those in ``data.seeds``."""
 _DIED = "DataLoader worker"
 """How torch's message about a dead process of a DataLoader begins."""
+_BEGUN: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""What :func:`begun` gave, by process; to be :func:`shut` before the process ends."""
 
 
 class _Begin(Protocol):
@@ -80,14 +82,15 @@ class SessionSampler(TorchSampler[list[int]]):
         self._check(loader)
         if self._source is None or self._source.loader is not loader:
             self._source = LoaderSource(loader, self, self.dataset, self.plan.seed, self._device)
-        return self._drawn(self._begin(self._source, epochs, steps), self._source)
+        return self._drawn(self._begin(self._source, epochs, steps), self._source, loader)
 
     @staticmethod
-    def _drawn(batches: Iterator[Batch], source: LoaderSource) -> Iterator[Batch]:
+    def _drawn(batches: Iterator[Batch], source: LoaderSource, loader: DataLoader[Any]) -> Iterator[Batch]:
         try:
             yield from batches
         finally:
             source.close()
+            del loader  # until here it must live
 
     def _check(self, loader: DataLoader[Any]) -> None:
         if getattr(loader, "batch_sampler", None) is not self:
@@ -115,7 +118,7 @@ class LoaderSource:
     def __init__(
         self, loader: DataLoader[Any], sampler: SessionSampler, dataset: Any, seed: int, device: torch.device
     ) -> None:
-        self.loader, self._dataset, self._device = loader, dataset, device
+        self._loader, self._dataset, self._device = weakref.ref(loader), dataset, device
         self._seed = key(_LOADER, seed)
         self._upcoming = Upcoming()
         self._future: Callable[[SampleRequest], Iterator[SampleRequest]] = lambda request: iter([request])
@@ -136,6 +139,11 @@ class LoaderSource:
 
     # ---- for the session
 
+    @property
+    def loader(self) -> DataLoader[Any] | None:
+        """None when the script has dropped it, whose persistent workers have then ended: nothing here keeps it."""
+        return self._loader()
+
     def follow(self, course: Course) -> None:
         self._future = course.from_request
 
@@ -148,7 +156,8 @@ class LoaderSource:
 
     def close(self) -> None:
         """Throw away what was fetched ahead; the loader ends its processes, unless they are persistent."""
-        if self._iterator is not None and not self.loader.persistent_workers:
+        loader = self.loader
+        if self._iterator is not None and not (loader is not None and loader.persistent_workers):
             shut(self._iterator)
         self._iterator, self._last, self._upcoming = None, None, Upcoming()
 
@@ -188,9 +197,11 @@ class LoaderSource:
         raise DataError(f"the DataLoader failed: {problem}")  # out here: recovery looks for a RuntimeError behind it
 
     def _begin(self) -> Iterator[Any]:
+        loader = self.loader
+        assert loader is not None, "who draws from it holds it"
         self.starting = True
         try:
-            return begun(self.loader)
+            return begun(loader)
         finally:
             self.starting = False
 
@@ -199,13 +210,15 @@ def separate(loader: DataLoader[Any]) -> None:
     """The processes of ``loader`` will hold no connection of the training, and end with this process."""
     if loader.num_workers:
         loader.worker_init_fn = partial(_settled, os.getpid(), _forks(loader), loader.worker_init_fn)
-        atexit.register(_end, weakref.ref(loader), os.getpid())
 
 
 def begun(loader: DataLoader[Any]) -> Iterator[Any]:
     """``iter(loader)``, of one that was made :func:`separate`."""
     with forking() if _forks(loader) else nullcontext():
-        return iter(loader)
+        iterator = iter(loader)
+    if loader.num_workers:
+        _BEGUN[iterator] = os.getpid()
+    return iterator
 
 
 def shut(iterator: Any) -> None:
@@ -219,11 +232,12 @@ def _forks(loader: DataLoader[Any]) -> bool:
     return loader.num_workers > 0 and (context or multiprocessing).get_start_method() == "fork"
 
 
-def _end(reference: weakref.ref[DataLoader[Any]], owner: int) -> None:
-    """This process ends, and would wait for those of the loader, which ignore the signal that asks them to end."""
-    loader = reference()
-    if loader is not None and os.getpid() == owner:
-        shut(getattr(loader, "_iterator", None))
+@atexit.register
+def _end() -> None:
+    """This process ends, and would wait for those of its loaders, which ignore the signal that asks them to end."""
+    for iterator, owner in list(_BEGUN.items()):
+        if owner == os.getpid():
+            shut(iterator)
 
 
 def _settled(parent: int, forked: bool, theirs: Callable[[int], None] | None, number: int) -> None:

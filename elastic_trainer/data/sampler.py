@@ -21,6 +21,7 @@ from elastic_trainer.data.reader import Collate, Drawn, SampleReader
 from elastic_trainer.data.requests import Course, SampleRequest, asked, spanning
 from elastic_trainer.data.seeds import undisturbed
 from elastic_trainer.data.sources import plain_tensors
+from elastic_trainer.data.streams import Streams
 from elastic_trainer.data.workers import Workers
 from elastic_trainer.errors import DataError
 from elastic_trainer.model import Cursor
@@ -141,6 +142,7 @@ class Fetcher:
         self._tally = tally if tally is not None else Tally()
         self._reader = SampleReader(dataset, collate, seed, skips=loading.bad_samples == "skip")
         self.length = self._reader.length
+        self._streams = dataset if isinstance(dataset, Streams) else None
         self._tensors = dataset.tensors if plain_tensors(dataset) and collate is None else None
         self._pin = loading.pins(device)
         self._in_place = self._tensors is not None and all(t.device == device for t in self._tensors)
@@ -179,6 +181,8 @@ class Fetcher:
     def close(self) -> None:
         if self._workers is not None:
             self._workers.close()
+        if self._streams is not None:
+            self._streams.close()
 
     def _drawn(self, request: SampleRequest) -> Drawn:
         if self._tensors is not None:

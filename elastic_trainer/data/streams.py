@@ -80,6 +80,11 @@ class Streams:
         for each in self._open:
             each.keep(turn)
 
+    def close(self) -> None:
+        """Let go of what is open. Reading goes on from the states that were exchanged last."""
+        for each in self._open:
+            each.close()
+
     # ---- the states, between two steps
 
     def due(self, step: int) -> bool:
@@ -89,7 +94,7 @@ class Streams:
     def mine(self, samples: int) -> dict[str, Any]:
         """The states of the streams that this rank has read, none of them beyond the job's first ``samples``."""
         most = samples // self.shards
-        states = {each.shard: each.state() for each in self._open if 0 < each.read <= most}
+        states = {each.shard: each.state() for each in self._open if each.is_open and 0 < each.read <= most}
         return {str(shard): state for shard, state in states.items() if state[0] > self._known.get(shard, (0,))[0]}
 
     def exchanged(self, step: int, states: Sequence[Mapping[str, Any]]) -> None:
@@ -134,6 +139,15 @@ class _Stream:
         if self._recent.maxlen != size:
             self._recent = deque(self._recent, maxlen=size)
 
+    @property
+    def is_open(self) -> bool:
+        return self._source is not None
+
+    def close(self) -> None:
+        source, self._source, self._samples = self._source, None, iter(())
+        if hasattr(source, "close"):
+            source.close()
+
     def state(self) -> StreamState:
         return self.read, self._passes, self._source.state_dict()
 
@@ -153,8 +167,7 @@ class _Stream:
                 return sample
 
     def _enter(self, passes: int, read: int, state: Any) -> None:
-        if hasattr(self._source, "close"):
-            self._source.close()
+        self.close()
         source = self._make(self.shard, self._shards)
         if not all(callable(getattr(source, each, None)) for each in ("state_dict", "load_state_dict", "__iter__")):
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,3 +92,15 @@ def test_a_data_worker_that_is_killed_ends_the_job_with_a_clear_error(tmp_path: 
         job.ended()
     assert "DataError: a data worker" in job.log.read_text()
     assert "was killed (signal 9)" in job.log.read_text()
+
+
+def test_a_script_may_end_while_it_holds_a_loader_that_reads_ahead() -> None:
+    """Its processes ignore SIGTERM, so Python would wait for them forever; here for no longer than this limit."""
+    script = (
+        "import torch\nfrom torch.utils.data import DataLoader\n"
+        "from elastic_trainer.data.loaders import begun, separate\n"
+        "loader = DataLoader(torch.arange(100.0), num_workers=2, persistent_workers=True); separate(loader)\n"
+        "held = begun(loader); print(float(next(held)))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S)
+    assert (ended.returncode, ended.stdout) == (0, "0.0\n"), ended.stderr

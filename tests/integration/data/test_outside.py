@@ -81,8 +81,8 @@ def test_each_sample_is_used_once_however_far_the_loader_has_fetched(
     assert len(seen[0]) == 60 + 32
     assert sorted(seen[0] + seen[1]) == sorted([*range(60)] * 3)
     assert seen[0][:60] != sorted(seen[0][:60])
-    if "persistent_workers" not in workers:
-        assert not multiprocessing.active_children()
+    del loader
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("kind", [Streams, streams])
@@ -96,6 +96,7 @@ def test_streams_are_resumed_where_committed_steps_have_left_them(kind: Any, tmp
             batches = session.batches(data, global_batch_size=4, micro_batch_size=2, shuffle=False, steps=12)
             assert data.state_dict()["exchanged"] == (0 if leave_at else 6)
             seen += trained(session, model, optimizer, batches, leave_at)
+        assert not multiprocessing.active_children()
     assert seen == [100.0 * shard + (2 * step + each) % 10 for step in range(12) for shard in (0, 1) for each in (0, 1)]
 
 
