@@ -32,13 +32,15 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     from elastic_trainer.errors import ElasticTrainerError
     from elastic_trainer.model import RecoveryMode
     from elastic_trainer.settings import rendezvous_options
+    from elastic_trainer.telemetry import logs
 
+    logs.configure()
     in_place = parameters.config.get("recovery") == RecoveryMode.IN_PLACE
     kind = InPlaceHandler if in_place else Etcd3RendezvousHandler
     try:
-        handler = kind.from_parameters(parameters)
         options = rendezvous_options(parameters.config)
-        warm_starts.install(options.preload)
+        await_imports = warm_starts.install(options.preload)
+        handler = kind.from_parameters(parameters, options, await_imports)
         orphan_reaper.install(options.stop_grace)
     except ElasticTrainerError as error:
         end(error)

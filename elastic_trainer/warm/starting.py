@@ -122,6 +122,23 @@ class Starter:
                 self._renew()
             raise ColdStart(answer["cold"])
 
+    def await_imports(self, limit_s: float) -> bool:
+        """Wait until a program would be forked at once: False after ``limit_s``, or if programs start cold here."""
+        with self._lock:
+            if self._link is None:
+                return False
+            try:
+                self._link.settimeout(min(limit_s, PATIENCE_S))
+                send(self._link, {})
+                receive(self._link)
+                return True
+            except BaseException as error:  # its answer is still to come, and would be taken for the next one's
+                self._drop()
+                if isinstance(error, (OSError, EOFError)):
+                    self._make_again()
+                    return False
+                raise
+
     def _ask(self, link: socket.socket, command: PythonCommand, request: StartRequest) -> dict[str, Any]:
         hear, say = os.pipe()
         order = {

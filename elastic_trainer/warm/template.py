@@ -1,8 +1,9 @@
 """The template: imports modules once, then forks a process for each request of its owner.
 
 A request is a length, a JSON object and four descriptors: standard input, output and error of the fork, and a pipe by
-which the owner starts it. A process between template and fork exits at once, so that the fork becomes a child of the
-owner, which can wait for it and read its exit code like that of any other child.
+which the owner starts it. An empty object is answered when the named modules are imported. A process between template
+and fork exits at once, so that the fork becomes a child of the owner, which can wait for it and read its exit code like
+that of any other child.
 
 *Runs in* its own process, with one thread. *Owns* no file.
 *Fails by* exiting; its owner then starts programs cold. *Invariant*: it dies with the thread of its owner that started
@@ -146,6 +147,9 @@ class Template:
             os._exit(0)
         while self._pending and self._pending[0][1] and not self._flaw:
             self._load_next()  # the program would import these too
+        if not order:
+            send(self._link, {})
+            return None
         command = PythonCommand(**order["command"])
         hidden = self._modules.hidden_by(first_entry(command))
         if self._flaw:

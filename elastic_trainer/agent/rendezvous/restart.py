@@ -35,6 +35,7 @@ from elastic_trainer.agent.workers.deaths import Deaths, write_termination_messa
 from elastic_trainer.agent.workers.false_starts import FalseStart, StartupWatch
 from elastic_trainer.agent.workers.rescue import Rescue
 from elastic_trainer.agent.workers.supervisor import Supervisor
+from elastic_trainer.agent.workers.warm_starts import Await, at_once
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError, ElasticTrainerError, RunClosedError
 from elastic_trainer.membership.admission import admit
@@ -62,7 +63,6 @@ from elastic_trainer.settings import (
     ENV_SHARD_NODES,
     RendezvousOptions,
     parse_endpoints,
-    rendezvous_options,
 )
 from elastic_trainer.store import connect_patiently
 from elastic_trainer.store.keys import RunKeys
@@ -95,8 +95,10 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         min_nodes: int,
         max_nodes: int,
         address: str,
+        await_imports: Await = at_once,
         clock: Clock = SYSTEM,
     ) -> None:
+        self._await_imports = await_imports
         self._store = MeteredStore(store, clock)
         self._run_id, self._options, self._clock = run_id, options, clock
         self._address = address
@@ -121,10 +123,10 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         logs.bind(run=run_id, node=self.node_id, role="agent")
 
     @classmethod
-    def from_parameters(cls, parameters: RendezvousParameters) -> Self:
+    def from_parameters(
+        cls, parameters: RendezvousParameters, options: RendezvousOptions, await_imports: Await
+    ) -> Self:
         """Validate torchrun's parameters and connect to the store. Raises ConfigError or StoreUnavailableError."""
-        logs.configure()
-        options = rendezvous_options(parameters.config)
         checked_name(parameters.run_id, "run id (--rdzv-id)")
         if not parameters.endpoint:
             raise ConfigError("no store address was given", hint="add --rdzv-endpoint host:2379")
@@ -142,6 +144,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             min_nodes=parameters.min_nodes,
             max_nodes=parameters.max_nodes,
             address=address,
+            await_imports=await_imports,
         )
 
     # ---- called by torchrun
@@ -257,6 +260,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         node = self._node if self._node is not None else self._arrive()
         node.health.pages.employ(local_workers().count)
         node.health.pages.mode(Phase.WAITING if self._current is None else Phase.RENDEZVOUS)
+        seen = node.member.look().round
+        if self._current is None and seen is not None and seen.state is RoundState.ACTIVE:
+            self._await_imports(waiting.remaining_s())  # the others train on, and would stand still for it
         if self._current is not None:
             node.rescue.begin(self._current, in_place=False)
         planned, cause = self._leave_round(node, waiting)

@@ -31,16 +31,22 @@ _FIRST = ("torch",)
 """The modules that every worker imports; preloaded before the first worker has shown which others it needs."""
 _HOOK = ("self", "args", "env")
 Start = Callable[[Any, tuple[str, ...], dict[str, str]], Popen[bytes]]
+Await = Callable[[float], object]
+"""Waits that many seconds at most until workers would start at once."""
 
 
-def install(preload: str) -> None:
+def at_once(limit_s: float) -> None:
+    """Workers start cold: there is nothing to wait for."""
+
+
+def install(preload: str) -> Await:
     """From now on start this process's workers warm, if this torchrun supports it and ``preload`` enables it."""
     if preload == OFF:
-        return
+        return at_once
     start: Start | None = getattr(SubprocessHandler, "_popen", None)
     if start is None or tuple(inspect.signature(start).parameters) != _HOOK or sys.platform != "linux":
         logger().info("template.refused", reason="this torch or this system starts workers in another way")
-        return
+        return at_once
     names = _FIRST if preload == AUTOMATIC else tuple(preload.split(":"))
     marks = (ENV_LEDGER_DIR,)  # of all processes of a local cluster
     environment = {name: value for name, value in os.environ.items() if name in marks or not of_one_worker(name)}
@@ -48,10 +54,11 @@ def install(preload: str) -> None:
         starter = Starter(names, sorted(OPTIONS), environment, learn=preload == AUTOMATIC)
     except OSError as error:  # out of processes, descriptors or memory, or no access to /dev/null
         logger().warning("template.refused", reason=str(error))
-        return
+        return at_once
     atexit.register(starter.close)
     handler: Any = SubprocessHandler
     handler._popen = warm(starter, start)
+    return starter.await_imports
 
 
 def warm(starter: Starter, cold: Start, clock: Clock = SYSTEM) -> Start:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic_trainer.clock import Deadline, pause
-from elastic_trainer.local import processes
+from elastic_trainer.local import agents, processes
 from tests.support.plainjob import LIMIT_S, PlainJob
 
 
@@ -86,3 +86,32 @@ def test_a_node_that_is_asked_to_leave_ends_its_forked_workers(tmp_path: Path, e
         while [each for each in family if processes.alive(each)]:
             assert not deadline.expired
             pause(0.05)
+
+
+@pytest.mark.timeout(300)
+def test_the_others_train_on_until_a_new_node_has_imported(
+    tmp_path: Path, etcd_endpoint: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It joins when its template has imported: in a new round all would wait for the workers it could not yet start."""
+    (modules := tmp_path / "modules").mkdir()
+    (modules / "heavy.py").write_text(
+        f"import pathlib, time\nplace = pathlib.Path({str(tmp_path)!r})\n(place / 'begun').touch()\n"
+        "while not (place / 'go').exists():\n    time.sleep(0.01)\n"
+        "(place / 'imported').write_text(str(time.monotonic()))\n"
+    )
+    with PlainJob(tmp_path, etcd_endpoint, run_id, least=1, most=2, flags=["--alone"],
+                  options={"preload": "json", "last_call": "0"}) as job:  # fmt: skip
+        (first,) = job.start(1)
+        begun = job.await_world(first.name)
+        monkeypatch.setattr(agents, "_free", [])  # a node that is itself a fork has inherited its template
+        heavy = {"options": dict(job.spec.options) | {"preload": "heavy"}, "environment": {"PYTHONPATH": str(modules)}}
+        second = job.add_with(**heavy)
+        job.wait_for((tmp_path / "begun").exists, "its template imports nothing")
+        job.await_steps(first.name, 100)
+        assert not job.present(second.name)
+        (tmp_path / "go").touch()
+        job.await_round(first.name, second.name, after=begun)
+        last = max(step.t for step in job.steps(first.name) if step.round == begun)
+        assert last > float((tmp_path / "imported").read_text())
+        assert [each["warm"] for each in starts(job, second.name)] == [True]
+        job.finish()
