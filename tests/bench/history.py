@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import http.client
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
+
+from prometheus_client import REGISTRY
 
 from elastic_trainer.agent.health.health_store import INCIDENTS_KEPT, HealthStore
 from elastic_trainer.clock import SYSTEM, Deadline
@@ -29,6 +32,7 @@ from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
 from elastic_trainer.store.api import Store
 from elastic_trainer.store.keys import RunKeys
+from elastic_trainer.web.node import EndpointOptions, NodeEndpoint
 from tests.bench.health_store import LIMIT_S, SimulatedRun, name
 from tests.bench.report import Must, Options, Report, at_least, at_most, at_most_time, emit, median, note, parse
 from tests.support.crowd import crowding
@@ -133,27 +137,38 @@ def _size_mb(etcd: EtcdServer, field: str) -> float:
 
 
 def _crowd(store: Store, probes: int) -> tuple[dict[str, Any], list[Must]]:
-    """What a probe gets and how long it takes while the crowd presses. Nodes have the same server."""
-    note(f"{CROWD} connections press")
-    answered, seconds = 0, []
-    options = MonitorOptions(str(StoreSettings.model_fields["prefix"].default), port=0)
-    with Monitor(store, options) as monitor, crowding(monitor.port, CROWD) as crowd:
-        for _ in range(probes):
-            began = SYSTEM.monotonic()
-            asking = http.client.HTTPConnection("127.0.0.1", monitor.port, timeout=LIMIT_S)
-            try:
-                asking.request("GET", "/healthz")
-                answered += asking.getresponse().status == 200
-            except (OSError, http.client.HTTPException):
-                pass
-            finally:
-                asking.close()
-            seconds.append(SYSTEM.monotonic() - began)
-        returned = crowd.returned
-    return {"probe_slowest_s": max(seconds), "probe_median_s": median(seconds), "cut_and_returned": returned}, [
-        at_least("probes answered, %", 100.0 * answered / probes, 100.0),
-        at_most_time("slowest probe, s", max(seconds), PROBE_LIMIT_S),
-    ]
+    """What a probe gets and how long it takes while the crowd presses on the monitor, and on a node's endpoint."""
+    prefix = str(StoreSettings.model_fields["prefix"].default)
+    node = EndpointOptions("127.0.0.1", 0, None, None, None)
+    figures: dict[str, Any] = {}
+    musts: list[Must] = []
+    with Monitor(store, MonitorOptions(prefix, port=0)) as monitor, closing(NodeEndpoint(node, REGISTRY)) as endpoint:
+        for who, port in (("monitor", monitor.port), ("node", endpoint.port)):
+            note(f"{CROWD} connections press on the {who}")
+            with crowding(port, CROWD) as crowd:
+                answered, seconds = zip(*(_probed(port) for _ in range(probes)), strict=True)
+                returned = crowd.returned
+            slowest = {"probe_slowest_s": max(seconds), "probe_median_s": median(seconds)}
+            figures[who] = {**slowest, "cut_and_returned": returned}
+            musts += [
+                at_least(f"{who}: probes answered, %", 100.0 * sum(answered) / probes, 100.0),
+                at_most_time(f"{who}: slowest probe, s", max(seconds), PROBE_LIMIT_S),
+            ]
+    return figures, musts
+
+
+def _probed(port: int) -> tuple[bool, float]:
+    """Whether a probe was answered, and after how many seconds."""
+    answered, began = False, SYSTEM.monotonic()
+    asking = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+    try:
+        asking.request("GET", "/healthz")
+        answered = asking.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        pass
+    finally:
+        asking.close()
+    return answered, SYSTEM.monotonic() - began
 
 
 if __name__ == "__main__":
