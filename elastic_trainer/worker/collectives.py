@@ -43,8 +43,23 @@ class Collectives:
         self._place, self._training = place, training
 
     def repeated(self, attempt: Callable[[], Result], codec: Codec = JSON) -> Result:
-        """``attempt()``; in place again after each round that ends in the middle of it."""
-        return attempt() if self._training is None else self._training.round_end.repeated(attempt, codec)
+        """``attempt()``; in place again after each round that ends in the middle of it.
+
+        ConfigError between two synchronisations of ranks that train apart: those that have made fewer steps would not
+        come here after such an end.
+        """
+        if self._training is None:
+            return attempt()
+        if self._training.outer is not None:
+            self._training.outer.require_closed()
+        return self._training.round_end.repeated(attempt, codec)
+
+    def finished(self, attempt: Callable[[], None]) -> None:
+        """As :meth:`repeated`, for the last call of all."""
+        if self._training is None:
+            attempt()
+        else:
+            self._training.round_end.repeated(attempt, JSON)
 
     # ---- saving
 

@@ -108,6 +108,7 @@ class SessionData(SessionStanding):
             ("scale_from", plan.scale_from is not None),
             ("workers", loading.workers > 0),
             ("bad_samples='skip'", loading.bad_samples != "raise"),
+            ("reduction='local_sgd' or 'diloco'", self._trained.replica.apart),
         ):
             if given:
                 raise ConfigError(

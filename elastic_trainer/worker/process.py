@@ -18,8 +18,9 @@ from elastic_trainer.worker.report.endpoint import open_endpoint
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.training_state import Position
 from elastic_trainer.worker.steps.options import SessionOptions
+from elastic_trainer.worker.steps.replicas import Wrapped
 from elastic_trainer.worker.steps.signals import Signals
-from elastic_trainer.worker.steps.training import Training, Wrapped
+from elastic_trainer.worker.steps.training import Training
 from elastic_trainer.worker.steps.workplace import Workplace
 
 

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import structlog
 import torch
@@ -35,7 +35,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.checkpoint import Retention
 from elastic_trainer.checkpoint.storage import checked
-from elastic_trainer.data.sampler import Batch, Collate
+from elastic_trainer.data.sampler import Collate
 from elastic_trainer.errors import ConfigError, last_line
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry import logs
@@ -44,20 +44,19 @@ from elastic_trainer.worker.comm.codecs import JSON, TENSOR
 from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.comm.failures import is_collective_failure
 from elastic_trainer.worker.feeding import SessionData
+from elastic_trainer.worker.model.local import Apart
 from elastic_trainer.worker.model.replica import Reduction
 from elastic_trainer.worker.model.several import together
 from elastic_trainer.worker.model.wrapped import WrappedModel
 from elastic_trainer.worker.process import Process
 from elastic_trainer.worker.state.cadence import Cadence
 from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet
-from elastic_trainer.worker.steps.commit import Steps
 from elastic_trainer.worker.steps.driven import DrivenStep
 from elastic_trainer.worker.steps.meshes import Meshes
-from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions
+from elastic_trainer.worker.steps.options import CheckOptions, GroupOptions, SavingOptions, SessionOptions, one_of
+from elastic_trainer.worker.steps.replicas import Wrapped
 from elastic_trainer.worker.steps.step import Step
-from elastic_trainer.worker.steps.training import Wrapped
 
-StepT = TypeVar("StepT", bound=Step)
 LEAVING_S = 10.0
 """How long a session that fails or is stopped waits for what is still being written."""
 
@@ -146,7 +145,7 @@ class Session(SessionData):
             self._abandon(process)
             return
         try:
-            self._all.repeated(self._finish)
+            self._all.finished(self._finish)
         except BaseException:
             self._abandon(process)
             raise
@@ -157,6 +156,8 @@ class Session(SessionData):
         place = self._here
         place.tracker.change(Phase.ENDING)
         place.signals.agreed()
+        if self._training is not None and self._training.outer is not None:
+            self._training.outer.synchronise()  # the script has left its loop
         place.present.boundaries.end()
         if self._training is not None:
             self._training.save_last("done")
@@ -230,6 +231,9 @@ class Session(SessionData):
         scaler: torch.amp.GradScaler | None = None,
         sync_batchnorm: bool = False,
         reduction: str = Reduction.DDP,
+        sync_every: int | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
         average: float | AveragedModel | None = None,
         ddp_options: Mapping[str, Any] | None = None,
         stage: Any = None,
@@ -239,14 +243,17 @@ class Session(SessionData):
         ``scheduler`` is advanced at every step. Buffers follow rank 0 (see replica).
 
         ``reduction`` says how gradients are added up: ``"ddp"``, or ``"tree"`` for a training whose bits do not depend
-        on the number of ranks. ``average`` keeps an exponential moving average of the parameters with that decay (or
-        one of your own, from torch.optim.swa_utils), advanced at each step: see :attr:`average`.
+        on the number of ranks. With ``"local_sgd"`` and ``"diloco"`` ranks train apart and average their parameters
+        after ``sync_every`` steps; DiLoCo's outer optimizer then makes a step (SGD with Nesterov momentum, 0.7 and 0.9
+        if not given): see :mod:`elastic_trainer.worker.model.local`. ``average`` keeps an exponential moving average
+        of the parameters with that decay (or one of your own, from torch.optim.swa_utils), advanced at each step: see
+        :attr:`average`.
 
         Several models or optimizers are given by name, and schedulers too. Such a step commits at the end of its block,
         all or nothing: see :mod:`elastic_trainer.worker.model.several`. ``stage`` is this rank's PipelineStage of a
         ``model`` that is computed in stages: see :mod:`elastic_trainer.worker.model.stages`.
         """
-        process = self._require_open()
+        process, how = self._require_open(), one_of(Reduction, reduction, "reduction")
         if self._training is not None:
             raise ConfigError(
                 "session.wrap() was called before", hint="wrap all models in one call: wrap({'name': model, ...}, ...)"
@@ -262,7 +269,8 @@ class Session(SessionData):
                 scheduler,
                 scaler,
                 sync_batchnorm,
-                reduction,
+                how,
+                Apart.of(how, sync_every, outer_lr, outer_momentum),
                 average,
                 ddp_options or {},
                 self._meshes.layout,
@@ -291,13 +299,7 @@ class Session(SessionData):
 
     def step(self) -> Step:
         """The context of one training step about the batch at hand."""
-        return self._begun(Step)
-
-    def _begun(self, kind: Callable[[Steps, Batch | None], StepT]) -> StepT:
-        feed, training = self._here.feed, self._trained
-        if feed.batch is None:
-            training.round_end.change()
-        return training.steps.begin(feed.batch, kind)
+        return self._trained.begin_step(Step)
 
     def begin_step(self) -> DrivenStep:
         """:meth:`step` without a block, for loops of others; ``step.end()`` closes it (see driven).
@@ -306,7 +308,7 @@ class Session(SessionData):
         """
         if self._driven is not None and not self._driven.ended:
             raise ConfigError("begin_step() before the end of the last step", hint="call step.end() first")
-        self._driven = self._begun(DrivenStep)
+        self._driven = self._trained.begin_step(DrivenStep)
         return self._driven
 
     @contextmanager

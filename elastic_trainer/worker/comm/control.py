@@ -56,6 +56,7 @@ class Purpose(IntEnum):
     SKIP = 15
     FORWARD = 16
     BACKWARD = 17
+    AVERAGE = 18
 
 
 class Pending:

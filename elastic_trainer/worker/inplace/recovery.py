@@ -120,6 +120,8 @@ class InPlaceRecovery:
         healed = heal(control, mine, least, self, notes, self._calls.count, alike)
         behind = control.rank in healed.behind
         if behind:
+            if training.outer is not None:
+                training.outer.healed()
             training.origin = Origin(None, healed.notes["fields"])
             trainable.freeze(frozenset(healed.notes["frozen"]))
             if self._given_up is not None:
@@ -202,9 +204,8 @@ class InPlaceRecovery:
         error = self._shortage.seen(step, error)
         if not self._rounds.confirms(error):
             return False
-        if not step.committed:
-            self._training.steps.undo()
-            self._given_up = step
+        if not step.committed or self._training.apart:
+            self._give_up(step)
         else:
             self._place.record(step)
         self._valid = self._valid and not self._training.steps.dirty
@@ -213,6 +214,15 @@ class InPlaceRecovery:
         if step.committed:
             self._place.present.boundaries.save_due(step.number)
         return True
+
+    def _give_up(self, step: Step) -> None:
+        """Undo ``step``; where ranks train apart, its batch and those before it come again if it was made."""
+        if not step.committed:
+            self._training.steps.undo()
+        elif step.batch is not None:
+            step.batch.used = False
+        step.committed = False
+        self._given_up = step
 
     def repeated(self, attempt: Callable[[], Result], codec: Codec) -> Result:
         """``attempt()``, repeated after each round that ends in the middle of it.
@@ -234,6 +244,8 @@ class InPlaceRecovery:
         self._change_due = False
         self._training.replica.release()
         self._rounds.abandon()
+        if self._training.outer is not None:
+            self._training.outer.undo()
         self._place.present.boundaries.refuse_nonfinite()
         self._enter(joinable=joinable)
         self._place.feed.redraw()  # the script may open another step with the same batch
@@ -247,9 +259,9 @@ class InPlaceRecovery:
             self._evaluates = False
 
     def check_gradients(self) -> None:
-        """RoundBrokenError if the gradients may lack those of other ranks."""
+        """RoundBrokenError if the gradients may lack those of other ranks, or if no sum would say that one is gone."""
         device = self._place.placement.device
-        if device.type == "cuda":
+        if device.type == "cuda" or self._training.apart:
             self._rounds.check_device(device)
 
     # ---- planned changes

@@ -108,11 +108,12 @@ class Rounds:
         return Formed(group, SYSTEM.monotonic() - started)
 
     def check_device(self, device: torch.device) -> None:
-        """Before an update on a CUDA device: wait for the gradients, and refuse those of a round that is over.
+        """Before an update: refuse the gradients of a round that is over, on a CUDA device after a wait for them.
 
         CUDA runs asynchronously, so after an abort the update would use partially summed gradients.
         """
-        torch.cuda.current_stream(device).synchronize()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         number = self._escape.number
         reason = self._link.broken(number)
         if reason is not None:

@@ -41,6 +41,15 @@ class Reduction(StrEnum):
     """By DistributedDataParallel: fastest; rounding depends on the number of ranks."""
     TREE = "tree"
     """In one fixed order: the same bits at any number of ranks (see tree)."""
+    LOCAL_SGD = "local_sgd"
+    """Not at all: each rank makes updates of its own, and parameters are averaged now and then (see local)."""
+    DILOCO = "diloco"
+    """As LOCAL_SGD, and an outer optimizer steps along what that changes."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks hold different parameters between two synchronisations."""
+        return self in (Reduction.LOCAL_SGD, Reduction.DILOCO)
 
 
 _OWN = ("init_sync", "device_ids", "output_device", "process_group")
@@ -126,6 +135,8 @@ class Replica:
 
     layout: ShardLayout | None = None
     """How the model is sharded, if it is."""
+    apart = False
+    """Whether ranks hold different parameters between two synchronisations."""
 
     def join(self, group: Group) -> None:
         """A round was formed."""

@@ -90,7 +90,7 @@ class SeveralReplica(Replica):
                     hint="make the embedding with sparse=False",
                 )
         with torch.no_grad():
-            self._reduce([each.grad for each in touched if each.grad is not None])
+            add_up(self._control, [each.grad for each in touched if each.grad is not None])
             for each, there in zip(self._parameters, before, strict=True):
                 if there is not None:
                     each.grad = there if each.grad is None else there.add_(each.grad)
@@ -101,12 +101,6 @@ class SeveralReplica(Replica):
         flags = torch.tensor(here, device=self._placement.device)
         all_reduce(self._control, flags)
         return [each for each, flag in zip(self._parameters, flags.tolist(), strict=True) if flag]
-
-    def _reduce(self, gradients: list[torch.Tensor]) -> None:
-        flat = [(bucket, torch.cat([each.reshape(-1) for each in bucket])) for bucket in buckets(gradients)]
-        all_reduce(self._control, *(sums for _, sums in flat))
-        for bucket, sums in flat:
-            unflatten(sums, bucket)
 
     def scale_gradients(self, factor: float) -> None:
         raise ConfigError(
@@ -129,6 +123,14 @@ def together(models: Mapping[str, nn.Module]) -> nn.ModuleDict:
         return nn.ModuleDict({name: bare(each) for name, each in models.items()})
     except KeyError as error:
         raise ConfigError(f"a model cannot have that name: {error.args[0]}", hint="give it another one") from error
+
+
+def add_up(control: Control, tensors: Sequence[torch.Tensor]) -> None:
+    """Sum ``tensors`` over the ranks; all of them change when all sums have arrived."""
+    flat = [(bucket, torch.cat([each.reshape(-1) for each in bucket])) for bucket in buckets(tensors)]
+    all_reduce(control, *(sums for _, sums in flat))
+    for bucket, sums in flat:
+        unflatten(sums, bucket)
 
 
 def buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

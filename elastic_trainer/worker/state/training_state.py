@@ -82,6 +82,8 @@ class TrainingState:
     average: AveragedModel | None = None
     sharding: Sharding | None = None
     """How ranks give each other shards; None: the state is whole."""
+    own_optimizer: bool = False
+    """Whether each rank has a state of the optimizer of its own."""
 
     # ---- out
 
@@ -133,10 +135,10 @@ class TrainingState:
         return sum(local(each).nbytes + _DESCRIBED for each in here)
 
     def committed(self) -> dict[str, Any]:
-        """The parts that only the commit of a step changes."""
+        """The parts that only the commit of a step changes, and all ranks alike."""
         committed = {
             "parameters": {name: each.detach() for name, each in self.module.named_parameters()},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": None if self.own_optimizer else self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
         }

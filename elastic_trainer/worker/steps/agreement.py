@@ -50,10 +50,10 @@ def interval(boundary_s: float) -> int:
 
 
 class Consensus:
-    """Counts boundaries and keeps the pending sum."""
+    """Counts boundaries and keeps the pending sum. ``at_once``: boundaries are rare, and ranks agree at each."""
 
-    def __init__(self, control: Control, clock: Clock = SYSTEM) -> None:
-        self._control, self._clock = control, clock
+    def __init__(self, control: Control, clock: Clock = SYSTEM, *, at_once: bool = False) -> None:
+        self._control, self._clock, self._at_once = control, clock, at_once
         self._count = 0
         self._next_start = 1
         self._pending: Pending | None = None
@@ -72,15 +72,16 @@ class Consensus:
         self._measure()
         self._count += 1
         if self._control.alone:
-            return self._alone(observe, urgent)
+            return self._alone(observe, urgent or self._at_once)
         agreed = self._finish() if self._pending is not None else None
         leaving = agreed is not None and (agreed.stop or agreed.switch)
-        if self._count >= self._next_start and not leaving:
+        if (self._at_once or self._count >= self._next_start) and not leaving:
             wishes = observe()
             self._mark = wishes.mark
             saves = wishes.save + wishes.copy * _COPY
             values = [wishes.stop, saves, wishes.nonfinite, self.boundary_s, wishes.switch, wishes.mark]
             self._pending = self._control.start(Purpose.BOUNDARY, values)
+            return self._finish() if self._at_once else agreed
         return agreed
 
     def reset(self) -> None:

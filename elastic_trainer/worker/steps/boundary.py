@@ -38,8 +38,8 @@ class Turn(StrEnum):
 class Boundaries:
     """Boundaries of ranks without a model yet: they only stop together."""
 
-    def __init__(self, control: Control, signals: Signals) -> None:
-        self._consensus, self._signals = Consensus(control), signals
+    def __init__(self, control: Control, signals: Signals, *, rare: bool = False) -> None:
+        self._consensus, self._signals = Consensus(control, at_once=rare), signals
 
     @property
     def span_s(self) -> float:
@@ -95,11 +95,11 @@ class Duties:
 
 
 class StepBoundaries(Boundaries):
-    """Boundaries of ranks that train, in one round."""
+    """Boundaries of ranks that train, in one round. ``rare``: they follow synchronisations, not each step."""
 
-    def __init__(self, control: Control, signals: Signals, duties: Duties) -> None:
-        super().__init__(control, signals)
-        self._duties, self._rank0, self._alone = duties, control.rank == 0, control.alone
+    def __init__(self, control: Control, signals: Signals, duties: Duties, *, rare: bool = False) -> None:
+        super().__init__(control, signals, rare=rare)
+        self._duties, self._rank0, self._at_once = duties, control.rank == 0, rare or control.alone
         self._refused = False
         self._crossing = self._asked_at = self._saved_at = 0
         """The number of this boundary, of the last one that wishes were collected at, of the last one that saved."""
@@ -121,7 +121,7 @@ class StepBoundaries(Boundaries):
         agreed = self._consensus.boundary(self._wishes, urgent=self._signals.requested is not None)
         if agreed is None:
             return Turn.GO_ON
-        asked_at = self._crossing if self._alone else before
+        asked_at = self._asked_at if self._at_once else before
         return self._follow(agreed, saved=saved or self._saved_at >= asked_at)  # a save since then has met the wish
 
     def save_due(self, step: int) -> None:

@@ -277,9 +277,10 @@ class Steps:
             self._check_member(step, optimizer, closure)
         elif closure is None:
             self._check(step)
-        elif self.replica.layout is not None:
+        elif self.replica.layout is not None or self.replica.apart:
+            what = "reduction='local_sgd' or 'diloco'" if self.replica.apart else "a sharded model"
             raise ConfigError(
-                "a sharded model does not go with a closure", hint="call optimizer.step() after step.backward(loss)"
+                f"{what} does not go with a closure", hint="call optimizer.step() after step.backward(loss)"
             )
         else:
             changed = (optimizer,), {**kwargs, "closure": self._called(step, closure, optimizer)}

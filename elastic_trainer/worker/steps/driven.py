@@ -31,6 +31,11 @@ class DrivenStep(Step):
             raise ConfigError(
                 "begin_step() of a sharded model, which no rank can compute alone", hint="use `with session.step()`"
             )
+        if steps.replica.apart:
+            raise ConfigError(
+                "begin_step() of ranks that train apart, whose steps a fault may undo together",
+                hint="use `with session.step()`",
+            )
         if steps.several:
             raise ConfigError("begin_step() with several models or optimizers", hint="use `with session.step()`")
         super().__init__(steps, batch)

@@ -232,6 +232,11 @@ class DataFeed:
         """Whether the run has made all steps, where their number was asked for."""
         return self._most_steps is not None and self._position.step >= self._most_steps
 
+    @property
+    def at_end(self) -> bool:
+        """Whether nothing is left to draw of the epoch, or of the run."""
+        return self._sampler is not None and (self._made or self._sampler.plan.ended(self._position.cursor))
+
     def _draw(self, sampler: Sampler) -> Batch:
         self._drawn_at = cursor, rank, world, _ = self._place
         parts = sampler.plan.at(world).most_parts

@@ -9,7 +9,7 @@ Optimizers of tensors that do not outlive the step (a latent code, the inner loo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,17 +18,17 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.worker.state.optimizer_set import members_of, parameters_of
+from elastic_trainer.worker.state.optimizer_set import parameters_of
 from elastic_trainer.worker.steps.commit import Steps
 
 
 class SecondOptimizers:
-    """See the module. ``parts`` are the script's registered objects, at any time."""
+    """See the module. ``own`` are the session's, ``parts`` the script's registered objects, at any time."""
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, parts: Mapping[str, Any], steps: Steps
+        self, module: nn.Module, own: Sequence[torch.optim.Optimizer], parts: Mapping[str, Any], steps: Steps
     ) -> None:
-        self._own, self._parts, self._steps = members_of(optimizer), parts, steps
+        self._own, self._parts, self._steps = own, parts, steps
         self._wrapped = _ids(module.parameters())
         self._seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         """The step in which each was first used."""

@@ -175,7 +175,8 @@ class Step:
         if count is not None:
             weight = self._count(float(count), counts=weight > 0.0)
             if not self._open_parts:
-                pending = self._control.start(Purpose.COUNT, [self._count_here or 0.0])
+                counted = Control() if replica.apart else self._control
+                pending = counted.start(Purpose.COUNT, [self._count_here or 0.0])
         self._losses.append((loss.detach(), weight))
         factor = weight * replica.share
         replica.backward(self._steps.scaling.scaled(loss if factor == 1.0 else loss * factor))
@@ -249,7 +250,7 @@ class Step:
             raise ConfigError("a second backward(loss, count) of one batch", hint="add the losses up first")
         self._count_here = (self._count_here or 0.0) + (count if counts else 0.0)
         replica = self._steps.replica
-        world = 1 if replica.tree is not None else replica.part(self._control).world
+        world = 1 if replica.tree is not None or replica.apart else replica.part(self._control).world
         return world / self._items if counts else 0.0
 
     @property

@@ -10,130 +10,45 @@ Each round binds it anew: other ranks share gradients, another rank saves, the d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.checkpoint import Places
 from elastic_trainer.checkpoint.arena import SLOTS
+from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
 from elastic_trainer.model import Phase
 from elastic_trainer.telemetry import logs
 from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.comm.groups import Group
-from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.model import ema
 from elastic_trainer.worker.model.arithmetic import FIELD, arithmetic, check_ranks, check_resumed
-from elastic_trainer.worker.model.replica import Reduction, Replica, check_optimizer, is_sharded
-from elastic_trainer.worker.model.several import SeveralReplica
+from elastic_trainer.worker.model.local import LocalReplica
+from elastic_trainer.worker.model.replica import check_optimizer
 from elastic_trainer.worker.state import loading
 from elastic_trainer.worker.state.cadence import Memory
 from elastic_trainer.worker.state.fields import check_run
 from elastic_trainer.worker.state.heal import give
-from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet, members_of
+from elastic_trainer.worker.state.optimizer_set import SchedulerSet, members_of
 from elastic_trainer.worker.state.restore import Origin, restore
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.sharded_restore import ShardSource, restore_shards
 from elastic_trainer.worker.state.shares import ShardPart, Shares, Writers
-from elastic_trainer.worker.state.training_state import Stateful, TrainingState, reseed
+from elastic_trainer.worker.state.training_state import TrainingState, reseed
 from elastic_trainer.worker.steps.boundary import Duties, StepBoundaries, Turn
-from elastic_trainer.worker.steps.commit import Steps
+from elastic_trainer.worker.steps.commit import Steps, StepT
 from elastic_trainer.worker.steps.comparison import Comparison, Difference, OnDifference
 from elastic_trainer.worker.steps.one_round import RoundEnd
-from elastic_trainer.worker.steps.options import one_of
+from elastic_trainer.worker.steps.outer import OuterSteps
+from elastic_trainer.worker.steps.replicas import Wrapped, replica_of
 from elastic_trainer.worker.steps.second_optimizers import SecondOptimizers
 from elastic_trainer.worker.steps.step import Step
 from elastic_trainer.worker.steps.workplace import RankContext, Workplace
 
 _UNSAVED = "the last checkpoint could not be saved: what was trained since the newest one is lost"
-
-
-@dataclass(frozen=True, slots=True)
-class Wrapped:
-    """What a script trains. ``user`` are its registered objects, ``pending`` states of those not registered yet."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    scaler: torch.amp.GradScaler | None
-    sync_batchnorm: bool
-    reduction: str
-    average: float | AveragedModel | None
-    ddp_options: Mapping[str, Any]
-    layout: ShardLayout | None
-    stage: Any
-    user: dict[str, Stateful]
-    pending: dict[str, Any]
-
-
-def _replica(place: Workplace, wrapped: Wrapped) -> Replica:
-    reduction, lasting = one_of(Reduction, wrapped.reduction, "reduction"), place.environment.in_place
-    if isinstance(wrapped.optimizer, OptimizerSet):
-        _check_several(wrapped, reduction)
-        return SeveralReplica(wrapped.model, place.placement, place.tracker, lasting=lasting)
-    if not is_sharded(wrapped.model) and wrapped.stage is None:
-        return Replica(
-            wrapped.model,
-            place.placement,
-            wrapped.ddp_options,
-            place.tracker,
-            sync=wrapped.sync_batchnorm,
-            lasting=lasting,
-            reduction=reduction,
-        )
-    for option, given in (
-        ("reduction='tree'", reduction is Reduction.TREE),
-        ("ddp_options", bool(wrapped.ddp_options)),
-        ("sync_batchnorm", wrapped.sync_batchnorm),
-    ):
-        if given:
-            raise ConfigError(
-                f"{option} does not go with a sharded model", hint="leave it out: FSDP sums the gradients there"
-            )
-    if wrapped.layout is None:
-        raise ConfigError(
-            "the model is sharded, and not over a mesh of the session's",
-            hint="shard it with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
-        )
-    # slow to import, and what most jobs do not need
-    if wrapped.stage is not None:
-        if wrapped.average is not None:
-            raise ConfigError("average does not go with stages", hint="leave it out")
-        from elastic_trainer.worker.model.stages import StagedReplica
-
-        return StagedReplica(
-            wrapped.model,
-            place.placement,
-            place.tracker,
-            wrapped.layout,
-            place.timeouts,
-            wrapped.stage,
-            lasting=lasting,
-        )
-    from elastic_trainer.worker.model.sharded import ShardedReplica
-
-    return ShardedReplica(
-        wrapped.model, place.placement, place.tracker, wrapped.layout, place.timeouts, lasting=lasting
-    )
-
-
-def _check_several(wrapped: Wrapped, reduction: Reduction) -> None:
-    for option, given in (
-        ("a sharded model", is_sharded(wrapped.model)),
-        ("reduction='tree'", reduction is Reduction.TREE),
-        ("ddp_options", bool(wrapped.ddp_options)),
-        ("sync_batchnorm", wrapped.sync_batchnorm),
-        ("a GradScaler", wrapped.scaler is not None and wrapped.scaler.is_enabled()),
-    ):
-        if given:
-            raise ConfigError(
-                f"{option} does not go with several models or optimizers",
-                hint="train one model with one optimizer, whose parameter groups can differ, or leave it out",
-            )
 
 
 class Training:
@@ -149,7 +64,7 @@ class Training:
             check_optimizer(each, wrapped.model)
         self.place, options, position, tracker = place, place.options, place.position, place.tracker
         self.origin = Origin()
-        self.replica = _replica(place, wrapped)
+        self.replica = replica_of(place, wrapped)
         sharded = self.replica.layout is not None
         self.state = TrainingState(
             module=self.replica.module,
@@ -162,6 +77,7 @@ class Training:
             device=place.placement.device,
             average=self._average(wrapped.average),
             sharding=import_module("elastic_trainer.worker.state.shards") if sharded else None,
+            own_optimizer=self.replica.apart,
         )
         self._claims: dict[str, Any] = {}
         """Further fields of checkpoints, beside the cut of the data."""
@@ -180,10 +96,17 @@ class Training:
         self.steps = Steps(
             self.replica, self.state, place.feed, tracker, options.seed, self.round_end, self._after_step
         )
+        own = [*members_of(wrapped.optimizer)]
+        self.outer: OuterSteps | None = None
+        """Where ranks train apart between two synchronisations."""
+        if isinstance(self.replica, LocalReplica) and wrapped.apart is not None:
+            every, collect, take_over = wrapped.apart.sync_every, self.collect, self.take_over
+            self.outer = OuterSteps(place, self.replica, every, self.round_end, collect, take_over)
+            if self.replica.outer is not None:
+                own.append(self.replica.outer)
+                self.state.register("outer_optimizer", self.replica.outer)
         lasts = place.environment.in_place
-        self._second = (
-            SecondOptimizers(self.replica.module, wrapped.optimizer, wrapped.user, self.steps) if lasts else None
-        )
+        self._second = SecondOptimizers(self.replica.module, own, wrapped.user, self.steps) if lasts else None
 
     def _average(self, wanted: float | AveragedModel | None) -> AveragedModel | None:
         if self.replica.layout is None or wanted is None:
@@ -281,7 +204,8 @@ class Training:
         self.steps.bind(control)
         part, layout = self.replica.part(control), self.replica.layout
         place.feed.bind(control, part, fields, given or {}, even=self.replica.even, fixed=tree)
-        shares = Shares.among(group.formation, Writers(place.options.saving.writers)) if layout is None else Shares()
+        whole = layout is None and not self.replica.apart  # what a rank holds of its own is written by one rank
+        shares = Shares.among(group.formation, Writers(place.options.saving.writers)) if whole else Shares()
         self._meet()
         copies = self._part(self.replica.peers, writes=layout is not None and rank < layout.size)
         self.saver.serve(saves=rank == 0, world_size=world, shares=shares, part=copies)
@@ -323,11 +247,28 @@ class Training:
             place.options.fatal,
             self.round_end,
         )
-        return StepBoundaries(control, place.signals, duties)
+        return StepBoundaries(control, place.signals, duties, rare=self.outer is not None)
 
     # ---- steps
 
+    @property
+    def apart(self) -> bool:
+        """Whether this rank has begun a step since the last synchronisation."""
+        return self.outer is not None and self.outer.open
+
+    def begin_step(self, kind: Callable[[Steps, Batch | None], StepT]) -> StepT:
+        """A step of this ``kind`` about the batch at hand."""
+        feed = self.place.feed
+        if feed.batch is None:
+            self.round_end.change()
+        step = self.steps.begin(feed.batch, kind)
+        if self.outer is not None:
+            self.outer.begin()
+        return step
+
     def _after_step(self, step: Step) -> None:
+        if self.outer is not None and not self.outer.made(step):
+            return
         self.place.record(step)
         self.place.report()
         turn = self.place.present.boundaries.after_step(self.place.position.step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from elastic_trainer.checkpoint import CheckpointManager, Committed, Owner
 from elastic_trainer.errors import ConfigError
@@ -135,17 +135,19 @@ class Workplace:
         """Write a committed step to the ledger, once: its round may end before the boundary after it."""
         if step.recorded or not self.ledger.enabled:
             return
-        batch = step.batch
         step.recorded = True
-        self.ledger.write(
-            "step",
-            **place,
-            step=step.number,
-            epoch=batch.epoch if batch is not None else self.position.cursor.epoch,
-            samples=[int(each) for each in batch.ids] if batch is not None and step.counts else [],
-            global_samples=batch.global_size if batch is not None else 0,
-            loss=step.local_mean(),
-        )
+        self.ledger.write("step", **place, **self.entry(step))
+
+    def entry(self, step: Step) -> dict[str, Any]:
+        """What the ledger says of a committed step."""
+        batch = step.batch
+        return {
+            "step": step.number,
+            "epoch": batch.epoch if batch is not None else self.position.cursor.epoch,
+            "samples": [int(each) for each in batch.ids] if batch is not None and step.counts else [],
+            "global_samples": batch.global_size if batch is not None else 0,
+            "loss": step.local_mean(),
+        }
 
     def saved(self, committed: Committed) -> None:
         step = committed.entry.step

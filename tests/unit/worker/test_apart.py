@@ -1,0 +1,136 @@
+"""Ranks that train apart between synchronisations, in one process: what is refused, what is counted, where it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.model.local import OUTER_LR, OUTER_MOMENTUM, Apart, OuterSGD
+from elastic_trainer.worker.model.replica import Reduction
+from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.options import CheckOptions
+from tests.unit.worker.toys import data, linear, loss_of
+
+DILOCO: dict[str, Any] = {"reduction": "diloco", "sync_every": 3}
+
+
+def test_what_wrap_is_given_becomes_the_way_to_train_apart() -> None:
+    assert Apart.of(Reduction.DDP, None, None, None) is None
+    assert Apart.of(Reduction.LOCAL_SGD, 5, None, None) == Apart(5)
+    assert Apart.of(Reduction.DILOCO, 30, None, None) == Apart(30, OUTER_LR, OUTER_MOMENTUM)
+    assert Apart.of(Reduction.DILOCO, 30, 1.0, 0.0) == Apart(30, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"reduction": "diloco"}, "reduction='diloco' with sync_every=None"),
+        ({"reduction": "local_sgd", "sync_every": 0}, "reduction='local_sgd' with sync_every=0"),
+        ({"sync_every": 30}, "sync_every with reduction='ddp'"),
+        ({"reduction": "local_sgd", "sync_every": 3, "outer_lr": 1.0}, "outer_lr and outer_momentum without"),
+        ({**DILOCO, "outer_lr": 0.0}, "outer_lr is 0"),
+        ({**DILOCO, "outer_momentum": 1.0}, "outer_momentum 1"),
+        ({**DILOCO, "sync_batchnorm": True}, "sync_batchnorm does not go with reduction='diloco'"),
+        ({**DILOCO, "ddp_options": {"find_unused_parameters": True}}, "ddp_options does not go"),
+        ({**DILOCO, "average": 0.9}, "average does not go"),
+        ({**DILOCO, "scaler": torch.amp.GradScaler("cpu")}, "a GradScaler .* does not go"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with Session(device="cpu") as session, pytest.raises(ConfigError, match=sentence):
+        linear(session, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"checkpoint_every_steps": 4}, "checkpoint_every_steps is 4"),
+        ({"checks": CheckOptions(out_of_memory="skip")}, "out_of_memory does not go with reduction='diloco'"),
+    ],
+)
+def test_options_of_a_session_that_need_one_state_in_each_step_are_refused(
+    options: dict[str, Any], sentence: str
+) -> None:
+    with Session(device="cpu", **options) as session, pytest.raises(ConfigError, match=sentence):
+        linear(session, **DILOCO)
+
+
+def test_several_models_are_refused() -> None:
+    module = nn.Linear(4, 1)
+    with Session(device="cpu") as session, pytest.raises(ConfigError, match="several models or optimizers does not go"):
+        session.wrap({"one": module}, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), **DILOCO)
+
+
+def test_steps_that_a_fault_could_not_undo_are_refused() -> None:
+    with Session(device="cpu") as session:
+        optimizer, _ = linear(session, **DILOCO)
+        for _ in session.batches(data(), global_batch_size=16, epochs=1):
+            with pytest.raises(ConfigError, match=r"begin_step\(\) of ranks that train apart"):
+                session.begin_step()
+            with pytest.raises(ConfigError, match="does not go with a closure"), session.step():
+                optimizer.step(lambda: 0.0)
+            break
+
+
+def test_calls_of_all_ranks_are_made_at_synchronisations_alone(tmp_path: Path) -> None:
+    """At multiples of sync_every and at the end of an epoch."""
+    may = []
+    with Session(tmp_path, device="cpu", checkpoint_every_s=None) as session:
+        optimizer, wrapped = linear(session, **DILOCO)
+        for batch in session.batches(data(), global_batch_size=16, epochs=2):
+            with session.step() as step:
+                step.backward(loss_of(wrapped, batch))
+                optimizer.step()
+            if step.number in (3, 4, 6, 8):
+                may.append(session.save())
+                continue
+            with pytest.raises(ConfigError, match=f"a call of all ranks after step {step.number}"):
+                session.save()
+    assert len({*may}) == 4
+
+
+def test_parameters_are_frozen_at_synchronisations_alone() -> None:
+    with Session(device="cpu") as session:
+        optimizer, wrapped = linear(session, **DILOCO)
+        for batch in session.batches(data(), global_batch_size=16, epochs=2):
+            if session.step_number == 3:
+                wrapped.bias.requires_grad_(False)
+                frozen = wrapped.bias.detach().clone()
+            if session.step_number == 7:
+                wrapped.bias.requires_grad_(True)
+                with pytest.raises(ConfigError, match="'bias' was unfrozen between two"), session.step():
+                    pass
+                break
+            with session.step() as step:
+                step.backward(loss_of(wrapped, batch))
+                optimizer.step()
+    assert torch.equal(wrapped.bias, frozen)
+
+
+def test_a_script_that_leaves_its_loop_ends_with_a_synchronisation() -> None:
+    """What it has trained counts: without it the outer optimizer would not know of it."""
+    with Session(device="cpu") as session:
+        optimizer, wrapped = linear(session, **DILOCO)
+        for batch in session.batches(data(), global_batch_size=16, epochs=1):
+            with session.step() as step:
+                step.backward(loss_of(wrapped, batch))
+                optimizer.step()
+            inner = wrapped.weight.detach().clone()
+            break
+    assert not torch.equal(wrapped.weight, inner)
+
+
+def test_the_outer_options_are_those_of_the_script_and_its_momentum_that_of_the_checkpoint() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    before = OuterSGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+    parameter.grad = torch.ones(2)
+    before.step()
+    after = OuterSGD([parameter], lr=0.5, momentum=0.8, nesterov=True)
+    after.load_state_dict(before.state_dict())
+    assert (after.param_groups[0]["lr"], after.param_groups[0]["momentum"]) == (0.5, 0.8)
+    assert torch.equal(after.state[parameter]["momentum_buffer"], torch.ones(2))
