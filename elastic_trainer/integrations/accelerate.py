@@ -48,7 +48,7 @@ class ElasticAccelerator(Accelerator):
         self._registered = 0
         super().__init__(cpu=session.device.type == "cpu", **options)
         if self.num_processes > 1:
-            raise ConfigError("Accelerate has seen the ranks of torchrun", hint="make no Accelerator before this one")
+            raise ConfigError("Accelerate has seen the ranks of this job", hint="make no Accelerator before this one")
         session.on_ranks_changed(self._ranks_changed)
 
     def _ranks_changed(self) -> None:

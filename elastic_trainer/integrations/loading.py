@@ -27,7 +27,7 @@ def require_hidden(framework: str) -> None:
     """ConfigError unless the ranks are hidden already, as the framework has looked by now."""
     if not alone.hidden():
         raise ConfigError(
-            f"{framework} has seen the ranks of torchrun",
+            f"{framework} has seen the ranks of this job",
             hint="call session.hide_ranks() right after opening the session",
         )
 

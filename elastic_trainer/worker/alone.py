@@ -25,7 +25,7 @@ _SEE = ("torch", "elastic_trainer")
 
 def hidden() -> bool:
     """Whether frameworks see no ranks here: hidden, or never there."""
-    return "RANK" not in os.environ
+    return "RANK" not in os.environ and (dist.is_initialized.__module__ == __name__ or not dist.is_initialized())
 
 
 def hide() -> Callable[[], None]:

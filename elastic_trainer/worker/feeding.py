@@ -16,6 +16,7 @@ from elastic_trainer.data.sampler import Batch, Collate
 from elastic_trainer.data.sources import checked_length, is_stream
 from elastic_trainer.data.streams import Streams
 from elastic_trainer.errors import ConfigError
+from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.standing import SessionStanding
 from elastic_trainer.worker.state.training_state import Stateful, check_part
 from elastic_trainer.worker.steps.options import SessionOptions, one_of
@@ -24,8 +25,8 @@ from elastic_trainer.worker.steps.options import SessionOptions, one_of
 class SessionData(SessionStanding):
     """See the module."""
 
-    def __init__(self, options: SessionOptions) -> None:
-        super().__init__()
+    def __init__(self, options: SessionOptions, environment: WorkerEnvironment) -> None:
+        super().__init__(environment)
         self._options = options
         self._user: dict[str, Stateful] = {}
 

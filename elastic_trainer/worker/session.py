@@ -33,6 +33,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel
 
+from elastic_trainer import settings
 from elastic_trainer.checkpoint import Retention
 from elastic_trainer.checkpoint.storage import checked
 from elastic_trainer.data.sampler import Collate
@@ -43,6 +44,7 @@ from elastic_trainer.worker import alone, evaluation, forks
 from elastic_trainer.worker.comm.codecs import JSON, TENSOR
 from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.comm.failures import is_collective_failure
+from elastic_trainer.worker.comm.round_place import self_started
 from elastic_trainer.worker.feeding import SessionData
 from elastic_trainer.worker.model.local import Apart
 from elastic_trainer.worker.model.replica import Reduction
@@ -73,6 +75,10 @@ class Session(SessionData):
 
     Else it is saved by steps, by time (see cadence for ``"auto"``) and on SIGUSR1.
 
+    Processes that were started without torchrun meet at ``init_method``, "tcp://host:port" of rank 0's machine, with
+    ``rank`` and ``world_size``, as in ``torch.distributed.init_process_group`` (and "env://" as there). Nobody restarts
+    them: when one is lost the others fail, and all resume when they are started again.
+
     ``allow_changed`` names fields (length, global_batch, micro_batch, seed, shuffle, ...) that a resumed job may have
     changed. What is asked for less often is grouped: ``saving``, ``checks`` and ``group``.
     """
@@ -86,6 +92,9 @@ class Session(SessionData):
         checkpoint_every_s: float | str | None = 60.0,
         keep_last: int = 3,
         *,
+        init_method: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
         allow_changed: Collection[str] = (),
         saving: SavingOptions = SavingOptions(),
         checks: CheckOptions = CheckOptions(),
@@ -102,7 +111,7 @@ class Session(SessionData):
             checks=checks,
             group=group,
         )
-        super().__init__(options)
+        super().__init__(options, self_started(settings.worker_environment(), init_method, rank, world_size))
         self._pending: dict[str, Any] = {}
         self._meshes = Meshes()
         self._driven: DrivenStep | None = None

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import torch
 
-from elastic_trainer import settings
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import Cursor
+from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.worker.collectives import Collectives
 from elastic_trainer.worker.process import Process
 from elastic_trainer.worker.state.training_state import Position
@@ -23,8 +23,8 @@ from elastic_trainer.worker.steps.workplace import Workplace
 class SessionStanding:
     """See the module."""
 
-    def __init__(self) -> None:
-        self.environment = settings.worker_environment()
+    def __init__(self, environment: WorkerEnvironment) -> None:
+        self.environment = environment
         self._position = Position()
         self._process: Process | None = None
         self._training: Training | None = None

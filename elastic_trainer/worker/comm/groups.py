@@ -41,6 +41,7 @@ from elastic_trainer.worker.comm.waits import InterruptibleWaits, ThreadedWork
 
 REACH_S = 20.0
 REACH_ATTEMPT_S = 2.5
+ANSWER_S = 2.0
 LINGER_S = 1.0
 LAST_TEARDOWN_S = 2.0
 
@@ -70,19 +71,31 @@ def form(formation: RoundPlace, placement: Placement, patience: FormTimeouts, wo
         return Group(formation, Control())
     if formation.one_host:
         settings.prefer_loopback()
+    host, port, serves = formation.store.host, formation.store.port, formation.store.serve and formation.rank == 0
+    limit = timedelta(seconds=patience.forming_s)
+    # Torch has no limit for an answer: a program of another kind may listen at the port.
+    reached = ThreadedWork(
+        lambda: TCPStore(host, port, None, serves, timeout=limit, wait_for_workers=False, multi_tenant=serves)
+    )
     try:
-        host, port, serves = formation.store.host, formation.store.port, formation.store.serve and formation.rank == 0
-        limit = timedelta(seconds=patience.forming_s)
-        store = TCPStore(host, port, None, serves, timeout=limit, wait_for_workers=False, multi_tenant=serves)
+        reached.wait(limit + timedelta(seconds=ANSWER_S))
+        store = reached.result
         deadline = Deadline.after(patience.forming_s)
         prefix = formation.store.prefix or meet(store, formation.rank, formation.world_size, deadline)
         return _formed(formation, placement, store, PrefixStore(f"round/{prefix}", store), patience, works)
     except (RuntimeError, ValueError) as error:
         leave_torch()
+        cause, hint = (
+            str(error).partition("\n")[0],
+            "check that all nodes reach this address, and the other ranks' logs",
+        )
+        if "EADDRINUSE" in cause:
+            cause, hint = "another program listens there", "end it, or choose another port"
+        elif not reached.is_completed():
+            cause, hint = "what listens there does not answer as a store", "another program may use the port"
         raise TransientError(
-            f"rank {formation.rank} of {formation.world_size} cannot form a process group at {formation.store.host}:"
-            f"{formation.store.port}: {str(error).partition(chr(10))[0]}",
-            hint="check that all nodes reach this address, and the other ranks' logs",
+            f"rank {formation.rank} of {formation.world_size} cannot form a process group at {host}:{port}: {cause}",
+            hint=hint,
         ) from error
 
 

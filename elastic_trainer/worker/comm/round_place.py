@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.settings import WorkerEnvironment
+from elastic_trainer.settings import WorkerEnvironment, validated
+
+ENVIRONMENT = "env://"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,60 @@ class RoundPlace:
 
     @property
     def one_host(self) -> bool:
-        loopback = self.store is not None and self.store.host in ("localhost", "127.0.0.1", "::1")
+        loopback = self.store is not None and self.store.host in _LOOPBACK
         return self.local_world_size == self.world_size or loopback
+
+
+def self_started(
+    environment: WorkerEnvironment, init_method: str | None, rank: int | None, world_size: int | None
+) -> WorkerEnvironment:
+    """``environment``, completed by what a script without a launcher says, as torch's ``init_process_group`` takes it.
+
+    Ranks that meet at a loopback address are all on this machine; elsewhere LOCAL_RANK and LOCAL_WORLD_SIZE say which
+    are. ConfigError for what is missing, wrong, or contradicts a launcher.
+    """
+    said = {name: value for name, value in (("rank", rank), ("world_size", world_size)) if value is not None}
+    if init_method is None and not said:
+        return environment
+    method = init_method or ENVIRONMENT
+    if "run_id" in environment.model_fields_set or environment.channel is not None:
+        if method == ENVIRONMENT and not said:
+            return environment
+        raise ConfigError(
+            "the session was given init_method, rank or world_size, but torchrun has started this process and decides"
+            " them",
+            hint="omit them, or start the processes without torchrun",
+        )
+    place: dict[str, Any] = {**environment.model_dump(exclude_unset=True), **said, "launched": True}
+    if method != ENVIRONMENT:
+        place["master_addr"], place["master_port"] = _address(method)
+    missing = [name for name in ("rank", "world_size") if name not in (place if method == ENVIRONMENT else said)]
+    if missing:
+        raise ConfigError(
+            f"init_method is {method!r}, but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            hint="give rank and world_size" + (", or set RANK and WORLD_SIZE" if method == ENVIRONMENT else ""),
+        )
+    if place.get("master_addr") in _LOOPBACK and not {"local_rank", "local_world_size"} & place.keys():
+        place["local_rank"], place["local_world_size"] = place["rank"], place["world_size"]
+    completed = validated(WorkerEnvironment, place, "Session")
+    if completed.rank >= completed.world_size:
+        raise ConfigError(
+            f"rank is {completed.rank}, and world_size is {completed.world_size}",
+            hint="ranks count from 0 to world_size - 1",
+        )
+    return completed
+
+
+def _address(method: str) -> tuple[str, int]:
+    """Host and port of ``tcp://host:port``."""
+    try:
+        parts = urlsplit(method)
+        host, port = parts.hostname, parts.port
+    except ValueError:  # a port beyond 65535, half an IPv6 address
+        parts, host, port = urlsplit(""), None, None
+    if parts.scheme != "tcp" or not host or not port or parts.path or parts.query:
+        raise ConfigError(f"init_method is {method!r}", hint="use 'tcp://HOST:PORT' of rank 0's machine, or 'env://'")
+    return host, port
 
 
 def place_in(environment: WorkerEnvironment) -> RoundPlace:
@@ -63,6 +120,6 @@ def _store_in(environment: WorkerEnvironment) -> StoreAddress:
     if environment.master_addr is None or environment.master_port is None:
         raise ConfigError(
             "environment: RANK and WORLD_SIZE are set, but MASTER_ADDR or MASTER_PORT is not",
-            hint="start the script with torchrun, or set all four",
+            hint="start the script with torchrun, set all four, or give the session an init_method",
         )
     return StoreAddress(environment.master_addr, environment.master_port, serve=not environment.use_agent_store)

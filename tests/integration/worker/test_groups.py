@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -14,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from elastic_trainer.errors import RoundBrokenError
+from elastic_trainer.errors import RoundBrokenError, TransientError
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm import placement
 from elastic_trainer.worker.comm.control import Purpose
 from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress
 from elastic_trainer.worker.comm.waits import InterruptibleWaits
+from elastic_trainer.worker.session import Session
+from elastic_trainer.worker.steps.options import GroupOptions
 from tests.integration.worker.launch import free_port, run, standalone
 from tests.support.waiting import eventually
 
@@ -60,6 +63,34 @@ def test_a_group_that_was_left_has_no_threads() -> None:
     eventually(lambda: not [name for name in _threads(before) if "gloo" in name], lambda: str(_threads(before)))
     del group
     eventually(lambda: len(_threads(before)) <= 1, lambda: str(_threads(before)))  # the store's client may stay
+
+
+@pytest.mark.parametrize(
+    ("rank", "listens", "says"),
+    [
+        (0, True, "another program listens there"),
+        (1, True, "what listens there does not answer as a store"),
+        (0, False, "rank 0 waits for ranks 1"),
+        (1, False, "timed out .*check that all nodes reach this address"),
+    ],
+)
+def test_processes_without_a_launcher_that_cannot_meet_fail_in_time_and_in_a_sentence(
+    rank: int, listens: bool, says: str
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if listens:
+            other.listen()
+        port = other.getsockname()[1] if listens else free_port()
+        asked = Session(
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=2,
+            device="cpu",
+            group=GroupOptions(timeout_s=0.5),
+        )
+        with pytest.raises(TransientError, match=says), asked:
+            pass
 
 
 def _threads(before: set[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -80,19 +81,31 @@ def test_one_script_runs_alone_under_torchrun_and_on_two_nodes(tmp_path: Path) -
     assert equal(final(tmp_path / "standalone"), final(tmp_path / "nodes"))
 
 
-def test_a_worker_killed_and_restarted_by_torchrun_changes_no_bit_of_the_result(tmp_path: Path) -> None:
-    """SIGKILL in mid-epoch; with dropout, random augmentation, BatchNorm, AdamW and a schedule, two ranks."""
-    for name in ("whole", "killed"):
+def test_a_killed_worker_changes_no_bit_of_the_result(tmp_path: Path) -> None:
+    """SIGKILL in mid-epoch; with dropout, random augmentation, BatchNorm, AdamW and a schedule, two ranks.
+
+    torchrun starts all again; without it the other rank fails too, and somebody starts both at the same address.
+    """
+    for name in ("whole", "torchrun", "alone"):
         (tmp_path / name).mkdir()
     common = ["2", "--save-every", "4", "--micro-batch", "4"]
     run(standalone(2, "train.py", tmp_path / "whole", *common), tmp_path / "log")
     dying = [*common, "--die-at", "9", "--die-rank", "1", "--mark", str(tmp_path / "mark")]
-    killed = standalone(2, "train.py", tmp_path / "killed", *dying, restarts=1)
-    run(killed, tmp_path / "log", ledger(tmp_path / "killed"))
-    opened = [line for line in lines(tmp_path / "killed") if line["event"] == "opened" and line["rank"] == 0]
-    assert [(line["round"], line["step"]) for line in opened] == [(0, 0), (1, 8)]
-    assert equal(final(tmp_path / "whole"), final(tmp_path / "killed"))
-    assert_each_sample_once(tmp_path / "killed", 2)
+    killed = standalone(2, "train.py", tmp_path / "torchrun", *dying, restarts=1)
+    run(killed, tmp_path / "log", ledger(tmp_path / "torchrun"))
+    address = ["--init-method", f"tcp://127.0.0.1:{free_port()}", "--world-size", "2"]
+    dying[-1] += "-alone"
+    for code in (-signal.SIGKILL, 0):
+        first, second = (plain("train.py", tmp_path / "alone", *dying, *address, "--rank", rank) for rank in (0, 1))
+        extra = ledger(tmp_path / "alone")
+        with started(first, tmp_path / "log-0", extra) as zero, started(second, tmp_path / "log-1", extra) as one:
+            assert finished(one, tmp_path / "log-1") == code, tail(tmp_path / "log-1")
+            assert finished(zero, tmp_path / "log-0") == (1 if code else 0), tail(tmp_path / "log-0")
+    for name in ("torchrun", "alone"):
+        opened = [line for line in lines(tmp_path / name) if line["event"] == "opened" and line["rank"] == 0]
+        assert [(line["round"], line["step"]) for line in opened] == [(0, 0), (1, 8)]
+        assert equal(final(tmp_path / "whole"), final(tmp_path / name))
+        assert_each_sample_once(tmp_path / name, 2)
 
 
 def test_each_sample_is_used_once_when_a_killed_job_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:

@@ -45,6 +45,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mark", type=Path)
     parser.add_argument("--stop-timeout-s", type=float, default=10.0)
     parser.add_argument("--freeze-at", type=int, help="rank --die-rank stops itself with SIGSTOP after this step")
+    parser.add_argument("--init-method")
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--world-size", type=int)
     parser.add_argument("--allow-changed", nargs="*", default=())
     return parser.parse_args()
 
@@ -70,6 +73,9 @@ def main() -> None:
         checkpoint_every_s=None,
         group=GroupOptions(stop_timeout_s=args.stop_timeout_s),
         allow_changed=args.allow_changed,
+        init_method=args.init_method,
+        rank=args.rank,
+        world_size=args.world_size,
     ) as session:
         model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.settings import worker_environment
-from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress, place_in
+from elastic_trainer.worker.comm.round_place import RoundPlace, StoreAddress, place_in, self_started
 
 TORCHRUN = {
     "RANK": "3",
@@ -57,3 +57,47 @@ def test_an_environment_that_contradicts_itself_is_refused(changed: dict[str, st
     """The sentence names the variables."""
     with pytest.raises(ConfigError, match=says):
         place({**TORCHRUN, **changed})
+
+
+TCP = "tcp://127.0.0.1:29500"
+
+
+def test_a_script_without_a_launcher_gives_its_place_as_in_torch() -> None:
+    """Rank 0 serves the store; behind a loopback address all ranks are on this machine."""
+    completed = self_started(worker_environment({}), TCP, 1, 2)
+    assert place_in(completed) == RoundPlace(0, 1, 2, 1, 2, StoreAddress("127.0.0.1", 29500, serve=True))
+    own = worker_environment({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    elsewhere = place_in(self_started(own, "tcp://[fe80::1]:29500", 3, 4))
+    assert elsewhere == RoundPlace(0, 3, 4, 1, 2, StoreAddress("fe80::1", 29500, serve=True))
+    master = {"MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+    same = self_started(worker_environment({**master, "RANK": "1", "WORLD_SIZE": "2"}), "env://", None, None)
+    assert place_in(same) == RoundPlace(0, 1, 2, 0, 1, StoreAddress("node7", 29500, serve=True))
+    assert self_started(worker_environment(master), None, 1, 2) == same
+
+
+def test_a_launcher_is_left_to_decide() -> None:
+    launched = worker_environment({**TORCHRUN, "TORCHELASTIC_RUN_ID": "local"})
+    for method in (None, "env://"):
+        assert self_started(launched, method, None, None) is launched
+
+
+@pytest.mark.parametrize(
+    ("environ", "method", "rank", "world_size", "says"),
+    [
+        ({}, TCP, 2, 2, "rank is 2, and world_size is 2"),
+        ({}, TCP, -1, 2, "'rank' is -1"),
+        ({}, TCP, 0, 0, "'world_size' is 0"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, TCP, None, None, "rank and world_size are missing"),
+        ({}, "env://", 0, None, "world_size is missing.*set RANK and WORLD_SIZE"),
+        ({}, "tcp://127.0.0.1", 0, 2, "use 'tcp://HOST:PORT'"),
+        ({}, "tcp://127.0.0.1:99999", 0, 2, "use 'tcp://HOST:PORT'"),
+        ({}, "file:///tmp/there", 0, 2, "use 'tcp://HOST:PORT'"),
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, TCP, 0, 2, "torchrun has started this process"),
+        ({"ELASTIC_TRAINER_CHANNEL": "/run/agent"}, TCP, 0, 2, "torchrun has started this process"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(
+    environ: dict[str, str], method: str, rank: int | None, world_size: int | None, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        self_started(worker_environment(environ), method, rank, world_size)
