@@ -1,10 +1,14 @@
 """The documents that nodes share through the store: versioned JSON, validated when read.
 
+The one of a large round is compressed by zlib: etcd sends each version of it to every node, so that it costs bytes by
+the square of the nodes.
+
 *Fails by* DocumentError for content that this version cannot read; everything in the store is untrusted.
 """
 
 from __future__ import annotations
 
+import zlib
 from enum import StrEnum
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -12,12 +16,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from elastic_trainer.errors import PermanentError
 from elastic_trainer.model import NAME_PATTERN, Cause, Incarnation, RecoveryMode
-from elastic_trainer.store.untrusted import cleaned
+from elastic_trainer.store.untrusted import MOST_BYTES, cleaned
 
 PROTOCOL_VERSION = 2
 """Nodes of different versions refuse each other's documents (see Document.version)."""
 
 
+COMPRESS_FROM = 8 << 10
+"""Bytes of JSON from which the document of a round is compressed."""
+_ZLIB = b"\x78"
+"""The first byte of a zlib stream; no JSON begins with it."""
 MOST_WORKERS = 4096
 """Upper bound on workers per node; sizes allocations."""
 Name = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
@@ -269,6 +277,14 @@ class RoundDocument(Document):
     result: RunResult | None = None
     next: RoundDocument | None = None
 
+    def encode(self) -> bytes:
+        text = super().encode()
+        return text if len(text) < COMPRESS_FROM else zlib.compress(text)
+
+    @classmethod
+    def decode(cls, value: bytes, key: str) -> Self:
+        return super().decode(uncompressed(value), key)
+
     @property
     def world_size(self) -> int:
         """Number of worker processes."""
@@ -290,6 +306,16 @@ class RoundDocument(Document):
         """Whether it was broken because ``node``, a member, did not answer."""
         suspected = any(ghost.node == node for ghost in self.ghosts)
         return suspected and self.state is RoundState.BROKEN and self.member(node) is not None
+
+
+def uncompressed(value: bytes) -> bytes:
+    """The JSON; ``value`` itself where it is no zlib stream, or one of more bytes than are read."""
+    stream = zlib.decompressobj()
+    try:
+        text = stream.decompress(value, MOST_BYTES) if value.startswith(_ZLIB) else value
+    except zlib.error:
+        return value
+    return text if stream.eof or text is value else value
 
 
 class Departure(Document):

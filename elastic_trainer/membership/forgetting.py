@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.membership.documents import RoundState
+from elastic_trainer.membership.documents import RoundState, uncompressed
 from elastic_trainer.store.api import Compare, Delete, Field, Read, Relation, Store, prefix_end, unchanged
 from elastic_trainer.store.keys import RunKeys
 
@@ -66,7 +66,7 @@ def look(store: Store, keys: RunKeys, deadline: Deadline) -> Remains:
 
 def _summary(value: bytes) -> _Summary:
     try:
-        return _Summary.model_validate_json(value)
+        return _Summary.model_validate_json(uncompressed(value))
     except ValidationError:
         return _Summary()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from typing import Any
 
 import pytest
@@ -115,6 +116,28 @@ def test_content_of_others_is_refused_with_the_name_of_its_key(kind: type[Docume
         kind.decode(value, "/elastic_trainer/run/round")
     assert raised.value.exit_code == EXIT_FAILURE
     assert raised.value.hint is not None
+
+
+def large(nodes: int) -> RoundDocument:
+    rows = tuple(RoundMember(f"gpu-{7919 * n % 10_000}", 10**6 + 31 * n, 1, 8 * n, 8) for n in range(nodes))
+    return RoundDocument(number=1, nonce="x", state=RoundState.ACTIVE, members=rows)
+
+
+def test_the_round_of_many_nodes_takes_a_quarter_of_its_bytes() -> None:
+    """Each node gets it at each change; that of a few stays readable."""
+    few, many = large(100), large(10_000)
+    assert json.loads(few.encode())["members"]
+    assert RoundDocument.decode(many.encode(), "key") == many
+    assert 4 * len(many.encode()) < len(many.model_dump_json())
+
+
+def test_what_is_compressed_otherwise_is_no_document() -> None:
+    """A stream that is cut off, or damaged, or of more bytes than a document may have."""
+    whole = large(1000).encode()
+    bomb = zlib.compress(b'{"version": 2, "number": 1, "nonce": "' + bytes(64 << 20))
+    for value in (whole[:-1], whole[:40] + bytes(40) + whole[80:], bomb, b"x", b"x\x9c"):
+        with pytest.raises(DocumentError):
+            RoundDocument.decode(value, "key")
 
 
 @pytest.mark.parametrize("version", [0, 1, "2", None])

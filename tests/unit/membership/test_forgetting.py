@@ -7,7 +7,15 @@ import json
 import pytest
 
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
-from elastic_trainer.membership.documents import JournalEntry, NodeRecord, RoundDocument, RoundState, RunResult, Spec
+from elastic_trainer.membership.documents import (
+    JournalEntry,
+    NodeRecord,
+    RoundDocument,
+    RoundMember,
+    RoundState,
+    RunResult,
+    Spec,
+)
 from elastic_trainer.membership.forgetting import Remains, forget, is_old, look, refusal
 from elastic_trainer.store.api import Put
 from elastic_trainer.store.keys import RunKeys
@@ -45,6 +53,15 @@ def test_a_run_that_is_over_goes_with_all_its_keys(version: int) -> None:
     assert refusal(remains, unfinished=False) is None
     forget(store, remains, soon())
     assert names(store) == [NEIGHBOR.spec]
+
+
+def test_a_run_of_many_nodes_that_is_over_goes_too() -> None:
+    """Its round is compressed."""
+    store = store_with(RoundState.CLOSED)
+    members = tuple(RoundMember(f"n{n}", n, 1, n, 1) for n in range(1000))
+    document = RoundDocument(number=4, nonce="x", state=RoundState.CLOSED, members=members, result=RunResult.SUCCEEDED)
+    store.transact([], [Put(KEYS.round, document.encode())], deadline=soon())
+    assert look(store, KEYS, soon()).closed
 
 
 @pytest.mark.parametrize("state", [RoundState.ACTIVE, RoundState.DRAINING, RoundState.BROKEN])
