@@ -92,6 +92,12 @@ class ClusterView:
     """A fresh random name for the round that this decision may form."""
     suspects: frozenset[str] = field(default_factory=frozenset)
     """Nodes whose agent's port refuses connections: their process is gone."""
+    members: Mapping[str, RoundMember] = field(init=False)
+    """Those of the round, by name."""
+
+    def __post_init__(self) -> None:
+        rows = self.round.members if self.round is not None else ()
+        object.__setattr__(self, "members", {member.node: member for member in rows})
 
 
 def by_seniority(nodes: Iterable[NodeView]) -> list[NodeView]:
@@ -149,13 +155,13 @@ def is_free(view: ClusterView, node: NodeView) -> bool:
 def is_behind(view: ClusterView, node: NodeView) -> bool:
     """Whether its key holds an earlier life than the round document names: the store was rolled back, and the node will
     write its present record again."""
-    member = view.round.member(node.id) if view.round else None
+    member = view.members.get(node.id)
     return member is not None and member.create_revision == node.create_revision and node.record.life < member.life
 
 
 def same_life(view: ClusterView, node: NodeView) -> bool:
     """Whether this life of the node is a member of the present round."""
-    member = view.round.member(node.id) if view.round else None
+    member = view.members.get(node.id)
     return member is not None and (member.create_revision, member.life) == (node.create_revision, node.record.life)
 
 

@@ -230,7 +230,8 @@ def _switching(view: ClusterView, current: RoundDocument, planned: RoundDocument
     """A planned change is in progress in place: it is over when all remaining members have switched."""
     if lost := losses(view):
         return _break(current, lost)
-    staying = [node for member, node in live_members(view) if planned.member(member.node) is not None]
+    names = {member.node for member in planned.members}
+    staying = [node for member, node in live_members(view) if member.node in names]
     behind = [node.id for node in staying if node.record.reported <= current.number]
     if behind:
         return Decision(Action.WAIT, f"waiting for {', '.join(behind)} to reach the agreed step")
@@ -240,12 +241,13 @@ def _switching(view: ClusterView, current: RoundDocument, planned: RoundDocument
 def _regroup(view: ClusterView, current: RoundDocument, now: float) -> Decision:
     """A round that is broken or drains for a restart: wait until the survivors are free, then form the next."""
     waited_s = now - view.sightings.round_since
+    newest = _newest_of_free(view)
     silent, left = [], []
     for member, node in live_members(view):
         record = node.record
         if record.life > member.life or node.id in view.suspects or record.reported > current.number or record.stuck:
             continue
-        bound_s = _bound_s(view, current, node)
+        bound_s = _bound_s(view, current, node, newest)
         if waited_s < bound_s:
             silent.append(f"{node.id} ({node.record.busy})" if node.record.busy else node.id)
             left.append(bound_s - waited_s)
@@ -274,22 +276,22 @@ def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeVi
     return in_groups(view, ready)[: most - most % view.limits.shard_nodes]
 
 
-def _bound_s(view: ClusterView, current: RoundDocument, node: NodeView) -> float:
-    """How long ``node`` may take to leave the round after its end, in seconds."""
+def _bound_s(view: ClusterView, current: RoundDocument, node: NodeView, newest: int) -> float:
+    """How long ``node`` may take to leave the round after its end, in seconds; ``newest``: :func:`_newest_of_free`."""
     if current.state is RoundState.DRAINING and view.limits.recovery is RecoveryMode.IN_PLACE:
         return math.inf  # by agreement: its workers finish the step and save a checkpoint
-    if view.limits.recovery is RecoveryMode.IN_PLACE and (node.record.busy or _is_ahead(view, node)):
+    if view.limits.recovery is RecoveryMode.IN_PLACE and (node.record.busy or node.record.committed > newest):
         return math.inf  # its agent kills workers that stay without a reason; if the agent is dead, its lease ends
     if node.record.acknowledged <= current.number:
         return view.limits.regroup_grace_s
     return max(2.0 * node.record.step_time_s, view.limits.report_floor_s)
 
 
-def _is_ahead(view: ClusterView, node: NodeView) -> bool:
-    """Whether steps would be lost without ``node``: no free survivor holds a step as new as ``node`` may hold."""
+def _newest_of_free(view: ClusterView) -> int:
+    """The newest step that a free survivor holds, -1 if none does: without those that may hold a newer one, steps would
+    be lost."""
     free = [each.record.identity for each in candidates(view) if same_life(view, each)]
-    newest = max((identity.step for identity in free if identity is not None), default=None)
-    return newest is None or node.record.committed > newest
+    return max((identity.step for identity in free if identity is not None), default=-1)
 
 
 def _follow(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> Decision:
