@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .SHELLFLAGS := -eu -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-quick soak lint format format-check types imports audit image-test check bench report pin clean
+.PHONY: help install demo test test-quick soak lint format format-check types imports audit image-test kube-test check bench report pin clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +84,9 @@ audit: $(STAMP) ## known vulnerabilities in what constraints.txt and deploy/imag
 
 image-test: $(STAMP) ## build the image without a daemon and run it (needs root, buildah, mmdebstrap; some minutes)
 	ELASTIC_TRAINER_IMAGE_TEST=1 $(BIN)/python -m pytest tests/integration/deploy/test_image.py $(PYTEST_ARGS)
+
+kube-test: $(STAMP) ## ask the API server of kubectl's present context whether it takes the manifests (starts nothing)
+	ELASTIC_TRAINER_KUBE_TEST=1 $(BIN)/python -m pytest tests/integration/deploy/test_api_server.py $(PYTEST_ARGS)
 
 check: format-check lint audit types imports test ## all that CI checks
 
