@@ -53,18 +53,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fitted(measured: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Per-node costs of the largest size; what all sizes share is told apart by the difference of two."""
-    small, large = min(measured), max(measured)
-    few, many = measured[small], measured[large]
+    """Per-node costs of the largest size; what all sizes share is told apart by the difference of two.
+
+    The round of the largest is compressed, that of the others is not.
+    """
+    small, middle, large = min(measured), sorted(measured)[-2], max(measured)
+    few, some, many = measured[small], measured[middle], measured[large]
     found = {name: value for name, value in many.items() if name in Costs.__dataclass_fields__}
-    per_node = {name: (many[name] - few[name]) / (large - small) for name in ("keys", "stored", "memory", "round")}
+    per_node = {name: (many[name] - few[name]) / (large - small) for name in ("keys", "stored", "memory")}
     found |= {
         "keys_per_node": per_node["keys"],
         "keys_per_run": few["keys"] - small * per_node["keys"],
         "stored_per_node": per_node["stored"],
         "memory_per_node": per_node["memory"],
         "memory_base": few["memory"] - small * per_node["memory"],
-        "round_per_node": per_node["round"],
+        "round_per_node": many["round"] / large,
+        "plain_round_per_node": some["round"] / middle,
+        "plain_change_sent_per_pair": some["change_sent_per_pair"],
         "series_per_node": float(sum(map(_series_of_node, FAMILIES))),
         "series_of_monitor": SERIES_OF_MONITOR,
     }

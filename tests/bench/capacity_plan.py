@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from elastic_trainer.agent.health.duties import LEAST_INTERVAL_S, NODES_PER_SECOND
+from elastic_trainer.membership.documents import COMPRESS_FROM
 from elastic_trainer.membership.round_write import JOURNAL_LENGTH
 from elastic_trainer.settings import RendezvousOptions
 from elastic_trainer.store.session import REFRESHES_PER_TTL
@@ -49,13 +50,15 @@ class Costs:
     monitor_read_per_node: float
     """What etcd sends a monitor for a node that has written since the last look."""
     round_per_node: float
-    """A node's place in the round document."""
+    """A node's place in the round document, where that is compressed."""
+    plain_round_per_node: float
     journal_per_node: float
     """A node's name in a journal entry."""
     join_requests: float
     """Requests of a node until it takes part, keep-alives apart."""
     change_sent_per_pair: float
-    """What a change of the round sends, for each node and each place in it."""
+    """What a change of the round sends, for each node and each place in it, where the document is compressed."""
+    plain_change_sent_per_pair: float
     memory_base: float
     memory_per_node: float
     series_per_node: float
@@ -97,6 +100,8 @@ def need(nodes: int, cost: Costs, monitors: int = 1) -> Need:
     growth = writes * cost.database_per_write * 3600.0
     journal = nodes * cost.journal_per_node * JOURNAL_LENGTH
     series = nodes * cost.series_per_node + cost.series_of_monitor
+    plain = nodes * cost.plain_round_per_node
+    compressed = plain >= COMPRESS_FROM
     return Need(
         nodes=nodes,
         health_writes=writes,
@@ -109,8 +114,8 @@ def need(nodes: int, cost: Costs, monitors: int = 1) -> Need:
         database=nodes * cost.stored_per_node + journal + HOURS_KEPT * growth,
         memory=cost.memory_base + nodes * cost.memory_per_node + journal + HOURS_KEPT * growth,
         journal=journal,
-        round_document=nodes * cost.round_per_node,
-        change_sent=nodes * nodes * cost.change_sent_per_pair,
+        round_document=nodes * cost.round_per_node if compressed else plain,
+        change_sent=nodes**2 * (cost.change_sent_per_pair if compressed else cost.plain_change_sent_per_pair),
         series=series,
         prometheus_memory=series * SERIES_BYTES,
         samples=series / SCRAPE_S,
