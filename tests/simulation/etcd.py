@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from elastic_trainer.errors import OutcomeUnknownError, StoreUnavailableError
-from elastic_trainer.store.api import Operation, Snapshot, TransactionResult, Watch, WatchEvent, WatchListener
+from elastic_trainer.store.api import Lease, Operation, Snapshot, TransactionResult, Watch, WatchEvent, WatchListener
 from tests.simulation.loop import Host, Loop, Signal
 from tests.support.memory_backend import MemoryBackend, holds
 
@@ -43,7 +44,13 @@ class Etcd(MemoryBackend):
         self.changed.acquire()  # by the one thread there is, for good: the backend's methods want it held
         self.loop, self.chance = loop, chance
         self.watches: list[SimWatch] = []
+        self._by_key: dict[str, list[SimWatch]] = {}
+        """Watches of one key; the others look at each write themselves."""
+        self._of_prefixes: list[SimWatch] = []
         self.on_write: Callable[[Sequence[WatchEvent]], None] = lambda events: None
+        self._watched = 0
+        self._first_end = -math.inf
+        """No lease ends before."""
         self._queued: list[Callable[[], None]] = []
         self._backup: tuple[Any, ...] | None = None
         self.loop.after(LEASE_TURN_S, self._turn)
@@ -51,6 +58,18 @@ class Etcd(MemoryBackend):
     def _turn(self) -> None:
         self.expire()
         self.loop.after(LEASE_TURN_S, self._turn)
+
+    def expire(self) -> float | None:
+        if self.loop.now < self._first_end:
+            return None
+        left_s = super().expire()
+        self._first_end = min((lease.expires_at for lease in self._leases.values()), default=math.inf)
+        return left_s
+
+    def grant(self, ttl_s: float) -> Lease:
+        granted = super().grant(ttl_s)
+        self._first_end = min(self._first_end, self.loop.now + granted.ttl_s)
+        return granted
 
     # ---- faults
 
@@ -84,6 +103,7 @@ class Etcd(MemoryBackend):
         self.compacted = self.revision
         self._history.clear()
         self.cluster += 1
+        self._first_end = -math.inf
         for lease in self._leases.values():
             lease.expires_at = self.loop.now + lease.ttl_s
         for watch in self.watches:
@@ -152,8 +172,20 @@ class Etcd(MemoryBackend):
         self.revision = revision
         self._history.extend(events)
         self.on_write(events)
-        for watch in self.watches:
+        found = [watch for key in {each.item.key for each in events} for watch in self._by_key.get(key, ())]
+        for watch in sorted([*found, *self._of_prefixes], key=lambda each: each.number):
             watch.push(events)
+
+    def watch(self, watch: SimWatch, key: str, *, exact: bool) -> int:
+        """Add a watch; its number among all there were."""
+        self.watches.append(watch)
+        (self._by_key.setdefault(key, []) if exact else self._of_prefixes).append(watch)
+        self._watched += 1
+        return self._watched
+
+    def unwatch(self, watch: SimWatch, key: str, *, exact: bool) -> None:
+        self.watches.remove(watch)
+        (self._by_key[key] if exact else self._of_prefixes).remove(watch)
 
 
 class SimWatch:
@@ -169,14 +201,14 @@ class SimWatch:
         """Which of its streams is open; deliveries of earlier ones do not count."""
         self._connected = self._open = self._closed = False
         self._arrival = 0.0
-        etcd.watches.append(self)
+        self.number = etcd.watch(self, key, exact=exact)
         link.watches.append(self)
         self.reconnect()
 
     def close(self) -> None:
         """No call reaches the listener any more."""
         self._closed = True
-        self._etcd.watches.remove(self)
+        self._etcd.unwatch(self, self._key, exact=self._exact)
         self._link.watches.remove(self)
 
     def push(self, events: Sequence[WatchEvent]) -> None:

@@ -107,6 +107,8 @@ class SimNode:
         self._store = cast("Store", WatchStore(etcd, self.host, self.link))
         self._probe = probe
         self._answers: list[Event] = []
+        self.per_node_s = 0.0
+        """How long a turn takes for each node that this one follows; what comes meanwhile waits for the next turn."""
         self.started = False
         """Whether the agent may show itself."""
         self._writing = False
@@ -175,6 +177,8 @@ class SimNode:
             answers, self._answers = self._answers, []
             looked = Looked(seen, self.key.create_revision, self.key.senior, self.key.away)
             step = self.core.step([*answers, looked], self.loop.now)
+            if self.per_node_s and seen.follows_nodes:
+                yield self.per_node_s * len(seen.nodes)
             for effect in step.effects:
                 yield from self._perform(effect)
             if self.view.look().serial == seen.serial:
