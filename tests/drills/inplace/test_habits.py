@@ -13,9 +13,10 @@ import torch
 
 from elastic_trainer.local.ledger import audit, parse
 from tests.drills.inplace.leading import LIMIT_S, Lead, Worker, leading
-from tests.drills.inplace.scripts.habits import generator
+from tests.drills.inplace.scripts.habits import adapted, generator, trained
 from tests.unit.worker.toys import data
 
+LORA_B = "base_model.model.0.lora_B.default.weight"
 STEPS, SAMPLES = 8, 60
 """Two epochs in batches of 16."""
 
@@ -254,6 +255,33 @@ def test_several_models_are_trained_in_one_step_or_not_at_all(lead: Lead) -> Non
         seen = {int(line.split()[0]): float(line.split()[1]) for line in result["lines"]}
         assert seen.keys() >= {1, 2, 4, 5, 6, 7, 8}
         assert all(abs(loss - losses[step - 1]) < 1e-3 for step, loss in seen.items())
+
+
+def test_adapters_of_a_frozen_model_are_trained_and_saved_as_without_a_session(lead: Lead) -> None:
+    """PEFT's. Both give up a step, and B dies in another; A, which goes on alone, saves through the wrapped model."""
+    from peft import PeftModel  # slow to import
+
+    faults = [("all", 2, "forward", "lose"), ("b", 5, "forward", "kill")]
+    workers = begun(lead, "ab", faults, habit="lora", checkpoints=str(lead.directory / "checkpoints"))
+    assert regrouped(lead, workers, workers) == [1, 1]
+    assert regrouped(lead, workers[:1], workers[:1]) == [4]
+    assert workers[1].process.wait(LIMIT_S) == -signal.SIGKILL
+    (result,) = results(lead, workers[:1])
+    expected, frozen = adapted(), [each.clone() for each in adapted().parameters() if not each.requires_grad]
+    optimizer = torch.optim.AdamW(trained(expected), lr=0.01)
+    x, y = data().tensors
+    for part in parts():
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(expected(x[part]), y[part]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert result["lines"] == list(expected.state_dict())
+    saved = PeftModel.from_pretrained(adapted().unload(), lead.directory / "a-adapter", is_trainable=True)
+    named = dict(zip([name for name, _ in expected.named_parameters()], result["parameters"][2:], strict=True))
+    for name, wanted in expected.named_parameters():
+        assert torch.allclose(torch.tensor(named[name]), wanted.detach().flatten(), atol=1e-5), name
+        assert torch.equal(torch.tensor(named[name]), saved.get_parameter(name).detach().flatten()), name
+    assert all(any(torch.equal(each, kept) for kept in frozen) for each in saved.parameters() if not each.requires_grad)
+    assert not torch.equal(saved.get_parameter(LORA_B), torch.zeros(8, 2)), "the adapter was trained"
 
 
 def turns(batch: int) -> list[int]:

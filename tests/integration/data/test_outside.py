@@ -85,16 +85,38 @@ def test_each_sample_is_used_once_however_far_the_loader_has_fetched(
     assert not multiprocessing.active_children()
 
 
+def numbered(shards: list[int]) -> Iterator[Any]:
+    for shard in shards:
+        for number in range(10):
+            yield {"x": [100.0 * shard + number]}
+
+
+def hugging_face(shard: int, shards: int) -> Any:
+    """One stream of what Hugging Face's ``load_dataset(..., streaming=True)`` gives."""
+    from datasets import IterableDataset as Streamed
+    from datasets.distributed import split_dataset_by_node
+
+    data = Streamed.from_generator(numbered, gen_kwargs={"shards": [*range(shards)]}).with_format("torch")
+    return split_dataset_by_node(data, rank=shard, world_size=shards)
+
+
+def put_together(samples: Any) -> torch.Tensor:
+    return torch.stack([sample["x"] if isinstance(sample, dict) else sample for sample in samples])
+
+
+@pytest.mark.parametrize("part", [Part, hugging_face])
 @pytest.mark.parametrize("kind", [Streams, streams])
-def test_streams_are_resumed_where_committed_steps_have_left_them(kind: Any, tmp_path: Path) -> None:
+def test_streams_are_resumed_where_committed_steps_have_left_them(kind: Any, part: Any, tmp_path: Path) -> None:
     """They wrap at their end; a second life begins from the last states, and reads on from there."""
     seen = []
     for leave_at in (7, 0):
         with Session(tmp_path, seed=3, device="cpu", checkpoint_every_s=None) as session:
             model, optimizer = wrapped(session)
-            data = kind(Part, 2, state_every=3)
-            batches = session.batches(data, global_batch_size=4, micro_batch_size=2, shuffle=False, steps=12)
+            data, sizes = kind(part, 2, state_every=3), dict[str, Any](global_batch_size=4, micro_batch_size=2)
+            batches = session.batches(data, **sizes, shuffle=False, steps=12, collate=put_together)
             assert data.state_dict()["exchanged"] == (0 if leave_at else 6)
+            if part is hugging_face:
+                assert ("shard_example_idx" in str(data.state_dict())) == (leave_at == 0), "not by its own state"
             seen += trained(session, model, optimizer, batches, leave_at)
         assert not multiprocessing.active_children()
     assert seen == [100.0 * shard + (2 * step + each) % 10 for step in range(12) for shard in (0, 1) for each in (0, 1)]

@@ -4,8 +4,8 @@
 step has committed it), ``hold`` (the same, with tensors read before the first try), ``closure`` (gives one to the
 optimizer, and has a buffer that each pass replaces), ``second`` (optimizers beside the session's), ``driven`` (begins
 and ends steps itself, as frameworks do), ``gan`` (two models, each with an optimizer), ``parts`` (computes
-micro-batches, and says of how many samples), ``loader`` (has a StatefulDataLoader with processes of its own) or
-``streams`` (reads streams that keep their own state).
+micro-batches, and says of how many samples), ``loader`` (has a StatefulDataLoader with processes of its own),
+``streams`` (reads streams that keep their own state) or ``lora`` (trains PEFT's adapters of a frozen model).
 """
 
 from __future__ import annotations
@@ -77,6 +77,19 @@ def generator() -> nn.Module:
     return nn.Linear(4, 4)
 
 
+def adapted() -> Any:
+    """A frozen layer with a low-rank adapter, and one that is trained whole."""
+    from peft import LoraConfig, get_peft_model  # slow to import
+
+    torch.manual_seed(7)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    return get_peft_model(layers, LoraConfig(r=2, target_modules=["0"], modules_to_save=["2"]))
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    return [each for each in module.parameters() if each.requires_grad]
+
+
 def squared(module: nn.Module, batch: Any) -> dict[str, tuple[Any, int]]:
     return {"error": (((module(batch.x) - batch.y) ** 2).sum(), len(batch))}
 
@@ -140,6 +153,15 @@ class Job:
         self.batches = self.session.batches(streams, global_batch_size=16, shuffle=False, steps=8)
         self.simple()
         self.lines.append(str(Numbers.most))
+
+    def lora(self) -> None:
+        module = self.generator = adapted()
+        self.optimizer = torch.optim.AdamW(trained(module), lr=0.01)
+        self.model = self.session.wrap(module, optimizer=self.optimizer)
+        self.batches = self.session.batches(data(), global_batch_size=16, shuffle=False, epochs=2)
+        self.simple()
+        self.lines = list(self.model.state_dict())
+        self.model.save_pretrained(f"{self.scenario.node}-adapter")
 
     def simple(self) -> None:
         for batch in self.batches:
@@ -316,6 +338,7 @@ def main(scenario: Scenario) -> None:
             "parts": job.parts,
             "loader": job.loader,
             "streams": job.streams,
+            "lora": job.lora,
         }
         habits[scenario.values["habit"]]()
     result = {
