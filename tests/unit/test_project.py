@@ -216,11 +216,6 @@ def test_the_map_names_every_package_and_no_other() -> None:
     assert listed == packages()
 
 
-def test_every_package_goes_into_the_wheel() -> None:
-    """A folder with modules has an ``__init__.py``; setuptools would leave it out without a word."""
-    assert [name for name in packages() if not (ROOT / "elastic_trainer" / name / "__init__.py").exists()] == []
-
-
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda path: str(path.stem))
 def test_a_decision_has_its_four_parts_and_is_listed(page: Path) -> None:
     """A page says what forced the choice, what it is, what lost, and what would prove it wrong."""

@@ -50,9 +50,3 @@ def test_script_is_a_name_for_a_local_run(tmp_path: Path) -> None:
     assert entry(["script", "--epochs", "2"], tmp_path) == (str(SESSION), where, "--epochs", "2")
     assert SESSION.is_file()
     assert tasks.script("mnist") is None
-
-
-def test_the_scripts_go_into_the_wheel() -> None:
-    """They are modules of a package; a mere folder of scripts would be left out without a word."""
-    assert (SCRIPTS / "__init__.py").is_file()
-    assert [path for path in (PLAIN, ELASTIC, SESSION) if not path.is_file()] == []
