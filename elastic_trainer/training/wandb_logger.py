@@ -2,24 +2,30 @@
 
 Project, entity, name, mode and so on are those of W&B's own variables (``WANDB_PROJECT``, ``WANDB_MODE=offline``, ...).
 
-*Runs in* rank 0, in a thread. *Owns* ``wandb/`` in the run's directory.
+*Runs in* rank 0, in a thread. *Owns* ``wandb/`` in the run's directory, and W&B's service, a process.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
+import threading
 import uuid
 from collections.abc import Mapping
+from contextvars import copy_context
 from typing import Any
 
 import psutil
 import wandb
 
-from elastic_trainer.training.loggers import Logger, Opening, TrackedRun
+from elastic_trainer.clock import pause
+from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.training.loggers import LEAVE_S, Logger, Opening, TrackedRun
 from elastic_trainer.training.task import Exhibits
 
 NAME = "wandb"
+EXIT_S = 2 * LEAVE_S
+"""How long the exit of a process waits for W&B, which itself waits 90 s for a server that is not there."""
+_AGAIN_S = 0.5
 
 
 def open_logger(opening: Opening) -> Logger:
@@ -35,8 +41,9 @@ class WandbLogger:
         if self._tracked.id is None:
             self._tracked.begin(os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex)
         settings = wandb.Settings(console="off", silent=True)
+        # A thread, as hooks run in an order that W&B decides. The main thread has ended before the first of them.
+        threading.Thread(target=copy_context().run, args=(_limit_exit,), name="wandb-exit", daemon=True).start()
         wandb.setup(settings)
-        atexit.register(_end_service)  # before W&B's own hook, which waits 90 s for a server that is not there
         self._run: Any = wandb.init(
             id=self._tracked.id,
             resume="allow",
@@ -60,11 +67,20 @@ class WandbLogger:
 
     def close(self, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
-        atexit.unregister(_end_service)
 
 
-def _end_service() -> None:
-    """At the exit of a process whose run W&B has not finished in time: ``wandb sync`` sends what is on the disk."""
-    for child in psutil.Process().children():
-        if child.name().startswith("wandb-core"):
-            child.kill()
+def _limit_exit() -> None:
+    """End W&B's service when it keeps this process from its exit: what waits for the service then fails at once."""
+    threading.main_thread().join()
+    pause(EXIT_S)
+    logger().warning(
+        "logger.unfinished",
+        logger=NAME,
+        waited_s=EXIT_S,
+        hint="W&B is ended; `wandb sync` sends what it has written to the disk",
+    )
+    while True:  # until the process has ended: the service may be starting just now
+        for child in psutil.Process().children():
+            if child.name().startswith("wandb-core"):
+                child.kill()
+        pause(_AGAIN_S)
