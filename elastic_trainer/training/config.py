@@ -204,8 +204,12 @@ class JobConfig(Section):
     bad_samples: Literal["raise", "skip"] = Field(default="raise", description="what a sample that raises does")
     max_bad_fraction: float = Field(default=0.01, ge=0.0, le=1.0, description="of an epoch that may be skipped")
     precision: Precision = Precision.FP32
-    reduction: Literal["ddp", "tree"] = Field(
-        default="ddp", description="tree: the same bits at any number of ranks (needs micro_batch)"
+    reduction: Literal["ddp", "tree", "local_sgd", "diloco"] = Field(
+        default="ddp",
+        description="tree: the same bits at any number of ranks (needs micro_batch); local_sgd, diloco: for slow links",
+    )
+    sync_every: int | None = Field(
+        default=None, ge=1, description="with local_sgd and diloco: how many steps ranks train apart"
     )
     average: float | None = Field(
         default=None, gt=0.0, lt=1.0, description="decay of a moving average of the parameters, which is evaluated"
@@ -246,6 +250,12 @@ class JobConfig(Section):
         if self.reduction == "tree" and (self.micro_batch is None or self.sync_batchnorm):
             wrong = "needs 'micro_batch'" if self.micro_batch is None else "does not go with 'sync_batchnorm'"
             raise ValueError(f"'reduction' tree {wrong}")
+        apart = self.reduction in ("local_sgd", "diloco")
+        if apart != (self.sync_every is not None):
+            raise ValueError(f"'reduction' {self.reduction} {'needs' if apart else 'goes without'} 'sync_every'")
+        for name, steps in (("max_steps", self.max_steps), ("evaluation.every_steps", self.evaluation.every_steps)):
+            if steps is not None and steps % (self.sync_every or 1):
+                raise ValueError(f"'{name}' {steps} is no multiple of 'sync_every' {self.sync_every}")
         return self
 
     def lack(self) -> str | None:

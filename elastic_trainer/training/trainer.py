@@ -132,6 +132,7 @@ class Run:
             scaler=trainer.arithmetic.scaler(),
             sync_batchnorm=self.config.sync_batchnorm,
             reduction=self.config.reduction,
+            sync_every=self.config.sync_every,
             average=self.config.average,
         )
         self._loss = float("nan")

@@ -93,6 +93,8 @@ def test_the_effective_configuration_reads_back_equal(job: Path, tmp_path: Path)
         ("epochs=2.5", ["'epochs' is 2.5"]),
         ("epochs=null", ["'epochs' or 'max_steps'"]),
         ("global_batch=null", ["'global_batch' is missing"]),
+        ("reduction=diloco", ["'reduction' diloco needs 'sync_every'"]),
+        ("sync_every=30", ["'reduction' ddp goes without 'sync_every'"]),
         ("optimizer.lr=-1", ["'optimizer.lr' is -1", "greater than 0"]),
         ("optimizer.lr=.nan", ["'optimizer.lr' is nan", "finite"]),
         ("optimizer.name=sdg", ["'optimizer.name' is 'sdg'", "did you mean 'sgd'?"]),

@@ -81,19 +81,15 @@ def trained(
     reduction: str,
     at: Callable[[int, str, Session], None] = lambda step, where, session: None,
     directory: str | None = None,
-    epochs: int = EPOCHS,
-    micro: int | None = None,
 ) -> dict[str, Any]:
     """What a session gives. ``at(step, where, session)`` is called where faults can be."""
-    counter, seen = Counter(), []
+    counter, seen, losses_seen = Counter(), [], []
     with Session(directory, device="cpu", checkpoint_every_steps=EVERY, checkpoint_every_s=None) as session:
         session.register("counter", counter)
         module, optimizer = build()
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, GAMMA)
         wrapped = session.wrap(module, optimizer=optimizer, scheduler=scheduler, reduction=reduction, sync_every=EVERY)
-        for batch in session.batches(
-            data(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False, epochs=epochs
-        ):
+        for batch in session.batches(data(), global_batch_size=BATCH, shuffle=False, epochs=EPOCHS):
             number = session.step_number + 1
             at(number, "drawn", session)
             with session.step() as step:
@@ -102,6 +98,8 @@ def trained(
                     step.backward(losses.sum(), count=float(len(part.y)))
                 optimizer.step()
             seen.append(number)
+            if step.committed and number % 4 == 0:
+                losses_seen.append(step.loss)  # a sum of all ranks, which may find out that one is gone
             if step.committed:
                 counter.values.append(number)
             at(number, "after_step", session)
@@ -109,6 +107,7 @@ def trained(
         "parameters": [each.detach() for each in module.parameters()],
         "counter": counter.values,
         "seen": seen,
+        "losses": losses_seen,
         "resumed_from": session.resumed_from,
         "pid": os.getpid(),
     }

@@ -12,7 +12,10 @@ from tests.integration.worker.launch import plain, run, standalone
 
 
 def test_gradients_and_losses_are_those_of_one_process_at_two_and_three_ranks(tmp_path: Path) -> None:
-    """With tail batches, accumulation, and fewer micro-batches or samples than ranks; to 1e-6, on every rank."""
+    """With tail batches, accumulation, and fewer micro-batches or samples than ranks; to 1e-6, on every rank.
+
+    So are parameters where those are averaged after each step (``local_sgd``).
+    """
     log = tmp_path / "log"
     run(plain("gradients.py", tmp_path), log)
     for world in (2, 3):

@@ -91,9 +91,28 @@ def normalized(length: int, size: int) -> list[torch.Tensor]:
     return found
 
 
+def averaged(length: int, size: int, micro: int | None) -> list[torch.Tensor]:
+    """Parameters behind every step, where ranks average them after each step instead of gradients before it."""
+    generator = torch.Generator().manual_seed(length)
+    data = TensorDataset(torch.randn(length, 5, generator=generator), torch.randn(length, 1, generator=generator))
+    found = []
+    with Session(device="cpu", seed=2) as session:
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        wrapped = session.wrap(model, optimizer=optimizer, reduction="local_sgd", sync_every=1)
+        for batch in session.batches(data, global_batch_size=size, micro_batch_size=micro, epochs=2):
+            with session.step() as step:
+                for part in step.micro_batches(batch):
+                    step.backward(nn.functional.mse_loss(wrapped(part.x), part.y))
+                optimizer.step()
+            found.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
     results = [gradients(*case) for case in CASES] + [counted(*case) for case in CASES[:3]]
+    results += [averaged(*case) for case in CASES]
     results += [normalized(40, 16), normalized(29, 14), normalized(9, 4)]  # the last with tails smaller than the ranks
     with Session(device="cpu") as session:
         torch.save(results, Path(sys.argv[1]) / f"gradients-{session.world_size}-{session.rank}.pt")
