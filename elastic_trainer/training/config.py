@@ -211,6 +211,10 @@ class JobConfig(Section):
     sync_every: int | None = Field(
         default=None, ge=1, description="with local_sgd and diloco: how many steps ranks train apart"
     )
+    outer_lr: float | None = Field(default=None, gt=0.0, description="with diloco: of the outer SGD; null: 0.7")
+    outer_momentum: float | None = Field(
+        default=None, ge=0.0, lt=1.0, description="with diloco: of the outer SGD (Nesterov); null: 0.9"
+    )
     average: float | None = Field(
         default=None, gt=0.0, lt=1.0, description="decay of a moving average of the parameters, which is evaluated"
     )

@@ -133,6 +133,8 @@ class Run:
             sync_batchnorm=self.config.sync_batchnorm,
             reduction=self.config.reduction,
             sync_every=self.config.sync_every,
+            outer_lr=self.config.outer_lr,
+            outer_momentum=self.config.outer_momentum,
             average=self.config.average,
         )
         self._loss = float("nan")

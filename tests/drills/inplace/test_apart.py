@@ -21,8 +21,8 @@ from tests.drills.inplace.scripts.apart import ENDS, EVERY, SAMPLES, STEPS, simu
 from tests.integration.worker.launch import run, standalone
 
 
-def assert_parameters(result: dict[str, Any], expected: Sequence[torch.Tensor]) -> None:
-    assert all(map(torch.equal, result["parameters"], expected))
+def assert_state(result: dict[str, Any], expected: Sequence[torch.Tensor]) -> None:
+    assert all(map(torch.equal, result["state"], expected))
 
 
 def assert_each_sample_once(ledger: Path) -> None:
@@ -37,7 +37,7 @@ def assert_each_sample_once(ledger: Path) -> None:
 def test_alone_it_is_the_plain_loop_also_when_it_is_left_and_resumed(tmp_path: Path, reduction: str) -> None:
     """The outer optimizer's momentum is in the checkpoint, and in each there is the state of a synchronisation."""
     expected = simulated(reduction, ["a"] * len(ENDS))
-    assert_parameters(trained(reduction), expected)
+    assert_state(trained(reduction), expected)
 
     def leave(step: int, where: str, session: Any) -> None:
         if (step, where) == (8, "drawn"):
@@ -49,7 +49,7 @@ def test_alone_it_is_the_plain_loop_also_when_it_is_left_and_resumed(tmp_path: P
     resumed = trained(reduction, directory=str(tmp_path))
     assert (resumed["seen"][0], resumed["counter"][-1]) == (EVERY + 1, STEPS)
     assert resumed["resumed_from"] is not None
-    assert_parameters(resumed, expected)
+    assert_state(resumed, expected)
 
 
 def test_under_torchrun_two_ranks_are_the_plain_loop_of_two(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_under_torchrun_two_ranks_are_the_plain_loop_of_two(tmp_path: Path) -> N
     run(standalone(2, script, json.dumps({"reduction": "diloco", "into": str(tmp_path)})), tmp_path / "log")
     for rank in range(2):
         result = torch.load(tmp_path / f"{rank}.result", weights_only=True)
-        assert_parameters(result, simulated("diloco", ["ab"] * len(ENDS)))
+        assert_state(result, simulated("diloco", ["ab"] * len(ENDS)))
 
 
 def fault(node: str, step: int, where: str, what: str) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_faults_and_joins_within_outer_steps_leave_nothing_behind(tmp_path: Path
         told = [said.step for said in a.said if isinstance(said, Progress)]
     expected = simulated("diloco", ["ab", "a", "a", "a", "ac", "ac"], healed=["c5"])
     for result in results:
-        assert_parameters(result, expected)
+        assert_state(result, expected)
         assert result["counter"] == list(range(1, STEPS + 1))
     seen = results[0]["seen"]
     assert (seen[:8], seen[EVERY - STEPS :]) == ([*range(1, 9)], [*range(EVERY + 1, STEPS + 1)])

@@ -28,7 +28,7 @@ LR, GAMMA, OUTER_LR, OUTER_MOMENTUM = 0.05, 0.97, 0.7, 0.9
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(5)
-    module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).double()
     return module, torch.optim.AdamW(module.parameters(), lr=LR)
 
 
@@ -39,19 +39,20 @@ def data() -> TensorDataset:
 
 
 def simulated(reduction: str, rounds: Sequence[str], healed: Sequence[str] = ()) -> list[torch.Tensor]:
-    """The parameters at the end of a plain loop. ``rounds`` are the ranks of each outer step, a letter each.
+    """Parameters and buffers at the end of a plain loop. ``rounds`` are the ranks of each outer step, a letter each.
 
     Ranks that are new begin with the first one's inner optimizer, as do those ``healed`` (letter and outer step).
     """
-    shared, (x, y) = [each.detach() for each in build()[0].parameters()], data().tensors
+    first, (x, y) = build()[0], data().tensors
+    shared, buffers = [each.detach() for each in first.parameters()], list(first.buffers())
     momentum: list[torch.Tensor] = []
     inner: dict[str, Any] = {}
     for number, (end, ranks) in enumerate(zip(ENDS, rounds, strict=True)):
         apart = []
         for rank, name in enumerate(ranks):
             module, optimizer = build()
-            for parameter, value in zip(module.parameters(), shared, strict=True):
-                parameter.data.copy_(value)
+            for tensor, value in zip([*module.parameters(), *module.buffers()], [*shared, *buffers], strict=True):
+                tensor.data.copy_(value)
             known = inner.get(name) if f"{name}{number}" not in healed else None
             if (known := known or inner.get(ranks[0])) is not None:
                 optimizer.load_state_dict(copy.deepcopy(known))
@@ -62,9 +63,10 @@ def simulated(reduction: str, rounds: Sequence[str], healed: Sequence[str] = ())
                 optimizer.step()
                 for group in optimizer.param_groups:
                     group["lr"] *= GAMMA
-            apart.append(([each.detach() for each in module.parameters()], name, optimizer.state_dict()))
-        inner = {name: state for _, name, state in apart}
-        means = [sum(each[1:], each[0]) / len(each) for each in zip(*(parts for parts, _, _ in apart), strict=True)]
+            parts = [each.detach() for each in module.parameters()]
+            apart.append((parts, list(module.buffers()), name, optimizer.state_dict()))
+        inner, buffers = {name: state for *_, name, state in apart}, apart[0][1]
+        means = [sum(each[1:], each[0]) / len(each) for each in zip(*(parts for parts, *_ in apart), strict=True)]
         if reduction == "local_sgd":
             shared = means
             continue
@@ -74,7 +76,7 @@ def simulated(reduction: str, rounds: Sequence[str], healed: Sequence[str] = ())
             momentum = [old * OUTER_MOMENTUM + new for old, new in zip(momentum, outer, strict=True)]
         steps = [new.add(old, alpha=OUTER_MOMENTUM) for new, old in zip(outer, momentum, strict=True)]
         shared = [old.add(step, alpha=-OUTER_LR) for old, step in zip(shared, steps, strict=True)]
-    return shared
+    return shared + buffers
 
 
 def trained(
@@ -104,7 +106,7 @@ def trained(
                 counter.values.append(number)
             at(number, "after_step", session)
     return {
-        "parameters": [each.detach() for each in module.parameters()],
+        "state": [each.detach() for each in [*module.parameters(), *module.buffers()]],
         "counter": counter.values,
         "seen": seen,
         "losses": losses_seen,
