@@ -6,7 +6,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -16,6 +16,9 @@ from elastic_trainer.training.config import JobConfig, Section
 from elastic_trainer.training.loading import READY_MADE, checked
 from elastic_trainer.training.optimization import build_optimizer, build_scheduler
 from elastic_trainer.training.schedule import RunLength
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,23 @@ class Task(ABC):
         """
         del model, batch
         return Exhibits()
+
+    def mesh(self) -> Mapping[str, int]:
+        """The dimensions of the mesh over which the model is sharded within a node, by name, at most one of them -1
+        (what the others leave of the node's processes). Empty: the model is not sharded."""
+        return {}
+
+    def parallelize(self, model: torch.nn.Module, mesh: DeviceMesh) -> None:
+        """Shard ``model``, which is on the meta device, over ``mesh``; see :meth:`mesh`."""
+        raise NotImplementedError
+
+    def init_weights(self, model: torch.nn.Module) -> None:
+        """Give a sharded model, which has memory now, its first values."""
+        raise NotImplementedError
+
+    def miniature(self) -> torch.nn.Module:
+        """Where :meth:`model` is sharded: a small one of its kind on the CPU, whose metrics have the same names."""
+        raise NotImplementedError
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """The optimizer; by default what the section ``optimizer:`` says, over all parameters."""

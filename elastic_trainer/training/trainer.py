@@ -10,7 +10,7 @@ was interrupted ends like one that was not.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,17 +67,35 @@ class Trainer:
         checked_length(self.data.test)
         self.identity = TaskIdentity(self.task.identity())
         self.length = run_length(self.config, checked_length(self.data.train))
+        self.mesh = self.task.mesh()
         torch.manual_seed(config.seed)
-        self.model = self.task.model()
-        self.optimizer = self.task.optimizer(self.model)
-        self.scheduler = self.task.scheduler(self.optimizer, self.length)
+        with torch.device("meta") if self.mesh else nullcontext():
+            self.model = self.task.model()
+        self.optimizer, self.scheduler = self._optimization()
         if config.checkpoint.metric is not None:
-            check_metric(config.checkpoint.metric, measurable(self.task, self.model, self.data.test))
-        if config.compile:
+            measured = self.task.miniature() if self.mesh else self.model
+            check_metric(config.checkpoint.metric, measurable(self.task, measured, self.data.test))
+        if config.compile and not self.mesh:
             self.model.compile()  # in place: parameters keep their names, so checkpoints fit with and without
         check_loggers(config.logging.names)
         if environment.rank == 0 and not environment.midway:
             make_writable(self.directory)
+
+    def _optimization(self) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler | None]:
+        optimizer = self.task.optimizer(self.model)
+        return optimizer, self.task.scheduler(optimizer, self.length)
+
+    def shard(self, session: Session) -> None:
+        """Shard the model, if the task says so: this process never holds more than its part and one whole tensor."""
+        if not self.mesh:
+            return
+        mesh = session.init_device_mesh(tuple(self.mesh.values()), mesh_dim_names=tuple(self.mesh))
+        with session.parallelizing():
+            self.task.parallelize(self.model, mesh)
+        self.model.to_empty(device=session.device)
+        torch.manual_seed(self.config.seed)
+        self.task.init_weights(self.model)
+        self.optimizer, self.scheduler = self._optimization()  # of the shards
 
     def run(self) -> dict[str, Any]:
         """Train to the end, from the newest checkpoint if there is one; what came of it."""
@@ -125,6 +143,7 @@ class Run:
         self.history = History()
         session.register("history", self.history)
         session.register("identity", trainer.identity)
+        trainer.shard(session)
         self.model = session.wrap(
             trainer.model,
             optimizer=trainer.optimizer,
@@ -315,7 +334,7 @@ class Run:
                 self._write_history()
 
     def _exhibits(self) -> Exhibits:
-        if not self.reporter.wants_exhibits:
+        if not self.reporter.wants_exhibits or self.job.mesh:  # no rank can compute a sharded model alone
             return Exhibits()
         job = self.job
         try:
@@ -346,7 +365,8 @@ class Run:
 
     @property
     def _exports(self) -> bool:
-        return self.session.is_rank0 and self.config.checkpoint.export
+        """Not of a sharded model, which rank 0 does not hold: ``elastic-trainer checkpoints export`` reads it whole."""
+        return self.session.is_rank0 and self.config.checkpoint.export and not self.job.mesh
 
     @property
     def _exported(self) -> list[Path]:

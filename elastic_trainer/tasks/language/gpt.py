@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from elastic_trainer.data.sampler import Batch
@@ -56,6 +59,30 @@ class Gpt(Task):
 
     def model(self) -> nn.Module:
         return Transformer(self.model_options, self.corpus.vocabulary)
+
+    def miniature(self) -> nn.Module:
+        options: TransformerOptions = self.model_options
+        return Transformer(options.model_copy(update={"layers": 1, "width": options.heads}), self.corpus.vocabulary)
+
+    def mesh(self) -> Mapping[str, int]:
+        options: TransformerOptions = self.model_options
+        return {"dp_shard": -1, "tp": options.tensor_parallel} if options.shard else {}
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Each block on its own, so that one block at a time is whole in memory; then what is left."""
+        assert isinstance(model, Transformer)
+        for block in model.blocks:
+            if self.model_options.tensor_parallel > 1:
+                plan = {"hidden": ColwiseParallel(), "outward": RowwiseParallel()}
+                parallelize_module(block, mesh["tp"], plan, src_data_rank=None)
+            if self.config.compile:
+                block.compile()
+            fully_shard(block, mesh=mesh["dp_shard"])
+        fully_shard(model, mesh=mesh["dp_shard"])
+
+    def init_weights(self, model: nn.Module) -> None:
+        assert isinstance(model, Transformer)
+        model.init_weights()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(self.config.optimizer, decay_groups(model.parameters()))

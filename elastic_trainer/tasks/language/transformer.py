@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic_trainer.training.config import Section
+from elastic_trainer.training.sharding import whole
 
 _INITIAL_STD = 0.02
 
@@ -28,11 +29,19 @@ class TransformerOptions(Section):
     context: int = Field(default=64, ge=1, le=1 << 20, description="tokens that a prediction may look at")
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     vocab_multiple: int = Field(default=1, ge=1, description="the vocabulary is padded to a multiple: 50257 to 50304")
+    shard: bool = Field(default=False, description="over the processes of each node (FSDP2), for large models")
+    tensor_parallel: int = Field(default=1, ge=1, description="with shard: processes that divide each hidden layer")
 
     @model_validator(mode="after")
     def _divides(self) -> TransformerOptions:
         if self.width % self.heads:
             raise ValueError(f"'model.heads' {self.heads} does not divide 'model.width' {self.width}")
+        if self.tensor_parallel > 1 and not self.shard:
+            raise ValueError("'model.tensor_parallel' needs 'model.shard'")
+        if 4 * self.width % self.tensor_parallel:
+            raise ValueError(
+                f"'model.tensor_parallel' {self.tensor_parallel} does not divide the hidden layers of {4 * self.width}"
+            )
         return self
 
 
@@ -100,13 +109,14 @@ class Transformer(nn.Module):
         Again after a model was built on the meta device, and given memory.
         """
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() > 1:
-                residual = name.endswith("outward.weight")
-                nn.init.normal_(parameter, std=_INITIAL_STD / (math.sqrt(2 * self.layers) if residual else 1.0))
-            else:
-                nn.init.ones_(parameter)
+            with whole(parameter) as filled:
+                if name.endswith("bias"):
+                    nn.init.zeros_(filled)
+                elif filled.dim() > 1:
+                    residual = name.endswith("outward.weight")
+                    nn.init.normal_(filled, std=_INITIAL_STD / (math.sqrt(2 * self.layers) if residual else 1.0))
+                else:
+                    nn.init.ones_(filled)
 
 
 def padded(vocabulary: int, multiple: int) -> int:

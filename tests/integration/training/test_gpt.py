@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,32 @@ def test_a_compiled_model_computes_alike_and_its_checkpoints_fit(tmp_path: Path,
     assert more["step"] == 6
 
 
+def _losses(report: Mapping[str, Any]) -> list[float]:
+    return [report["train_loss"], report["metrics"]["loss"]]
+
+
+def test_a_sharded_model_begins_and_learns_alike_on_any_number_of_processes(tmp_path: Path, text: Path) -> None:
+    """It goes on from an unsharded one's checkpoint, divided by FSDP and by tensor parallel, as that one does."""
+
+    def trained(name: str, *overrides: str, tokens: int = 128 * 6, world: int = 1) -> list[float]:
+        fixed = (f"checkpoint.directory={tmp_path / name}", f"data.files={text}", f"options.max_tokens={tokens}")
+        outcome = train("gpt", *SMALL, *fixed, "logging.tensorboard=true", *overrides, world=world)
+        assert outcome.code == 0, outcome.err
+        assert not outcome.events("exhibits.failed")
+        return _losses(outcome.report)
+
+    sharded = "model.shard=true"
+    alone = trained("alone", sharded)
+    assert trained("two", sharded, world=2) == pytest.approx(alone, abs=1e-6)
+    assert not list((tmp_path / "two").glob("*.safetensors"))  # no rank holds the whole model
+    assert _parameters(tmp_path / "two").keys() == _parameters(tmp_path / "alone").keys()
+
+    Trainer(Gpt, _config(tmp_path / "plain", text, tokens=128 * 3)).run()
+    shutil.copytree(tmp_path / "plain", tmp_path / "divided")
+    plain = _losses(Trainer(Gpt, _config(tmp_path / "plain", text, tokens=128 * 6)).run())
+    assert trained("divided", sharded, "model.tensor_parallel=2", world=2) == pytest.approx(plain, abs=1e-5)
+
+
 def test_another_vocabulary_on_resuming_is_refused_by_its_difference(tmp_path: Path, text: Path) -> None:
     """Before a tensor is compared: what was added and what went is told."""
     Trainer(Gpt, _config(tmp_path / "run", text, tokens=128 * 2)).run()
@@ -164,6 +191,10 @@ def test_a_foreign_token_ends_the_run_with_its_place(tmp_path: Path) -> None:
         (["data.files={text}", "model.context=9999", "options.batch_tokens=9999"], "error: the training text has 4802"),
         (["data.files={text}", "options.batch_tokens=100"], "error: options.batch_tokens 100 is not a multiple"),
         (["data.files={text}", "model.heads=3"], "error: task gpt: 'model.heads' 3 does not divide"),
+        (
+            ["data.files={text}", "model.tensor_parallel=2"],
+            "error: task gpt: 'model.tensor_parallel' needs 'model.shard'",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_78(
