@@ -27,7 +27,7 @@ def _run(*, step: int = 4, cursor: Cursor | None = None) -> Any:
     run.config = load_job("mnist", ["logging.loss_every=10"])
     run.history = History()
     run.session = SimpleNamespace(round=3, step_number=step, cursor=cursor or Cursor(0, 100))
-    run.job = SimpleNamespace(length=LENGTH)
+    run.job = SimpleNamespace(length=LENGTH, mesh={})
     return run
 
 
