@@ -83,10 +83,11 @@ class Saved(BaseModel):
 class NodeHealth(Document):
     """See the module. ``counters``: sums over this node's workers since it joined, including those that have ended.
 
-    Names: ``seconds.<phase>``; ``samples``, ``steps``, ``nonfinite_steps``, ``differences``; ``left`` (the node left on
-    request); ``ended.<cause>`` (rounds whose end this node noticed first); ``save.ok``, ``save.failed``, ``load.ok``,
-    ``load.failed``. The histograms ``save_s``, ``load_s``, ``recovery_s.failure``, ``recovery_s.planned`` and
-    ``recovery_s.start`` have ``<name>.le.<bound>`` (not cumulative), ``<name>.sum`` and ``<name>.count``.
+    Names: ``seconds.<phase>``; ``samples``, ``steps``, ``nonfinite_steps``, ``differences``, ``audit_mismatches``;
+    ``left`` (the node left on request); ``ended.<cause>`` (rounds whose end this node noticed first); ``save.ok``,
+    ``save.failed``, ``load.ok``, ``load.failed``. The histograms ``save_s``, ``load_s``, ``recovery_s.failure``,
+    ``recovery_s.planned`` and ``recovery_s.start`` have ``<name>.le.<bound>`` (not cumulative), ``<name>.sum``
+    and ``<name>.count``.
     """
 
     node: str
@@ -122,7 +123,7 @@ class Incident(Document):
     cause: Cause | None = None
     kind: str = "round"
     """``round`` (a round ended), ``straggler``, ``checkpoint_failed``, ``nonfinite_loss``, ``ranks_differ``,
-    ``node_unfit``, ``node_gave_up``, ``run_stopped``, ``worker_died``."""
+    ``audit_mismatch``, ``node_unfit``, ``node_gave_up``, ``run_stopped``, ``worker_died``."""
     open: bool = False
     """The round ended, and no round has followed yet."""
     round: int = 0

@@ -109,6 +109,9 @@ NONFINITE_LOSSES = _run(
 DIFFERENCES = _run(
     "parameter_differences", "Comparisons that found ranks with different parameters.", MetricKind.COUNTER
 )
+AUDIT_MISMATCHES = _run(
+    "audit_mismatches", "Audits that found ranks computing wrong results, by rank or pair.", MetricKind.COUNTER
+)
 SAMPLES = _run("samples", "Samples trained on, including repeated ones.", MetricKind.COUNTER)
 LOSS = _run("loss", "The newest known loss.")
 PROGRESS = _run("committed_step", "The newest committed step that rank 0's node has published.")

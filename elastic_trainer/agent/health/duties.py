@@ -100,6 +100,8 @@ class Health:
         self._all_victims = False
         self._reported_at: dict[str, float] = {}
         self._seen: dict[str, float] = {}
+        self._audited: dict[int, int] = {}
+        """The newest finding of an audit that was reported, by process."""
         self._pending: list[Incident] = []
         self._saved: Saved | None = None
         self._asked_at = self._touched_at = -math.inf
@@ -220,6 +222,7 @@ class Health:
         with self._publishing:
             readings, counters = self._pages.look(), self._pages.counters()
             self._notice(counters)
+            self._notice_audits(readings)
             try:
                 while self._pending:
                     self._ports.store.write_incident(self._pending[0])
@@ -274,6 +277,30 @@ class Health:
             if value > before and now - self._reported_at.get(kind, -math.inf) >= REPEATED_INCIDENT_S:
                 self._reported_at[kind] = now
                 self.note(kind, text)
+
+    def _notice_audits(self, readings: list[Reading]) -> None:
+        """Which ranks compute wrong results, as the worker of rank 0 has found."""
+        current, now = self._round_now(), self._clock.monotonic()
+        for reading in readings:
+            for each in reading.notes.get("audits", ()):
+                if each["number"] <= self._audited.get(reading.pid, 0):
+                    continue
+                self._audited[reading.pid] = each["number"]
+                named = f"audit_mismatch {each['nodes']}"
+                if now - self._reported_at.get(named, -math.inf) >= REPEATED_INCIDENT_S:
+                    self._reported_at[named] = now
+                    self._pending.append(
+                        Incident(
+                            wall=self._clock.wall(),
+                            by=self._node,
+                            kind="audit_mismatch",
+                            round=current.number if current is not None else 0,
+                            reason=each["reason"],
+                            nodes=tuple(each["nodes"]),
+                            ranks=tuple(each["ranks"]),
+                            step=each["step"],
+                        )
+                    )
 
 
 def row(reading: Reading, now: float, waiting: hang_rules.Waiting | None = None) -> RankHealth:

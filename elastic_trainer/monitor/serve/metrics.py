@@ -32,6 +32,7 @@ COUNTED: Final = {
     families.SAMPLES.name: "samples",
     families.NONFINITE_LOSSES.name: "nonfinite_steps",
     families.DIFFERENCES.name: "differences",
+    families.AUDIT_MISMATCHES.name: "audit_mismatches",
     families.CHECKPOINTS.name: "{}.{}",
     families.CHECKPOINT_DURATION.name: "{}_s",
     families.RECOVERY.name: "recovery_s.{}",

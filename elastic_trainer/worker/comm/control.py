@@ -175,6 +175,19 @@ class Control:
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         self.finish(self._begin("recv", [tensor], source, 0, threaded=True), "receive")
 
+    def exchange(self, sent: Sequence[tuple[bytes, int]], expected: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Send each piece to its rank, and receive those ``expected``, as (size, rank), all at the same time.
+
+        Between two ranks at most one piece goes each way; none is empty.
+        """
+        leaving = [(torch.frombuffer(bytearray(data), dtype=torch.uint8), target) for data, target in sent]
+        coming = [(torch.empty(size, dtype=torch.uint8), source) for size, source in expected]
+        works = [self._begin("recv", [tensor], source, 0, threaded=True) for tensor, source in coming]
+        works += [self._begin("send", [tensor], target, 0, threaded=True) for tensor, target in leaving]
+        for work in works:
+            self.finish(work, "exchange")
+        return [tensor.numpy().tobytes() for tensor, _ in coming]
+
     def add_up(self, vector: torch.Tensor) -> None:
         if not self.alone:
             self.finish(self._begin("allreduce", [vector]), "all_reduce")

@@ -20,6 +20,7 @@ from elastic_trainer.worker.comm.control import Control
 FIELD = "arithmetic"
 """Its field in checkpoints, for ``allow_changed`` too."""
 
+_TREE = "reduction='tree' promises equal bits"
 _ADVICE = {
     "threads": "set OMP_NUM_THREADS to one value for all processes",
     "isa": "use hosts of one kind, or set ATEN_CPU_CAPABILITY to one value for all processes",
@@ -46,10 +47,13 @@ def arithmetic(device: torch.device) -> dict[str, str]:
     }
 
 
-def check_ranks(control: Control, mine: Mapping[str, str]) -> None:
-    """Raise on ranks that compute differently from rank 0, and only there: the others can continue without them."""
+def check_ranks(control: Control, mine: Mapping[str, str], promise: str = _TREE) -> None:
+    """Raise on ranks that compute differently from rank 0, and only there: the others can continue without them.
+
+    ``promise`` says what needs equal bits.
+    """
     first = json.loads(control.broadcast_bytes(json.dumps(dict(mine)).encode(), 0))
-    _check(mine, first, "on rank 0")
+    _check(mine, first, "on rank 0", promise=promise)
 
 
 def check_resumed(mine: Mapping[str, str], saved: object, allow_changed: Collection[str]) -> None:
@@ -58,10 +62,12 @@ def check_resumed(mine: Mapping[str, str], saved: object, allow_changed: Collect
         _check(mine, saved, "when the checkpoint was saved", f", or say allow_changed=[{FIELD!r}]")
 
 
-def _check(mine: Mapping[str, str], other: Mapping[str, object], where: str, more: str = "") -> None:
+def _check(
+    mine: Mapping[str, str], other: Mapping[str, object], where: str, more: str = "", promise: str = _TREE
+) -> None:
     for name, value in mine.items():
         if name in other and other[name] != value:
             raise ConfigError(
-                f"reduction='tree' promises equal bits, but '{name}' is {value} here and {other[name]} {where}",
+                f"{promise}, but '{name}' is {value} here and {other[name]} {where}",
                 hint=f"{_ADVICE[name]}{more}",
             )

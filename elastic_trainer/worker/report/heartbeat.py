@@ -13,7 +13,7 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -36,6 +36,8 @@ _WORK: Final = tuple(NUMBERS[each] for each in (Phase.TRAINING, Phase.REPEATED, 
 _TRAINING, _REPEATED, _DATA = _WORK
 _CHECKPOINT: Final = NUMBERS[Phase.CHECKPOINT]
 _SAMPLE_EVERY_S: Final = 1.0
+_AUDITS_SHOWN: Final = 8
+"""The agent reads them every few seconds, and the page is small."""
 _NUMBERS: Final = count(1)
 """Page numbers: a script may open several sessions one after the other."""
 
@@ -275,6 +277,13 @@ class HeartbeatReporter:
     def differed(self) -> None:
         self.count("differences")
         self._note()
+
+    def accused(self, step: int, ranks: Sequence[int], nodes: Sequence[str], reason: str) -> None:
+        """An audit of ``step`` has found these ranks to compute wrongly."""
+        self.count("audit_mismatches")
+        number = int(self._counts["audit_mismatches"])
+        found = {"number": number, "step": step, "ranks": [*ranks], "nodes": [*nodes], "reason": reason}
+        self.describe(audits=[*self._notes.get("audits", []), found][-_AUDITS_SHOWN:])
 
     # ---- checkpoints
 

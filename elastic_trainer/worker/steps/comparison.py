@@ -4,6 +4,8 @@ Each parameter's number is taken after a step; a sum over all of them starts aft
 one following. So nobody waits, and all ranks learn of a difference at the same point. Only then are the numbers
 gathered, to name the parameter and the ranks.
 
+Before a step that is audited they are compared at once, so that no wrong state is trained on there.
+
 Buffers are left out, since each rank moves its own, and so is what DistributedDataParallel ignores. The end of a round
 discards its comparison: the next round makes states equal anyway.
 
@@ -78,13 +80,18 @@ class Comparison:
         every_steps: int | None,
         tracker: HeartbeatReporter,
         heal: Callable[[Difference], None] | None,
+        audit_every: int | None = None,
     ) -> None:
         self._control, self._compared, self._tracker, self._heal = control, compared, tracker, heal
         self._every = 0 if every_steps is None or control.alone else every_steps
+        self._audit_every = 0 if audit_every is None or control.alone else audit_every
         self._taken: _Taken | None = None
         self._asked: tuple[_Taken, EqualityCheck] | None = None
 
     def after_step(self, step: int) -> None:
+        if self._audit_every and (step + 1) % self._audit_every == 0:
+            self._at_once(step)
+            return
         if not self._every:
             return
         if self._asked is not None:
@@ -96,8 +103,10 @@ class Comparison:
 
     def end(self, step: int) -> None:
         """After the last step: compare the present parameters and wait for the result."""
-        if not self._every:
-            return
+        if self._every or self._audit_every:
+            self._at_once(step)
+
+    def _at_once(self, step: int) -> None:
         if self._asked is not None:
             self._answer()
         self._take(step)
@@ -124,7 +133,7 @@ class Comparison:
         rows = [np.frombuffer(row, np.uint64).tolist() for row in self._control.gather_bytes(taken.bytes())]
         if len({row[0] for row in rows}) > 1:
             logger().warning("ranks.not_compared", reason="some train on a CUDA device, and others do not")
-            self._every, self._taken = 0, None
+            self._every, self._audit_every, self._taken = 0, 0, None
             return
         found = difference(taken.names, [row[1:] for row in rows])
         if found is not None:

@@ -70,6 +70,9 @@ class CheckOptions:
     ``nonfinite``: a non-finite loss or parameter ends the training (``raise``) or is logged (``warn``). After each
     multiple of ``compare_every_steps`` (None: never), and at the end, the parameters of all ranks are compared: where
     they differ the training stops, or with ``on_difference="heal"`` continues with the state that most ranks hold.
+    In each step whose number is a multiple of ``audit_every`` (None: none) every rank's first pass through the model is
+    repeated on another node and compared bit by bit, after the parameters: see
+    :mod:`elastic_trainer.worker.steps.audit`.
     ``out_of_memory``: in place, a step that a rank has no memory for ends the training (``raise``), is repeated with
     half the micro-batch, from then on (``halve``), or passed over (``skip``).
     """
@@ -77,6 +80,7 @@ class CheckOptions:
     nonfinite: str = "raise"
     compare_every_steps: int | None = EVERY_STEPS
     on_difference: str = OnDifference.STOP
+    audit_every: int | None = None
     out_of_memory: str = OnShortage.RAISE
 
     def __post_init__(self) -> None:
@@ -84,10 +88,10 @@ class CheckOptions:
         one_of(OnDifference, self.on_difference, "on_difference")
         if self.nonfinite not in ("raise", "warn"):
             raise ConfigError(f"nonfinite is {self.nonfinite!r}", hint="use 'raise' or 'warn'")
-        if self.compare_every_steps is not None and self.compare_every_steps < 1:
-            raise ConfigError(
-                f"compare_every_steps is {self.compare_every_steps}", hint="use 1 or more, or None for never"
-            )
+        for name in ("compare_every_steps", "audit_every"):
+            every = getattr(self, name)
+            if every is not None and every < 1:
+                raise ConfigError(f"{name} is {every}", hint="use 1 or more, or None for never")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

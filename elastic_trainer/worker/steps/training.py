@@ -32,12 +32,13 @@ from elastic_trainer.worker.state import loading
 from elastic_trainer.worker.state.cadence import Memory
 from elastic_trainer.worker.state.fields import check_run
 from elastic_trainer.worker.state.heal import give
-from elastic_trainer.worker.state.optimizer_set import SchedulerSet, members_of
+from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet, members_of
 from elastic_trainer.worker.state.restore import Origin, restore
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.sharded_restore import ShardSource, restore_shards
 from elastic_trainer.worker.state.shares import ShardPart, Shares, Writers
 from elastic_trainer.worker.state.training_state import TrainingState, reseed
+from elastic_trainer.worker.steps.audit import PassAudit, check_auditable
 from elastic_trainer.worker.steps.boundary import Duties, StepBoundaries, Turn
 from elastic_trainer.worker.steps.commit import Steps, StepT
 from elastic_trainer.worker.steps.comparison import Comparison, Difference, OnDifference
@@ -93,6 +94,7 @@ class Training:
             self._memory(),
         )
         self.round_end = round_end(self)
+        self._audit = self._auditing(wrapped.optimizer)  # its hook comes before those of the steps
         self.steps = Steps(
             self.replica, self.state, place.feed, tracker, options.seed, self.round_end, self._after_step
         )
@@ -114,6 +116,14 @@ class Training:
         from elastic_trainer.worker.model.sharded_average import ShardedAverage
 
         return ShardedAverage(self.replica.module, ema.checked_decay(wanted))
+
+    def _auditing(self, optimizer: torch.optim.Optimizer) -> PassAudit | None:
+        place, every = self.place, self.place.options.checks.audit_every
+        if every is None:
+            return None
+        device = place.placement.device
+        check_auditable(self.replica, several=isinstance(optimizer, OptimizerSet), device=device)
+        return PassAudit(every, self.replica, optimizer, device, place.environment.node, place.tracker)
 
     def _memory(self) -> Memory:
         """Each place of the node has memory files of its own; whole states are those of the first."""
@@ -202,6 +212,8 @@ class Training:
             reseed(place.options.seed, position, rank, device)
         self.replica.bind(control)
         self.steps.bind(control)
+        if self._audit is not None:
+            self._audit.bind(control)
         part, layout = self.replica.part(control), self.replica.layout
         place.feed.bind(control, part, fields, given or {}, even=self.replica.even, fixed=tree)
         whole = layout is None and not self.replica.apart  # what a rank holds of its own is written by one rank
@@ -237,7 +249,9 @@ class Training:
             logs.logger().info("ranks.healed", step=step, ranks=list(found.others), source=found.source)
 
         mend = heal if checks.on_difference == OnDifference.HEAL else None
-        comparison = Comparison(alike, self.steps.trainable, checks.compare_every_steps, place.tracker, mend)
+        comparison = Comparison(
+            alike, self.steps.trainable, checks.compare_every_steps, place.tracker, mend, checks.audit_every
+        )
         duties = Duties(
             self.saver,
             self.steps,
@@ -262,6 +276,8 @@ class Training:
         if feed.batch is None:
             self.round_end.change()
         step = self.steps.begin(feed.batch, kind)
+        if self._audit is not None:
+            self._audit.begin(step.number)
         if self.outer is not None:
             self.outer.begin()
         return step

@@ -417,6 +417,21 @@ def test_a_loss_that_all_ranks_find_is_reported_by_one_node(desk: Desk) -> None:
     assert desk.kept == []
 
 
+def test_ranks_that_an_audit_names_become_an_incident_once(desk: Desk) -> None:
+    """With their nodes, which are others than the one that reports; the same nodes again only after a while."""
+    desk.round = round_of(3, "a", "b", "c")
+    found = {"step": 40, "ranks": [2], "reason": "ranks 0 and 1 agree"}
+    shown = [found | {"number": number, "nodes": [node]} for number, node in ((1, "c"), (2, "c"), (3, "b"))]
+    for count in (1, 2, 3):
+        desk.pages.living = [desk.worker(rank=0, notes={"audits": shown[:count]})]
+        desk.health.publish()
+        desk.health.publish()
+    assert [(each.kind, each.nodes, each.ranks, each.step) for each in desk.kept] == [
+        ("audit_mismatch", ("c",), (2,), 40),
+        ("audit_mismatch", ("b",), (2,), 40),
+    ]
+
+
 def test_nodes_in_no_round_write_as_seldom_as_all_of_them_may(desk: Desk) -> None:
     """A thousand spares, or nodes that wait for a first round, are as many writers as a thousand members."""
     assert desk.health_with(LIMITS, max_nodes=1000).every_s() == 8.0

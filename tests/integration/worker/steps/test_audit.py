@@ -1,0 +1,49 @@
+"""Ranks whose bits are flipped are found and named, and audits change nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from elastic_trainer.settings import ENV_LOG_FORMAT
+from tests.integration.worker.launch import run, standalone
+
+EXTRA = {"PYTHONPATH": str(Path(__file__).parents[4]), ENV_LOG_FORMAT: "json"}
+
+
+def test_a_flipped_bit_of_one_of_three_ranks_is_found_and_its_rank_named_and_clean_steps_raise_no_alarm(
+    tmp_path: Path,
+) -> None:
+    """20 bits of gradients, activations and weights, at any place. Then 300 steps with dropout and BatchNorm, with and
+    without audits: their results have the same bits."""
+    found, planned, clean = audited(tmp_path, 3, faults=20, clean=300)
+    assert len(planned) == 20
+    assert {kind for _, kind, _ in planned} == {"gradient", "activation", "weight"}
+    assert found == [(step, "wrong", [rank], [f"node-{rank}"]) for step, _, rank in planned]
+    assert not re.search(r"audit\.|ranks\.differed", clean), clean
+
+
+def test_two_ranks_name_the_one_that_erred_once_and_both_where_the_fault_stays(tmp_path: Path) -> None:
+    """A wrong weight stays until the parameters are compared, at the end of the step, which names its rank."""
+    found, planned, clean = audited(tmp_path, 2, faults=6, clean=4)
+    for each, (step, kind, rank) in zip(found, planned, strict=True):
+        if kind == "weight":
+            assert each == (step, "one_of_two", [0, 1], ["node-0", "node-1"])
+        else:
+            assert each == (step, "wrong", [rank], [f"node-{rank}"])
+    assert not re.search(r"audit\.", clean), clean
+
+
+def audited(
+    place: Path, world: int, *, faults: int, clean: int
+) -> tuple[list[tuple[int, str, list[int], list[str]]], list[tuple[int, str, int]], str]:
+    """The findings of the steps with faults, the faults, and the log of the steps without."""
+    log, result = place / "log", place / "result"
+    run(standalone(world, "audited.py", faults, clean, result), log, EXTRA)
+    answer = json.loads(result.read_text())
+    assert answer["equal"]
+    before, _, after = log.read_text().partition("faults end")
+    lines = [json.loads(line) for line in before.splitlines() if '"audit.mismatch"' in line]
+    found = [(each["step"], each["finding"], each["ranks"], each["nodes"]) for each in lines]
+    return found, [tuple(each) for each in answer["faults"]], after
