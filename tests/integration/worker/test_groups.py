@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from elastic_trainer.errors import RoundBrokenError, TransientError
+from elastic_trainer.worker import alone
 from elastic_trainer.worker.comm import groups as groups
 from elastic_trainer.worker.comm import placement
 from elastic_trainer.worker.comm.control import Purpose
@@ -91,6 +92,16 @@ def test_processes_without_a_launcher_that_cannot_meet_fail_in_time_and_in_a_sen
         )
         with pytest.raises(TransientError, match=says), asked:
             pass
+
+
+def test_frameworks_see_the_ranks_of_a_group_without_a_launcher_until_they_are_hidden() -> None:
+    """No variable says so: torch's group does."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with Session(init_method=address, rank=0, world_size=1, device="cpu") as session:
+        seen = [alone.hidden()]
+        session.hide_ranks()
+        seen.append(alone.hidden())
+    assert (seen, dist.is_initialized()) == ([False, True], False)
 
 
 def _threads(before: set[str]) -> list[str]:
