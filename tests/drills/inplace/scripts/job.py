@@ -2,9 +2,9 @@
 
 ``faults``: ``{"node", "step", "where", "what"}``. Where: ``drawn``, ``forward``, ``before_update``, ``inside_update``,
 ``after_update`` (still in the step's body) or ``after_step``. What: ``lose`` (as if a collective had lost a peer),
-``memory`` (there is none),
-``kill``, ``error:TEXT`` (the script's own), ``raw`` (collectives of the script's own, of torch's), ``gate:NAME`` (waits
-until the file NAME.open is there), ``sum`` (a collective of the script's own, on all nodes).
+``memory`` (there is none), ``kill``, ``error:TEXT`` (the script's own), ``raw`` (collectives of the script's own, of
+torch's), ``sum`` (a collective of the script's own, on all nodes), ``gate:NAME`` (waits until the file NAME.open is
+there), ``planned`` (waits until this worker has heard of a planned change).
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ def strike(what: str, session: Session) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "sum":
         session.all_reduce(torch.ones(3))
+    if what == "planned":
+        recovery: Any = session._trained.round_end
+        while recovery._rounds.drain() is None:
+            pause(0.01)
     if what.startswith("gate:"):
         name = what.removeprefix("gate:")
         Path(f"{name}.{os.environ['ELASTIC_TRAINER_NODE']}").touch()
