@@ -48,6 +48,7 @@ class OuterSteps:
         self._lines: list[dict[str, Any]] = []
         """What the ledger will say of the steps since then."""
         self._made = 0
+        """Steps made since then."""
         self._attempted: tuple[int, int] | None = None
         """The step and the generation of the last synchronisation that was begun, and who this rank was then."""
         self._identity: dict[str, int] = {}
@@ -109,7 +110,7 @@ class OuterSteps:
 
     def require_closed(self) -> None:
         """ConfigError between two synchronisations."""
-        if self._kept is not None:
+        if self._kept is not None and self._made:
             raise ConfigError(
                 f"a call of all ranks after step {self._place.position.step}, where each holds parameters of its own",
                 hint="make it at the end of an epoch, or where session.step_number is a multiple of sync_every"
