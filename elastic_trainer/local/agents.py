@@ -51,7 +51,7 @@ def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str]) ->
             streams = nothing.fileno(), output.fileno(), output.fileno()
             network, words = _inside(command)
             request = StartRequest(
-                words, environment, *streams, death_signal=signal.SIGTERM, heir=True, network=network
+                words, environment, *streams, death_signal=signal.SIGTERM, own_template=True, network=network
             )
             return _starter(request).start(request)
         except ColdStart:

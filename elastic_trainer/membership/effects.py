@@ -86,7 +86,7 @@ class CommitRound:
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
+class ChangeWatch:
     """Watch the nodes and the round, or the round alone."""
 
     nodes: bool
@@ -116,7 +116,7 @@ class LogDelay:
     reason: str
 
 
-Effect = Notify | Return | ShowAgain | CommitRound | Follow | AskOldest | Probe | LogDelay
+Effect = Notify | Return | ShowAgain | CommitRound | ChangeWatch | AskOldest | Probe | LogDelay
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ SENIORS = 3
 """The decider and its deputies."""
 STRAYS = 32
 """Foreign keys among the oldest that one request can skip."""
-HEIR_PATIENCE_S = 1.0
+DEPUTY_PATIENCE_S = 1.0
 """Seconds after the end of a round at which the next most senior nodes start to watch the nodes too."""
 CROWD = 16
 """Up to this many nodes all may watch, so nobody stops."""
@@ -57,7 +57,7 @@ def plan(
         # The more junior a node, the rarer it asks: a thousand nodes ask as often as a hundred, however many are dead.
         return Plan(asked_at_s + patience_s * max(1, (line // SENIORS).bit_length()), SENIORS)
     if member and line < 2 * SENIORS:
-        return Plan(HEIR_PATIENCE_S, None)
+        return Plan(DEPUTY_PATIENCE_S, None)
     # Each further question asks for three more places, which passes over deciders that live but do nothing.
     return Plan(asked_at_s + patience_s * min(2**asked, LONGEST_PATIENCE), SENIORS * (1 + asked))
 

@@ -39,11 +39,11 @@ from elastic_trainer.membership.documents import (
 )
 from elastic_trainer.membership.effects import (
     AskOldest,
+    ChangeWatch,
     CommitRound,
     Effect,
     Ended,
     Event,
-    Follow,
     LogDelay,
     Looked,
     Notify,
@@ -255,7 +255,7 @@ class Member:
             if left.succeeded:
                 self._close_incident(left, departure)
         except ElasticTrainerError as error:
-            logger().warning("departure.unwritten", error=str(error), reason=departure.reason)
+            logger().warning("departure.not_written", error=str(error), reason=departure.reason)
 
     def _close_incident(
         self, read: TransactionResult, departure: Departure | None, following: RoundDocument | None = None
@@ -330,7 +330,7 @@ class Member:
             self._presence.show_again(Deadline.after(WRITE_TIMEOUT_S, self._clock))
         elif isinstance(effect, CommitRound):
             return self._commit_decided(effect)
-        elif isinstance(effect, Follow):
+        elif isinstance(effect, ChangeWatch):
             logger().debug("nodes.followed", nodes=effect.nodes, reason=effect.reason)
             self._view.change(self._store, nodes=effect.nodes)
         elif isinstance(effect, AskOldest):

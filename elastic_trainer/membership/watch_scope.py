@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import random
 
-from elastic_trainer.membership.effects import AskOldest, Follow, Looked, Oldest
+from elastic_trainer.membership.effects import AskOldest, ChangeWatch, Looked, Oldest
 from elastic_trainer.membership.leader_priority import is_surplus_watcher, plan
 
 LEASE_SLACK_S = 1.0
 """How late a lease may end after its TTL (etcd checks twice a second)."""
 JITTER = 0.25
 
-Turn = tuple[Follow | AskOldest | None, float]
+Turn = tuple[ChangeWatch | AskOldest | None, float]
 """An effect, and the seconds until the next turn if nothing changes."""
 
 
@@ -35,10 +35,10 @@ class WatchScope:
             return None, math.inf
         return self._narrow(look, now) if look.seen.follows_nodes else self._widen(look, now)
 
-    def on_oldest(self, answer: Oldest, places: int, now: float) -> Follow | None:
+    def on_oldest(self, answer: Oldest, places: int, now: float) -> ChangeWatch | None:
         """Take in the store's answer, the most senior nodes."""
         if self._node_id in answer.names:
-            return Follow(nodes=True, reason=f"it is among the {places} most senior")
+            return ChangeWatch(nodes=True, reason=f"it is among the {places} most senior")
         self._asked += 1
         self._asked_at_s = (now - self._quiet_since) / self._spread
         return None
@@ -49,13 +49,13 @@ class WatchScope:
             shown_anew = self._news[1] != mine
             self._forget((seen.round_revision, mine), now)
             if shown_anew and look.senior:
-                return Follow(nodes=True, reason="it is among the most senior"), math.inf
+                return ChangeWatch(nodes=True, reason="it is among the most senior"), math.inf
         due = plan(seen.round, self._node_id, mine, self._asked, self._asked_at_s, self._patience_s)
         left = due.after_s * self._spread - (now - self._quiet_since)
         if left > 0.0:
             return None, left
         if due.places is None:
-            return Follow(nodes=True, reason="the round is over and no node acts"), math.inf
+            return ChangeWatch(nodes=True, reason="the round is over and no node acts"), math.inf
         return AskOldest(due.places, seen.round.ghosts if seen.round is not None else ()), 0.0
 
     def _narrow(self, look: Looked, now: float) -> Turn:
@@ -74,7 +74,7 @@ class WatchScope:
             return None, left
         self._junior_since = None
         self._forget((seen.round_revision, mine), now)
-        return Follow(nodes=False, reason=f"{older} nodes are more senior"), math.inf
+        return ChangeWatch(nodes=False, reason=f"{older} nodes are more senior"), math.inf
 
     def _forget(self, news: tuple[int, int], now: float) -> None:
         self._news, self._quiet_since, self._asked, self._asked_at_s = news, now, 0, 0.0

@@ -59,7 +59,7 @@ class StepLog:
                 file.write((b"" if self._whole or _ends_whole(file) else b"\n") + text.encode())
         except OSError as error:
             if not self._refused:
-                logs.logger().warning("steps.unwritten", path=str(self._path), error=error.strerror or str(error))
+                logs.logger().warning("steps.not_written", path=str(self._path), error=error.strerror or str(error))
             self._refused, self._whole = True, False
             return
         self._refused, self._whole = False, True

@@ -392,4 +392,4 @@ def _logged(name: str) -> Iterator[None]:
     try:
         yield
     except StorageError as error:
-        logs.logger().warning("file.unwritten", name=name, error=str(error))
+        logs.logger().warning("file.not_written", name=name, error=str(error))

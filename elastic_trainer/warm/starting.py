@@ -19,7 +19,7 @@ from typing import Any
 
 from elastic_trainer.warm import identity
 from elastic_trainer.warm.fitness import Facts, PythonCommand, decide
-from elastic_trainer.warm.template import HEIRS, receive, send
+from elastic_trainer.warm.template import INHERITED, receive, send
 
 PATIENCE_S = 120.0
 """Time limit of a template's answer: it may still be importing the program's modules."""
@@ -47,8 +47,8 @@ class Adopted(subprocess.Popen[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class StartRequest:
-    """How to start a program. ``death_signal``: the signal it gets when its parent dies; ``heir``: whether it starts
-    programs itself, from its own template; ``network``: the file of the network namespace that it enters."""
+    """How to start a program. ``death_signal``: the signal it gets when its parent dies; ``own_template``: whether it
+    starts programs itself, from a template of its own; ``network``: the file of the network namespace it enters."""
 
     words: Sequence[str]
     environment: Mapping[str, str]
@@ -56,7 +56,7 @@ class StartRequest:
     stdout: int
     stderr: int
     death_signal: int = 0
-    heir: bool = False
+    own_template: bool = False
     network: str = ""
 
 
@@ -79,9 +79,13 @@ class Starter:
         self._facts = Facts(sys.executable, tuple(options), os.getcwd(), dict(environment), tuple(free))
         self._process: subprocess.Popen[bytes] | None = None
         self._link: socket.socket | None = None
-        if HEIRS:
-            heir = HEIRS.pop()
-            self._facts, self._link, self._process = heir.facts, heir.link, Adopted(["template"], heir.pid)
+        if INHERITED:
+            inherited = INHERITED.pop()
+            self._facts, self._link, self._process = (
+                inherited.facts,
+                inherited.link,
+                Adopted(["template"], inherited.pid),
+            )
         else:
             self._make()
 
@@ -146,7 +150,7 @@ class Starter:
             "words": list(request.words),
             "environment": dict(request.environment),
             "death_signal": request.death_signal,
-            "heir": request.heir,
+            "own_template": request.own_template,
             "network": request.network,
             "owner": os.getpid(),
         }

@@ -89,7 +89,7 @@ class InheritedTemplate:
     facts: Facts
 
 
-HEIRS: list[InheritedTemplate] = []
+INHERITED: list[InheritedTemplate] = []
 """At most one: a fork that starts programs itself need not import everything again."""
 
 
@@ -185,7 +185,7 @@ class Template:
         return None
 
     def _become(self, command: PythonCommand, order: dict[str, Any], descriptors: list[int]) -> Program | None:
-        """Become the requested program; None in an heir, which continues as a template."""
+        """Become the requested program; None in the template of such a fork."""
         *standard, go = descriptors
         self._link.close()
         if os.read(go, 1) != b"g":
@@ -196,7 +196,7 @@ class Template:
             os.close(each)
         if order["network"]:
             identity.enter_network(order["network"])
-        if order["heir"] and self._fork_template():
+        if order["own_template"] and self._fork_template():
             return None
         os.setsid()
         if order["death_signal"]:
@@ -213,7 +213,7 @@ class Template:
         return Program(command, order["words"], self._installed)
 
     def _fork_template(self) -> bool:
-        """Fork an heir: True in it."""
+        """Fork a template for this process: True in it."""
         mine, its = socket.socketpair()
         owner = os.getpid()
         child = os.fork()
@@ -221,7 +221,7 @@ class Template:
             its.close()
             facts = self._start.facts  # this process also passes on the variables that the imports have set
             given = self._modules.environment(dict(facts.environment))
-            HEIRS.append(InheritedTemplate(mine, child, replace(facts, environment=given)))
+            INHERITED.append(InheritedTemplate(mine, child, replace(facts, environment=given)))
             return False
         mine.close()
         os.setsid()

@@ -17,11 +17,11 @@ from elastic_trainer.membership.core import LOOK_AGAIN_S, Core
 from elastic_trainer.membership.documents import NodeRecord, RoundDocument
 from elastic_trainer.membership.effects import (
     AskOldest,
+    ChangeWatch,
     CommitRound,
     Effect,
     Ended,
     Event,
-    Follow,
     Looked,
     Notify,
     Oldest,
@@ -207,7 +207,7 @@ class SimNode:
             yield from self._steps(self.key.showing_again(deadline))
         elif isinstance(effect, CommitRound) and effect.decision.round is not None:
             return (yield from self._commit(effect.decision.round, effect.seen))
-        elif isinstance(effect, Follow):
+        elif isinstance(effect, ChangeWatch):
             self.view.change(self._store, nodes=effect.nodes)
         elif isinstance(effect, AskOldest):
             yield from self._ask_oldest(effect)

@@ -228,7 +228,7 @@ class Health:
                     self._ports.store.write_incident(self._pending[0])
                     self._pending.pop(0)
             except ElasticTrainerError as error:
-                logger().debug("incident.unwritten", error=str(error))
+                logger().debug("incident.not_written", error=str(error))
             self._ports.store.write(self.report(readings, counters))
 
     def _turn(self) -> float:

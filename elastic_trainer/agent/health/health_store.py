@@ -54,7 +54,7 @@ class HealthStore:
         try:
             self._mine.replace(health.encode(), Deadline.after(WRITE_S))
         except ElasticTrainerError as error:
-            logger().debug("health.unwritten", error=str(error))
+            logger().debug("health.not_written", error=str(error))
 
     def told(self) -> dict[str, NodeHealth]:
         return told_by_all(self._store, self._keys)

@@ -100,4 +100,4 @@ def _write_incident(store: Store, keys: RunKeys, node: str, text: str, clock: Cl
     try:
         HealthStore(store, keys, node).write_incident(incident)
     except ElasticTrainerError as error:
-        logger().warning("incident.unwritten", error=str(error))
+        logger().warning("incident.not_written", error=str(error))

@@ -62,5 +62,5 @@ class ProgressWriter:
         try:
             self._slot.replace(progress.encode().strip(), Deadline.after(2.0), [guard])
         except ElasticTrainerError as error:
-            logger().debug("progress.unwritten", error=str(error))
+            logger().debug("progress.not_written", error=str(error))
         return EVERY_S

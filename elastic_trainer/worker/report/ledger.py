@@ -74,7 +74,7 @@ class Ledger:
         except OSError as error:
             before, self._refused = self._refused, error.strerror or str(error)
             if not before:
-                logger().warning("ledger.unwritten", path=str(self._path), error=self._refused)
+                logger().warning("ledger.not_written", path=str(self._path), error=self._refused)
             return
         self._refused = ""
 

@@ -9,7 +9,7 @@ import pytest
 from elastic_trainer.membership.documents import Ghost, RoundDocument, RoundState
 from elastic_trainer.membership.leader_priority import (
     CROWD,
-    HEIR_PATIENCE_S,
+    DEPUTY_PATIENCE_S,
     SENIORS,
     Plan,
     elders,
@@ -47,7 +47,7 @@ def test_a_member_with_fewer_than_three_elders_asks_at_once_and_only_once(state:
 def test_the_next_in_line_watch_a_round_that_stays_over(state: RoundState) -> None:
     """The fourth to sixth do not wait for leases to end."""
     for place in range(SENIORS, 2 * SENIORS):
-        assert planned(run_of(8, state), place) == Plan(HEIR_PATIENCE_S, None)
+        assert planned(run_of(8, state), place) == Plan(DEPUTY_PATIENCE_S, None)
     assert planned(run_of(8, state), 2 * SENIORS).after_s >= PATIENCE_S
 
 

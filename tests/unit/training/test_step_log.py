@@ -69,7 +69,7 @@ def test_a_file_that_cannot_be_written_ends_nothing(tmp_path: Path, said: io.Str
     (tmp_path / FILE_NAME).mkdir()
     log.loss(moment(1), 1.0, 1.0, 1.0)
     log.loss(moment(2), 1.0, 1.0, 1.0)
-    assert said.getvalue().count("steps.unwritten") == 1
+    assert said.getvalue().count("steps.not_written") == 1
     assert "directory" in said.getvalue()
 
 

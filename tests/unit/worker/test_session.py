@@ -300,7 +300,7 @@ def test_the_ledger_waits_for_the_disk_and_loses_no_line(tmp_path: Path, said: i
         signal.signal(signal.SIGXFSZ, was)
     (path,) = tmp_path.iterdir()
     assert path.stat().st_size == 1001
-    assert said.getvalue().count("ledger.unwritten") == 1
+    assert said.getvalue().count("ledger.not_written") == 1
     ledger.write("closed", number=None)
     numbers = [json.loads(line)["number"] for line in path.read_text().splitlines()]
     assert numbers == [*([size, number] for size in (100, 1000, 1001) for number in range(20)), None]
