@@ -1,7 +1,8 @@
 """In place, ranks with no state or a different one receive that of a survivor, straight from its memory.
 
 Each round has one source: of the states that some rank holds, the one committed in the latest generation, at the
-highest step; the lowest rank breaks a tie. Only ranks that differ receive it. Where no rank holds a valid state, the
+highest step. Where their digests differ, as after an error of a machine's memory, it is the one that most of those
+ranks hold; the lowest rank breaks a tie. Only ranks that differ receive it. Where no rank holds a valid state, the
 newest checkpoint decides (:mod:`elastic_trainer.worker.state.restore`).
 
 A state is identified by what a step's commit changes: parameters, optimizer, scheduler, scaler. Buffers (BatchNorm
@@ -17,6 +18,7 @@ another. A healed rank receives all of it.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -80,6 +82,21 @@ def choose_by_place(moments: Sequence[StateCandidate | None], size: int) -> tupl
     return None
 
 
+def most_common(states: Sequence[StateIdentity | None], sources: Sequence[int], size: int) -> tuple[int, ...]:
+    """For each place the lowest rank that holds the most common of the states as new as that of its source. Pure."""
+    found = []
+    for place, source in enumerate(sources):
+        newest = _moment(states[source])
+        ranks = [rank for rank in range(place, len(states), size) if _moment(states[rank]) == newest]
+        counts = Counter(states[rank] for rank in ranks)
+        found.append(max(ranks, key=lambda rank: counts[states[rank]]))
+    return tuple(found)
+
+
+def _moment(state: StateIdentity | None) -> StateCandidate | None:
+    return None if state is None else StateCandidate(state.round, state.step)
+
+
 def heal(
     control: Control,
     mine: StateIdentity | None,
@@ -101,12 +118,12 @@ def heal(
     rows = control.gather([*row, generation, done])
     states = [StateIdentity(r, s, f"{d:016x}") if held else None for held, r, s, d, _, _ in rows]
     newest, counts = max(each[4] for each in rows), tuple(each[5] for each in rows)
-    moments = [None if each is None else StateCandidate(each.round, each.step) for each in states]
+    moments = [_moment(each) for each in states]
     size = control.world_size // alike.world_size if alike is not None else 1
     sources = choose_by_place(moments, size)
     if sources is None:
         return Healed(None, (), newest, {}, counts, torn=any(moments))
-    place = control.rank % size
+    sources, place = most_common(states, sources, size), control.rank % size
     source = sources[place]
     behind = tuple(rank for rank, each in enumerate(states) if each != states[sources[rank % size]])
     mine_behind = tuple(rank // size for rank in behind if rank % size == place)

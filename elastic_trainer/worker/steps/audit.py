@@ -9,7 +9,8 @@ Parameters are compared at the end of the step before (:mod:`elastic_trainer.wor
 differs is audited, trained on, or adopted by others.
 
 *Runs in* the worker's main thread of all ranks at once. *Owns* a hook of the optimizer.
-*Fails by* RoundBrokenError when a peer is gone, ConfigError where passes cannot be repeated.
+*Fails by* RoundBrokenError when a peer is gone or the step is to be repeated, ConfigError where a pass cannot be
+repeated.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from enum import StrEnum
 
 import torch
 
-from elastic_trainer.errors import ConfigError
+from elastic_trainer.errors import ConfigError, RoundBrokenError
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.model.arithmetic import arithmetic, check_ranks
@@ -136,7 +137,10 @@ Results = Mapping[tuple[int, int], PassDigests | None]
 
 
 class PassAudit:
-    """See the module. Every step whose number is a multiple of ``every`` is audited."""
+    """See the module. Every step whose number is a multiple of ``every`` is audited.
+
+    ``repeats``: a step in which a rank was wrong is given up once, as at the end of a round, which repeats it.
+    """
 
     def __init__(
         self,
@@ -146,7 +150,10 @@ class PassAudit:
         device: torch.device,
         node: str,
         tracker: HeartbeatReporter,
+        *,
+        repeats: bool,
     ) -> None:
+        self._repeats, self._repeated = repeats, 0
         self._every, self._device, self._tracker = every, device, tracker
         self._node = socket.gethostname() if node == UNNAMED else node
         self._control = Control()
@@ -227,8 +234,13 @@ class PassAudit:
             seen = [None if result is None else self._seen(result) for result in (again, third)]
             judged = verdict(each, self._seen(first), self._seen(checked), *seen)
             found[judged] = {"first": first, "checked": checked, "again": again, "third": third}
-        for judged in together(list(found)):
+        verdicts = together(list(found))
+        for judged in verdicts:
             self._report(step, judged, found[judged])
+        wrong = any(each.finding is AuditFinding.WRONG for each in verdicts)
+        if wrong and self._repeats and self._repeated != step:
+            self._repeated = step
+            raise RoundBrokenError(f"an audit found a wrong result in step {step}, which is repeated")
 
     def _computed(self, tasks: Sequence[tuple[int, int]], data: bytes, sizes: Sequence[int]) -> Results:
         """Have each pass repeated: a task is the rank whose pass it is and the rank that repeats it."""
@@ -286,8 +298,13 @@ class PassAudit:
         return new
 
 
-def check_auditable(replica: Replica, *, several: bool, device: torch.device) -> None:
+def check_auditable(replica: Replica, *, several: bool, repeats: bool, device: torch.device) -> None:
     """ConfigError where a pass cannot be repeated by another rank alone, or not to the same bits."""
+    if repeats and not replica.lasting:
+        raise ConfigError(
+            "on_mismatch='repeat' undoes a step, which in-place recovery does",
+            hint="start the run with --rdzv-conf recovery=in_place, or say on_mismatch='report'",
+        )
     for what, true in (
         ("a model that is sharded or in stages", replica.layout is not None),
         ("reduction='local_sgd' or 'diloco'", replica.apart),

@@ -55,6 +55,14 @@ class SavingOptions:
         return WhenBehind(self.when_behind)
 
 
+class OnMismatch(StrEnum):
+    """What happens to a step in which an audit has found a rank to be wrong."""
+
+    REPORT = "report"
+    REPEAT = "repeat"
+    """It is undone, and repeated once."""
+
+
 class OnShortage(StrEnum):
     """What happens when a rank has no memory for a step."""
 
@@ -72,7 +80,8 @@ class CheckOptions:
     they differ the training stops, or with ``on_difference="heal"`` continues with the state that most ranks hold.
     In each step whose number is a multiple of ``audit_every`` (None: none) every rank's first pass through the model is
     repeated on another node and compared bit by bit, after the parameters: see
-    :mod:`elastic_trainer.worker.steps.audit`.
+    :mod:`elastic_trainer.worker.steps.audit`. A rank that is wrong is reported (``on_mismatch="report"``), or in
+    place the step is undone and repeated once as well (``repeat``).
     ``out_of_memory``: in place, a step that a rank has no memory for ends the training (``raise``), is repeated with
     half the micro-batch, from then on (``halve``), or passed over (``skip``).
     """
@@ -81,10 +90,12 @@ class CheckOptions:
     compare_every_steps: int | None = EVERY_STEPS
     on_difference: str = OnDifference.STOP
     audit_every: int | None = None
+    on_mismatch: str = OnMismatch.REPORT
     out_of_memory: str = OnShortage.RAISE
 
     def __post_init__(self) -> None:
         one_of(OnShortage, self.out_of_memory, "out_of_memory")
+        one_of(OnMismatch, self.on_mismatch, "on_mismatch")
         one_of(OnDifference, self.on_difference, "on_difference")
         if self.nonfinite not in ("raise", "warn"):
             raise ConfigError(f"nonfinite is {self.nonfinite!r}", hint="use 'raise' or 'warn'")

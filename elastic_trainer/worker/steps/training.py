@@ -43,6 +43,7 @@ from elastic_trainer.worker.steps.boundary import Duties, StepBoundaries, Turn
 from elastic_trainer.worker.steps.commit import Steps, StepT
 from elastic_trainer.worker.steps.comparison import Comparison, Difference, OnDifference
 from elastic_trainer.worker.steps.one_round import RoundEnd
+from elastic_trainer.worker.steps.options import OnMismatch
 from elastic_trainer.worker.steps.outer import OuterSteps
 from elastic_trainer.worker.steps.replicas import Wrapped, replica_of
 from elastic_trainer.worker.steps.second_optimizers import SecondOptimizers
@@ -118,12 +119,13 @@ class Training:
         return ShardedAverage(self.replica.module, ema.checked_decay(wanted))
 
     def _auditing(self, optimizer: torch.optim.Optimizer) -> PassAudit | None:
-        place, every = self.place, self.place.options.checks.audit_every
+        place, checks = self.place, self.place.options.checks
+        every, repeats = checks.audit_every, checks.on_mismatch == OnMismatch.REPEAT
         if every is None:
             return None
         device = place.placement.device
-        check_auditable(self.replica, several=isinstance(optimizer, OptimizerSet), device=device)
-        return PassAudit(every, self.replica, optimizer, device, place.environment.node, place.tracker)
+        check_auditable(self.replica, several=isinstance(optimizer, OptimizerSet), repeats=repeats, device=device)
+        return PassAudit(every, self.replica, optimizer, device, place.environment.node, place.tracker, repeats=repeats)
 
     def _memory(self) -> Memory:
         """Each place of the node has memory files of its own; whole states are those of the first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +51,30 @@ def test_in_place_a_difference_is_mended_within_the_round(tmp_path: Path) -> Non
     ranks = ended(tmp_path)
     assert [each[0][0] for each in ranks] == ["", ""]
     assert alike([each[0][1] for each in ranks])
+
+
+def test_in_place_a_step_with_a_wrong_result_is_repeated_and_no_bit_of_it_stays(tmp_path: Path) -> None:
+    """A bit flips in an activation, in a gradient, and in a weight of rank 0, whose state no other rank adopts then.
+
+    With the tree, since DistributedDataParallel rounds otherwise in the first step of a round.
+    """
+    states: list[list[torch.Tensor]] = []
+    for place, faults in (
+        (tmp_path / "clean", ()),
+        (tmp_path / "faulty", ("3:activation:1", "5:gradient:2", "8:weight:0")),
+    ):
+        place.mkdir()
+        with leading(place) as lead:
+            workers = [lead.start(name, "auditing.py", place / "result", *faults) for name in "abc"]
+            lead.form(workers)
+            for _ in faults:
+                lead.await_failed(workers)
+                lead.end()
+                lead.form(workers)
+            lead.await_done(workers)
+            lines = workers[0].log.read_text().splitlines()
+            named = [json.loads(line)["nodes"] for line in lines if '"audit.mismatch"' in line]
+            assert named == [["abc"[int(each[-1])]] for each in faults]
+        states += ended(place)
+    assert len(states) == 6
+    assert alike(states)
