@@ -36,7 +36,7 @@ def bytes_sent() -> int:
     return total
 
 
-def main(result: str, runs: Sequence[Sequence[str]]) -> None:
+def measure(result: str, runs: Sequence[Sequence[str]]) -> None:
     """Count from the first step, when all ranks have one state, until the last one, while no rank has left."""
     train, sent = Run.train, []
 
@@ -56,4 +56,4 @@ def main(result: str, runs: Sequence[Sequence[str]]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    measure(sys.argv[1], json.loads(sys.argv[2]))
