@@ -1,7 +1,8 @@
 """What a session costs per step, against bare DDP loops with the same model in the same processes, taking turns.
 
 Once with steps of about 20 ms on two ranks, where the whole difference counts; once alone with a tiny model, where the
-main thread's processor time shows what the session itself takes outside collectives.
+main thread's processor time shows what the session itself takes outside collectives; and once with an audit in each
+step, of which a hundredth is the cost of one in a hundred steps.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,32 +31,40 @@ LIMIT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A job: nodes of one rank, the width of its model, samples a rank and step, blocks of each loop, steps a block."""
+    """A job: nodes of one rank, the width of its model, samples a rank and step, blocks of each loop, steps a block.
+
+    ``audit_every``: as in CheckOptions; 0: no audits.
+    """
 
     nodes: int
     width: int
     batch: int
     alternations: int
     steps: int
+    audit_every: int = 0
 
 
 AT_20_MS = Shape(nodes=2, width=512, batch=512, alternations=40, steps=10)
 TINY = Shape(nodes=1, width=8, batch=8, alternations=40, steps=200)
-QUICK = {"20 ms": Shape(2, 256, 8, 4, 5), "tiny": Shape(1, 8, 8, 4, 20)}
+SHAPES = {"20 ms": AT_20_MS, "tiny": TINY, "audited": replace(AT_20_MS, audit_every=1)}
+QUICK = {"20 ms": Shape(2, 256, 8, 4, 5), "tiny": Shape(1, 8, 8, 4, 20), "audited": Shape(2, 256, 8, 4, 5, 1)}
 MODES = {"restart": {}, "in_place": IN_PLACE}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
     options = parse("step_overhead", __doc__, argv, repeats=3)
-    shapes = QUICK if options.quick else {"20 ms": AT_20_MS, "tiny": TINY}
+    shapes = QUICK if options.quick else SHAPES
     figures: dict[str, dict[str, Any]] = {mode: {} for mode in MODES}
     calibrations: list[Calibration] = []
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, EtcdServer(Path(place, "etcd")) as etcd:
         for mode, name in product(MODES, shapes):
+            if name == "audited" and mode != "restart":
+                continue  # the same passes
             figures[mode][name] = measured(options, Path(place), etcd, mode, name, shapes[name])
             calibrations.append(calibrate())
-    musts = []
+    audited = figures["restart"]["audited"]["longer_by_percent"] - figures["restart"]["20 ms"]["longer_by_percent"]
+    musts = [at_most("an audit in 100 steps: longer by, % of a 20 ms step", audited / 100.0, 1.5)]
     for mode in MODES:
         musts += [
             at_most(f"{mode}: longer by, % of a 20 ms step", figures[mode]["20 ms"]["longer_by_percent"], 1.0),
@@ -71,7 +80,7 @@ def measured(options: Options, place: Path, etcd: EtcdServer, mode: str, name: s
     repeats = []
     for repeat in range(options.repeats):
         note(f"{mode}, {name}: {repeat + 1} of {options.repeats}")
-        directory = place / f"{mode}-{shape.nodes}-{repeat}"
+        directory = place / f"{mode}-{name.replace(' ', '')}-{repeat}"
         repeats.append(compared(trained(directory, etcd.endpoint, mode, shape)))
     return {key: median([each[key] for each in repeats]) for key in repeats[0]} | {"repeats": repeats}
 
@@ -100,7 +109,7 @@ def trained(
     """Run one ``job`` to its end; what its rank 0 wrote."""
     directory.mkdir()
     result = directory / "result.json"
-    numbers = (shape.width, shape.batch, shape.alternations, shape.steps)
+    numbers = (shape.width, shape.batch, shape.alternations, shape.steps, shape.audit_every)
     spec = ClusterSpec(
         run=directory.name,
         directory=directory,

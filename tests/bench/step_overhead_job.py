@@ -1,6 +1,6 @@
 """The job of the step_overhead benchmark: a session's loop and two bare loops in the same processes, taking turns.
 
-``step_overhead_job.py RESULT WIDTH BATCH ALTERNATIONS STEPS``: rank 0 writes what each block of steps took.
+``step_overhead_job.py RESULT WIDTH BATCH ALTERNATIONS STEPS AUDIT_EVERY``: rank 0 writes what each block of steps took.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
 from elastic_trainer.settings import ENV_LEDGER_DIR
+from elastic_trainer.worker.steps.options import CheckOptions
 
 FEATURES, CLASSES, SAMPLES, WARM_UP = 64, 10, 4096, 10
 ENDLESS = 1_000_000
@@ -78,7 +79,7 @@ def in_turn(loops: dict[str, Iterator[None]], alternations: int, count: int) -> 
     return taken
 
 
-def run(result: Path, width: int, batch: int, alternations: int, count: int) -> None:
+def run(result: Path, width: int, batch: int, alternations: int, count: int, audit_every: int) -> None:
     """Train both ways in turn."""
     torch.set_num_threads(1)
     os.environ.pop(ENV_LEDGER_DIR, None)  # the ledger is the local cluster's, not the session's
@@ -86,7 +87,7 @@ def run(result: Path, width: int, batch: int, alternations: int, count: int) -> 
     data = TensorDataset(
         torch.randn(SAMPLES, FEATURES, generator=generator), torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
     )
-    with Session(device="cpu") as session:
+    with Session(device="cpu", checks=CheckOptions(audit_every=audit_every or None)) as session:
         model, optimizer = build(width)
         twins = deepcopy(model), deepcopy(model)
         wrapped = session.wrap(model, optimizer=optimizer)
@@ -104,4 +105,4 @@ def run(result: Path, width: int, batch: int, alternations: int, count: int) -> 
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), *map(int, sys.argv[2:6]))
+    run(Path(sys.argv[1]), *map(int, sys.argv[2:7]))

@@ -191,13 +191,14 @@ class PassAudit:
 
     def _audit(self, step: int, mine: PassDigests | None) -> None:
         control, none = self._control, PassDigests(0, 0)
-        row = [mine is not None, *_numbers(mine or none), self._recorder.buffers() if mine else 0]
-        rows = control.gather(row)
-        firsts = {rank: PassDigests(row[1], row[2]) for rank, row in enumerate(rows) if row[0]}
-        alike = len({row[3] for row in rows if row[0]}) < 2
-        data = self._recorder.packed(buffers=not alike) if mine is not None else b""
-        sizes = [size for (size,) in control.gather([len(data)])]
-        tried = [each for each in trials(self._nodes, step // self._every) if sizes[each.rank]]
+        data = self._recorder.packed() if mine is not None else b""
+        buffers = self._recorder.packed_buffers() if data else b""
+        rows = control.gather([*_numbers(mine or none), self._recorder.buffers(), len(data), len(buffers)])
+        firsts = {rank: PassDigests(row[0], row[1]) for rank, row in enumerate(rows) if row[3]}
+        if len({row[2] for row in rows if row[3]}) < 2:
+            rows, buffers = [[*row[:4], 0] for row in rows], b""
+        data, sizes = data + buffers, [(row[3], row[4]) for row in rows]
+        tried = [each for each in trials(self._nodes, step // self._every) if each.rank in firsts]
         results = self._computed([(each.rank, each.checker) for each in tried], data, sizes)
         differing = [
             (each, first, checked)
@@ -216,7 +217,7 @@ class PassAudit:
         differing: Sequence[tuple[Trial, PassDigests, PassDigests]],
         tried: int,
         data: bytes,
-        sizes: Sequence[int],
+        sizes: Sequence[tuple[int, int]],
     ) -> None:
         thirds = {each.rank: each.checker if each.judge is None else each.judge for each, _, _ in differing}
         results = self._computed([(rank, worker) for rank in thirds for worker in (rank, thirds[rank])], data, sizes)
@@ -242,17 +243,21 @@ class PassAudit:
             self._repeated = step
             raise RoundBrokenError(f"an audit found a wrong result in step {step}, which is repeated")
 
-    def _computed(self, tasks: Sequence[tuple[int, int]], data: bytes, sizes: Sequence[int]) -> Results:
-        """Have each pass repeated: a task is the rank whose pass it is and the rank that repeats it."""
+    def _computed(self, tasks: Sequence[tuple[int, int]], data: bytes, sizes: Sequence[tuple[int, int]]) -> Results:
+        """Have each pass repeated: a task is the rank whose pass it is and the rank that repeats it.
+
+        ``data`` is this rank's pass with its buffers, and ``sizes`` are those of both parts for each rank.
+        """
         me = self._control.rank
         sent = [(data, worker) for rank, worker in tasks if rank == me != worker]
         sources = [rank for rank, worker in tasks if worker == me != rank]
-        arrived = dict(zip(sources, self._control.exchange(sent, [(sizes[r], r) for r in sources]), strict=True))
+        arrived = dict(zip(sources, self._control.exchange(sent, [(sum(sizes[r]), r) for r in sources]), strict=True))
         width = max((sum(worker == each for _, each in tasks) for worker in range(self._control.world_size)), default=0)
         mine: list[int] = []
         for rank, worker in tasks:
             if worker == me:
-                result = self._recorder.repeat(arrived.get(rank, data))
+                given, own = arrived.get(rank, data), sizes[rank][0]
+                result = self._recorder.repeat(given[:own], given[own:])
                 mine += [result is not None, *_numbers(result or PassDigests(0, 0))]
         rows = self._control.gather([*mine, *[0] * (3 * width - len(mine))])
         taken, found = [0] * len(rows), {}

@@ -88,15 +88,18 @@ class PassRecorder:
         """The digest of the buffers as the pass found them."""
         return _digest(self._start.kept)
 
-    def packed(self, *, buffers: bool) -> bytes:
-        """What a rank needs to repeat the pass, with the ``buffers`` if it holds others; empty, with a problem."""
+    def packed_buffers(self) -> bytes:
+        """The buffers as the pass found them, for a rank that holds others."""
+        return packed({"buffers": [_kept(each) for each in self._start.kept]})
+
+    def packed(self) -> bytes:
+        """What a rank with the same buffers needs to repeat the pass; empty, with a problem."""
         state = {
             "inputs": self._inputs,
             "wanted": {str(number): _kept(each) for number, each in self._wanted.items()},
             "random": self._random,
             "autocast": self._autocast,
             "training": self._training,
-            "buffers": [_kept(each) for each in self._start.kept] if buffers else None,
         }
         try:
             return packed(state)
@@ -104,16 +107,20 @@ class PassRecorder:
             self.problem = f"the model is called with what cannot be sent to another rank: {error}"
             return b""
 
-    def repeat(self, data: bytes) -> PassDigests | None:
-        """Repeat a pass that any rank has packed; None, with a problem, where it cannot be repeated."""
+    def repeat(self, data: bytes, buffers: bytes = b"") -> PassDigests | None:
+        """Repeat a pass that any rank has packed, and its ``buffers`` where they differ from those here.
+
+        None, with a problem, where it cannot be repeated.
+        """
         state, before = unpacked(data), random_state(self._device)
         modules = list(self._module.modules())
         flags = [each.training for each in modules]
         self._now.keep()
         try:
             self._start.undo()  # to the tensors that the recorded pass began with
-            if state["buffers"] is not None:
-                torch._foreach_copy_(self._start.live, [self._here(each) for each in state["buffers"]])
+            if buffers:
+                theirs = [self._here(each) for each in unpacked(buffers)["buffers"]]
+                torch._foreach_copy_(self._start.live, theirs)
             _set_training(modules, state["training"])
             set_random_state(state["random"], self._device)
             return self._computed(state)

@@ -116,13 +116,13 @@ def test_a_recorded_pass_is_repeated_by_another_model_to_the_bit_and_leaves_no_t
     before = {name: each.clone() for name, each in second.state_dict().items()}
     generator = torch.get_rng_state()
     assert found is not None
-    assert theirs.repeat(mine.packed(buffers=True)) == found
+    assert theirs.repeat(mine.packed(), mine.packed_buffers()) == found
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(each, before[name]) for name, each in second.state_dict().items())
     assert all(each.grad is None for each in second.parameters())
     with torch.no_grad():
         second.inner.get_parameter("0.weight").add_(1.0)
-    assert theirs.repeat(mine.packed(buffers=True)) != found
+    assert theirs.repeat(mine.packed(), mine.packed_buffers()) != found
 
 
 def test_what_cannot_be_compared_is_said() -> None:
