@@ -80,8 +80,10 @@ class Comparison:
         every_steps: int | None,
         tracker: HeartbeatReporter,
         heal: Callable[[Difference], None] | None,
-        audit_every: int | None = None,
+        audit_every: int | None,
+        node: str,
     ) -> None:
+        self._node = node
         self._control, self._compared, self._tracker, self._heal = control, compared, tracker, heal
         self._every = 0 if every_steps is None or control.alone else every_steps
         self._audit_every = 0 if audit_every is None or control.alone else audit_every
@@ -138,9 +140,10 @@ class Comparison:
         found = difference(taken.names, [row[1:] for row in rows])
         if found is not None:
             self._taken = None
-            self._meet(taken.step, found)
+            nodes = [each.decode() for each in self._control.gather_bytes(self._node.encode())]
+            self._meet(taken.step, found, sorted({nodes[rank] for rank in found.others}))
 
-    def _meet(self, step: int, found: Difference) -> None:
+    def _meet(self, step: int, found: Difference, nodes: Sequence[str]) -> None:
         if self._control.rank == 0:
             self._tracker.differed()
         logger().error(
@@ -149,6 +152,7 @@ class Comparison:
             parameter=found.parameter,
             parameters=found.count,
             ranks=list(found.others),
+            nodes=nodes,
             source=found.source,
         )
         if self._heal is None:

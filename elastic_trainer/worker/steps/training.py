@@ -252,7 +252,13 @@ class Training:
 
         mend = heal if checks.on_difference == OnDifference.HEAL else None
         comparison = Comparison(
-            alike, self.steps.trainable, checks.compare_every_steps, place.tracker, mend, checks.audit_every
+            alike,
+            self.steps.trainable,
+            checks.compare_every_steps,
+            place.tracker,
+            mend,
+            checks.audit_every,
+            place.environment.node,
         )
         duties = Duties(
             self.saver,

@@ -47,7 +47,9 @@ def test_in_place_a_difference_is_mended_within_the_round(tmp_path: Path) -> Non
         workers = [lead.start(name, JOB, tmp_path / "result", "2:heal:3") for name in "ab"]
         lead.form(workers)
         lead.await_done(workers)
-        assert '"event": "ranks.healed"' in tail(workers[0].log)
+        lines = [json.loads(line) for line in workers[0].log.read_text().splitlines() if '"ranks.' in line]
+        assert [(each["event"], each["ranks"]) for each in lines] == [("ranks.differed", [1]), ("ranks.healed", [1])]
+        assert lines[0]["nodes"] == ["b"]
     ranks = ended(tmp_path)
     assert [each[0][0] for each in ranks] == ["", ""]
     assert alike([each[0][1] for each in ranks])
