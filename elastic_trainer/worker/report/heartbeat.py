@@ -105,6 +105,11 @@ class HeartbeatReporter:
             tracker._offer_stacks(page.path)
         return tracker
 
+    @property
+    def newest(self) -> bool:
+        """Whether no other reporter was opened in this process since."""
+        return bool(_PREVIOUS) and _PREVIOUS[-1] is self
+
     def disown(self) -> None:
         """In a forked child: stop writing, since the page is the parent's."""
         self.page = PageWriter.private()

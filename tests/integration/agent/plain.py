@@ -1,10 +1,11 @@
 """A training script that knows nothing of this project: torchrun's variables, torch.distributed over gloo, steps.
 
-``plain.py DIRECTORY [--alone] [--handler]``. Each step is one all-reduce and one line
+``plain.py DIRECTORY [--alone] [--handler] [--optimizer]``. Each step is one all-reduce and one line
 ``time round rank world step pid`` in ``DIRECTORY/<node>-<local rank>.txt``. The files ``DIRECTORY/stop`` (all finish
 together), ``DIRECTORY/finish-<node>`` and ``DIRECTORY/fail-<node>`` (that node does, or fails) tell it what to do.
 
-``--alone`` leaves the collectives out (and with them torch's import), ``--handler`` installs a SIGTERM handler.
+``--alone`` leaves the collectives out (and with them torch's import), ``--handler`` installs a SIGTERM handler,
+``--optimizer`` makes an update in each step, until ``DIRECTORY/hang-<node>`` has it stand still once.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def main(directory: Path, flags: list[str]) -> int:
     if "--handler" in flags:
         signal.signal(signal.SIGTERM, lambda number, frame: _note(told, number, frame))
     agree = _alone if "--alone" in flags else _grouped()
+    update = _update() if "--optimizer" in flags else lambda: None
     with (directory / f"{node}-{os.environ['LOCAL_RANK']}.txt").open("a") as lines:
         for step in range(1_000_000):
             if (directory / f"fail-{node}").exists():
@@ -38,6 +40,10 @@ def main(directory: Path, flags: list[str]) -> int:
             if agree((directory / "stop").exists()) or (directory / f"finish-{node}").exists():
                 return 0
             _write(lines, step)
+            update()
+            if (hang := directory / f"hang-{node}").exists():
+                hang.unlink()
+                threading.Event().wait()
             pause.wait(STEP_S)
     return 1
 
@@ -50,6 +56,14 @@ def _write(lines: TextIO, step: int) -> None:
     said = os.environ
     round_ = said.get("ELASTIC_TRAINER_ROUND", "0")
     print(time.monotonic(), round_, said["RANK"], said["WORLD_SIZE"], step, os.getpid(), file=lines, flush=True)
+
+
+def _update() -> Callable[[], object]:
+    import torch
+
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    return torch.optim.SGD([weight], lr=0.1).step
 
 
 def _alone(stop: bool) -> bool:
