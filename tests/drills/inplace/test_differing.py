@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -79,4 +80,30 @@ def test_in_place_a_step_with_a_wrong_result_is_repeated_and_no_bit_of_it_stays(
             assert named == [["abc"[int(each[-1])]] for each in faults]
         states += ended(place)
     assert len(states) == 6
+    assert alike(states)
+
+
+def test_in_place_a_rank_that_is_killed_in_an_audit_is_lost_as_in_any_step(tmp_path: Path) -> None:
+    """The others, who wait for what it would have found, repeat the step without it and audit each other.
+
+    All bits are those of two ranks that met no fault.
+    """
+    states: list[list[torch.Tensor]] = []
+    for names, faults in (("ab", ()), (("a", "b", "dying"), ("8:activation:1",))):
+        place = tmp_path / names[-1]
+        place.mkdir()
+        with leading(place) as lead:
+            workers = [lead.start(name, "auditing.py", place / "result", *faults) for name in names]
+            lead.form(workers)
+            if faults:
+                lead.wait(lambda dying=workers[2]: dying.process.poll() == -signal.SIGKILL, "the kill")  # type: ignore[misc]
+                lead.end()
+                lead.form(workers[:2])
+                lead.await_failed(workers[:2])  # the wrong result
+                lead.end()
+                lead.form(workers[:2])
+            lead.await_done(workers[:2])
+            assert ('"audit.mismatch"' in workers[0].log.read_text()) == bool(faults)
+        states += ended(place)
+    assert len(states) == 4
     assert alike(states)
