@@ -228,6 +228,12 @@ class JobConfig(Section):
     on_difference: Literal["stop", "heal"] = Field(
         default="stop", description="what ranks do whose parameters differ; heal: go on with those of most ranks"
     )
+    audit_every: int | None = Field(
+        default=None, ge=1, description="steps between two of which each rank's pass is repeated on another node"
+    )
+    on_mismatch: Literal["report", "repeat"] = Field(
+        default="report", description="after a wrong pass; repeat: in place, make the step again"
+    )
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()

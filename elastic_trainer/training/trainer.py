@@ -130,6 +130,8 @@ class Trainer:
                 nonfinite=self.config.nonfinite,
                 compare_every_steps=self.config.compare_every_steps,
                 on_difference=self.config.on_difference,
+                audit_every=self.config.audit_every,
+                on_mismatch=self.config.on_mismatch,
             ),
             group=GroupOptions(backend=self.config.backend),
         )
