@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.model import PreflightMode, RecoveryMode
+from elastic_trainer.variables import ENV_ENDPOINT, ENV_LOG_LEVEL, STORE_VARIABLES, WORKER_VARIABLES
 
 DEFAULT_ETCD_PORT = 2379
 DEFAULT_ENDPOINT = f"127.0.0.1:{DEFAULT_ETCD_PORT}"
@@ -327,71 +328,12 @@ _NO_NAMES = ("local", "none")
 _MADE_UP = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}|local-[0-9a-f]{8}")
 """What ``torchrun --standalone`` (a random UUID) and ``elastic-trainer local`` name their runs, anew at each start."""
 
-ENV_CHANNEL, ENV_NODE = "ELASTIC_TRAINER_CHANNEL", "ELASTIC_TRAINER_NODE"
-ENV_ROUND = "ELASTIC_TRAINER_ROUND"
-ENV_ROUND_REASON = "ELASTIC_TRAINER_ROUND_REASON"
-ENV_RECOVERY = "ELASTIC_TRAINER_RECOVERY"
-ENV_FORM_TIMEOUT = "ELASTIC_TRAINER_FORM_TIMEOUT"
-ENV_GROUP_TIMEOUT = "ELASTIC_TRAINER_GROUP_TIMEOUT"
-ENV_SHARD_NODES, ENV_SHARD_PLACE = "ELASTIC_TRAINER_SHARD_NODES", "ELASTIC_TRAINER_SHARD_PLACE"
-ENV_PAGES = "ELASTIC_TRAINER_PAGES"
-ENV_MEMORY = "ELASTIC_TRAINER_MEMORY"
-ENV_REACHED = "ELASTIC_TRAINER_REACHED"
-ENV_METRICS_ADDRESS, ENV_METRICS_PORT = "ELASTIC_TRAINER_METRICS_ADDRESS", "ELASTIC_TRAINER_METRICS_PORT"
-ENV_METRICS_TOKEN_FILE = "ELASTIC_TRAINER_METRICS_TOKEN_FILE"
-ENV_METRICS_CERT, ENV_METRICS_KEY = "ELASTIC_TRAINER_METRICS_CERT", "ELASTIC_TRAINER_METRICS_KEY"
-ENV_LEDGER_DIR = "ELASTIC_TRAINER_LEDGER_DIR"
-ENV_LOG_LEVEL, ENV_LOG_FORMAT = "ELASTIC_TRAINER_LOG_LEVEL", "ELASTIC_TRAINER_LOG_FORMAT"
-ENV_LEAVE_WITHIN = "ELASTIC_TRAINER_LEAVE_WITHIN"
-ENV_ENDPOINT = "ELASTIC_TRAINER_ENDPOINT"
-
-_STORE_VARIABLES = {
-    "user": "ELASTIC_TRAINER_USER",
-    "password_file": "ELASTIC_TRAINER_PASSWORD_FILE",
-    "ca_cert": "ELASTIC_TRAINER_CA_CERT",
-    "cert": "ELASTIC_TRAINER_CERT",
-    "key": "ELASTIC_TRAINER_KEY",
-}
-
-_WORKER_VARIABLES = {
-    "rank": "RANK",
-    "local_rank": "LOCAL_RANK",
-    "world_size": "WORLD_SIZE",
-    "local_world_size": "LOCAL_WORLD_SIZE",
-    "master_addr": "MASTER_ADDR",
-    "master_port": "MASTER_PORT",
-    "use_agent_store": "TORCHELASTIC_USE_AGENT_STORE",
-    "run_id": "TORCHELASTIC_RUN_ID",
-    "restart_count": "TORCHELASTIC_RESTART_COUNT",
-    "error_file": "TORCHELASTIC_ERROR_FILE",
-    "node": ENV_NODE,
-    "round": ENV_ROUND,
-    "round_reason": ENV_ROUND_REASON,
-    "channel": ENV_CHANNEL,
-    "recovery": ENV_RECOVERY,
-    "form_timeout": ENV_FORM_TIMEOUT,
-    "group_timeout": ENV_GROUP_TIMEOUT,
-    "shard_nodes": ENV_SHARD_NODES,
-    "shard_place": ENV_SHARD_PLACE,
-    "pages": ENV_PAGES,
-    "memory": ENV_MEMORY,
-    "reached": ENV_REACHED,
-    "metrics_address": ENV_METRICS_ADDRESS,
-    "metrics_base_port": ENV_METRICS_PORT,
-    "metrics_token_file": ENV_METRICS_TOKEN_FILE,
-    "metrics_cert": ENV_METRICS_CERT,
-    "metrics_key": ENV_METRICS_KEY,
-    "ledger_dir": ENV_LEDGER_DIR,
-    "log_level": ENV_LOG_LEVEL,
-    "leave_within": ENV_LEAVE_WITHIN,
-}
-
 
 def worker_environment(environ: Mapping[str, str] | None = None) -> WorkerEnvironment:
     """Read the launcher's variables (default: of this process)."""
     source = os.environ if environ is None else environ
     values: dict[str, Any] = {
-        field: source[variable] for field, variable in _WORKER_VARIABLES.items() if source.get(variable)
+        field: source[variable] for field, variable in WORKER_VARIABLES.items() if source.get(variable)
     }
     values["launched"] = "RANK" in source and "WORLD_SIZE" in source
     return validated(WorkerEnvironment, values, "environment")
@@ -416,17 +358,17 @@ def resolved_store(
     """
     source = os.environ if environ is None else environ
     values = {name: value for name, value in given.items() if value is not None}
-    open_to_environment = {name: variable for name, variable in _STORE_VARIABLES.items() if name not in values}
+    open_to_environment = {name: variable for name, variable in STORE_VARIABLES.items() if name not in values}
     if "password" in values:
         open_to_environment.pop("password_file", None)
     found = {name: source[variable] for name, variable in open_to_environment.items() if source.get(variable)}
-    told = f"{where} with {', '.join(_STORE_VARIABLES[name] for name in found)}" if found else where
+    told = f"{where} with {', '.join(STORE_VARIABLES[name] for name in found)}" if found else where
     return validated(StoreSettings, {"endpoints": parse_endpoints(endpoint), **values, **found}, told)
 
 
 def without_store(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` without what it says of an etcd, for nodes that meet at another one."""
-    return {name: value for name, value in environ.items() if name not in {ENV_ENDPOINT, *_STORE_VARIABLES.values()}}
+    return {name: value for name, value in environ.items() if name not in {ENV_ENDPOINT, *STORE_VARIABLES.values()}}
 
 
 def worker_threads() -> int | None:

@@ -17,7 +17,8 @@ from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import agents
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.etcd_binary import find_binary
-from elastic_trainer.settings import ENV_LOG_FORMAT, StoreSettings, parse_endpoints
+from elastic_trainer.settings import StoreSettings, parse_endpoints
+from elastic_trainer.variables import ENV_LOG_FORMAT
 from tests.support.requirements import missing
 from tests.support.s3server import BUCKET, S3Server, serving, use
 

@@ -23,7 +23,8 @@ import psutil
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.errors import ConfigError, PermanentError
 from elastic_trainer.local import agents, processes
-from elastic_trainer.settings import ENV_LEDGER_DIR, ENV_NODE, without_store
+from elastic_trainer.settings import without_store
+from elastic_trainer.variables import ENV_LEDGER_DIR, ENV_NODE
 
 KILL_LIMIT_S = 60.0
 """Seconds that the kernel may take to remove killed processes."""

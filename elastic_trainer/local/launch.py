@@ -32,7 +32,8 @@ from elastic_trainer.local.ports import HOST, free_ports
 from elastic_trainer.local.tail import FileTail, end_of
 from elastic_trainer.local.wording import last_error
 from elastic_trainer.model import RecoveryMode
-from elastic_trainer.settings import ENV_LOG_LEVEL, rendezvous_options
+from elastic_trainer.settings import rendezvous_options
+from elastic_trainer.variables import ENV_LOG_LEVEL
 
 _POLL_S = 0.05
 _ALL_THERE_S = "60"

@@ -14,7 +14,7 @@ from pathlib import Path
 import cloudpickle
 
 from elastic_trainer.errors import EXIT_FAILURE
-from elastic_trainer.settings import ENV_NODE
+from elastic_trainer.variables import ENV_NODE
 
 CALL = "call"
 """The file with the function and its arguments."""

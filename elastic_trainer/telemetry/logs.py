@@ -19,7 +19,8 @@ from typing import Any, TextIO, cast
 
 import structlog
 
-from elastic_trainer.settings import ENV_LOG_FORMAT, log_level
+from elastic_trainer.settings import log_level
+from elastic_trainer.variables import ENV_LOG_FORMAT
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
 from elastic_trainer.clock import pause
-from elastic_trainer.settings import ENV_NODE
+from elastic_trainer.variables import ENV_NODE
 
 STEP_S = 0.02
 SAMPLES, GLOBAL_BATCH, ENDLESS = 100_000, 48, 1_000_000

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
-from elastic_trainer.settings import ENV_LEDGER_DIR
+from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.bench.step_overhead_job import ENDLESS, block
 
 MICRO_BATCHES, SIDE, CLASSES, SAMPLES, WARM_UP = 8, 16, 10, 4096, 3

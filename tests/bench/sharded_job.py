@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
-from elastic_trainer.settings import ENV_LEDGER_DIR
+from elastic_trainer.variables import ENV_LEDGER_DIR
 from elastic_trainer.worker.model.sharded import ShardedReplica
 from tests.bench.step_overhead_job import (
     CLASSES,

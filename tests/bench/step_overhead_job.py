@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
-from elastic_trainer.settings import ENV_LEDGER_DIR
+from elastic_trainer.variables import ENV_LEDGER_DIR
 from elastic_trainer.worker.steps.options import CheckOptions
 
 FEATURES, CLASSES, SAMPLES, WARM_UP = 64, 10, 4096, 10

@@ -14,7 +14,7 @@ import torch
 
 from elastic_trainer.local.ledger import Line, LineKind, audit
 from elastic_trainer.local.tail import LedgerTail
-from elastic_trainer.settings import ENV_LEDGER_DIR, ENV_NODE
+from elastic_trainer.variables import ENV_LEDGER_DIR, ENV_NODE
 from tests.bench import goodput_job
 from tests.bench.goodput import judged, numbered
 from tests.bench.goodput_peers import Struck

@@ -19,7 +19,7 @@ import pytest
 from pydantic import BaseModel
 
 import elastic_trainer
-from elastic_trainer import errors, settings
+from elastic_trainer import errors, settings, variables
 from elastic_trainer.cli import checkpoints, k8s
 from elastic_trainer.cli.main import COMMANDS, Parser
 from elastic_trainer.data.sampler import Batch
@@ -362,14 +362,15 @@ def test_the_arguments_of_the_script_are_those_of_its_text() -> None:
 
 
 def environment_variables() -> set[str]:
-    """All names of variables in settings.py."""
-    tree = ast.parse(Path(settings.__file__).read_text(encoding="utf-8"))
-    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    """All names of variables: this package's, and those of others that settings read."""
+    trees = [ast.parse(Path(str(each.__file__)).read_text(encoding="utf-8")) for each in (settings, variables)]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {text for text in texts if re.fullmatch(r"[A-Z][A-Z0-9_]{3,}", text)}
 
 
 def test_the_table_of_environment_variables_is_complete() -> None:
-    """Variables come through settings.py alone, so those named there are all."""
+    """Variables come through settings.py and variables.py alone, so those named there are all."""
     told = set(documented(API, "Environment variables"))
     lacking = sorted(environment_variables() - told)
     assert not lacking, f"{API.name} says nothing of the environment variable {lacking[0]}: add a row"

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from elastic_trainer.settings import ENV_LOG_FORMAT
 from elastic_trainer.telemetry import logs
+from elastic_trainer.variables import ENV_LOG_FORMAT
 
 
 class Writes(io.StringIO):

@@ -33,11 +33,12 @@ from elastic_trainer.membership.health import added_up, goodput
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.round_write import RoundFailure
 from elastic_trainer.model import Cause, Phase
-from elastic_trainer.settings import ENV_GROUP_TIMEOUT, ENV_PAGES, ENV_REACHED, RendezvousOptions
+from elastic_trainer.settings import RendezvousOptions
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.metered import MeteredStore
 from elastic_trainer.store.untrusted import cleaned
 from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.variables import ENV_GROUP_TIMEOUT, ENV_PAGES, ENV_REACHED
 from elastic_trainer.web.node import EndpointOptions, NodeEndpoint
 from elastic_trainer.web.node_metrics import NodeCollector
 

@@ -46,7 +46,8 @@ from elastic_trainer.ipc.messages import Progress
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundMember, RoundState
 from elastic_trainer.membership.member import Member, closed_error
 from elastic_trainer.membership.rules import FALSE_STARTS
-from elastic_trainer.settings import (
+from elastic_trainer.telemetry import logs
+from elastic_trainer.variables import (
     ENV_CHANNEL,
     ENV_FORM_TIMEOUT,
     ENV_MEMORY,
@@ -56,7 +57,6 @@ from elastic_trainer.settings import (
     ENV_SHARD_NODES,
     ENV_SHARD_PLACE,
 )
-from elastic_trainer.telemetry import logs
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store as TorchStore

@@ -54,21 +54,13 @@ from elastic_trainer.membership.member import Member, closed_error
 from elastic_trainer.membership.presence import Presence
 from elastic_trainer.membership.round_write import RoundFailure
 from elastic_trainer.model import Cause, Phase, PreflightMode, RecoveryMode, checked_name
-from elastic_trainer.settings import (
-    ENV_MEMORY,
-    ENV_NODE,
-    ENV_RECOVERY,
-    ENV_ROUND,
-    ENV_ROUND_REASON,
-    ENV_SHARD_NODES,
-    RendezvousOptions,
-    parse_endpoints,
-)
+from elastic_trainer.settings import RendezvousOptions, parse_endpoints
 from elastic_trainer.store import connect_patiently
 from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.metered import MeteredStore
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.telemetry import logs
+from elastic_trainer.variables import ENV_MEMORY, ENV_NODE, ENV_RECOVERY, ENV_ROUND, ENV_ROUND_REASON, ENV_SHARD_NODES
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store as TorchStore

@@ -20,8 +20,8 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from elastic_trainer.clock import SYSTEM, Clock
-from elastic_trainer.settings import ENV_LEDGER_DIR
 from elastic_trainer.telemetry.logs import logger
+from elastic_trainer.variables import ENV_LEDGER_DIR
 from elastic_trainer.warm.fitness import OPTIONS, of_one_worker
 from elastic_trainer.warm.starting import ColdStart, Starter, StartRequest
 

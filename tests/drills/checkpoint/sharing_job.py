@@ -17,7 +17,7 @@ from torch import nn
 from elastic_trainer import Session
 from elastic_trainer.checkpoint import manager
 from elastic_trainer.checkpoint.storage import Storage
-from elastic_trainer.settings import ENV_NODE
+from elastic_trainer.variables import ENV_NODE
 from elastic_trainer.worker.state.shares import SHARED_FROM, Writers
 from elastic_trainer.worker.steps.options import SavingOptions
 from tests.support.throttled import ThrottledStorage

@@ -34,7 +34,7 @@ from elastic_trainer.ipc.messages import (
     Welcome,
     read_from_worker,
 )
-from elastic_trainer.settings import ENV_CHANNEL, ENV_LEDGER_DIR, ENV_NODE, ENV_RECOVERY
+from elastic_trainer.variables import ENV_CHANNEL, ENV_LEDGER_DIR, ENV_NODE, ENV_RECOVERY
 from tests.integration.worker.launch import environment, tail
 from tests.support.forked import Forked
 

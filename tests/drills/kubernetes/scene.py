@@ -11,7 +11,7 @@ import yaml
 from elastic_trainer.errors import EXIT_LEFT
 from elastic_trainer.local.ledger import Line, LineKind
 from elastic_trainer.local.tail import LedgerTail
-from elastic_trainer.settings import ENV_LEDGER_DIR
+from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.support import manifests
 from tests.support.kubelet.cluster import Cluster
 from tests.support.kubelet.job_rules import Condition

@@ -16,7 +16,7 @@ from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import ClusterSpec, LocalCluster, Node
-from elastic_trainer.settings import ENV_LEDGER_DIR
+from elastic_trainer.variables import ENV_LEDGER_DIR
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)

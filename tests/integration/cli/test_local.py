@@ -16,7 +16,7 @@ from elastic_trainer.drills.measure import Book
 from elastic_trainer.local import agents, processes
 from elastic_trainer.local.ledger import LineKind
 from elastic_trainer.local.tail import LedgerTail
-from elastic_trainer.settings import ENV_LEDGER_DIR
+from elastic_trainer.variables import ENV_LEDGER_DIR
 
 STEPS = Path(__file__).with_name("steps.py")
 LIMIT_S = 450.0

@@ -17,8 +17,9 @@ from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import EXIT_CONFIG, EXIT_UNAVAILABLE
 from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.membership.documents import RoundState
-from elastic_trainer.settings import ENV_ENDPOINT, StoreSettings, parse_endpoints
+from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.store import connect
+from elastic_trainer.variables import ENV_ENDPOINT
 from tests.support.following import COMMAND, LIMIT_S, following, monitor
 from tests.support.monitored import Writer, health, incident, rank
 from tests.support.plainjob import PlainJob

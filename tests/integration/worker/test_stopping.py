@@ -12,7 +12,7 @@ import psutil
 
 from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.clock import SYSTEM, pause
-from elastic_trainer.settings import ENV_LEAVE_WITHIN as LEAVE_WITHIN
+from elastic_trainer.variables import ENV_LEAVE_WITHIN as LEAVE_WITHIN
 from tests.integration.worker.launch import Started, finished, free_port, plain, standalone, started, tail
 from tests.support.slowstorage import SLOW, SlowStorage
 from tests.support.waiting import eventually

@@ -23,7 +23,8 @@ from elastic_trainer.model import Cause
 from elastic_trainer.monitor.model.observation import Observed, Observer
 from elastic_trainer.monitor.model.snapshot import StoreStatus, listing, snapshot, summary
 from elastic_trainer.monitor.read.reading import RunReading, StoreReading
-from elastic_trainer.settings import ENV_ENDPOINT, secret, store_endpoint
+from elastic_trainer.settings import secret, store_endpoint
+from elastic_trainer.variables import ENV_ENDPOINT
 from tests.support.monitored import entry, grouped, health, incident, rank, run
 
 AWAY = StoreStatus(False, 75.0)

@@ -10,7 +10,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from elastic_trainer import settings
+from elastic_trainer.variables import ENV_ENDPOINT
 from tests.support.agreement import Training, disagreements
 from tests.support.commands import understand
 from tests.support.deployment import ROOT
@@ -83,10 +83,10 @@ def test_commands_of_this_package_are_understood() -> None:
     assert len(commands) == 6
     for command in commands:
         understand(shlex.split(command))
-    known = set(re.findall(r'"(ELASTIC_TRAINER_\w+)"', (ROOT / "elastic_trainer/settings.py").read_text("utf-8")))
+    known = set(re.findall(r'"(ELASTIC_TRAINER_\w+)"', (ROOT / "elastic_trainer/variables.py").read_text("utf-8")))
     written = set(re.findall(r"ELASTIC_TRAINER_\w+", PAGE))
     rendered_too = {key for folder in RENDERED for key in settings_of(rendered(folder)).get("elastic-trainer", {})}
-    assert settings.ENV_ENDPOINT in written
+    assert ENV_ENDPOINT in written
     assert written | rendered_too <= known
 
 

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from elastic_trainer.settings import ENV_LOG_FORMAT
+from elastic_trainer.variables import ENV_LOG_FORMAT
 from tests.integration.worker.launch import run, standalone
 
 EXTRA = {"PYTHONPATH": str(Path(__file__).parents[4]), ENV_LOG_FORMAT: "json"}

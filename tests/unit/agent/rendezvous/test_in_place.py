@@ -14,7 +14,8 @@ from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler, InPlaceNod
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
 from elastic_trainer.model import RecoveryMode
-from elastic_trainer.settings import (
+from elastic_trainer.settings import RendezvousOptions, worker_environment
+from elastic_trainer.variables import (
     ENV_CHANNEL,
     ENV_FORM_TIMEOUT,
     ENV_MEMORY,
@@ -23,8 +24,6 @@ from elastic_trainer.settings import (
     ENV_ROUND,
     ENV_SHARD_NODES,
     ENV_SHARD_PLACE,
-    RendezvousOptions,
-    worker_environment,
 )
 from tests.support.memory_store import MemoryStore
 
