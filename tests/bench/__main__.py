@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.clock import SYSTEM, Deadline
 from tests.bench.page import Measured, block, page, with_block
@@ -61,7 +64,7 @@ def write_report(names: Sequence[str], minutes: float, directory: Path, torchft:
     peer = ["--torchft-python", str(torchft)] if torchft is not None else []
     for name in sorted(names, key=lambda each: (each not in PLAN, each)):
         words, limit_s = PLAN.get(name, TOY)
-        words = [*words, *(["--pictures", str(pictures)] if name == "goodput" else [])]
+        words = [*words, *(["--pictures", os.path.relpath(pictures)] if name == "goodput" else [])]
         words += peer if name in ("goodput", "recovery") else []
         found = _measure(name, words, min(limit_s, deadline.remaining_s()))
         if isinstance(found, Measured):
@@ -69,11 +72,17 @@ def write_report(names: Sequence[str], minutes: float, directory: Path, torchft:
         else:
             missing[name] = found
     drawn = {path.stem: str(path.relative_to(directory / "deploy")) for path in sorted(pictures.glob("*.svg"))}
-    text = page(measured, missing, drawn if "goodput" not in missing else {})
+    shown = [replace(each, shape=_without(str(torchft), each.shape)) for each in measured]
+    text = page(shown, missing, drawn if "goodput" not in missing else {})
     (directory / "deploy" / "report.md").write_text(text, encoding="utf-8")
     readme = directory / "README.md"
     readme.write_text(with_block(readme.read_text(encoding="utf-8"), block(text)), encoding="utf-8")
     return 1 if missing else 0
+
+
+def _without(path: str, shape: Mapping[str, Any]) -> dict[str, Any]:
+    """``shape`` with a command that can be called on another machine."""
+    return {**shape, "command": shape["command"].replace(path, "$TORCHFT_PYTHON")}
 
 
 def _measure(name: str, words: Sequence[str], limit_s: float) -> Measured | str:

@@ -32,10 +32,10 @@ def page(measured: Sequence[Measured], missing: Mapping[str, str], pictures: Map
     parts = [
         "# Report",
         "`make report` wrote this page: what the benchmarks measured on one machine in one run, beside their peers.\n"
-        "Those that were run with `--quick` alone are at toy size, and show little more than that they work.",
+        "What was run with `--quick` is at toy size: that a promise is kept or missed there says little.",
         "## Machine",
         _machine(measured),
-        *(["## Goodput", BEGIN, goodput(by_theme["goodput"]["figures"]), END] if "goodput" in by_theme else []),
+        *(_goodput(by_theme["goodput"]["figures"]) if "goodput" in by_theme else []),
         *(f"![Ranks and steps over time, {peer}]({path})" for peer, path in pictures.items()),
         *(["## Recovery", _recovery(by_theme["recovery"]["figures"])] if "recovery" in by_theme else []),
         "## Promises",
@@ -59,15 +59,16 @@ def with_block(text: str, new: str) -> str:
     return f"{head}{BEGIN}\n\n{new}\n\n{END}{rest.partition(END)[2]}" if begun else text
 
 
-def goodput(figures: Mapping[str, Any]) -> str:
-    """Peers side by side."""
+def _goodput(figures: Mapping[str, Any]) -> list[str]:
+    """Peers side by side: the block, and details."""
     storm, found = figures["storm"], {name: each for name, each in figures["found"].items() if "failed" not in each}
+    head, first = ["", *(name.replace("_", " ") for name in found)], 4
     rows: list[tuple[str, list[str]]] = [
         ("goodput", [f"{each['goodput']:.3f}" for each in found.values()]),
         ("steps made again", [str(each["steps_repeated"]) for each in found.values()]),
         ("samples lost or repeated", [str(each["samples_lost"] + each["samples_repeated"]) for each in found.values()]),
         ("lost for each fault, s", [f"{each['lost_s_per_fault']:.2f}" for each in found.values()]),
-        *((f"{kind}: stall, s", [_stall(each, kind) for each in found.values()]) for kind in _KINDS),
+        *((f"{kind.replace('-', ' ')}: stall, s", [_stall(each, kind) for each in found.values()]) for kind in _KINDS),
         ("step undisturbed, ms", [f"{each['step_ms']:.0f}" for each in found.values()]),
         ("beyond the median step, %", [f"{each['checkpoints_cost_percent']:.1f}" for each in found.values()]),
         ("final loss", [_number(each["final_loss"]) for each in found.values()]),
@@ -75,11 +76,15 @@ def goodput(figures: Mapping[str, Any]) -> str:
     ]
     told = textwrap.fill(
         f"A fault every {storm['mean_s']:.0f} s for {storm['length_s']:.0f} s (seed {storm['seed']}),"
-        f" {storm['faster_than_llama3']:.0f} times as often as in Llama 3's training. A stall is the longest time"
-        " without a step that counts, from a fault to the next one; faults that overlap share it.",
+        f" {storm['faster_than_llama3']:.0f} times as often as in Llama 3's training, on this machine:",
         width=118,
     )
-    return f"{told}\n\n{_table(['', *(name.replace('_', ' ') for name in found)], rows)}"
+    details = (
+        "A stall is the longest time without a step that counts, from a fault to the next one; faults that overlap\n"
+        "share it."
+    )
+    short = f"{told}\n\n{_table(head, rows[:first])}"
+    return ["## Goodput", BEGIN, short, END, details, _table(head, rows[first:])]
 
 
 def _stall(found: Mapping[str, Any], kind: str) -> str:
@@ -123,11 +128,16 @@ def _spread(values: Sequence[float | None]) -> str:
 
 def _promises(measured: Sequence[Measured]) -> str:
     rows = [
-        (each.theme, [must["name"], _number(must["value"]), _number(must["limit"]), "kept" if must["ok"] else "missed"])
+        (each.theme, [must["name"], _number(must["value"]), _number(must["limit"]), _verdict(each, must)])
         for each in measured
         for must in each.shape["musts"]
     ]
     return _table(["benchmark", "promise", "measured", "limit", ""], rows)
+
+
+def _verdict(measured: Measured, must: Mapping[str, Any]) -> str:
+    toy = ", at toy size" if "--quick" in measured.shape["command"].split() else ""
+    return f"{'kept' if must['ok'] else 'missed'}{toy}"
 
 
 def _commands(measured: Sequence[Measured]) -> str:

@@ -182,8 +182,8 @@ def test_the_page_has_what_was_measured_with_its_spread_and_what_was_not() -> No
     for line in (
         "|  | in place |",
         "| goodput | 0.981 |",
-        "| worker-kill: stall, s | 0.1234 |",
-        "| node-kill: stall, s |  |",
+        "| worker kill: stall, s | 0.1234 |",
+        "| node kill: stall, s |  |",
         "| started again by hand | 2 |",
         "![Ranks and steps over time, in_place](a/in.svg)",
         "| node_kill | 0.20 (0.10 to 0.30) | never in 1 of 2 |",
