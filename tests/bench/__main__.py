@@ -72,7 +72,7 @@ def write_report(names: Sequence[str], minutes: float, directory: Path, torchft:
         else:
             missing[name] = found
     drawn = {path.stem: str(path.relative_to(directory / "deploy")) for path in sorted(pictures.glob("*.svg"))}
-    shown = [replace(each, shape=_without(str(torchft), each.shape)) for each in measured]
+    shown = [replace(each, shape=_callable_elsewhere(each.shape, torchft)) for each in measured]
     text = page(shown, missing, drawn if "goodput" not in missing else {})
     (directory / "deploy" / "report.md").write_text(text, encoding="utf-8")
     readme = directory / "README.md"
@@ -80,9 +80,9 @@ def write_report(names: Sequence[str], minutes: float, directory: Path, torchft:
     return 1 if missing else 0
 
 
-def _without(path: str, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """``shape`` with a command that can be called on another machine."""
-    return {**shape, "command": shape["command"].replace(path, "$TORCHFT_PYTHON")}
+def _callable_elsewhere(shape: Mapping[str, Any], torchft: Path | None) -> Mapping[str, Any]:
+    """``shape`` with a command that names no path of this machine."""
+    return shape if torchft is None else {**shape, "command": shape["command"].replace(str(torchft), "$TORCHFT_PYTHON")}
 
 
 def _measure(name: str, words: Sequence[str], limit_s: float) -> Measured | str:
