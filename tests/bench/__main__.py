@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.clock import SYSTEM, Deadline
+from tests.bench import goodput_model
 from tests.bench.page import Measured, block, page, with_block
 from tests.bench.report import note
 from tests.bench.themes import themes
@@ -53,6 +54,8 @@ PLAN = {
 }
 """How the report calls a benchmark, and the seconds that it gives it; the others run at toy size."""
 TOY = (["--quick"], 120.0)
+MODEL = "goodput_model"
+"""Measures nothing: it reads the page, and adds to it."""
 END_S = 60.0
 """For a benchmark that is told to end."""
 
@@ -62,7 +65,7 @@ def write_report(names: Sequence[str], minutes: float, directory: Path, torchft:
     deadline, measured, missing = Deadline.after(60.0 * minutes), [], {}
     pictures = directory / "deploy" / "images" / "goodput"
     peer = ["--torchft-python", str(torchft)] if torchft is not None else []
-    for name in sorted(names, key=lambda each: (each not in PLAN, each)):
+    for name in sorted(set(names) - {MODEL}, key=lambda each: (each not in PLAN, each)):
         words, limit_s = PLAN.get(name, TOY)
         words = [*words, *(["--pictures", os.path.relpath(pictures)] if name == "goodput" else [])]
         words += peer if name in ("goodput", "recovery") else []
@@ -75,6 +78,8 @@ def write_report(names: Sequence[str], minutes: float, directory: Path, torchft:
     shown = [replace(each, shape=_callable_elsewhere(each.shape, torchft)) for each in measured]
     text = page(shown, missing, drawn if "goodput" not in missing else {})
     (directory / "deploy" / "report.md").write_text(text, encoding="utf-8")
+    if MODEL in names:
+        goodput_model.write(directory / "deploy")
     readme = directory / "README.md"
     readme.write_text(with_block(readme.read_text(encoding="utf-8"), block(text)), encoding="utf-8")
     return 1 if missing else 0

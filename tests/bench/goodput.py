@@ -212,6 +212,7 @@ def judged(lines: Sequence[Line], done: Sequence[Struck], calm: Span, storm: Spa
         "lost_s_per_fault": lost_s,
         "goodput_at_llama3_rate": 1.0 - lost_s / LLAMA3_MEAN_S,
         "step_ms": 1e3 * step_s,
+        "storm_step_ms": 1e3 * median(intervals(counting)) if len(counting) > 1 else None,
         "checkpoints_cost_percent": 100.0 * (sum(steps) / len(steps) / step_s - 1.0),
         "steps": len(counting),
         "steps_repeated": exactness.steps_rolled_back,

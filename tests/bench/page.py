@@ -5,6 +5,7 @@ README repeats the part between ``BEGIN`` and ``END``; a test holds the two equa
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,14 @@ def with_block(text: str, new: str) -> str:
     return f"{head}{BEGIN}\n\n{new}\n\n{END}{rest.partition(END)[2]}" if begun else text
 
 
+def with_section(text: str, heading: str, section: str) -> str:
+    """``text`` with this section in place of that with its ``heading``, or behind goodput's."""
+    parts = re.split(r"(?m)^(?=## )", text)
+    kept = [part for part in parts if not part.startswith(heading + "\n")]
+    place = 1 + next((n for n, part in enumerate(kept) if part.startswith("## Goodput\n")), len(kept) - 1)
+    return "".join([*kept[:place], section + "\n\n", *kept[place:]])
+
+
 def _goodput(figures: Mapping[str, Any]) -> list[str]:
     """Peers side by side: the block, and details."""
     storm, found = figures["storm"], {name: each for name, each in figures["found"].items() if "failed" not in each}
@@ -70,6 +79,7 @@ def _goodput(figures: Mapping[str, Any]) -> list[str]:
         ("lost for each fault, s", [f"{each['lost_s_per_fault']:.2f}" for each in found.values()]),
         *((f"{kind.replace('-', ' ')}: stall, s", [_stall(each, kind) for each in found.values()]) for kind in _KINDS),
         ("step undisturbed, ms", [f"{each['step_ms']:.0f}" for each in found.values()]),
+        ("step in the storm, ms", [_number(each["storm_step_ms"]) for each in found.values()]),
         ("beyond the median step, %", [f"{each['checkpoints_cost_percent']:.1f}" for each in found.values()]),
         ("final loss", [_number(each["final_loss"]) for each in found.values()]),
         ("started again by hand", [str(each["operator"].get("whole restarts", 0)) for each in found.values()]),
@@ -83,8 +93,8 @@ def _goodput(figures: Mapping[str, Any]) -> list[str]:
         "A stall is the longest time without a step that counts, from a fault to the next one; faults that overlap\n"
         "share it."
     )
-    short = f"{told}\n\n{_table(head, rows[:first])}"
-    return ["## Goodput", BEGIN, short, END, details, _table(head, rows[first:])]
+    short = f"{told}\n\n{table(head, rows[:first])}"
+    return ["## Goodput", BEGIN, short, END, details, table(head, rows[first:])]
 
 
 def _stall(found: Mapping[str, Any], kind: str) -> str:
@@ -95,7 +105,8 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """In Markdown."""
     lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -107,7 +118,7 @@ def _machine(measured: Sequence[Measured]) -> str:
         *((name, value) for name, value in shape["machine"].items() if name not in hidden),
         *shape["versions"].items(),
     ]
-    return _table(["", "here"], [(str(name), [str(value)]) for name, value in rows])
+    return table(["", "here"], [(str(name), [str(value)]) for name, value in rows])
 
 
 def _recovery(figures: Mapping[str, Any]) -> str:
@@ -116,7 +127,7 @@ def _recovery(figures: Mapping[str, Any]) -> str:
     rows = [
         (row, [_spread(by_column[name]["seconds"]) for name in columns]) for row, by_column in figures["rows"].items()
     ]
-    return _table(["until the next step, s", *columns], rows)
+    return table(["until the next step, s", *columns], rows)
 
 
 def _spread(values: Sequence[float | None]) -> str:
@@ -132,7 +143,7 @@ def _promises(measured: Sequence[Measured]) -> str:
         for each in measured
         for must in each.shape["musts"]
     ]
-    return _table(["benchmark", "promise", "measured", "limit", ""], rows)
+    return table(["benchmark", "promise", "measured", "limit", ""], rows)
 
 
 def _verdict(measured: Measured, must: Mapping[str, Any]) -> str:
@@ -145,7 +156,7 @@ def _commands(measured: Sequence[Measured]) -> str:
         (f"`{each.shape['command']}`", [f"{each.took_s:.0f}", *map(_number, _speed(each.shape["machine"]))])
         for each in measured
     ]
-    return _table(["command", "seconds", "load at its end", "times slower than the reference"], rows)
+    return table(["command", "seconds", "load at its end", "times slower than the reference"], rows)
 
 
 def _speed(machine: Mapping[str, Any]) -> tuple[float | None, float | None]:

@@ -152,6 +152,7 @@ FOUND = {
     "lost_s_per_fault": 0.376,
     "median_stall_s": {"worker-kill": 0.1234},
     "step_ms": 110.2,
+    "storm_step_ms": 112.0,
     "checkpoints_cost_percent": 0.9,
     "final_loss": 0.25,
     "operator": {"whole restarts": 2},
