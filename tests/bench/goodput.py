@@ -237,11 +237,15 @@ def intervals(commits: Sequence[Commit]) -> list[float]:
 
 
 def stalls(done: Sequence[Struck], times: Sequence[float], step_s: float, ended: float) -> dict[str, float]:
-    """By kind of fault: the longest time without a step that counts until the next fault, beyond a step; medians."""
+    """By kind of fault: the longest time without a step that counts until the next fault, beyond a step; medians.
+
+    What begins with the step in which the next fault struck is the next one's alone.
+    """
     found: dict[str, list[float]] = defaultdict(list)
     gaps = list(pairwise([*(t for t in times if t < ended), ended]))
     for struck, until in zip(done, [*(each.t for each in done[1:]), ended], strict=True):
-        longest = max((b - a for a, b in gaps if a < until and b > struck.t), default=0.0)
+        last = max(struck.t, until - 1.5 * step_s)
+        longest = max((b - a for a, b in gaps if a < last and b > struck.t), default=0.0)
         found[str(struck.blow)].append(max(0.0, longest - step_s))
     return {kind: median(each) for kind, each in sorted(found.items())}
 

@@ -16,7 +16,7 @@ from elastic_trainer.local.ledger import Line, LineKind, audit
 from elastic_trainer.local.tail import LedgerTail
 from elastic_trainer.variables import ENV_LEDGER_DIR, ENV_NODE
 from tests.bench import goodput_job
-from tests.bench.goodput import judged, numbered
+from tests.bench.goodput import judged, numbered, stalls
 from tests.bench.goodput_peers import Struck
 from tests.bench.programs import Outcome, musts, reason, repeated
 from tests.bench.programs_job import SAVE_EVERY
@@ -68,6 +68,14 @@ def test_goodput_is_the_time_of_steps_that_count() -> None:
     assert found["median_stall_s"] == pytest.approx({"etcd-outage": 0.0, "worker-kill": 3.0})
     lost = judged([*calm, *storm[1:]], done, (0.0, 10.0), (10.05, 20.05), 1000)
     assert (lost["exact"], lost["checkpoints_cost_percent"]) == (False, pytest.approx(0.0, abs=1e-6))
+
+
+def test_a_stall_is_of_the_fault_that_it_begins_with_and_shared_by_those_in_it() -> None:
+    """A fault that cost nothing has not the stall of the next one; two that strike in one stall both have it."""
+    done = [Struck(Blow.OUTAGE, "", 1.0), Struck(Blow.WORKER_KILL, "n0", 2.05), Struck(Blow.NODE_KILL, "n1", 4.0)]
+    times = [*(0.1 * n for n in range(21)), *(6.0 + 0.1 * n for n in range(40))]
+    found = stalls(done, times, 0.1, 10.0)
+    assert found == pytest.approx({"etcd-outage": 0.0, "worker-kill": 3.9, "node-kill": 3.9}, abs=1e-6)
 
 
 def _line(t: float, round_: int, step: int, pid: int = 0) -> Line:
