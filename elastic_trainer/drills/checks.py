@@ -29,6 +29,8 @@ class Digest(BaseModel):
     round: int
     step: int
     digest: str
+    place: int = 0
+    """Of the rank in the mesh of a sharded model: ranks of one place hold the same."""
 
 
 def read_digest(text: str) -> Digest | None:
@@ -48,29 +50,29 @@ def sample_problems(lines: Sequence[Line], size: int) -> list[str]:
 def state_problems(digests: Sequence[Digest], members: Iterable[str]) -> list[str]:
     """Whether ranks differed, on the way or at the end; every one of ``members`` must have come to the end."""
     problems = []
-    common: dict[tuple[int, int], set[str]] = {}
+    common: dict[tuple[int, int, int], set[str]] = {}
     for each in digests:
-        common.setdefault((each.round, each.step), set()).add(each.digest)
+        common.setdefault((each.round, each.step, each.place), set()).add(each.digest)
     apart = sorted(place for place, values in common.items() if len(values) > 1)
     if apart:
-        round_, step = apart[0]
+        round_, step, _ = apart[0]
         problems.append(f"the parameters of ranks differ at step {step} of round {round_} ({len(apart)} such steps)")
-    ends = {each.node: each for each in digests if each.event is JournalMoment.END}
-    absent = sorted(set(members) - set(ends))
+    ends = {(each.node, each.place): each for each in digests if each.event is JournalMoment.END}
+    absent = sorted(set(members) - {node for node, _ in ends})
     if absent:
         problems.append(f"no parameters were left by {', '.join(absent)}")
-    finals = {(each.step, each.digest) for each in ends.values()}
-    if len(finals) > 1:
-        told = ", ".join(f"{node} at step {each.step}: {each.digest[:8]}" for node, each in sorted(ends.items()))
+    finals = {(each.step, each.place, each.digest) for each in ends.values()}
+    if len(finals) > len({place for _, place in ends}):
+        told = ", ".join(f"{node} at step {each.step}: {each.digest[:8]}" for (node, _), each in sorted(ends.items()))
         problems.append(f"members ended with different parameters ({told})")
     return problems
 
 
 def compared(digests: Sequence[Digest]) -> int:
     """At how many points the states of at least two ranks were compared."""
-    writers: dict[tuple[int, int], set[int]] = {}
+    writers: dict[tuple[int, int, int], set[int]] = {}
     for each in digests:
-        writers.setdefault((each.round, each.step), set()).add(each.pid)
+        writers.setdefault((each.round, each.step, each.place), set()).add(each.pid)
     return sum(len(pids) > 1 for pids in writers.values())
 
 

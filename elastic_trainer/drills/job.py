@@ -15,6 +15,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -23,6 +24,7 @@ import xxhash
 from torch import nn
 
 from elastic_trainer.checkpoint import Event
+from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.clock import pause
 from elastic_trainer.drills.wedge import Obstacles, Rows
 from elastic_trainer.settings import worker_environment
@@ -38,6 +40,13 @@ DIGEST_EVERY = 10
 _FOREVER = 1_000_000
 _PARTS = 8
 """Micro-batches of a global batch."""
+
+
+class Sharded(StrEnum):
+    """What a model is sharded over."""
+
+    GROUP = "group"
+    JOB = "job"
 
 
 class JobEnding:
@@ -58,8 +67,15 @@ class JobEnding:
 class Digests:
     """Writes what this rank's state was, as a digest of all its bytes, for a comparison of the ranks."""
 
-    def __init__(self, session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-        self._session, self._model, self._optimizer = session, model, optimizer
+    def __init__(
+        self,
+        session: Session,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        directory: Path,
+        sharded: str | None = None,
+    ) -> None:
+        self._session, self._model, self._optimizer, self._sharded = session, model, optimizer, sharded
         environment = session.environment
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{environment.node}-{environment.local_rank}-{os.getpid()}.jsonl"
@@ -75,6 +91,7 @@ class Digests:
             "round": session.round,
             "step": session.step_number,
             "digest": self._digest(),
+            "place": self._place(),
         }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -83,10 +100,18 @@ class Digests:
         """End the file."""
         self._file.close()
 
+    def _place(self) -> int:
+        """Of this rank in the mesh of its model."""
+        if self._sharded is None:
+            return 0
+        session, environment = self._session, self._session.environment
+        within = environment.shard_nodes * environment.local_world_size
+        return session.rank % (within if self._sharded == Sharded.GROUP else session.world_size)
+
     def _digest(self) -> str:
         hasher = xxhash.xxh3_128()
         for tensor in self._tensors():
-            hasher.update(cast("Any", tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+            hasher.update(cast("Any", local(tensor).contiguous().view(-1).view(torch.uint8).numpy()))
         return hasher.hexdigest()
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -118,16 +143,18 @@ def main(argv: list[str] | None = None, beside: Beside | None = None) -> None:
     obstacles = Obstacles(options.directory, worker_environment().node)
     if options.wedges:
         data = Rows(data, obstacles)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     ending = JobEnding()
     with Session(
         checkpoint_dir=options.directory / CHECKPOINTS,
         checkpoint_every_s=options.save_every,
         saving=SavingOptions(on_event=beside.hear if beside is not None else None),
     ) as session:
+        if options.sharded is not None:
+            _shard(model, session, options.sharded)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         session.register("ending", ending)
         wrapped = session.wrap(model, optimizer=optimizer, reduction=options.reduction)
-        digests = Digests(session, model, optimizer, options.directory / DIGESTS)
+        digests = Digests(session, model, optimizer, options.directory / DIGESTS, options.sharded)
         micro = options.batch // _PARTS if options.reduction == Reduction.TREE else None
         for batch in session.batches(data, global_batch_size=options.batch, micro_batch_size=micro, epochs=_FOREVER):
             if ending.agreed:
@@ -167,6 +194,18 @@ def _model(width: int, reduction: str) -> nn.Module:
     )
 
 
+def _shard(model: nn.Module, session: Session, over: str) -> None:
+    """Over the nodes of a group (one if shard_nodes does not say otherwise), or over the whole job."""
+    from torch.distributed.fsdp import fully_shard  # slow to import, and no other drill needs it
+
+    mesh = session.init_device_mesh([-1], mesh_dim_names=["dp_shard"], whole_job=over == Sharded.JOB)
+    with session.parallelizing():
+        for layer in model.children():
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+
 def _data(samples: int) -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(1)
     return torch.utils.data.TensorDataset(
@@ -181,6 +220,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--reduction", choices=list(map(str, Reduction)), default=str(Reduction.DDP))
+    parser.add_argument("--sharded", choices=list(map(str, Sharded)), help="what the model is sharded over")
     parser.add_argument("--wedges", action="store_true", help="get stuck when a file asks for it (see drills/wedge)")
     parser.add_argument("--steps", type=int, help="end behind this step, without being asked")
     parser.add_argument("--save-every", type=float, help="seconds from one checkpoint to the next")

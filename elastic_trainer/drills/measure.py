@@ -14,9 +14,23 @@ from elastic_trainer.drills.faults import FaultKind, Injected
 from elastic_trainer.local.ledger import Line, LineKind, lineage
 
 
+def worker_name(node: str, local_rank: int) -> str:
+    """``n0`` for the first worker of node n0, and ``n0/1`` for the next."""
+    return f"{node}/{local_rank}" if local_rank else node
+
+
+def worker_place(name: str) -> tuple[str, int]:
+    """Node and local rank of the worker called ``name``."""
+    node, _, place = name.partition("/")
+    return node, int(place or 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The newest round in which a step was committed. ``nodes`` are in rank order; ``steps`` counts theirs in it."""
+    """The newest round in which a step was committed. ``nodes`` are in rank order.
+
+    ``pids`` and ``steps`` (of this round) are by worker, see :func:`worker_name`.
+    """
 
     round: int
     world: int
@@ -66,20 +80,21 @@ class Book:
                 self._opened.add(line.pid)
             if line.event is LineKind.STEP:
                 self._steps.setdefault(line.pid, []).append(line)
-                self._in_round.setdefault(line.round, {}).setdefault(line.node, []).append(line)
+                name = worker_name(line.node, line.local_rank)
+                self._in_round.setdefault(line.round, {}).setdefault(name, []).append(line)
 
     def standing(self) -> Standing | None:
         """Who trains now; None before the first step."""
         if not self._in_round:
             return None
         number = max(self._in_round)
-        last = {node: lines[-1] for node, lines in self._in_round[number].items()}
+        last = {name: lines[-1] for name, lines in self._in_round[number].items()}
         return Standing(
             round=number,
             world=max(line.world for line in last.values()),
-            nodes=tuple(sorted(last, key=lambda node: last[node].rank)),
-            pids={node: line.pid for node, line in last.items()},
-            steps={node: len(lines) for node, lines in self._in_round[number].items()},
+            nodes=tuple(dict.fromkeys(line.node for line in sorted(last.values(), key=lambda line: line.rank))),
+            pids={name: line.pid for name, line in last.items()},
+            steps={name: len(lines) for name, lines in self._in_round[number].items()},
         )
 
     def has_opened(self, pid: int) -> bool:

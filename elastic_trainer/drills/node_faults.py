@@ -30,7 +30,8 @@ def worker_kill(stage: Stage, repeat: int) -> Effect:
     before = stage.settled()
     name = before.nodes[-1 - repeat % len(before.nodes)]
     t = kill([worker(stage, before, name)]).t
-    effect = aftermath(stage, before, f"worker of {name} (rank {before.nodes.index(name)}) killed", t, [name])
+    rank = before.nodes.index(name) * stage.setting.workers
+    effect = aftermath(stage, before, f"worker of {name} (rank {rank}) killed", t, [name])
     stage.restore()
     return effect
 

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from elastic_trainer.clock import SYSTEM, Deadline, pause
 from elastic_trainer.drills.checks import Digest, read_digest
 from elastic_trainer.drills.harness import Harness, Place, RunStore, harness
-from elastic_trainer.drills.job import DIGESTS, STACKS_SIGNAL, STOP_FILE
-from elastic_trainer.drills.measure import Book, Standing
+from elastic_trainer.drills.job import DIGESTS, STACKS_SIGNAL, STOP_FILE, Sharded
+from elastic_trainer.drills.measure import Book, Standing, worker_place
 from elastic_trainer.errors import PermanentError
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import ClusterSpec, Node
@@ -54,11 +56,14 @@ class Setting:
     nodes: int = 3
     min_nodes: int = 2
     max_nodes: int = 3
+    workers: int = 1
+    """Of each node."""
     etcd_members: int = 1
     samples: int = 2048
     width: int = 256
     pause_s: float = 0.02
     reduction: str = "ddp"
+    sharded: Sharded | None = None
     wedges: bool = False
     """Whether workers get stuck when they are asked to (see drills/wedge)."""
     entry: tuple[str, ...] = JOB
@@ -72,6 +77,7 @@ class Setting:
         words = [*self.entry, "--directory", str(directory)]
         words += ["--samples", str(self.samples), "--width", str(self.width), "--pause", str(self.pause_s)]
         words += ["--reduction", self.reduction]
+        words += ["--sharded", self.sharded] if self.sharded is not None else []
         words += ["--wedges"] * self.wedges
         words += ["--save-every", str(self.save_every_s)] if self.save_every_s is not None else []
         return tuple(words)
@@ -139,8 +145,8 @@ class Stage:
 
     def _dump_stacks(self) -> None:
         """Let workers that train write to their logs where they are."""
-        for node in self.cluster.running:
-            worker = node.worker()
+        places = [(node, place) for node in self.cluster.running for place in range(self.setting.workers)]
+        for worker in (node.worker(place) for node, place in places):
             if worker is not None and self.book.has_opened(worker.pid):
                 processes.send([worker], STACKS_SIGNAL)
         pause(STACKS_S)
@@ -176,7 +182,9 @@ class Stage:
 
     def _together(self, steps: int) -> Standing | None:
         standing = self.look()
-        if standing is None or set(standing.nodes) != self.expected or standing.world != len(standing.nodes):
+        if standing is None or set(standing.nodes) != self.expected or standing.world != len(standing.pids):
+            return None
+        if len(standing.pids) != len(standing.nodes) * self.setting.workers:
             return None
         if standing.least_steps() < steps:
             return None
@@ -184,7 +192,7 @@ class Stage:
 
     def _alive(self, name: str, pid: int) -> bool:
         """Whether the process that stepped is there still: of one just killed nothing has been written yet."""
-        worker = self.node(name).worker()
+        worker = self.worker(name)
         return worker is not None and worker.pid == pid and processes.alive(worker)
 
     def resumed(self, pids: Collection[int], t: float, round_: int, what: str) -> float:
@@ -200,6 +208,11 @@ class Stage:
     def node(self, name: str) -> Node:
         """The node called ``name``."""
         return self.cluster.node(name)
+
+    def worker(self, name: str) -> psutil.Process | None:
+        """The process of the worker called ``name``; None if it does not run."""
+        node, place = worker_place(name)
+        return self.node(node).worker(place)
 
     def retire(self, name: str) -> None:
         """``name`` is not expected to train any more."""
@@ -252,6 +265,7 @@ def staged(
         entry=setting.job(directory),
         min_nodes=setting.min_nodes,
         max_nodes=setting.max_nodes,
+        workers=setting.workers,
         max_restarts=1000,
         options=IN_PLACE | dict(setting.options),
         environment={"ELASTIC_TRAINER_LOG_LEVEL": "info"},

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from elastic_trainer.drills.measure import Effect, Standing
+from elastic_trainer.drills.measure import Effect, Standing, worker_place
 from elastic_trainer.drills.stage import DrillError, Stage, now
 from elastic_trainer.local import processes
 from elastic_trainer.local.cluster import KILL_LIMIT_S, kill
 
 
 def worker(stage: Stage, standing: Standing, name: str) -> psutil.Process:
-    """The worker of node ``name``: the very process that trains."""
-    found = stage.node(name).worker()
+    """The worker ``name``: the very process that trains."""
+    found = stage.worker(name)
     if found is None or found.pid != standing.pids.get(name):
         raise DrillError(f"the worker of {name} is not the process that trains (pid {standing.pids.get(name)})")
     return found
@@ -54,7 +54,7 @@ def aftermath(
     later: bool = True,
 ) -> Effect:
     """Wait until the survivors step again, in a ``later`` round or in any; what that cost them."""
-    survivors = {name: pid for name, pid in before.pids.items() if name not in victims}
+    survivors = {name: pid for name, pid in before.pids.items() if worker_place(name)[0] not in victims}
     round_ = before.round + 1 if later else 0
     resumed = stage.resumed(survivors.values(), t, round_, f"a step of {' '.join(survivors)} after: {what}")
     return Effect(
@@ -70,7 +70,7 @@ def restarted(stage: Stage, survivors: Mapping[str, int]) -> list[str]:
     """Which of the survivors do not train in the same process any more."""
     problems = []
     for name, pid in survivors.items():
-        found = stage.node(name).worker()
+        found = stage.worker(name)
         if found is None or found.pid != pid:
             problems.append(f"the worker of {name}, a survivor, was restarted")
     return problems

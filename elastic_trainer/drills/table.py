@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from elastic_trainer.drills import node_faults, partition
 from elastic_trainer.drills.busy import busy_machine
 from elastic_trainer.drills.etcd_faults import etcd_leader_loss, etcd_outage
+from elastic_trainer.drills.job import Sharded
 from elastic_trainer.drills.measure import Effect
 from elastic_trainer.drills.stage import Setting, Stage
 from elastic_trainer.errors import ConfigError
@@ -61,6 +62,7 @@ def _parting(act: Callable[[Stage, int, Segment], Effect]) -> Act:
 
 
 _FOUR = Setting(nodes=4, max_nodes=4)
+_SHARDED = Setting(nodes=2, min_nodes=1, workers=2, sharded=Sharded.GROUP)
 DRILLS: dict[str, Drill] = {
     drill.name: drill
     for drill in (
@@ -118,6 +120,18 @@ DRILLS: dict[str, Drill] = {
             "kill-during-join",
             "SIGKILL a member's worker, or the newcomer's, when a join begins",
             _plain(node_faults.kill_during_join),
+        ),
+        Drill(
+            "shard-kill",
+            "SIGKILL a worker of a node whose two workers hold shards of one model",
+            _plain(node_faults.worker_kill),
+            _SHARDED,
+        ),
+        Drill(
+            "shard-join",
+            "one more node joins nodes of two workers each, and gets its shards from them",
+            _plain(node_faults.node_join),
+            _SHARDED,
         ),
         Drill("busy-machine", "eight busy loops beside the job for --seconds: nothing is lost by it", _busy),
         Drill("etcd-outage", "kill etcd for --seconds; then again, and a worker meanwhile", _outage),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ PATIENT = {"regroup_grace": "10"}
 WATCHED = {**PATIENT, "hang_timeout": "6"}
 THREE = Setting(nodes=3, pause_s=0.04, limit_s=240.0, options=WATCHED)
 FOUR = Setting(nodes=4, max_nodes=4, pause_s=0.04, limit_s=180.0, options=PATIENT)
+SHARDED = replace(DRILLS["shard-kill"].setting, limit_s=180.0, options=PATIENT)
 ETCD_OF_THREE = Setting(nodes=3, etcd_members=3, pause_s=0.04, limit_s=180.0, options=PATIENT)
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("etcd_binary")]
 
@@ -64,6 +66,12 @@ def test_two_failures_at_once(tmp_path: Path) -> None:
 def test_etcd_loses_its_leader(tmp_path: Path) -> None:
     """The job does not notice; a worker killed in the same moment recovers with the election."""
     play(["etcd-leader-loss"], ETCD_OF_THREE, tmp_path)
+
+
+def test_a_model_that_is_sharded_in_each_node(tmp_path: Path) -> None:
+    """A worker is killed, and with it its node's shards; a node joins. The others go on in their processes, the shards
+    come from them (nothing is saved here), and replicas of one place hold equal bits."""
+    play(["shard-kill", "shard-join"], SHARDED, tmp_path)
 
 
 def test_with_the_tree_faults_leave_no_trace_in_any_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
