@@ -24,12 +24,22 @@ from typing import Any
 from elastic_trainer.checkpoint.copying import Cuda, Parts
 from elastic_trainer.checkpoint.image import FileImage, Image
 from elastic_trainer.checkpoint.manifest import Manifest
-from elastic_trainer.checkpoint.snapshot import StateSnapshot, break_seal, mark_stored, places, read, seal_as, whole
+from elastic_trainer.checkpoint.snapshot import (
+    LocalMemory,
+    StateSnapshot,
+    break_seal,
+    mark_stored,
+    places,
+    read,
+    seal_as,
+    whole,
+)
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.telemetry.logs import logger
 
 SLOTS = 2
-_NAME = "elastic-trainer-checkpoint"
+MEMORY_NAME = "elastic-trainer-"
+"""What the names of memory files begin with."""
 KEPT_FREE = 256 << 20
 """Bytes of memory that a new slot leaves to others."""
 _PAGE = mmap.PAGESIZE
@@ -65,17 +75,19 @@ class Arena:
         self.lasting = bool(self._slots)
         """Whether the slots outlive this process."""
         if not self._slots:
-            self._slots = [_Slot(os.memfd_create(_NAME), cuda) for _ in range(SLOTS)]
+            self._slots = [_Slot(os.memfd_create(f"{MEMORY_NAME}checkpoint"), cuda) for _ in range(SLOTS)]
         self._beside = _looked_at(beside) if self.lasting else ()
+        self._paths = dict(zip(self._descriptors(), map(str, (*files, *beside)), strict=False)) if self.lasting else {}
         self._free = sorted(range(SLOTS), key=self._worth()) if self.lasting else list(range(SLOTS))
 
     def _worth(self) -> Callable[[int], Any]:
         """The sort key of a slot: slots with newer parts come later, and parts of the newest whole state last."""
         descriptors = [slot.descriptor for slot in self._slots]
-        own = {each.descriptor: each.order for each in _sound(descriptors)}
+        memories = [LocalMemory(slot.descriptor) for slot in self._slots]
+        own = {each.memory: each.order for each in _sound(descriptors)}
         newest = self.newest()
-        whole = newest.descriptors if newest is not None else ()
-        return lambda slot: (descriptors[slot] in whole, own.get(descriptors[slot], (-1, -1)))
+        whole = newest.memories if newest is not None else ()
+        return lambda slot: (memories[slot] in whole, own.get(memories[slot], (-1, -1)))
 
     @property
     def full(self) -> bool:
@@ -89,7 +101,24 @@ class Arena:
 
     def newest(self) -> StateSnapshot | None:
         """The newest whole state in the slots, of this process or an earlier one; None if there is none."""
-        return newest([*(slot.descriptor for slot in self._slots), *self._beside])
+        return newest(self._descriptors())
+
+    def parts(self) -> list[tuple[str, StateSnapshot]]:
+        """The parts of sharded states in the agent's memory, each with the path of its file."""
+        found = [each for each in _sound([*self._paths]) if each.place is not None]
+        return [(self._paths[each.memory.descriptor], each) for each in found if isinstance(each.memory, LocalMemory)]
+
+    def reuse_last(self, name: str) -> None:
+        """The job has resumed the snapshot ``name``: until there is another one, keep it rather than newer ones."""
+        held = {each.memory for each in _sound(self._descriptors()) if each.manifest.name == name}
+        self._free.sort(key=lambda slot: LocalMemory(self._slots[slot].descriptor) in held)
+
+    def descriptor(self, held: Held) -> int:
+        """The memory file of the copy."""
+        return self._slots[held.slot].descriptor
+
+    def _descriptors(self) -> list[int]:
+        return [*(slot.descriptor for slot in self._slots), *self._beside]
 
     def prepare(self, size: int, *, pinned: bool = False) -> None:
         """Allocate slots of ``size`` bytes, as far as memory allows. Any thread; keeps the contents of slots."""

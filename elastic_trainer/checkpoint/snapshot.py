@@ -22,7 +22,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -38,11 +38,35 @@ _SEAL = struct.Struct("<8sQQ16s8s")
 _LONGEST_NOTES = 256 << 20
 
 
+class SnapshotMemory(Protocol):
+    """A memory file, of this machine or another one."""
+
+    def read_into(self, buffer: memoryview, position: int) -> bool:
+        """Fill ``buffer`` from ``position`` on; False if the file ends before. OSError if it cannot be read."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class StateSnapshot:
-    """A state in the memory file ``descriptor``; the job ``job`` was to save it at ``location``."""
+class LocalMemory:
+    """The memory file ``descriptor``."""
 
     descriptor: int
+
+    def read_into(self, buffer: memoryview, position: int) -> bool:
+        while buffer:
+            count = os.preadv(self.descriptor, [buffer], position)
+            if count == 0:
+                return False
+            position += count
+            buffer = buffer[count:]
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class StateSnapshot:
+    """A state in ``memory``; the job ``job`` was to save it at ``location``."""
+
+    memory: SnapshotMemory
     manifest: Manifest
     location: str
     job: str | None
@@ -61,9 +85,14 @@ class StateSnapshot:
         return Image(tuple(self._holder(record.name)._file(record) for record in self.manifest.files))
 
     @property
-    def descriptors(self) -> frozenset[int]:
+    def memories(self) -> frozenset[SnapshotMemory]:
         """The memory files that hold it."""
-        return frozenset(each.descriptor for each in self.parts or (self,))
+        return frozenset(each.memory for each in self.parts or (self,))
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Whose part of a sharded state it is, and of how many; None for a whole state."""
+        return place_of(self._names())
 
     def _holder(self, file: str) -> StateSnapshot:
         return next((part for part in self.parts if file in part._names()), self)
@@ -73,11 +102,11 @@ class StateSnapshot:
 
     def _file(self, record: FileRecord) -> FileImage:
         begin = self._begin(record.name)
-        head = os.pread(self.descriptor, record.head_size, begin)
-        if len(head) != record.head_size:
+        head = bytearray(record.head_size)
+        if not self.memory.read_into(memoryview(head), begin):
             raise DamagedError(f"snapshot {self.manifest.name}: {record.name} is cut off")
         start, end = begin + record.head_size, begin + record.size
-        return FileImage(record.name, head, end - start, lambda: _pieces(self.descriptor, start, end))
+        return FileImage(record.name, bytes(head), end - start, lambda: _pieces(self.memory, start, end))
 
     # ---- as the files that a reader opens
 
@@ -86,7 +115,7 @@ class StateSnapshot:
 
     def source(self, name: str, file: str) -> SnapshotSource:
         holder = self._holder(file)
-        return SnapshotSource(holder.descriptor, holder._begin(file), self.manifest.file(file).size)
+        return SnapshotSource(holder.memory, holder._begin(file), self.manifest.file(file).size)
 
     def _begin(self, file: str) -> int:
         begins = places([each.size for each in self.manifest.files])
@@ -98,29 +127,22 @@ class SnapshotSource:
 
     readers = 1
 
-    def __init__(self, descriptor: int, begin: int, size: int) -> None:
-        self._descriptor, self._begin, self.size = descriptor, begin, size
+    def __init__(self, memory: SnapshotMemory, begin: int, size: int) -> None:
+        self._memory, self._begin, self.size = memory, begin, size
 
     def read_into(self, buffer: memoryview, offset: int) -> bool:
         """See :class:`~elastic_trainer.checkpoint.storage.ByteSource`."""
-        position = self._begin + offset
-        while buffer:
-            count = os.preadv(self._descriptor, [buffer], position)
-            if count == 0:
-                return False
-            position += count
-            buffer = buffer[count:]
-        return True
+        return self._memory.read_into(buffer, self._begin + offset)
 
     def close(self) -> None:
-        """The descriptor stays open."""
+        """The memory stays open."""
 
 
 def whole(found: Iterable[StateSnapshot]) -> Iterator[StateSnapshot]:
     """The snapshots of ``found`` with a whole state; all places of a sharded state are merged into one snapshot."""
     groups: dict[Any, dict[int, StateSnapshot]] = {}
     for each in found:
-        where = place_of(each._names())
+        where = each.place
         if where is None:
             yield each
             continue
@@ -134,7 +156,7 @@ def whole(found: Iterable[StateSnapshot]) -> Iterator[StateSnapshot]:
 def _joined(parts: tuple[StateSnapshot, ...]) -> StateSnapshot:
     first = parts[0]
     manifest = first.manifest.with_files(tuple(record for part in parts for record in part.manifest.files))
-    return StateSnapshot(first.descriptor, manifest, first.location, first.job, first.stored, parts)
+    return StateSnapshot(first.memory, manifest, first.location, first.job, first.stored, parts)
 
 
 def places(sizes: Sequence[int]) -> list[int]:
@@ -152,11 +174,10 @@ def break_seal(descriptor: int) -> None:
 
 def seal_as(descriptor: int, manifest: Manifest, location: str, job: str | None) -> None:
     """Seal the file as holding the files of ``manifest``, whose records are filled in."""
-    text = {"location": location, "job": job, "name": manifest.name, "manifest": seal(manifest).decode()}
-    notes, begin = json.dumps(text).encode(), places([each.size for each in manifest.files])[-1]
-    os.pwrite(descriptor, notes, begin)
-    digest = xxhash.xxh3_128_digest(notes)
-    os.pwrite(descriptor, _SEAL.pack(_MAGIC, begin, len(notes), digest, bytes(8)), 0)
+    text, begin = notes(manifest, location, job), places([each.size for each in manifest.files])[-1]
+    os.pwrite(descriptor, text, begin)
+    digest = xxhash.xxh3_128_digest(text)
+    os.pwrite(descriptor, _SEAL.pack(_MAGIC, begin, len(text), digest, bytes(8)), 0)
 
 
 def mark_stored(descriptor: int) -> None:
@@ -170,22 +191,48 @@ def read(descriptor: int) -> StateSnapshot | None:
     if len(header) < _SEAL.size or not any(header):
         return None
     magic, begin, size, digest, mark = _SEAL.unpack(header)
-    notes = os.pread(descriptor, size, begin) if magic == _MAGIC and size <= _LONGEST_NOTES else b""
-    if not notes or xxhash.xxh3_128_digest(notes) != digest or mark not in (bytes(8), _STORED):
+    text = os.pread(descriptor, size, begin) if magic == _MAGIC and size <= _LONGEST_NOTES else b""
+    if not text or xxhash.xxh3_128_digest(text) != digest or mark not in (bytes(8), _STORED):
         if os.pread(descriptor, _SEAL.size, 0) != header:
             return None  # it is being filled
         raise DamagedError("a snapshot in memory is damaged: its seal does not match its notes")
+    return described(LocalMemory(descriptor), text, stored=mark == _STORED)
+
+
+def described(memory: SnapshotMemory, notes: bytes, *, stored: bool) -> StateSnapshot:
+    """The snapshot in ``memory`` with these :func:`notes`."""
     known = json.loads(notes)
     if parse_checkpoint(known["name"]) is None:
         raise DamagedError(f"a snapshot in memory has the name {known['name']!r}, which no checkpoint has")
     manifest = unseal(known["manifest"].encode(), known["name"])
-    return StateSnapshot(descriptor, manifest, known["location"], known["job"], mark == _STORED)
+    return StateSnapshot(memory, manifest, known["location"], known["job"], stored)
 
 
-def _pieces(descriptor: int, start: int, end: int) -> Iterator[memoryview]:
+def notes(manifest: Manifest, location: str, job: str | None) -> bytes:
+    """The description of a snapshot with the files of ``manifest``."""
+    text = {"location": location, "job": job, "name": manifest.name, "manifest": seal(manifest).decode()}
+    return json.dumps(text).encode()
+
+
+def extent(descriptor: int) -> tuple[bytes, int]:
+    """The seal of a sealed file, and where its notes end."""
+    header = os.pread(descriptor, _SEAL.size, 0)
+    _, begin, size, _, _ = _SEAL.unpack(header)
+    return header, begin + size
+
+
+def reseal(descriptor: int, header: bytes, end: int) -> None:
+    """Seal a copy of another file with its seal. ValueError unless that is one of a file which ends at ``end``."""
+    magic, begin, size, _, _ = _SEAL.unpack(header[: _SEAL.size].ljust(_SEAL.size))
+    if len(header) != _SEAL.size or magic != _MAGIC or begin + size != end:
+        raise ValueError("a copy of a snapshot without its seal")
+    os.pwrite(descriptor, header, 0)
+
+
+def _pieces(memory: SnapshotMemory, start: int, end: int) -> Iterator[memoryview]:
     while start < end:
-        piece = os.pread(descriptor, min(PIECE, end - start), start)
-        if not piece:
+        piece = memoryview(bytearray(min(PIECE, end - start)))
+        if not memory.read_into(piece, start):
             raise DamagedError("a snapshot in memory is cut off")
-        yield memoryview(piece)
+        yield piece
         start += len(piece)

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.checkpoint import CheckpointManager, Event, Retention
+from elastic_trainer.checkpoint import CheckpointManager, Event, Retention, StateSnapshot
+from elastic_trainer.checkpoint.snapshot import LocalMemory
+
+
+def descriptor_of(snapshot: StateSnapshot) -> int:
+    """The memory file of this process that it is in."""
+    assert isinstance(snapshot.memory, LocalMemory)
+    return snapshot.memory.descriptor
 
 
 def same(left: Any, right: Any) -> bool:

@@ -18,7 +18,7 @@ from elastic_trainer.checkpoint.checking import records
 from elastic_trainer.checkpoint.reading import read_state
 from elastic_trainer.checkpoint.snapshot import DATA, break_seal, places, read
 from tests.drills.checkpoint.flipping import flipped
-from tests.unit.checkpoint.states import same, training_state
+from tests.unit.checkpoint.states import descriptor_of, same, training_state
 
 OWNER = Owner("run", "job")
 SEAL = 48
@@ -95,7 +95,7 @@ def test_the_places_of_a_sharded_state_make_one_snapshot_when_all_hold_one_step(
         leave_shard(index, step)
     assert Arena(files[0]).newest() is None
     both = left(files[0], files[1])
-    assert (both.order, both.stored, len(both.descriptors)) == ((1, 1), False, 2)
+    assert (both.order, both.stored, len(both.memories)) == ((1, 1), False, 2)
     leave_shard(1, 2)
     leave_shard(0, 3)  # in place of step 1: the one that both hold is filled last
     both = left(files[0], files[1])
@@ -191,7 +191,7 @@ def test_a_cut_off_file_holds_nothing(files: list[Path], tmp_path: Path) -> None
 def test_a_broken_seal_is_no_damage(files: list[Path], tmp_path: Path) -> None:
     """A process was killed while it copied."""
     leave(Arena(files), CheckpointManager(tmp_path), training_state(), 1)
-    descriptor = left(files).descriptor
+    descriptor = descriptor_of(left(files))
     break_seal(descriptor)
     assert read(descriptor) is None
 

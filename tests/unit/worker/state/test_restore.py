@@ -21,6 +21,7 @@ from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state import transfer
 from elastic_trainer.worker.state.restore import Origin, StateCandidate, choose, restore
 from tests.drills.checkpoint.flipping import flipped
+from tests.unit.checkpoint.states import descriptor_of
 from tests.unit.worker.ranks import outcome, run_ranks
 
 
@@ -128,7 +129,7 @@ def test_a_damaged_state_in_memory_counts_for_nothing(tmp_path: Path) -> None:
     saved(tmp_path / "a", 3, 1)
     for directory, wanted in ((tmp_path / "a", 3.0), (tmp_path / "none", -1.0)):
         left = in_memory(directory, 5, 1)
-        with flipped(Path(f"/proc/self/fd/{left.descriptor}"), 8 * (DATA + 2000)):
+        with flipped(Path(f"/proc/self/fd/{descriptor_of(left)}"), 8 * (DATA + 2000)):
             assert [value for _, value in everywhere([directory, None], {0: left})] == [wanted] * 2
 
 

@@ -20,6 +20,7 @@ from elastic_trainer.worker.comm.waits import InterruptibleWaits
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.restore import Origin
 from elastic_trainer.worker.state.sharded_restore import ShardSource, restore_shards
+from tests.unit.checkpoint.states import descriptor_of
 from tests.unit.worker.ranks import outcome, run_ranks
 from tests.unit.worker.state.test_restore import damage, in_memory, saved
 
@@ -45,8 +46,8 @@ def broken(left: StateSnapshot) -> StateSnapshot:
     """One bit of it has changed in memory."""
 
     begin = left._begin("tensors.safetensors") + left.manifest.file("tensors.safetensors").size - 1
-    (byte,) = os.pread(left.descriptor, 1, begin)
-    os.pwrite(left.descriptor, bytes([byte ^ 1]), begin)
+    (byte,) = os.pread(descriptor_of(left), 1, begin)
+    os.pwrite(descriptor_of(left), bytes([byte ^ 1]), begin)
     return left
 
 
