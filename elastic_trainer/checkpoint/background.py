@@ -1,7 +1,7 @@
 """Asynchronous saves: a thread writes one snapshot to storage, while a second may wait behind it.
 
-*Runs in* two threads of its own, one that seals copies and one of low priority that commits them; the training thread
-calls ``submit`` and ``finished``.
+*Runs in* threads of its own: one seals copies, one of low priority commits them, and where a neighbour keeps copies of
+shards another one sends them; the training thread calls ``submit`` and ``finished``.
 *Owns* the arena and the threads, until :meth:`BackgroundSaves.close`.
 *Fails by* the commit's error, or NonFiniteError, as the save's ``error``; later saves are still tried.
 *Invariant*: snapshots are committed in the order in which they were taken, and only if watched tensors are finite.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -23,7 +23,9 @@ from elastic_trainer.checkpoint.image import Image
 from elastic_trainer.checkpoint.layout import place_of
 from elastic_trainer.checkpoint.manager import CheckpointManager, Committed
 from elastic_trainer.checkpoint.manifest import Manifest
-from elastic_trainer.clock import Deadline
+from elastic_trainer.checkpoint.neighbours import Neighbour, RefusedError
+from elastic_trainer.clock import SYSTEM, Deadline
+from elastic_trainer.telemetry.logs import logger
 
 _NICENESS, _SEALING_NICENESS = 10, 5
 """Priority of the sealing thread: a copy without a seal is useless to this process's successor."""
@@ -54,6 +56,8 @@ class Save:
     """Whether it is one place's part of a sharded state, without which the other places cannot commit."""
     committed: Committed | None = None
     error: Exception | None = None
+    users: int = 1
+    """How many threads still need the copy."""
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -67,8 +71,14 @@ class BackgroundSaves:
         self._waiting: list[tuple[Save, Held]] = []
         self._unread: list[Save] = []
         self._under_way: list[Save] = []
+        self._neighbour: Neighbour | None = None
+        self._unsent: list[tuple[Save, Held]] = []
+        self._kept_there: tuple[int, int] | None = None
+        self._unkept = False
+        self.sent_s = 0.0
+        """Seconds that the last copy took to the neighbour."""
         self._busy = False
-        self._closed = False
+        self._closed = self._started = False
         self._threads: list[threading.Thread] = []
 
     @property
@@ -86,6 +96,29 @@ class BackgroundSaves:
     def sealing(self) -> bool:
         """Whether the previous copy is still unsealed in memory that outlives this process."""
         return self._arena.lasting and bool(self._unsealed)
+
+    @property
+    def neighbour(self) -> Neighbour | None:
+        """Who gets a copy of each sealed shard."""
+        return self._neighbour
+
+    @property
+    def sending(self) -> bool:
+        """Whether a copy is on its way to the neighbour."""
+        return bool(self._unsent)
+
+    def copy_to(self, neighbour: Neighbour | None) -> None:
+        """From now on leave a copy of each sealed shard with ``neighbour``, if this process's memory outlives it."""
+        with self._changed:
+            if self._neighbour is None and neighbour is not None and self._arena.lasting:
+                self._neighbour = neighbour
+                self._begin_thread("checkpoint-copies", self._send_all)
+
+    def resumed(self, name: str, order: tuple[int, int]) -> None:
+        """The job has resumed the snapshot ``name``: here and at the neighbour it is overwritten last."""
+        if self._arena.lasting:
+            self._arena.reuse_last(name)
+            self._kept_there = order
 
     @property
     def memory(self) -> int:
@@ -174,7 +207,7 @@ class BackgroundSaves:
                 return None
             save, held = self._waiting.pop()
             self._under_way.remove(save)
-            self._arena.release(held)
+            self._let_go(save, held)
         return save
 
     def finished(self) -> Sequence[Save]:
@@ -212,12 +245,16 @@ class BackgroundSaves:
             self._arena.close()
 
     def _start(self) -> None:
-        if not self._threads:
-            for name, work in (("checkpoint-seal", self._seal_all), ("checkpoint-save", self._commit_all)):
-                context = contextvars.copy_context()  # what each log line says of this process
-                thread = threading.Thread(target=context.run, args=(work,), name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+        if not self._started:
+            self._started = True
+            self._begin_thread("checkpoint-seal", self._seal_all)
+            self._begin_thread("checkpoint-save", self._commit_all)
+
+    def _begin_thread(self, name: str, work: Callable[[], None]) -> None:
+        context = contextvars.copy_context()  # what each log line says of this process
+        thread = threading.Thread(target=context.run, args=(work,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _seal_all(self) -> None:
         """Seal copies at once, even while an earlier one is being committed."""
@@ -234,6 +271,9 @@ class BackgroundSaves:
                 save.error = error
             with self._changed:
                 self._unsealed.pop(0)
+                if self._neighbour is not None and save.joint and save.error is None:
+                    save.users += 1
+                    self._unsent.append((save, held))
                 if save.error is not None and not (save.joint and save.purpose is SnapshotPurpose.HELP):
                     self._end(save, held, sealed=False)
                 elif save.purpose is SnapshotPurpose.KEEP:
@@ -250,6 +290,37 @@ class BackgroundSaves:
         if self._arena.lasting:
             self._arena.seal(held, save.manifest, self._manager.location, self._manager.owner.job)
         return held
+
+    def _send_all(self) -> None:
+        """Leave a copy of each sealed shard with the neighbour, in their order."""
+        _give_way(_NICENESS)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsent or self._closed)
+                if not self._unsent:
+                    break
+                save, held = self._unsent[0]
+            if not self._closed:
+                self._send(held, save.manifest)
+            with self._changed:
+                self._unsent.pop(0)
+                self._let_go(save, held)
+                self._changed.notify_all()
+        if self._neighbour is not None:
+            self._neighbour.close()
+
+    def _send(self, held: Held, manifest: Manifest) -> None:
+        began = SYSTEM.monotonic()
+        try:
+            if self._neighbour is not None:
+                self._neighbour.keep(self._arena.descriptor(held), self._kept_there, lambda: self._closed)
+            self._kept_there, self._unkept = None, False
+        except (OSError, RefusedError) as error:
+            if not self._unkept:
+                effect = "a lost node costs the steps behind the newest checkpoint"
+                logger().warning("snapshot.not_copied", step=manifest.step, reason=str(error), effect=effect)
+            self._unkept = True
+        self.sent_s = SYSTEM.monotonic() - began
 
     def _commit_all(self) -> None:
         _give_way(_NICENESS)
@@ -278,8 +349,14 @@ class BackgroundSaves:
         except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever saves gets it
             save.error = error
 
+    def _let_go(self, save: Save, held: Held, *, sealed: bool = True) -> None:
+        """A thread no longer needs the copy of ``save``."""
+        save.users -= 1
+        if not save.users:
+            self._arena.release(held, sealed=sealed)
+
     def _end(self, save: Save, held: Held, *, sealed: bool = True) -> None:
-        self._arena.release(held, sealed=sealed)
+        self._let_go(save, held, sealed=sealed)
         self._under_way.remove(save)
         self._report(save)
 

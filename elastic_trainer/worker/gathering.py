@@ -20,7 +20,7 @@ from elastic_trainer.worker.inplace.escape import Escape
 from elastic_trainer.worker.inplace.recovery import InPlaceRecovery
 from elastic_trainer.worker.inplace.rounds import Rounds
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.state.saver import check_storage
+from elastic_trainer.worker.state.storage_check import check_storage
 from elastic_trainer.worker.state.training_state import Position
 from elastic_trainer.worker.steps.boundary import Boundaries
 from elastic_trainer.worker.steps.one_round import OneRound

@@ -50,7 +50,6 @@ from elastic_trainer.telemetry import logs
 from elastic_trainer.variables import (
     ENV_CHANNEL,
     ENV_FORM_TIMEOUT,
-    ENV_MEMORY,
     ENV_NODE,
     ENV_RECOVERY,
     ENV_ROUND,
@@ -221,7 +220,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         os.environ[ENV_SHARD_PLACE] = "" if place is None else str(place)
         os.environ[ENV_FORM_TIMEOUT] = str(self._options.form_timeout)
         os.environ[ENV_CHANNEL] = str(led.channel.path)
-        os.environ[ENV_MEMORY] = led.arrived.rescue.paths
+        led.arrived.lend_memory(self._address)
         # torchrun exports 1, with which NCCL's watchdog would kill the survivors of a failed collective.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"

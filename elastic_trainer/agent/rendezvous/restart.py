@@ -33,6 +33,7 @@ from elastic_trainer.agent.rendezvous.sizes import allowed_sizes
 from elastic_trainer.agent.suspicion.questions import StatusBoard
 from elastic_trainer.agent.workers.deaths import Deaths, write_termination_message
 from elastic_trainer.agent.workers.false_starts import FalseStart, StartupWatch
+from elastic_trainer.agent.workers.neighbour_copies import NeighbourCopies
 from elastic_trainer.agent.workers.rescue import Rescue
 from elastic_trainer.agent.workers.supervisor import Supervisor
 from elastic_trainer.agent.workers.warm_starts import Await, at_once
@@ -60,7 +61,7 @@ from elastic_trainer.store.keys import RunKeys
 from elastic_trainer.store.metered import MeteredStore
 from elastic_trainer.store.session import LeaseSession
 from elastic_trainer.telemetry import logs
-from elastic_trainer.variables import ENV_MEMORY, ENV_NODE, ENV_RECOVERY, ENV_ROUND, ENV_ROUND_REASON, ENV_SHARD_NODES
+from elastic_trainer.variables import ENV_NODE, ENV_RECOVERY, ENV_ROUND, ENV_ROUND_REASON, ENV_SHARD_NODES
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store as TorchStore
@@ -270,7 +271,8 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         node.supervisor.round_begun(document.number)
         node.health.starting()
         self._starts.begin(port.port if document.is_first(self.node_id) else None)
-        os.environ[ENV_MEMORY] = node.rescue.paths
+        node.lend_memory(self._address)
+        node.find_neighbour(self.node_id, document)
         return self._describe(document)
 
     def _arrive(self) -> ArrivedNode:
@@ -295,8 +297,10 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             member.start(deadline)
             undo.callback(member.leave)
             health = HealthService(member, self._store, self._keys, self._options, self._address, self._clock)
-            rescue = Rescue(self.node_id, member.nodes, local_workers().count, self._clock)
-            self._node = ArrivedNode(member, liveness, supervisor, health, rescue)
+            copies = NeighbourCopies(self._address)
+            undo.callback(copies.close)
+            rescue = Rescue(self.node_id, member.nodes, local_workers().count, self._clock, lambda: copies.files)
+            self._node = ArrivedNode(member, liveness, supervisor, health, rescue, copies)
             undo.pop_all()
         return self._node
 
@@ -356,6 +360,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             role=workers.role,
             store_port=store_port,
             probe_port=node.liveness.port,
+            copies=node.copies.here,
             **(shown | more),
         )
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from elastic_trainer.checkpoint import CheckpointManager, Owner, StateSnapshot
-from elastic_trainer.checkpoint.arena import SLOTS, newest
+from elastic_trainer.checkpoint.arena import MEMORY_NAME, SLOTS, newest
 from elastic_trainer.checkpoint.layout import rescued_name
 from elastic_trainer.clock import SYSTEM, Clock, Deadline, pause
 from elastic_trainer.errors import ElasticTrainerError
@@ -43,20 +43,31 @@ Nodes = Callable[[Sequence[str], Deadline], Mapping[str, NodeView]]
 class Rescue:
     """See the module."""
 
-    def __init__(self, node: str, nodes: Nodes, workers: int, clock: Clock = SYSTEM) -> None:
-        self._node, self._nodes, self._clock = node, nodes, clock
-        self._files = [os.memfd_create(f"elastic-trainer-snapshot-{number}") for number in range(SLOTS * workers)]
+    def __init__(
+        self,
+        node: str,
+        nodes: Nodes,
+        workers: int,
+        clock: Clock = SYSTEM,
+        copies: Callable[[], Sequence[int]] = tuple,
+    ) -> None:
+        """``copies()`` are the memory files with shards of another node."""
+        self._node, self._nodes, self._clock, self._copies = node, nodes, clock, copies
+        self._files = [os.memfd_create(f"{MEMORY_NAME}snapshot-{number}") for number in range(SLOTS * workers)]
         self._under_way = threading.Lock()
         self._closing = threading.Event()
 
     @property
     def paths(self) -> str:
         """The paths at which workers open the memory files."""
-        return os.pathsep.join(f"/proc/{os.getpid()}/fd/{each}" for each in self._files)
+        return os.pathsep.join(f"/proc/{os.getpid()}/fd/{each}" for each in self._held())
+
+    def _held(self) -> list[int]:
+        return [*self._files, *self._copies()]
 
     def begin(self, document: RoundDocument, *, in_place: bool) -> None:
         """The workers of this node, members of the round of ``document``, are dead: start to rescue their state."""
-        if newest(self._files) is not None:
+        if newest(self._held()) is not None:
             threading.Thread(
                 target=self._rescue, args=(document, in_place), name="snapshot-rescue", daemon=True
             ).start()
@@ -100,7 +111,7 @@ class Rescue:
     def commit(self, turn: int = 0) -> None:
         """Commit the newest snapshot, unless storage has it or a newer state, or another agent is writing it."""
         try:
-            snapshot = newest(self._files)
+            snapshot = newest(self._held())
             if snapshot is not None and not snapshot.stored:
                 self._commit(snapshot, turn)
         except Exception as error:  # noqa: BLE001 - a failed rescue must not keep a node from leaving

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from elastic_trainer.checkpoint.neighbours import Neighbour
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.placement import AUTO
 
@@ -27,7 +28,9 @@ LONGEST_S: Final = 1800.0
 _SMOOTHING: Final = 0.3
 LEAST_APART_S: Final = 5.0
 _SHARE: Final = 0.01
-"""DataPart of the training time that snapshots in memory may take."""
+"""Part of the training time that snapshots in memory may take."""
+_SENT_SHARE: Final = 0.05
+"""Part of the time in which a copy may be on its way to the neighbour, beside training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +64,20 @@ class Cadence:
 class Memory:
     """Memory that outlives this process: the agent's ``files``, and how often to copy the state there.
 
-    ``beside`` are the files of the other places of a sharded model.
+    ``beside`` are the files of the other places of a sharded model, and ``neighbour`` may keep copies of its shards.
     """
 
     files: Sequence[Path] = ()
     every_s: float | str | None = AUTO
     beside: Sequence[Path] = ()
+    neighbour: Neighbour | None = None
 
-    def apart_s(self, took_s: float) -> float:
-        """Seconds between snapshots that take ``took_s``; infinite for none."""
+    def apart_s(self, took_s: float, sent_s: float = 0.0) -> float:
+        """Seconds between snapshots that take ``took_s``, and ``sent_s`` to the neighbour; infinite for none."""
         if self.every_s is None or not self.files:
             return math.inf
-        return max(LEAST_APART_S, took_s / _SHARE) if isinstance(self.every_s, str) else self.every_s
+        longest = max(LEAST_APART_S, took_s / _SHARE, sent_s / _SENT_SHARE)
+        return longest if isinstance(self.every_s, str) else self.every_s
 
 
 @dataclass(frozen=True, slots=True)

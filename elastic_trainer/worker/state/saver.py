@@ -18,8 +18,6 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-import torch
-
 from elastic_trainer.checkpoint import (
     Arena,
     BackgroundSaves,
@@ -30,20 +28,18 @@ from elastic_trainer.checkpoint import (
     SaveInfo,
     StateSnapshot,
 )
+from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.checkpoint.background import SnapshotPurpose
-from elastic_trainer.checkpoint.checking import not_finite
-from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, NonFiniteError
 from elastic_trainer.model import Phase
-from elastic_trainer.settings import WorkerEnvironment
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.cadence import FIELD, Cadence, Experience, Memory
 from elastic_trainer.worker.state.on_demand import OnDemand
 from elastic_trainer.worker.state.shares import ALONE, ShardPart, Shares, in_round, not_shared
-from elastic_trainer.worker.state.training_state import TrainingState
+from elastic_trainer.worker.state.training_state import TrainingState, check_finite, watched
 
 
 class WhenBehind(StrEnum):
@@ -94,10 +90,23 @@ class Saver:
         self._shares, self._begun = ALONE, (-1, -1)
         self._part: ShardPart | None = None
 
-    def serve(self, *, saves: bool, world_size: int = 1, shares: Shares = ALONE, part: ShardPart | None = None) -> None:
-        """Whether this rank ``saves`` from now on, and with whom; of a sharded model, its ``part``."""
+    def serve(
+        self,
+        *,
+        saves: bool,
+        world_size: int = 1,
+        shares: Shares = ALONE,
+        part: ShardPart | None = None,
+        only: bool = False,
+    ) -> None:
+        """Whether this rank ``saves`` from now on, and with whom; of a sharded model, its ``part``.
+
+        ``only``: no other rank holds this part, so the neighbour keeps copies of it.
+        """
         self._manager, self._world_size = self._held if saves else None, world_size
         self._shares, self._part = shares, part
+        if only and part is not None and self._saves is not None:
+            self._saves.copy_to(self._memory.neighbour)
 
     def meet(self, peers: Control) -> None:
         """A round begins with these ranks of the shard group: a save that not all of them have begun will not be."""
@@ -105,9 +114,13 @@ class Saver:
             self._saves.stop()
             self._begun = -1, -1
 
-    def resumed(self, fields: Mapping[str, Any], *, stored: bool) -> None:
-        """The present state was just read from a checkpoint with these ``fields``; ``stored``: it is in storage."""
+    def resumed(self, name: str, order: tuple[int, int], fields: Mapping[str, Any], *, stored: bool) -> None:
+        """The present state was just read from the checkpoint ``name``, of that round and step, with these ``fields``;
+        ``stored``: it is in storage.
+        """
         step = self._state.position.step
+        if self._saves is not None:
+            self._saves.resumed(name, order)
         self._last_step = step if stored else self._last_step
         lost = not 0 < self._tracker.reached <= step  # 0: nobody knows how far the job was
         self._past = replace(Experience.resumed(fields, lost=lost), cost_s=self._past.cost_s)
@@ -136,7 +149,7 @@ class Saver:
             return False
         if self._clock.monotonic() - self._last_s < every_s:
             return False
-        return self._memory.apart_s(0.0) == math.inf or not self._saves.committing
+        return self._memory.apart_s(0.0) == math.inf or not (self._saves.committing or self._saves.sending)
 
     # ---- snapshots, on every node
 
@@ -145,16 +158,27 @@ class Saver:
         if self._held is None or self._arena is None or not self._arena.lasting:
             return None
         left = self._arena.newest()
-        mine = left is not None and (left.location, left.job) == (self._held.location, self._held.owner.job)
-        return left if mine else None
+        return left if left is not None and self._is_mine(self._held, left) else None
+
+    def parts_in_memory(self) -> list[tuple[str, StateSnapshot]]:
+        """The parts of sharded states of this job in the agent's memory, each with the path of its file."""
+        if self._held is None or self._arena is None:
+            return []
+        return [(path, each) for path, each in self._arena.parts() if self._is_mine(self._held, each)]
+
+    def _is_mine(self, manager: CheckpointManager, left: StateSnapshot) -> bool:
+        return (left.location, left.job) == (manager.location, manager.owner.job)
 
     def prepare(self) -> None:
         """After a step the size of the state is known: have the memory for copies ready before the first one."""
         lasting = self._arena is not None and self._arena.lasting
         copies = self._manager is not None or self._shares.parts > 1 or self._part is not None or lasting
         if self._saves is not None and copies and not self._prepared:
-            self._prepared = True
-            self._saves.prepare(self._state.size(), pinned=self._state.device.type == "cuda")
+            self._prepared, size = True, self._state.size()
+            self._saves.prepare(size, pinned=self._state.device.type == "cuda")
+            if self._saves.neighbour is not None:
+                needed_mb = round(SLOTS * size / 1e6, 1)
+                logger().info("snapshot.copies", neighbour=str(self._saves.neighbour), memory_there_mb=needed_mb)
 
     def copy_if_due(self) -> None:
         """Copy the state into the agent's memory, if that was not done for long enough; it is not committed."""
@@ -163,7 +187,8 @@ class Saver:
 
     def wants_copy(self) -> bool:
         """Whether the shard groups should copy the state into the agents' memory (:meth:`copy`)."""
-        return self._part is not None and self._part.leads and self._copy_due()
+        sending = self._saves is not None and self._saves.sending
+        return self._part is not None and self._part.leads and not sending and self._copy_due()
 
     def copy(self) -> None:
         """On all ranks of a sharded model: what :meth:`copy_if_due` does."""
@@ -171,7 +196,8 @@ class Saver:
             self._copy(SnapshotPurpose.KEEP)
 
     def _copy_due(self) -> bool:
-        return self._clock.monotonic() - self._copied_s >= self._memory.apart_s(self._copy_took_s)
+        sent_s = self._saves.sent_s if self._saves is not None else 0.0
+        return self._clock.monotonic() - self._copied_s >= self._memory.apart_s(self._copy_took_s, sent_s)
 
     def help(self) -> None:
         """Rank 0 saves: write a part of it, on one rank of each of the other nodes, or the shards of this place."""
@@ -179,16 +205,19 @@ class Saver:
         if whole or (self._part is not None and self._part.helps):
             self._copy(SnapshotPurpose.HELP)
 
-    def _together(self, *, goes: bool) -> bool:
+    def _together(self, *, goes: bool, kept: bool = False) -> bool:
         """Whether to copy now. The places of a group do so together, if place 0 ``goes``, when all have sealed the copy
         before: then there is always one that all of them hold. Those who help learn what place 0 still writes.
+
+        While the copy before is on its way from a place to its neighbour, none is made that is only ``kept`` in memory.
         """
         part, saves = self._part, self._saves
         if part is None or part.peers is None or saves is None:
             return goes
         saves.await_seals()
         moments = [float(each) for moment in saves.moments() for each in moment] if part.leads else []
-        goes_first, *under_way = part.peers.sum(Purpose.SAVE, [float(goes and part.leads), *moments])
+        wish = float(goes and part.leads) - float(kept and saves.sending)
+        goes_first, *under_way = part.peers.sum(Purpose.SAVE, [wish, *moments])
         if not part.leads:
             saves.stop(but=[(int(under_way[at]), int(under_way[at + 1])) for at in (0, 2)])
         return goes_first > 0
@@ -199,7 +228,8 @@ class Saver:
         free = not (self._memory_short or self._saves.full or self._saves.sealing)
         if self._part is None and not free:
             return
-        if not self._together(goes=self._part is None or self._part.peers is None or (free and self._copy_due())):
+        goes = self._part is None or self._part.peers is None or (free and self._copy_due())
+        if not self._together(goes=goes, kept=purpose is SnapshotPurpose.KEEP):
             return
         began = self._clock.monotonic()
         with self._tracker.during(Phase.CHECKPOINT):
@@ -409,42 +439,3 @@ class Saver:
             with self._tracker.during(Phase.CHECKPOINT):
                 in_round(None, partial(self._saves.close, limit_s))
             self.look()
-
-
-def check_storage(manager: CheckpointManager | None, control: Control, environment: WorkerEnvironment) -> None:
-    """Raise on all ranks if rank 0 cannot write checkpoints.
-
-    Not where a process continues a training: the directory could be written when that began.
-    """
-    with control.agreed():
-        if manager is None or control.rank != 0:
-            return
-        try:
-            in_round(None, manager.check_writable)
-            in_round(None, manager.sweep)
-        except CheckpointError as error:
-            if not _goes_on(manager, environment):
-                raise
-            logger().error("storage.refused", step=environment.reached, error=str(error))
-
-
-def _goes_on(manager: CheckpointManager, environment: WorkerEnvironment) -> bool:
-    """Whether the training was under way before: steps are known, or there is a checkpoint."""
-    try:
-        return environment.reached > 0 or (environment.midway and manager.newest() is not None)
-    except CheckpointError:
-        return False
-
-
-def watched(module: torch.nn.Module, tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The parameters that must be finite, by name, as the state ``tree`` holds them."""
-    named = module.state_dict(keep_vars=True).items()
-    held = ((name, tree["model"].get(name, each)) for name, each in named if isinstance(each, torch.nn.Parameter))
-    return {name: each for name, each in held if each.is_floating_point() and each.numel() and not each.is_meta}
-
-
-def check_finite(module: torch.nn.Module, tree: Mapping[str, Any]) -> None:
-    """NonFiniteError naming the first parameter that holds a NaN or an infinity."""
-    for name, each in watched(module, tree).items():
-        if not bool(torch.isfinite(local(each)).all()):
-            raise not_finite(name)

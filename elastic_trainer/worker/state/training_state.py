@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.checkpoint import Live
+from elastic_trainer.checkpoint.checking import not_finite
 from elastic_trainer.checkpoint.sharded import local
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.model import Cursor
@@ -329,6 +330,20 @@ def _load_all(parts: list[tuple[Any, Any]]) -> None:
         raise CheckpointError(
             f"a registered part refused its state: {type(error).__name__}: {error}", hint=_HINT
         ) from error
+
+
+def watched(module: torch.nn.Module, tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The parameters that must be finite, by name, as the state ``tree`` holds them."""
+    named = module.state_dict(keep_vars=True).items()
+    held = ((name, tree["model"].get(name, each)) for name, each in named if isinstance(each, torch.nn.Parameter))
+    return {name: each for name, each in held if each.is_floating_point() and each.numel() and not each.is_meta}
+
+
+def check_finite(module: torch.nn.Module, tree: Mapping[str, Any]) -> None:
+    """NonFiniteError naming the first parameter that holds a NaN or an infinity."""
+    for name, each in watched(module, tree).items():
+        if not bool(torch.isfinite(local(each)).all()):
+            raise not_finite(name)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.checkpoint import Places
 from elastic_trainer.checkpoint.arena import SLOTS
+from elastic_trainer.checkpoint.neighbours import MemoryAddress, Neighbour
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
 from elastic_trainer.model import Phase
@@ -33,6 +34,7 @@ from elastic_trainer.worker.state.cadence import Memory
 from elastic_trainer.worker.state.fields import check_run
 from elastic_trainer.worker.state.heal import give
 from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet, members_of
+from elastic_trainer.worker.state.remote_parts import together
 from elastic_trainer.worker.state.restore import Origin, restore
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.sharded_restore import ShardSource, restore_shards
@@ -131,8 +133,12 @@ class Training:
         """Each place of the node has memory files of its own; whole states are those of the first."""
         files, every_s = self.place.environment.memory, self.place.options.saving.snapshot_every_s
         first = SLOTS * self.place.environment.local_rank
-        others = (*files[:first], *files[first + SLOTS :]) if self.replica.layout is not None else ()
-        return Memory(files[first : first + SLOTS], every_s, others)
+        if self.replica.layout is None:
+            return Memory(files[first : first + SLOTS], every_s)
+        others, local_rank = (*files[:first], *files[first + SLOTS :]), self.place.environment.local_rank
+        at = self.place.environment.copies_at
+        neighbour = Neighbour(MemoryAddress.parse(at), local_rank) if at else None
+        return Memory(files[first : first + SLOTS], every_s, others, neighbour)
 
     def close(self, limit_s: float | None) -> None:
         """The session ends. Pending saves may take ``limit_s``; None: as long as they take."""
@@ -185,15 +191,18 @@ class Training:
         if self.replica.layout is None:
             self.origin = restore(control, place.manager, self.collect, take_over, tracker, check, unfit, left, live)
         else:
-            source = ShardSource(self._manager, left, live, tracker, looks=place.manager is not None)
-            alike = self.replica.alike(control)
-            self.origin = restore_shards(control, alike, source, self.collect, take_over, check, unfit)
+            with together(control, self.saver.parts_in_memory(), place.environment.copies_here) as joined:
+                left = max(filter(None, (joined, left)), key=lambda each: each.order, default=None)
+                source = ShardSource(self._manager, left, live, tracker, looks=place.manager is not None)
+                alike = self.replica.alike(control)
+                self.origin = restore_shards(control, alike, source, self.collect, take_over, check, unfit)
         self.steps.dirty = False
         first = place.position.generation + 1 if self.origin.name is not None else 0
+        read = place.position.generation, place.position.step
         newest = max(row[0] for row in control.gather([max(formation.round, first)]))
         self.take_part(group, newest, self.origin.fields)
         if self.origin.name is not None:
-            self.saver.resumed(self.origin.fields, stored=self.origin.stored)
+            self.saver.resumed(self.origin.name, read, self.origin.fields, stored=self.origin.stored)
 
     def take_part(
         self, group: Group, generation: int, fields: Mapping[str, Any], given: Mapping[str, Any] | None = None
@@ -222,7 +231,8 @@ class Training:
         shares = Shares.among(group.formation, Writers(place.options.saving.writers)) if whole else Shares()
         self._meet()
         copies = self._part(self.replica.peers, writes=layout is not None and rank < layout.size)
-        self.saver.serve(saves=rank == 0, world_size=world, shares=shares, part=copies)
+        only = layout is not None and layout.size == world
+        self.saver.serve(saves=rank == 0, world_size=world, shares=shares, part=copies, only=only)
         place.context = RankContext(group, self._boundaries(control))
         place.ledger.identify(rank=rank, local_rank=place.environment.local_rank, world=world, round=generation)
         where = {"epoch": position.cursor.epoch, "resumed_from": self.origin.name}

@@ -6,6 +6,7 @@ the job is sharded anew at each number of them (``ELASTIC_TRAINER_WHOLE_JOB_NODE
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
@@ -18,7 +19,7 @@ from elastic_trainer.drills.measure import Book
 from elastic_trainer.local.cluster import Node, kill
 from elastic_trainer.local.ledger import Line, LineKind
 from elastic_trainer.membership.documents import NodeState
-from tests.drills.sharded.test_saves import SAVE_EVERY, Saved
+from tests.drills.sharded.test_saves import Saved
 from tests.drills.sharded.test_sharded import CLOSE
 
 COUNT = "ELASTIC_TRAINER_GROUP_KILLS"
@@ -26,6 +27,8 @@ KILLS = int(os.environ.get(COUNT, "0"))
 GROUP = 2
 NODES = int(os.environ.get("ELASTIC_TRAINER_WHOLE_JOB_NODES", "3"))
 """Of the job that shards its model over all nodes."""
+RARELY = 40
+"""Steps between its saves: it resumes copies."""
 
 
 class Groups(Saved):
@@ -102,7 +105,7 @@ def test_whole_groups_go_on_and_broken_ones_are_put_together(tmp_path: Path, etc
         logs = "".join(job.log(node.name) for node in job.nodes)
         assert '"checkpoint.loaded"' in logs
         assert '"snapshot.rescued"' not in logs
-        assert '"snapshot.loaded"' not in logs
+        assert '"snapshot.loaded"' in logs
     print({"error": error})
     assert error < CLOSE
 
@@ -137,33 +140,63 @@ class WholeJob(Groups):
         assert found is not None
         return found.step
 
+    def loses(self, count: int) -> tuple[list[int], int]:
+        """Kill ``count`` neighbours between two saves, some copies behind the first. The steps that all ranks had
+        begun to copy, and the one that the others resume.
+        """
+        size = len(self.job.running)
+        begun = self.job.newest()
+        self.job.wait_for(
+            lambda: self.job.newest() > begun + 10 and self.job.newest() % RARELY in range(10, RARELY - 10),
+            "no step between two saves",
+        )
+        self._logged = {node.name: len(self.job.log(node.name)) for node in self.job.running}
+        self.kill_nodes(*self.members()[size - count :])
+        copied = self.copied(self._before, size)
+        return copied, self.taken_up(size - count) - 1
+
+    def copied(self, round_: int, size: int) -> list[int]:
+        """The steps that all ranks of a round had begun to copy."""
+        rows = [map(json.loads, path.read_text().splitlines()) for path in self.directory.glob("copies-*")]
+        steps = [row["step"] for lines in rows for row in lines if row["round"] == round_]
+        return sorted(step for step in {*steps} if steps.count(step) == size)
+
+    def loaded(self) -> set[str]:
+        """What the workers that run now have loaded: "snapshot", "checkpoint"."""
+        logs = [self.job.log(node.name)[self._logged[node.name] :] for node in self.job.running]
+        return {kind for log in logs for kind in ("snapshot", "checkpoint") if f'"{kind}.loaded"' in log}
+
+    def await_saved_again(self) -> None:
+        saved = self.newest_saved()
+        self.job.wait_for(lambda: self.newest_saved() > saved, "nothing is saved")
+
 
 def test_a_model_sharded_over_the_whole_job_is_sharded_anew_when_nodes_die_and_join(
     tmp_path: Path, etcd_endpoint: str, run_id: str
 ) -> None:
-    """A node is killed, and its shards with it: the others resume the newest checkpoint with one place less. Then one
-    joins. Only steps behind that checkpoint are repeated, each sample counts once, and the result is that of one
-    process.
+    """A node is killed, and its shards with it: the others resume, with one place less, the newest state of which it
+    had left a copy with its neighbour. Then one joins. Then two neighbours die at once: what is left resumes the newest
+    checkpoint. Only steps behind these are repeated, each sample counts once, and the result is that of one process.
     """
-    options: dict[str, Any] = {"recovery": "restart", "save_every": SAVE_EVERY, "sgd": True, "whole_job": True}
-    sizes = {"nodes": NODES, "least": NODES - 1}  # else a first node that is early would train alone
-    drill = WholeJob(tmp_path, etcd_endpoint, run_id, places=1, pace_s=0.05, **sizes, **options)
+    options: dict[str, Any] = {"recovery": "restart", "save_every": RARELY, "sgd": True, "whole_job": True}
+    sizes = {"nodes": NODES, "least": NODES - 2}
+    drill = WholeJob(tmp_path, etcd_endpoint, run_id, places=1, pace_s=0.05, snapshot_every_s=0.2, **sizes, **options)
     with drill.job as job:
         job.start(NODES)
         drill.taken_up(NODES)
-        job.wait_for(lambda: drill.newest_saved() >= SAVE_EVERY, "nothing is saved")
-        saved = drill.newest_saved()
-        drill.kill_nodes(job.running[1])
-        first = drill.taken_up(NODES - 1)
-        newest = max(line.step for line in job.lines() if line.event is LineKind.STEP and line.world == NODES)
-        assert saved < first <= newest + 1
+        copied, resumed = drill.loses(1)
+        assert resumed in copied[-2:]
+        assert drill.loaded() == {"snapshot"}
         drill.begins()
         job.add()
         drill.taken_up(NODES)
-        error = drill.ended(tmp_path, restarted=True)
-        in_memory = '"snapshot.loaded"' in "".join(job.log(node.name) for node in job.nodes)
-        assert in_memory == (NODES == 2)  # one node that is left has a whole state in its agent's memory
-    print({"saved": saved, "newest": newest, "first": first, "error": error})
+        drill.await_saved_again()
+        saved = drill.newest_saved()
+        copied, again = drill.loses(2)
+        assert saved <= again < copied[-1]
+        assert "checkpoint" in drill.loaded()
+        error = drill.ended(tmp_path, restarted=True, ranks=NODES - 2)
+    print({"resumed": resumed, "saved": saved, "again": again, "error": error})
     assert error < CLOSE
 
 

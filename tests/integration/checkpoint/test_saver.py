@@ -23,8 +23,9 @@ from elastic_trainer.worker.comm.waits import InterruptibleWaits
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 from elastic_trainer.worker.state.cadence import Cadence, Memory
 from elastic_trainer.worker.state.restore import restore
-from elastic_trainer.worker.state.saver import Saver, WhenBehind, check_storage
+from elastic_trainer.worker.state.saver import Saver, WhenBehind
 from elastic_trainer.worker.state.shares import ShardPart
+from elastic_trainer.worker.state.storage_check import check_storage
 from elastic_trainer.worker.state.training_state import Position, TrainingState
 from tests.integration.checkpoint.test_background import LIMIT_S, Gated
 

@@ -12,6 +12,7 @@ import pytest
 from elastic_trainer.agent.rendezvous import in_place
 from elastic_trainer.agent.rendezvous.in_place import InPlaceHandler, InPlaceNode
 from elastic_trainer.agent.rendezvous.launcher import LocalWorkers
+from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.errors import EXIT_CONFIG, ConfigError
 from elastic_trainer.model import RecoveryMode
 from elastic_trainer.settings import RendezvousOptions, worker_environment
@@ -42,11 +43,15 @@ def handler(monkeypatch: pytest.MonkeyPatch) -> InPlaceHandler:
 def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
     """Nobody else is there yet: the worker runs all the same, as rank 0 of 1, and knows where its agent listens. NCCL's
     watchdog would kill survivors of a failed collective. Healthy workers are never restarted."""
+    nothing: Any = None
+    memory: Any = SimpleNamespace(paths="/proc/1/fd/3:/proc/1/fd/4")
+    copies: Any = SimpleNamespace(here="4712 ab")
+    arrived = ArrivedNode(nothing, nothing, nothing, nothing, memory, copies)
     parts: dict[str, Any] = {
         "conductor": SimpleNamespace(life=3),
         "channel": SimpleNamespace(path="/tmp/agent.sock"),
         "guard": SimpleNamespace(port=4711),
-        "arrived": SimpleNamespace(rescue=SimpleNamespace(paths="/proc/1/fd/3:/proc/1/fd/4")),
+        "arrived": arrived,
     }
     found = handler._provisional(LocalWorkers(2, "default", 100), cast("InPlaceNode", SimpleNamespace(**parts)), 1)
     assert (found.rank, found.world_size) == (0, 1)
@@ -55,6 +60,7 @@ def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
     assert [os.environ[name] for name in (ENV_NODE, ENV_ROUND, ENV_RECOVERY)] == ["a", "0", "in_place"]
     assert os.environ[ENV_CHANNEL] == "/tmp/agent.sock"
     assert worker_environment().memory == (Path("/proc/1/fd/3"), Path("/proc/1/fd/4"))
+    assert (worker_environment().copies_here, worker_environment().copies_at) == ("127.0.0.1 4712 ab", None)
     assert (worker_environment().shard_nodes, worker_environment().shard_place) == (1, 1)
     assert [os.environ[name] for name in EXPORTED] == ["0", "0"]
     assert handler.use_agent_store

@@ -112,11 +112,12 @@ def test_metrics_that_cannot_be_closed_keep_no_key() -> None:
             close=lambda *_: closed.append(name),
             leave=lambda *_: closed.append(name),
             look=lambda: SimpleNamespace(round=None),
+            stop=lambda: closed.append(f"{name} stops"),
         )
 
-    node = ArrivedNode(part("member"), part("liveness"), part("supervisor"), part("health"), part("rescue"))
+    node = ArrivedNode(*map(part, ("member", "liveness", "supervisor", "health", "rescue", "copies")))
     assert node.leave() is False
-    assert closed == ["member", "rescue", "supervisor", "liveness"]
+    assert closed == ["member", "copies stops", "rescue", "copies", "supervisor", "liveness"]
 
 
 def test_an_endpoint_that_nobody_asked_for_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
