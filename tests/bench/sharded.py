@@ -1,4 +1,4 @@
-"""Sharded models in place: steps against torch's HSDP by hand, the commit barrier, kills and joins.
+"""Sharded models: steps against torch's HSDP by hand, the commit barrier, kills and joins; copies at a neighbour.
 
 Two nodes of two ranks share this machine: a step, and what follows a fault, take several times what they would on
 machines of their own. The loops take turns in the same processes. Of the commit barrier counts what it takes once the
@@ -25,6 +25,7 @@ from tests.drills.sharded.test_sharded import Sharded
 
 JOB = Path(__file__).with_name("sharded_job.py")
 PLACES = 2
+COPYING = Shape(2, 1536, 32, 8, 100)
 AT_50_MS, QUICK = Shape(2, 768, 256, 20, 5), Shape(2, 128, 8, 2, 3)
 FAULTS, QUICK_FAULTS = 10, 1
 
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
     options = parse("sharded", __doc__, argv, repeats=3)
     shape, faults = (QUICK, QUICK_FAULTS) if options.quick else (AT_50_MS, FAULTS)
-    steps, calibrations = [], []
+    copying = QUICK if options.quick else COPYING
+    steps, copies, calibrations = [], [], []
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, EtcdServer(Path(place, "etcd")) as etcd:
         for repeat in range(options.repeats):
             note(f"steps: {repeat + 1} of {options.repeats}")
@@ -43,19 +45,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             barrier = {"barrier_ms": 1e3 * median(waited), "barrier_own_ms": 1e3 * median(own)}
             steps.append(compared(taken) | barrier)
             calibrations.append(calibrate())
+            note(f"copies at a neighbour: {repeat + 1} of {options.repeats}")
+            copies.append(copied(Path(place, f"copies-{repeat}"), etcd.endpoint, copying))
         gaps = struck(Path(place), etcd.endpoint, faults)
         calibrations.append(calibrate())
     figures: dict[str, Any] = {
         "steps": {name: median([each[name] for each in steps]) for name in steps[0]} | {"repeats": steps},
+        "copies": {name: median([each[name] for each in copies]) for name in copies[0]} | {"repeats": copies},
         "gaps_s": gaps,
         "median_gaps_s": {name: median(each) for name, each in gaps.items()},
     }
     musts = [
         at_most("steps longer than HSDP by hand, %", figures["steps"]["longer_by_percent"], 3.0),
+        at_most("copies at a neighbour: steps longer, %", figures["copies"]["longer_by_percent"], 2.0),
         at_most_time("commit barrier once the last rank has come, ms", figures["steps"]["barrier_own_ms"], 0.5),
         *(at_most_time(f"{name}: survivors' pause, s", median(each), 0.3) for name, each in gaps.items()),
     ]
     return emit(Report(options, figures, musts, calibrations=calibrations))
+
+
+def copied(directory: Path, endpoint: str, shape: Shape) -> dict[str, float]:
+    """What copies of shards at a neighbour cost at their default interval, sharded over two nodes of one rank.
+
+    A block of steps is about as long as that interval: each with copies begins with one.
+    """
+    taken: dict[str, Any] = trained(directory, endpoint, "restart", shape, job=JOB)
+    pairs = [(one[0], other[0]) for one, other in zip(taken["copied"], taken["not copied"], strict=True)]
+    step_s, more_s = median([other for _, other in pairs]), median([one - other for one, other in pairs])
+    known = {"copies": taken["copies"], "blocks": len(pairs), "state_mb": taken["state_mb"]}
+    return {"step_ms": 1e3 * step_s, "longer_by_percent": 100.0 * more_s / step_s, **known}
 
 
 def struck(place: Path, endpoint: str, faults: int) -> dict[str, list[float]]:

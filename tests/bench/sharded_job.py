@@ -2,6 +2,9 @@
 
 ``sharded_job.py RESULT WIDTH BATCH ALTERNATIONS STEPS``: rank 0 writes what each block of steps took, and each wait in
 the commit barrier: in all, and after the last rank of its node had come.
+
+In restart mode the model is sharded over the whole job, and the session's loop alone takes turns: with copies of its
+shards in its agent's memory and the neighbour's, and without.
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from elastic_trainer import Session
+from elastic_trainer.model import RecoveryMode
+from elastic_trainer.settings import worker_environment
 from elastic_trainer.variables import ENV_LEDGER_DIR
 from elastic_trainer.worker.model.sharded import ShardedReplica
+from elastic_trainer.worker.state.saver import Saver
 from tests.bench.step_overhead_job import (
     CLASSES,
     FEATURES,
@@ -98,5 +104,39 @@ def run(result: Path, width: int, batch: int, alternations: int, count: int) -> 
             result.write_text(json.dumps(taken | {"barrier": barrier}))
 
 
+def run_copies(result: Path, width: int, batch: int, alternations: int, count: int) -> None:
+    """Train in both ways in turn."""
+    torch.set_num_threads(1)
+    os.environ.pop(ENV_LEDGER_DIR, None)
+    data = TensorDataset(torch.randn(SAMPLES, FEATURES), torch.randint(0, CLASSES, (SAMPLES,)))
+    due, copies = Saver.wants_copy, {"allowed": True, "made": 0}
+
+    def wants_copy(self: Saver) -> bool:
+        wanted = bool(copies["allowed"]) and due(self)
+        copies["made"] += wanted
+        return wanted
+
+    Saver.wants_copy = wants_copy  # type: ignore[method-assign]
+    with Session(result.with_name("checkpoints"), device="cpu", checkpoint_every_s=None) as session:
+        mesh = session.init_device_mesh((-1,), mesh_dim_names=("dp_shard",), whole_job=True)
+        with session.parallelizing():
+            model = sharded(build(width)[0], mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        steps = session_steps(session, session.wrap(model, optimizer=optimizer), optimizer, data, batch)
+
+        def told(*, allowed: bool) -> Iterator[None]:
+            while True:
+                copies["allowed"] = allowed
+                yield next(steps)
+
+        block(steps, WARM_UP)
+        copies["made"] = 0
+        taken = in_turn({"copied": told(allowed=True), "not copied": told(allowed=False)}, alternations, count)
+        if session.is_rank0:
+            size = sum(each.nbytes for each in model.parameters()) * 2
+            result.write_text(json.dumps(taken | {"copies": copies["made"], "state_mb": size / 1e6}))
+
+
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), *map(int, sys.argv[2:6]))
+    whole_job = worker_environment().recovery is RecoveryMode.RESTART
+    (run_copies if whole_job else run)(Path(sys.argv[1]), *map(int, sys.argv[2:6]))
