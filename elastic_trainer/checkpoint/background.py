@@ -107,12 +107,17 @@ class BackgroundSaves:
         """Whether a copy is on its way to the neighbour."""
         return bool(self._unsent)
 
-    def copy_to(self, neighbour: Neighbour | None) -> None:
-        """From now on leave a copy of each sealed shard with ``neighbour``, if this process's memory outlives it."""
+    def copy_to(self, neighbour: Neighbour | None) -> bool:
+        """From now on leave a copy of each sealed shard with ``neighbour``; False without memory that outlives this
+        process.
+        """
+        if neighbour is None or not self._arena.lasting:
+            return False
         with self._changed:
-            if self._neighbour is None and neighbour is not None and self._arena.lasting:
+            if self._neighbour is None:
                 self._neighbour = neighbour
                 self._begin_thread("checkpoint-copies", self._send_all)
+        return True
 
     def resumed(self, name: str, order: tuple[int, int]) -> None:
         """The job has resumed the snapshot ``name``: here and at the neighbour it is overwritten last."""

@@ -24,12 +24,14 @@ from elastic_trainer.checkpoint.arena import KEPT_FREE, MEMORY_NAME, SLOTS, avai
 from elastic_trainer.checkpoint.image import PIECE
 from elastic_trainer.checkpoint.neighbours import LONGEST_REQUEST, admitted, framed
 from elastic_trainer.checkpoint.snapshot import DATA, break_seal, read, reseal
+from elastic_trainer.clock import pause
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.ipc.listening import listen
 from elastic_trainer.membership.documents import MOST_WORKERS
 from elastic_trainer.telemetry.logs import logger
 
 _MOST_AT_ONCE = 1024
+_RETRY_S = 0.05
 
 
 class NeighbourCopies:
@@ -76,10 +78,10 @@ class NeighbourCopies:
             while not self._closing:
                 try:
                     client, _ = self._socket.accept()
-                except OSError as error:
+                except OSError:
                     if not self._closing:
-                        logger().warning("neighbour_copies.ended", reason=str(error))
-                    return
+                        pause(_RETRY_S)  # for example out of descriptors
+                    continue
                 if self._places.acquire(blocking=False):
                     threading.Thread(target=self._serve, args=(client,), name="neighbour", daemon=True).start()
                 else:

@@ -41,6 +41,8 @@ from elastic_trainer.worker.state.on_demand import OnDemand
 from elastic_trainer.worker.state.shares import ALONE, ShardPart, Shares, in_round, not_shared
 from elastic_trainer.worker.state.training_state import TrainingState, check_finite, watched
 
+_LONG_AGO_S = -1e12
+
 
 class WhenBehind(StrEnum):
     """What becomes of a save by steps while storage is still busy with the two before it."""
@@ -105,8 +107,8 @@ class Saver:
         """
         self._manager, self._world_size = self._held if saves else None, world_size
         self._shares, self._part = shares, part
-        if only and part is not None and self._saves is not None:
-            self._saves.copy_to(self._memory.neighbour)
+        if only and part is not None and self._saves is not None and self._saves.copy_to(self._memory.neighbour):
+            self._copied_s = _LONG_AGO_S  # until the neighbour has one, a lost node takes the only copy with it
 
     def meet(self, peers: Control) -> None:
         """A round begins with these ranks of the shard group: a save that not all of them have begun will not be."""

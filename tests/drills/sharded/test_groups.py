@@ -26,7 +26,7 @@ COUNT = "ELASTIC_TRAINER_GROUP_KILLS"
 KILLS = int(os.environ.get(COUNT, "0"))
 GROUP = 2
 NODES = int(os.environ.get("ELASTIC_TRAINER_WHOLE_JOB_NODES", "3"))
-"""Of the job that shards its model over all nodes."""
+"""Of the job that shards its model over all nodes: at least three, of which two may die at once."""
 RARELY = 40
 """Steps between its saves: it resumes copies."""
 
