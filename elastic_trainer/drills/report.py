@@ -87,7 +87,8 @@ def show(report: Report, console: Console) -> None:
         say("problem", problem, console)
     if report.ok:
         points = counted(report.compared, "point")
-        verdict = f"samples exact, parameters equal on all ranks ({points}), survivors' processes went on"
+        equal = f"parameters equal on all ranks ({points}), survivors' processes went on"
+        verdict = f"samples exact, {equal if report.compared else 'nothing lost that was saved'}"
     else:
         verdict = f"not ok; everything is kept in {report.directory}"
     say("verdict", verdict, console)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastic_trainer.drills import node_faults, partition
+from elastic_trainer.drills import node_faults, partition, shard_faults
 from elastic_trainer.drills.busy import busy_machine
 from elastic_trainer.drills.etcd_faults import etcd_leader_loss, etcd_outage
 from elastic_trainer.drills.job import Sharded
@@ -132,6 +132,18 @@ DRILLS: dict[str, Drill] = {
             "one more node joins nodes of two workers each, and gets its shards from them",
             _plain(node_faults.node_join),
             _SHARDED,
+        ),
+        Drill(
+            "group-kill",
+            "SIGKILL a node of one of two shard groups of two nodes; a new one fills its place",
+            _plain(shard_faults.group_kill),
+            Setting(nodes=4, max_nodes=4, sharded=Sharded.GROUP, options={"shard_nodes": "2"}),
+        ),
+        Drill(
+            "reshard",
+            "SIGKILL a node of a model that is sharded over the whole job (restart mode); then one joins",
+            _plain(shard_faults.reshard),
+            Setting(sharded=Sharded.JOB, save_every_s=1.0, options={"recovery": "restart"}),
         ),
         Drill("busy-machine", "eight busy loops beside the job for --seconds: nothing is lost by it", _busy),
         Drill("etcd-outage", "kill etcd for --seconds; then again, and a worker meanwhile", _outage),

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from elastic_trainer.checkpoint import CheckpointManager
 from elastic_trainer.cli.main import main
+from elastic_trainer.drills.job import CHECKPOINTS
 from elastic_trainer.drills.run import conclusions
 from elastic_trainer.drills.stage import Setting, staged
 from elastic_trainer.drills.table import DRILLS, Circumstances
 from elastic_trainer.errors import EXIT_CONFIG
 from elastic_trainer.local.namespaces import PROGRAMS
 from tests.drills.cluster.undisturbed import undisturbed
+from tests.drills.sharded.test_sharded import CLOSE
 from tests.integration.training.launch import ran
 from tests.support.requirements import needs, needs_root
 
@@ -29,9 +33,14 @@ PATIENT = {"regroup_grace": "10"}
 WATCHED = {**PATIENT, "hang_timeout": "6"}
 THREE = Setting(nodes=3, pause_s=0.04, limit_s=240.0, options=WATCHED)
 FOUR = Setting(nodes=4, max_nodes=4, pause_s=0.04, limit_s=180.0, options=PATIENT)
-SHARDED = replace(DRILLS["shard-kill"].setting, limit_s=180.0, options=PATIENT)
 ETCD_OF_THREE = Setting(nodes=3, etcd_members=3, pause_s=0.04, limit_s=180.0, options=PATIENT)
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("etcd_binary")]
+
+
+def patient(name: str) -> Setting:
+    """What the drill ``name`` is played with, on a machine that may be busy."""
+    setting = DRILLS[name].setting
+    return replace(setting, limit_s=180.0, options={**setting.options, **PATIENT})
 
 
 def play(names: list[str], setting: Setting, directory: Path) -> None:
@@ -71,7 +80,27 @@ def test_etcd_loses_its_leader(tmp_path: Path) -> None:
 def test_a_model_that_is_sharded_in_each_node(tmp_path: Path) -> None:
     """A worker is killed, and with it its node's shards; a node joins. The others go on in their processes, the shards
     come from them (nothing is saved here), and replicas of one place hold equal bits."""
-    play(["shard-kill", "shard-join"], SHARDED, tmp_path)
+    play(["shard-kill", "shard-join"], patient("shard-kill"), tmp_path)
+
+
+def test_a_model_that_is_sharded_in_groups_of_nodes(tmp_path: Path) -> None:
+    """Of one group a node is killed: the other group goes on, and a new node makes the first whole again."""
+    play(["group-kill"], patient("group-kill"), tmp_path)
+
+
+def test_a_model_that_is_sharded_anew_comes_out_as_in_one_process(tmp_path: Path) -> None:
+    """Over the whole job, of which a node is killed and another joins: nothing is lost that was saved, and the last
+    checkpoint has the parameters of one process after as many steps, to rounding."""
+    setting = patient("reshard")
+    play(["reshard"], setting, tmp_path / "job")
+    found = CheckpointManager(tmp_path / "job" / CHECKPOINTS).load_newest()
+    assert found is not None
+    undisturbed(setting, tmp_path / "alone", found.manifest.step)
+    expected = CheckpointManager(tmp_path / "alone" / CHECKPOINTS).load_newest()
+    assert expected is not None
+    assert expected.manifest.step == found.manifest.step
+    for name, whole in expected.state["model"].items():
+        torch.testing.assert_close(found.state["model"][name], whole, rtol=0.0, atol=CLOSE)
 
 
 def test_with_the_tree_faults_leave_no_trace_in_any_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
