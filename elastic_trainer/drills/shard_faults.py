@@ -34,7 +34,8 @@ def group_kill(stage: Stage, repeat: int) -> Effect:
 def reshard(stage: Stage, repeat: int) -> Effect:
     """SIGKILL a node of a model that is sharded over all of them, which is sharded anew without it; then one joins.
 
-    All workers start again each time. Steps behind the newest checkpoint are repeated; lost is what it held.
+    All workers start again each time. Steps behind the newest state that is left are repeated; lost are those that a
+    checkpoint held.
     """
     before = stage.settled()
     saved = stage.until(lambda: _saved(stage), "a checkpoint")
