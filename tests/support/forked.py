@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import gc
 import multiprocessing
 import os
 import runpy
@@ -130,7 +129,6 @@ class Forked:
 def _become(program: Program, begins: Connection) -> None:
     """In the child: what a new interpreter would find, then the program."""
     words, env = program.words, program.env
-    gc.freeze()  # torch's objects stay to the end: collecting among them would take longer than most programs
     if program.dies_with_parent:
         os.setsid()
         threading.Thread(target=_end_with_parent, daemon=True).start()
