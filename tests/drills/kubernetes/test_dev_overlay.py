@@ -18,7 +18,7 @@ from tests.support.kubelet.job_rules import Condition
 from tests.support.kubelet.pods import DISRUPTED
 
 TRAINING_SAMPLES = 4000
-EPOCHS = 6
+EPOCHS = 4
 KILLED = 128 + signal.SIGKILL
 
 
