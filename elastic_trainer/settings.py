@@ -183,6 +183,9 @@ class RendezvousOptions(Frozen):
     evict_stragglers: bool = Field(
         default=False, description="let a node go whose ranks compute much longer than the others', if another is ready"
     )
+    evict_mismatched: bool = Field(
+        default=False, description="let a node go whose ranks an audit has found to be wrong, if `--nnodes` allows it"
+    )
     preemption: str | None = Field(default=None, pattern=r"^(ec2|gce|azure)(@\S+)?$", description="cloud to obey")
     metrics_address: str = Field(default="127.0.0.1", description="where to listen for Prometheus; empty: nowhere")
     metrics_port: int = Field(default=0, ge=0, le=65535, description="at which port; 0: a free one")

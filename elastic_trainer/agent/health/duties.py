@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
+from elastic_trainer.agent.health.evictions import Evictions
 from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.pages import Pages
@@ -66,6 +67,8 @@ class HealthSubject:
     max_nodes: int = 0
     alive: Path | None = None
     logs: str = ""
+    evicts_mismatched: bool = False
+    min_nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class HealthPorts:
     pages: Pages
     store: HealthStore
     incidents: Incidents
+    evictions: Evictions
     stragglers: StragglerWatch
     saves: SaveRequests
     verdicts: Verdicts
@@ -235,7 +239,7 @@ class Health:
         self.publish()
         try:
             self._ports.saves.turn(self._round_now())
-            self._ports.stragglers.obey()
+            self._ports.evictions.obey()
             slow = self._ports.stragglers.look(self._round_now(), self._ports.store.told)
             if slow is not None:
                 self._pending.append(slow)
@@ -295,12 +299,25 @@ class Health:
                             by=self._node,
                             kind="audit_mismatch",
                             round=current.number if current is not None else 0,
-                            reason=each["reason"],
+                            reason=each["reason"] + self._evict_mismatched(current, each["nodes"], each["reason"]),
                             nodes=tuple(each["nodes"]),
                             ranks=tuple(each["ranks"]),
                             step=each["step"],
                         )
                     )
+
+    def _evict_mismatched(self, current: RoundDocument | None, nodes: Sequence[str], reason: str) -> str:
+        """Ask the one node that was found to be wrong to leave, if enough others remain; what to say of it."""
+        if not self._subject.evicts_mismatched or current is None or len(nodes) != 1:
+            return ""
+        if len(current.members) <= self._subject.min_nodes:
+            return "; its node stays, since --nnodes needs it"
+        try:
+            asked = self._ports.evictions.ask(current, nodes[0], reason)
+        except ElasticTrainerError as error:
+            logger().warning("eviction.failed", node=nodes[0], error=str(error))
+            return ""
+        return "; its node was asked to leave" if asked else ""
 
 
 def row(reading: Reading, now: float, waiting: hang_rules.Waiting | None = None) -> RankHealth:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from elastic_trainer.agent.health.duties import Health, HealthPorts, HealthSubject
+from elastic_trainer.agent.health.evictions import Evictions
 from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.log_place import log_place
@@ -78,12 +79,17 @@ class HealthService:
             max_nodes=member.limits.max_nodes,
             alive=_touched(options.alive_file),
             logs=log_place(socket.gethostname()),
+            evicts_mismatched=options.evict_mismatched,
+            min_nodes=member.limits.min_nodes,
         )
+        obeys = options.evict_stragglers or options.evict_mismatched
+        evictions = Evictions(self._node, store, keys, member.create_revision, obeys=obeys)
         ports = HealthPorts(
             self.pages,
             self._told,
             self._incidents,
-            StragglerWatch(self._node, store, keys, records, evicts=options.evict_stragglers, clock=clock),
+            evictions,
+            StragglerWatch(self._node, evictions, records, evicts=options.evict_stragglers, clock=clock),
             SaveRequests(store, keys, self._node),
             self.verdicts,
             lambda: member.look().round,

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +64,14 @@ class Flips:
         return tensor + (changed - tensor.detach()) if kind == "activation" else changed
 
 
-def trained(faults: list[Fault], steps: int, audit_every: int | None, reduction: str = "ddp", **more: str) -> nn.Module:
+def trained(
+    faults: list[Fault],
+    steps: int,
+    audit_every: int | None,
+    reduction: str = "ddp",
+    pace_s: float = 0.0,
+    **more: str,
+) -> nn.Module:
     checks = CheckOptions(audit_every=audit_every, on_difference="heal", nonfinite="warn", **more)  # type: ignore[arg-type]
     with Session(device="cpu", seed=5, checks=checks) as session:
         torch.manual_seed(5)
@@ -83,6 +91,7 @@ def trained(faults: list[Fault], steps: int, audit_every: int | None, reduction:
                 for part in step.micro_batches():
                     step.backward(nn.functional.cross_entropy(wrapped(part.x), part.y))
                 optimizer.step()
+            time.sleep(pace_s)
     return model
 
 

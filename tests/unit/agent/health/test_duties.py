@@ -19,6 +19,7 @@ from elastic_trainer.agent.health.duties import (
     HealthSubject,
     row,
 )
+from elastic_trainer.agent.health.evictions import Evictions
 from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.pages import Pages
@@ -26,11 +27,13 @@ from elastic_trainer.agent.health.save_requests import SaveRequests
 from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers.hang_rules import HangLimits
 from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.page import Reading
 from elastic_trainer.membership.documents import RoundDocument, RoundState, RunResult
 from elastic_trainer.membership.health import Incident, NodeHealth, RankHealth
 from elastic_trainer.model import Cause, Phase
+from elastic_trainer.store.api import Put
 from elastic_trainer.store.keys import RunKeys
 from tests.support.memory_store import ManualClock, MemoryStore
 from tests.unit.agent.readings import rank, reading, round_of, told_by
@@ -84,6 +87,9 @@ class Kept(HealthStore):
         self.incidents.append(incident)
 
 
+KEYS = RunKeys("/p", "run")
+
+
 @dataclass
 class Desk:
     """The duties of node ``a``, a turn at a time."""
@@ -94,21 +100,23 @@ class Desk:
     incidents: Incidents = field(default_factory=lambda: Incidents("a"))
     round: RoundDocument | None = None
     stalled: list[tuple[int, str]] = field(default_factory=list)
+    asks: MemoryStore = field(default_factory=MemoryStore)
+    left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.judge = Judge(partial(self.pages.count, "workers_killed"))
         self.health = self.health_with(LIMITS)
 
     def health_with(self, limits: HangLimits, **more: Any) -> Health:
-        nobody_is_slow = StragglerWatch(
-            "a", MemoryStore(), RunKeys("/p", "run"), dict, evicts=False, clock=self.clock
-        )  # has tests of its own
+        evictions = Evictions("a", self.asks, KEYS, lambda: 0, obeys=False, leave=lambda: self.left.append("a"))
+        nobody_is_slow = StragglerWatch("a", evictions, dict, evicts=False, clock=self.clock)  # has tests of its own
         ports = HealthPorts(
             self.pages,
             self.store,
             self.incidents,
+            evictions,
             nobody_is_slow,
-            SaveRequests(MemoryStore(), RunKeys("/p", "run"), "a"),
+            SaveRequests(MemoryStore(), KEYS, "a"),
             self.judge,
             lambda: self.round,
             lambda number, reason: self.stalled.append((number, reason)),
@@ -430,6 +438,34 @@ def test_ranks_that_an_audit_names_become_an_incident_once(desk: Desk) -> None:
         ("audit_mismatch", ("c",), (2,), 40),
         ("audit_mismatch", ("b",), (2,), 40),
     ]
+
+
+@pytest.mark.parametrize(
+    ("named", "least", "asked", "said"),
+    [
+        (["c"], 2, {"c"}, "; its node was asked to leave"),
+        (["a"], 2, {"a"}, "; its node was asked to leave"),
+        (["c"], 3, set(), "; its node stays, since --nnodes needs it"),
+        (["b", "c"], 2, set(), ""),
+        (["gone"], 2, set(), ""),
+    ],
+)
+def test_the_node_that_an_audit_names_is_let_go_where_the_run_can_do_without_it(
+    desk: Desk, named: list[str], least: int, asked: set[str], said: str
+) -> None:
+    """Also the one that reports. Of two, of which nobody knows which is wrong, none goes."""
+    soon, present = Deadline.after(60.0), round_of(3, "a", "b", "c")
+    created = [desk.asks.transact([], [Put(KEYS.node(each.node), b"")], deadline=soon) for each in present.members]
+    members = [each._replace(create_revision=at.revision) for each, at in zip(present.members, created, strict=True)]
+    desk.round = present.model_copy(update={"members": tuple(members)})
+    health = desk.health_with(LIMITS, evicts_mismatched=True, min_nodes=least)
+    found = {"step": 40, "ranks": [2], "reason": "it differs", "number": 1, "nodes": named}
+    desk.pages.living = [desk.worker(rank=0, notes={"audits": [found]})]
+    health.publish()
+    health.publish()
+    waiting = {name for name in "abc" if desk.asks.get(KEYS.eviction(name), soon).first is not None}
+    assert waiting | set(desk.left) == asked
+    assert [each.reason for each in desk.kept] == ["it differs" + said]
 
 
 def test_nodes_in_no_round_write_as_seldom_as_all_of_them_may(desk: Desk) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from elastic_trainer.agent.health.evictions import Evictions
 from elastic_trainer.agent.health.stragglers import LOOK_EVERY_S, LOOKS_IN_A_ROW, StragglerWatch
 from elastic_trainer.clock import Deadline
 from elastic_trainer.membership.documents import NodeRecord, NodeState, RoundDocument, RoundMember, RoundState
@@ -55,15 +56,11 @@ class Job:
         return self.store.transact([], [Put(key, b"")], deadline=soon()).revision
 
     def node(self, name: str, *, evicts: bool = True) -> StragglerWatch:
-        return StragglerWatch(
-            name,
-            self.store,
-            KEYS,
-            lambda: self.records,
-            evicts=evicts,
-            clock=self.clock,
-            leave=lambda: self.left.append(name),
-        )
+        return StragglerWatch(name, self.evictions(name), lambda: self.records, evicts=evicts, clock=self.clock)
+
+    def evictions(self, name: str) -> Evictions:
+        created = self.created[name]
+        return Evictions(name, self.store, KEYS, lambda: created, obeys=True, leave=lambda: self.left.append(name))
 
     def round(self) -> RoundDocument:
         members = tuple(
@@ -126,8 +123,7 @@ def test_the_node_of_rank_0_never_asks_itself() -> None:
 def test_a_slow_node_goes_where_another_is_ready() -> None:
     """It is asked through its key, and leaves once."""
     job = Job(records={"spare": record("spare")})
-    slow = job.node("c")
-    slow.obey()
+    slow = job.evictions("c")
     job.looks(job.node("a"), 1 + LOOKS_IN_A_ROW)
     assert job.asked("c")
     slow.obey()
@@ -148,7 +144,8 @@ def test_what_was_asked_of_a_node_of_the_same_name_before_is_not_obeyed() -> Non
     """It may have died before it read that; the one that took its name is another, which nobody knows to be slow."""
     job = Job()
     job.store.transact([], [Put(KEYS.eviction("c"), b"slow")], deadline=soon())
-    later = job.node("c")
+    job.created["c"] = job.show("c")
+    later = job.evictions("c")
     later.obey()
     later.obey()
     assert job.left == []
