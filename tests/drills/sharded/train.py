@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -219,13 +220,15 @@ class SaveFaults:
         Saver._begin = lambda self, *given, **named: faults.begin(self, *given, **named)  # type: ignore[method-assign]
 
     def _due(self, file: str, *kinds: str) -> str:
-        due, part = self._directory / "save-fault", tensor_part(file)
-        wanted = json.loads(due.read_text()) if due.exists() else {}
-        if part is None or wanted.get("place") != part[0] or wanted["kind"] not in kinds:
-            return ""
-        due.write_text(os.environ.get("ELASTIC_TRAINER_NODE", ""))
-        due.rename(self._directory / "save-faulted")
-        return str(wanted["kind"])
+        part, mine = tensor_part(file), self._directory / f"save-fault-{os.getpid()}"
+        with suppress(FileNotFoundError):  # there is none, or another process has taken it just now
+            wanted = json.loads((self._directory / "save-fault").read_text())
+            if part is not None and wanted["place"] == part[0] and wanted["kind"] in kinds:
+                (self._directory / "save-fault").rename(mine)
+                mine.write_text(os.environ.get("ELASTIC_TRAINER_NODE", ""))
+                mine.rename(self._directory / "save-faulted")
+                return str(wanted["kind"])
+        return ""
 
     def write(self, storage: Any, entry: str, file: Any, **named: Any) -> Any:
         kind = self._due(file.name, "dies", "stalls")
