@@ -82,7 +82,7 @@ def test_processes_without_a_launcher_that_cannot_meet_fail_in_time_and_in_a_sen
         other.bind(("127.0.0.1", 0))
         if listens:
             other.listen()
-        port = other.getsockname()[1] if listens else free_port()
+        port = other.getsockname()[1] if listens or rank else free_port()  # bound: nobody takes it meanwhile
         asked = Session(
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
