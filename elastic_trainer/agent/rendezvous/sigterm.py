@@ -3,7 +3,8 @@
 Before its workers start, SIGTERM has its default action, and none at all for process 1 of a container: a pod that is
 evicted while it waits for etcd or other nodes would join later, and be killed in the middle of its work. The exception
 that ends this process can be swallowed: it is raised wherever the main thread is, and Python only reports exceptions
-of destructors and callbacks. So it is raised again until the process ends.
+of destructors and callbacks. So it is raised again until the process ends. Where its end itself hangs, it exits at once
+after a while.
 
 torchrun's own handler raises each time, even while torchrun ends its workers because of the previous signal: the second
 signal then leaves workers behind that no process ends. Two come at once when the process that started torchrun dies
@@ -30,13 +31,14 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing import SignalException, api
 
+from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import EXIT_LEFT
 
 Handler = Callable[[int, FrameType | None], None]
 _TORCHRUNS = "_terminate_process_handler"
 """torchrun's handler for SIGTERM, SIGINT, SIGHUP and SIGQUIT once it starts workers (torch 2.10 to 2.13)."""
 _SENTENCE = b"elastic-trainer: SIGTERM came before the workers were started: this node leaves\n"
-_AGAIN_S = 1.0
+_AGAIN_S, _LIMIT_S = 1.0, 20.0
 
 
 def listen() -> None:
@@ -78,9 +80,16 @@ def ignore_sigterm() -> None:
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
     # Uses neither a logger nor a stream: the main thread may be inside one.
     os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, _SENTENCE)
-    signal.signal(signal.SIGALRM, unless_leaving(_leave_again))
+    limit, again = Deadline.after(_LIMIT_S), unless_leaving(_leave_again)
+
+    def remind(number: int, frame: FrameType | None) -> None:
+        if limit.expired:
+            os._exit(EXIT_LEFT)
+        again(number, frame)
+
+    signal.signal(signal.SIGALRM, remind)
     signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
-    atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # after the handlers are gone SIGALRM would kill
+    atexit.register(signal.setitimer, signal.ITIMER_REAL, _LIMIT_S)  # not before: Python itself is exiting
     raise SystemExit(EXIT_LEFT)
 
 

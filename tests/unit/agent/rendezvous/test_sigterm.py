@@ -28,6 +28,19 @@ threading.Timer(4.0, print, ["all threads have ended"]).start()
 Swallowing()
 time.sleep(60)
 """
+HANGS = """
+import atexit, os, signal, threading
+from elastic_trainer.agent.rendezvous import sigterm
+
+sigterm._LIMIT_S = 1.5
+if %s:
+    atexit.register(threading.Event().wait)
+sigterm.listen()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+finally:
+    threading.Event().wait()
+"""
 
 
 @unless_leaving
@@ -78,3 +91,11 @@ def test_a_signal_whose_exception_was_swallowed_ends_the_process_all_the_same() 
     assert process.returncode == EXIT_LEFT
     assert process.stderr.count("Traceback") == 1
     assert process.stdout == "all threads have ended\n"
+
+
+@pytest.mark.parametrize("at_exit", [True, False])
+def test_a_process_whose_end_hangs_ends_all_the_same(at_exit: bool) -> None:
+    """In what cleans up while the exception goes through it, or in what Python calls at its exit."""
+    script = HANGS % at_exit if not at_exit else HANGS.replace("    threading.Event().wait()\n", "    pass\n") % at_exit
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=100)
+    assert done.returncode == EXIT_LEFT, done.stderr
