@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.clock import pause
 from elastic_trainer.drills.measure import Book
 from elastic_trainer.local.cluster import Node, kill
@@ -69,15 +70,26 @@ class Groups(Saved):
     def pids(self, *nodes: Node) -> list[list[int]]:
         return [self.workers(node) for node in nodes]
 
+    def copied(self, round_: int, size: int) -> list[int]:
+        """The steps that all ranks of a round had begun to copy."""
+        whole = [path.read_text().rpartition("\n")[0].splitlines() for path in self.directory.glob("copies-*")]
+        steps = [row["step"] for lines in whole for row in map(json.loads, lines) if row["round"] == round_]
+        return sorted(step for step in {*steps} if steps.count(step) == size)
+
+    def goes_ahead(self, group: list[Node]) -> None:
+        """Wait until a group trains alone, and its nodes have no copy in memory that the other group has too."""
+        self.train(*group)
+        self.job.wait_for(lambda: len(self.copied(self._before, GROUP)) > SLOTS, "the group does not copy")
+
 
 @pytest.mark.timeout(300 + 60 * KILLS)
 def test_whole_groups_go_on_and_broken_ones_are_put_together(tmp_path: Path, etcd_endpoint: str, run_id: str) -> None:
     """A node dies: the other of its group is a spare in its process, until a fresh one, which begins anew at the place,
     makes it whole. Then one node of each group dies, at different places: the survivors are one group at once.
 
-    It saves all along; workers die and stall in their files. No step is lost, until all workers die at once: no node
-    has a whole state in memory, so they resume what is stored. Each sample counts once, and the result is that of one
-    process.
+    It saves all along; workers die and stall in their files. No step is lost, until the newest shards of one place are:
+    then all load a checkpoint. All workers die at once: the next ones resume what the agents hold. Each sample counts
+    once, and the result is that of one process.
     """
     saves: dict[str, Any] = {"save_every": 6, "snapshot_every_s": 0.1, "patience_s": 2.0}
     drill = Groups(tmp_path, etcd_endpoint, run_id, pace_s=0.01, sgd=True, most=4, shard_nodes=GROUP, **saves)
@@ -155,12 +167,6 @@ class WholeJob(Groups):
         copied = self.copied(self._before, size)
         return copied, self.taken_up(size - count) - 1
 
-    def copied(self, round_: int, size: int) -> list[int]:
-        """The steps that all ranks of a round had begun to copy."""
-        rows = [map(json.loads, path.read_text().splitlines()) for path in self.directory.glob("copies-*")]
-        steps = [row["step"] for lines in rows for row in lines if row["round"] == round_]
-        return sorted(step for step in {*steps} if steps.count(step) == size)
-
     def loaded(self) -> set[str]:
         """What the workers that run now have loaded: "snapshot", "checkpoint"."""
         logs = [self.job.log(node.name)[self._logged[node.name] :] for node in self.job.running]
@@ -221,7 +227,8 @@ def fail_in_saves(drill: Groups) -> None:
 def kill_one_after_the_other(drill: Groups) -> None:
     """A node of each group at different places: the second once its group is ahead, or while it goes ahead.
 
-    If it was ahead nobody holds a whole state. The others keep their processes then too, and load a checkpoint.
+    If it was ahead nobody holds a whole state, and no copy in memory is of one step. The others keep their processes
+    then too, and load a checkpoint.
     """
     chance = random.Random(int(os.environ.get("ELASTIC_TRAINER_KILL_SEED", "1")))
     for turn in range(max(1, KILLS)):
@@ -235,7 +242,7 @@ def kill_one_after_the_other(drill: Groups) -> None:
         if turn % 2:
             pause(chance.uniform(0.0, 0.3))
         else:
-            drill.train(*(node for node in members[GROUP:]))
+            drill.goes_ahead(members[GROUP:])
         drill.kill_nodes(second)
         drill.train(*left, drill.job.add(), drill.job.add())
         assert drill.pids(*left) == before
