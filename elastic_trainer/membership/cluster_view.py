@@ -24,7 +24,10 @@ class Limits:
     deputy_delay_s: float = 0.25
     report_floor_s: float = 10.0
     suspect_grace_s: float = 0.05
-    """Once a round is broken because a member did not answer: how long that member has to prove that it lives."""
+    """Once a round is broken because a member did not answer: how long that member has at least to prove that it
+    lives."""
+    suspect_grace_limit_s: float = 1.0
+    """And at most, however late the others are."""
     failure_limit: int = 3
     stalled_rounds: int = 10
     sizes: tuple[int, ...] = ()

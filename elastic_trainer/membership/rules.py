@@ -251,15 +251,23 @@ def _regroup(view: ClusterView, current: RoundDocument, now: float) -> Decision:
         if waited_s < bound_s:
             silent.append(f"{node.id} ({node.record.busy})" if node.record.busy else node.id)
             left.append(bound_s - waited_s)
-    if suspected := [node.id for node in accused(view) if waited_s < view.limits.suspect_grace_s]:
+    grace_s = _suspect_grace_s(view)
+    if suspected := [node.id for node in accused(view) if waited_s < grace_s]:
         silent += suspected
-        left.append(view.limits.suspect_grace_s - waited_s)
+        left.append(grace_s - waited_s)
     if silent:
         return Decision(Action.WAIT, f"waiting for {', '.join(silent)} to be free", again_in_s=min(left))
     ready = candidates(view)
     if (usable := len(in_groups(view, ready))) < view.limits.min_nodes:
         return _too_few(view, usable)
     return _follow(view, current, ready)
+
+
+def _suspect_grace_s(view: ClusterView) -> float:
+    """How long a member that did not answer has to prove that it lives, in seconds: twice as long as the last survivor
+    took to be free. On a busy machine all answers come late."""
+    took_s = view.sightings.candidates_since - view.sightings.round_since
+    return min(max(view.limits.suspect_grace_s, 2.0 * took_s), view.limits.suspect_grace_limit_s)
 
 
 def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeView]) -> list[NodeView]:

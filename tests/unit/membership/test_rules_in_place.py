@@ -559,6 +559,15 @@ def test_who_does_not_answer_is_not_waited_for() -> None:
     assert formed.ghosts == (node("c", 3).ghost,)
 
 
+def test_who_does_not_answer_gets_twice_the_time_that_the_others_took() -> None:
+    """On a busy machine all are late; at most a second."""
+    for took_s, waited_s, forms in ((0.3, 0.29, False), (0.3, 0.31, True), (3600.0, 0.0, True)):
+        scene = suspected(acknowledged("b", 2, 3))
+        scene.decide(after_s=took_s)
+        scene.show(free("b", 2, 3)).decide()
+        assert (scene.decide(after_s=waited_s).action is Action.FORM) == forms, (took_s, waited_s)
+
+
 def test_whoever_writes_is_suspected_no_more() -> None:
     """It stays in the run, and its workers are waited for as anybody's."""
     scene = suspected(acknowledged("c", 3, 3))
