@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -19,6 +19,7 @@ from elastic_trainer.local.etcd import EtcdServer
 from elastic_trainer.local.etcd_binary import find_binary
 from elastic_trainer.settings import StoreSettings, parse_endpoints
 from elastic_trainer.variables import ENV_LOG_FORMAT
+from tests.support.node_logs import said
 from tests.support.requirements import missing
 from tests.support.s3server import BUCKET, S3Server, serving, use
 
@@ -66,6 +67,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     budget_s = float(item.config.getoption("--budget"))
     if budget_s and SYSTEM.monotonic() - _began > budget_s and item.nodeid.startswith(BUDGETED):
         pytest.skip(f"not begun: the time for tests, {budget_s:.0f} s, is over (make test runs all)")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test shows what its nodes logged."""
+    report = yield
+    directory = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.when == "call" and report.failed and directory is not None:
+        report.sections += [(f"log {name}", text) for name, text in said(directory)]
+    return report
 
 
 @pytest.fixture(autouse=True)
