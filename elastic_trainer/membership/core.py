@@ -7,9 +7,9 @@ depend on the driver's speed: each commit compares the round and the key that th
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from elastic_trainer.membership.cluster_view import ClusterView, Limits, Sightings
+from elastic_trainer.membership.cluster_view import ClusterView, Limits, NodeView, Sightings
 from elastic_trainer.membership.delays import Delays
 from elastic_trainer.membership.effects import (
     AskOldest,
@@ -146,5 +146,9 @@ class Core:
             limits=self._limits,
             sightings=self._tracker.sightings,
             nonce=f"{self._chance.getrandbits(64):016x}",
-            suspects=self._probes.dead(seen.nodes),
+            suspects=self.found_dead(seen.nodes),
         )
+
+    def found_dead(self, nodes: Mapping[str, NodeView]) -> frozenset[str]:
+        """Those of ``nodes`` whose agents are known to be dead. In any thread."""
+        return self._probes.dead(nodes)

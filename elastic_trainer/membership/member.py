@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
@@ -140,6 +140,10 @@ class Member:
                     record = NodeRecord.decode(item.value, item.key)
                     found[name] = NodeView(name, item.create_revision, item.mod_revision, record)
         return found
+
+    def found_dead(self, nodes: Mapping[str, NodeView]) -> frozenset[str]:
+        """Those of ``nodes`` whose agents this node has found dead (no I/O)."""
+        return self._core.found_dead(nodes)
 
     def announce(self, record: NodeRecord, deadline: Deadline) -> None:
         """Write ``record`` to this node's key; waits out an outage of the store until ``deadline``."""

@@ -22,12 +22,12 @@ class AgentProbes:
     """The nodes whose agents were found dead, by the mod-revision of their keys."""
 
     def __init__(self) -> None:
-        self._dead: set[tuple[str, int]] = set()
+        self._dead: frozenset[tuple[str, int]] = frozenset()
         self._asked: dict[str, float] = {}
         self._asking = 0
 
     def dead(self, nodes: Mapping[str, NodeView]) -> frozenset[str]:
-        """The nodes whose keys have not changed since their agents were found dead."""
+        """The nodes whose keys have not changed since their agents were found dead. In any thread."""
         return frozenset(
             name for name, revision in self._dead if name in nodes and nodes[name].mod_revision == revision
         )
@@ -35,7 +35,7 @@ class AgentProbes:
     def on_probed(self, answer: Probed) -> None:
         self._asking -= 1
         if answer.dead:
-            self._dead.add((answer.node, answer.mod_revision))
+            self._dead |= {(answer.node, answer.mod_revision)}
 
     def turn(self, view: ClusterView, now: float) -> tuple[Probe | None, float]:
         """The nodes to probe now, and the seconds until the next look is due."""

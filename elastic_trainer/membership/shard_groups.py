@@ -89,7 +89,8 @@ def move(view: ClusterView) -> tuple[NodeView, int] | None:
     if not has_places(limits):
         return None
     stays = (NodeState.WARMING, NodeState.READY)
-    present = [node for node in view.nodes.values() if node.record.state in stays and not is_ghost(view, node)]
+    here = [node for node in view.nodes.values() if node.id not in view.suspects and not is_ghost(view, node)]
+    present = [node for node in here if node.record.state in stays]
     members = {member.node for member in current.members} if current is not None else set()
     at_work = members if current is not None and current.state is not RoundState.BROKEN else set()
     idle = [node for node in present if node.record.state is NodeState.READY and node.id not in at_work]

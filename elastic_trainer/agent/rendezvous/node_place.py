@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from elastic_trainer.agent.workers.conductor import Conductor
@@ -19,8 +20,8 @@ from elastic_trainer.membership.shard_groups import has_places, move, place_of
 
 SETTLE_S, SETTLES = 0.25, 20
 """How long nodes that start together wait to see each other's places, and how often."""
-LOOK_S = 2.0
-"""Interval at which a spare looks; with hundreds of nodes each looks more rarely."""
+LOOK_S, STANDING_S = 2.0, 0.3
+"""Interval at which a spare looks while others train, and while nobody does; with hundreds of nodes it is longer."""
 CROWD = 50
 PATIENCE_S = 30.0
 """How long a spare that holds state waits for another node to take the missing place of its group."""
@@ -39,6 +40,7 @@ class NodePlace:
     ) -> None:
         self._member, self._node, self._nodes, self._conductor = member, node, nodes, conductor
         self._clock = clock
+        self._looked_at, self._crowd = -math.inf, 1.0
         self._since: float | None = None
         """Since when this node is the one that should restart its workers."""
         self._duty = Duty("places", self.turn, clock)
@@ -56,7 +58,10 @@ class NodePlace:
             return None
         place = None
         for _ in range(SETTLES):
-            found = place_of(self._nodes().values(), self._node, self._member.limits.shard_nodes)
+            nodes = self._nodes()
+            dead = self._member.found_dead(nodes)
+            others = [each for each in nodes.values() if each.id not in dead]
+            found = place_of(others, self._node, self._member.limits.shard_nodes)
             if found == place:
                 break
             place = found
@@ -74,14 +79,19 @@ class NodePlace:
         if trains or mine is None or mine.state is not NodeState.READY or not seen.connected:
             self._since = None
             return LOOK_S
+        stands = current is not None and current.state is RoundState.BROKEN
+        now, look_s = self._clock.monotonic(), STANDING_S if stands else LOOK_S
+        if now - self._looked_at < look_s * self._crowd:
+            return STANDING_S
         nodes = self._nodes()
-        found = move(ClusterView(self._node, nodes, current, self._member.limits, Sightings(), nonce=""))
-        now = self._clock.monotonic()
+        self._looked_at, self._crowd = now, max(1.0, len(nodes) / CROWD)
+        dead = self._member.found_dead(nodes)
+        found = move(ClusterView(self._node, nodes, current, self._member.limits, Sightings(), "", dead))
         if found is None or found[0].id != self._node:
             self._since = None
         elif self._since is None:
             self._since = now
-        elif now - self._since >= (PATIENCE_S if mine.identity is not None else LOOK_S):
+        elif now - self._since >= (PATIENCE_S if mine.identity is not None else look_s):
             self._since = None
             self._conductor.restart_workers(f"this spare is needed at place {found[1]} of a shard group")
-        return LOOK_S * max(1.0, len(nodes) / CROWD)
+        return STANDING_S

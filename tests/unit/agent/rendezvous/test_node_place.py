@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from elastic_trainer.agent.rendezvous.node_place import LOOK_S, PATIENCE_S, NodePlace
+from elastic_trainer.agent.rendezvous.node_place import LOOK_S, PATIENCE_S, STANDING_S, NodePlace
 from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.duty import IDLE_S
 from elastic_trainer.membership.cluster_view import NodeView
-from elastic_trainer.membership.documents import NodeRecord
+from elastic_trainer.membership.documents import NodeRecord, RoundState
 from elastic_trainer.membership.member import Member
 from elastic_trainer.membership.view import Observation
 from tests.support.memory_backend import ManualClock
+from tests.unit.membership.scenes import round_of
 from tests.unit.membership.test_rules_in_place import held
 from tests.unit.membership.test_shard_groups import PAIRS, at, training
 
@@ -24,7 +26,7 @@ class Spare:
         self.limits, self.clock, self.begun = PAIRS, ManualClock(), list[str]()
         self.scene = training("a0", "a1").show(mine, *others)
         self.mine: NodeRecord = mine.record
-        self.reads = 0
+        self.reads, self.dead = 0, set[str]()
         self.place = NodePlace(cast("Member", self), mine.id, self.nodes, cast("Conductor", self), self.clock)
 
     def look(self) -> Observation:
@@ -36,6 +38,9 @@ class Spare:
     def nodes(self) -> dict[str, NodeView]:
         self.reads += 1
         return self.scene.nodes
+
+    def found_dead(self, nodes: Mapping[str, NodeView]) -> frozenset[str]:
+        return frozenset(self.dead & nodes.keys())
 
     def restart_workers(self, why: str) -> None:
         self.begun.append(why)
@@ -52,6 +57,16 @@ def test_a_spare_without_state_begins_anew_where_it_is_needed() -> None:
     spare = Spare(at("c0", 4, identity=held(7)), mine=at("b0", 3))
     assert spare.after(LOOK_S) == []
     assert spare.after(2 * LOOK_S)[0] == "this spare is needed at place 1 of a shard group"
+
+
+def test_while_nobody_trains_a_spare_hurries() -> None:
+    """The agent of the node at place 1 is dead, and its lease stands: the spare of place 0 takes that place."""
+    spare = Spare(mine=at("b0", 3))
+    spare.scene.adopt(round_of(2, [at("a0", 1), at("a1", 2)], RoundState.BROKEN))
+    assert spare.after(10 * LOOK_S) == []
+    spare.dead = {"a1"}
+    assert spare.after(STANDING_S) == []
+    assert spare.after(2 * STANDING_S)[0] == "this spare is needed at place 1 of a shard group"
 
 
 def test_a_spare_that_holds_state_waits_for_another_node_first() -> None:
