@@ -290,9 +290,7 @@ class WorkerEnvironment(Frozen):
     memory: tuple[Path, ...] = ()
     """The memory files that the node's agent holds for snapshots of the state, where it started the process."""
     copies_here: str | None = None
-    """Where the node's agent serves them to other nodes (``HOST PORT KEY``)."""
-    copies_at: str | None = None
-    """Where the next node's agent keeps copies of shards that no other node holds."""
+    """Where the node's agent serves them to other nodes, and keeps copies of shards of theirs (``HOST PORT KEY``)."""
     reached: int = Field(default=0, ge=0)
     """The newest step that the job is known to have made before: up to there steps are repeated."""
     metrics_address: str = "127.0.0.1"

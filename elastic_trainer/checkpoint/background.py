@@ -78,7 +78,7 @@ class BackgroundSaves:
         self.sent_s = 0.0
         """Seconds that the last copy took to the neighbour."""
         self._busy = False
-        self._closed = self._started = False
+        self._closed = self._started = self._sends = False
         self._threads: list[threading.Thread] = []
 
     @property
@@ -108,16 +108,15 @@ class BackgroundSaves:
         return bool(self._unsent)
 
     def copy_to(self, neighbour: Neighbour | None) -> bool:
-        """From now on leave a copy of each sealed shard with ``neighbour``; False without memory that outlives this
-        process.
+        """From now on leave a copy of each sealed shard with ``neighbour``. Whether there is one, and memory that
+        outlives this process.
         """
-        if neighbour is None or not self._arena.lasting:
-            return False
         with self._changed:
-            if self._neighbour is None:
-                self._neighbour = neighbour
+            self._neighbour = neighbour if self._arena.lasting else None
+            if self._neighbour is not None and not self._sends:
+                self._sends = True
                 self._begin_thread("checkpoint-copies", self._send_all)
-        return True
+            return self._neighbour is not None
 
     def resumed(self, name: str, order: tuple[int, int]) -> None:
         """The job has resumed the snapshot ``name``: here and at the neighbour it is overwritten last."""
@@ -297,28 +296,30 @@ class BackgroundSaves:
         return held
 
     def _send_all(self) -> None:
-        """Leave a copy of each sealed shard with the neighbour, in their order."""
+        """Leave a copy of each sealed shard with the neighbour of that moment, in their order."""
         _give_way(_NICENESS)
+        to: Neighbour | None = None
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._unsent or self._closed)
                 if not self._unsent:
                     break
-                save, held = self._unsent[0]
-            if not self._closed:
-                self._send(held, save.manifest)
+                (save, held), before, to = self._unsent[0], to, self._neighbour
+            if before is not None and before is not to:
+                before.close()
+            if to is not None and not self._closed:
+                self._send(held, save.manifest, to)
             with self._changed:
                 self._unsent.pop(0)
                 self._let_go(save, held)
                 self._changed.notify_all()
-        if self._neighbour is not None:
-            self._neighbour.close()
+        if to is not None:
+            to.close()
 
-    def _send(self, held: Held, manifest: Manifest) -> None:
+    def _send(self, held: Held, manifest: Manifest, to: Neighbour) -> None:
         began = SYSTEM.monotonic()
         try:
-            if self._neighbour is not None:
-                self._neighbour.keep(self._arena.descriptor(held), self._kept_there, lambda: self._closed)
+            to.keep(self._arena.descriptor(held), self._kept_there, lambda: self._closed or self._neighbour is not to)
             self._kept_there, self._unkept = None, False
         except (OSError, RefusedError) as error:
             if not self._unkept:

@@ -31,9 +31,13 @@ from typing import NamedTuple, Self
 
 from elastic_trainer.checkpoint.image import PIECE
 from elastic_trainer.checkpoint.snapshot import DATA, extent
+from elastic_trainer.clock import SYSTEM
 
 SILENCE_S = 5
-"""Seconds without a byte after which either side gives up."""
+"""Seconds without a byte in a message after which either side gives up; also how long a client keeps a connection that
+it does not use."""
+IDLE_S = 2 * SILENCE_S
+"""Seconds without a request after which the server hangs up."""
 LONGEST_REQUEST = 4096
 _NONCE = 32
 
@@ -78,15 +82,19 @@ def admitted(link: Connection, key: str) -> bool:
 
 
 class _Client:
-    """A connection that is made when it is needed, and anew after an error."""
+    """A connection that is made when it is needed, and anew after an error or a pause."""
 
     def __init__(self, address: MemoryAddress) -> None:
-        self._address, self._link = address, None
+        self._address, self._link, self._asked_at = address, None, 0.0
         self._lock = threading.Lock()
 
     _link: Connection | None
 
     def _ask(self, request: dict[str, object]) -> Connection:
+        now, before = SYSTEM.monotonic(), self._asked_at
+        self._asked_at = now
+        if now - before > SILENCE_S:
+            self.close()
         if self._link is None:
             link = framed(socket.create_connection(self._address[:2], SILENCE_S))
             self._link = link

@@ -161,8 +161,6 @@ class NodeRecord(Document):
     probe_port: int = Field(ge=0, le=65535)
     """Port on which the agent listens: a refused connection proves that the agent is dead."""
     metrics_port: int = 0
-    copies: str = ""
-    """Port and key at which its agent serves snapshots to other nodes' workers, and keeps copies of their shards."""
     place: int | None = Field(default=None, ge=0)
     """In place, with shard groups of several nodes: the place in a group whose shards its workers hold."""
     state: NodeState = NodeState.WARMING

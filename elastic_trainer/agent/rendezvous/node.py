@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 
 from elastic_trainer.agent.health.service import HealthService
@@ -11,15 +10,10 @@ from elastic_trainer.agent.rendezvous.addresses import LivenessPort
 from elastic_trainer.agent.workers.neighbour_copies import NeighbourCopies
 from elastic_trainer.agent.workers.rescue import Rescue
 from elastic_trainer.agent.workers.supervisor import Supervisor
-from elastic_trainer.clock import Deadline
-from elastic_trainer.errors import ElasticTrainerError
-from elastic_trainer.membership.documents import Departure, RoundDocument
+from elastic_trainer.membership.documents import Departure
 from elastic_trainer.membership.member import Member
 from elastic_trainer.telemetry.logs import logger
-from elastic_trainer.variables import ENV_COPIES_AT, ENV_COPIES_HERE, ENV_MEMORY
-
-_ASKING_S = 2.0
-"""How long to ask the store for the neighbour's record."""
+from elastic_trainer.variables import ENV_COPIES_HERE, ENV_MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +31,6 @@ class ArrivedNode:
         """Name the memory files to the workers that start next, and where this node at ``address`` serves them."""
         os.environ[ENV_MEMORY] = self.rescue.paths
         os.environ[ENV_COPIES_HERE] = f"{address} {self.copies.here}"
-        os.environ[ENV_COPIES_AT] = ""
-
-    def find_neighbour(self, node: str, document: RoundDocument) -> None:
-        """Tell the workers who keeps copies of their shards: the node after this ``node`` in the round."""
-        order = [member.node for member in document.members]
-        following = order[(order.index(node) + 1) % len(order)]
-        with suppress(ElasticTrainerError):
-            found = self.member.nodes([following], Deadline.after(_ASKING_S)).get(following)
-            if following != node and found is not None and found.record.copies:
-                os.environ[ENV_COPIES_AT] = f"{found.record.address} {found.record.copies}"
 
     def leave(self, departure: Departure | None = None) -> bool:
         """Leave the run: delete this node's key. Returns whether its workers made steps.

@@ -272,7 +272,6 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         node.health.starting()
         self._starts.begin(port.port if document.is_first(self.node_id) else None)
         node.lend_memory(self._address)
-        node.find_neighbour(self.node_id, document)
         return self._describe(document)
 
     def _arrive(self) -> ArrivedNode:
@@ -297,7 +296,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             member.start(deadline)
             undo.callback(member.leave)
             health = HealthService(member, self._store, self._keys, self._options, self._address, self._clock)
-            copies = NeighbourCopies(self._address)
+            copies = NeighbourCopies(self._address, local_workers().count)
             undo.callback(copies.close)
             rescue = Rescue(self.node_id, member.nodes, local_workers().count, self._clock, lambda: copies.files)
             self._node = ArrivedNode(member, liveness, supervisor, health, rescue, copies)
@@ -360,7 +359,6 @@ class Etcd3RendezvousHandler(RendezvousHandler):
             role=workers.role,
             store_port=store_port,
             probe_port=node.liveness.port,
-            copies=node.copies.here,
             **(shown | more),
         )
 

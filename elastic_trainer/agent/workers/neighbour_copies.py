@@ -5,7 +5,7 @@ next one (checkpoint.neighbours has the protocol), and the workers that start af
 agents that have them. There are two copies of each worker's part: one is whole while the other is overwritten.
 
 *Runs in* a thread that accepts, and one for each connection.
-*Owns* the port, and the memory files of the copies, made when the first copy comes.
+*Owns* the port, and the memory files of the copies, empty at first: workers that start before learn their paths.
 *Fails by* nothing: a client that breaks the protocol, is silent for long or lacks the key is hung up on.
 *Invariant*: a copy without its seal is none. The copy that the sender needs is never overwritten.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 from elastic_trainer.checkpoint.arena import KEPT_FREE, MEMORY_NAME, SLOTS, available
 from elastic_trainer.checkpoint.image import PIECE
-from elastic_trainer.checkpoint.neighbours import LONGEST_REQUEST, admitted, framed
+from elastic_trainer.checkpoint.neighbours import IDLE_S, LONGEST_REQUEST, admitted, framed
 from elastic_trainer.checkpoint.snapshot import DATA, break_seal, read, reseal
 from elastic_trainer.clock import pause
 from elastic_trainer.errors import CheckpointError
@@ -37,8 +37,8 @@ _RETRY_S = 0.05
 class NeighbourCopies:
     """See the module."""
 
-    def __init__(self, address: str) -> None:
-        self._copies: dict[int, list[int]] = {}
+    def __init__(self, address: str, workers: int) -> None:
+        self._copies = {number: _memory(number) for number in range(workers)}
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self._closing = False
@@ -93,7 +93,7 @@ class NeighbourCopies:
                 if not admitted(link, self._key):
                     logger().warning("neighbour_copies.refused", reason="a client does not know the key")
                     return
-                while not self._closing:
+                while not self._closing and link.poll(IDLE_S):
                     request = json.loads(link.recv_bytes(LONGEST_REQUEST))
                     if "read" in request:
                         self._send(link, request)
@@ -140,8 +140,12 @@ class NeighbourCopies:
             if self._closing:
                 raise ValueError("this agent leaves")
             if number not in self._copies:
-                self._copies[number] = [os.memfd_create(f"{MEMORY_NAME}copy-{number}") for _ in range(SLOTS)]
+                self._copies[number] = _memory(number)
             return min(self._copies[number], key=lambda each: (_order(each) == keep, _order(each)))
+
+
+def _memory(number: int) -> list[int]:
+    return [os.memfd_create(f"{MEMORY_NAME}copy-{number}") for _ in range(SLOTS)]
 
 
 def _order(descriptor: int) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_trainer.checkpoint.neighbours import Neighbour
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.placement import AUTO
 
@@ -64,13 +63,12 @@ class Cadence:
 class Memory:
     """Memory that outlives this process: the agent's ``files``, and how often to copy the state there.
 
-    ``beside`` are the files of the other places of a sharded model, and ``neighbour`` may keep copies of its shards.
+    ``beside`` are the files of the other places of a sharded model.
     """
 
     files: Sequence[Path] = ()
     every_s: float | str | None = AUTO
     beside: Sequence[Path] = ()
-    neighbour: Neighbour | None = None
 
     def apart_s(self, took_s: float, sent_s: float = 0.0) -> float:
         """Seconds between snapshots that take ``took_s``, and ``sent_s`` to the neighbour; infinite for none."""

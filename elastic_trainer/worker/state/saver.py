@@ -30,6 +30,7 @@ from elastic_trainer.checkpoint import (
 )
 from elastic_trainer.checkpoint.arena import SLOTS
 from elastic_trainer.checkpoint.background import SnapshotPurpose
+from elastic_trainer.checkpoint.neighbours import Neighbour
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import CheckpointError, NonFiniteError
 from elastic_trainer.model import Phase
@@ -88,7 +89,7 @@ class Saver:
         self._arena = Arena(memory.files, beside=memory.beside) if manager is not None else None
         self._saves = BackgroundSaves(manager, self._arena) if manager is not None else None
         self._copied_s, self._copy_took_s = self._last_s, 0.0
-        self._memory_short = self._failed = self._refused = self._prepared = False
+        self._memory_short = self._failed = self._refused = self._prepared = self._untold = False
         self._shares, self._begun = ALONE, (-1, -1)
         self._part: ShardPart | None = None
 
@@ -99,16 +100,21 @@ class Saver:
         world_size: int = 1,
         shares: Shares = ALONE,
         part: ShardPart | None = None,
-        only: bool = False,
+        neighbour: Neighbour | None = None,
     ) -> None:
-        """Whether this rank ``saves`` from now on, and with whom; of a sharded model, its ``part``.
-
-        ``only``: no other rank holds this part, so the neighbour keeps copies of it.
+        """Whether this rank ``saves`` from now on, and with whom; of a sharded model, its ``part``, of which the
+        ``neighbour`` keeps copies if no other rank holds it.
         """
         self._manager, self._world_size = self._held if saves else None, world_size
         self._shares, self._part = shares, part
-        if only and part is not None and self._saves is not None and self._saves.copy_to(self._memory.neighbour):
+        if self._saves is not None and self._saves.copy_to(neighbour if part is not None else None):
             self._copied_s = _LONG_AGO_S  # until the neighbour has one, a lost node takes the only copy with it
+            self._untold = True
+
+    @property
+    def neighbour(self) -> Neighbour | None:
+        """Who keeps copies of this rank's shards."""
+        return self._saves.neighbour if self._saves is not None else None
 
     def meet(self, peers: Control) -> None:
         """A round begins with these ranks of the shard group: a save that not all of them have begun will not be."""
@@ -178,9 +184,9 @@ class Saver:
         if self._saves is not None and copies and not self._prepared:
             self._prepared, size = True, self._state.size()
             self._saves.prepare(size, pinned=self._state.device.type == "cuda")
-            if self._saves.neighbour is not None:
-                needed_mb = round(SLOTS * size / 1e6, 1)
-                logger().info("snapshot.copies", neighbour=str(self._saves.neighbour), memory_there_mb=needed_mb)
+        if self._saves is not None and self._untold:
+            self._untold, needed_mb = False, round(SLOTS * self._state.size() / 1e6, 1)
+            logger().info("snapshot.copies", neighbour=str(self.neighbour), memory_there_mb=needed_mb)
 
     def copy_if_due(self) -> None:
         """Copy the state into the agent's memory, if that was not done for long enough; it is not committed."""

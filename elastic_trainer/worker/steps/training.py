@@ -135,10 +135,7 @@ class Training:
         first = SLOTS * self.place.environment.local_rank
         if self.replica.layout is None:
             return Memory(files[first : first + SLOTS], every_s)
-        others, local_rank = (*files[:first], *files[first + SLOTS :]), self.place.environment.local_rank
-        at = self.place.environment.copies_at
-        neighbour = Neighbour(MemoryAddress.parse(at), local_rank) if at else None
-        return Memory(files[first : first + SLOTS], every_s, others, neighbour)
+        return Memory(files[first : first + SLOTS], every_s, beside=(*files[:first], *files[first + SLOTS :]))
 
     def close(self, limit_s: float | None) -> None:
         """The session ends. Pending saves may take ``limit_s``; None: as long as they take."""
@@ -231,8 +228,8 @@ class Training:
         shares = Shares.among(group.formation, Writers(place.options.saving.writers)) if whole else Shares()
         self._meet()
         copies = self._part(self.replica.peers, writes=layout is not None and rank < layout.size)
-        only = layout is not None and layout.size == world
-        self.saver.serve(saves=rank == 0, world_size=world, shares=shares, part=copies, only=only)
+        neighbour = self._neighbour(control) if layout is not None and layout.size == world else None
+        self.saver.serve(saves=rank == 0, world_size=world, shares=shares, part=copies, neighbour=neighbour)
         place.context = RankContext(group, self._boundaries(control))
         place.ledger.identify(rank=rank, local_rank=place.environment.local_rank, world=world, round=generation)
         where = {"epoch": position.cursor.epoch, "resumed_from": self.origin.name}
@@ -240,6 +237,14 @@ class Training:
         logs.logger().info("session.opened", world=world, round=generation, step=position.step, **where)
         for each in place.watching:
             each()
+
+    def _neighbour(self, control: Control) -> Neighbour | None:
+        """Who keeps copies of this rank's shards, which no other rank holds: the agent of the next node."""
+        environment = self.place.environment
+        rows = control.gather_bytes((environment.copies_here or "").encode())
+        mine, others = rows[control.rank], rows[control.rank :] + rows[: control.rank]
+        at = next((each for each in others if each and each != mine), b"") if mine else b""
+        return Neighbour(MemoryAddress.parse(at.decode()), environment.local_rank) if at else None
 
     def _meet(self) -> None:
         if self.replica.peers is not None:
@@ -340,7 +345,12 @@ class Training:
             self.place.present.control.sum(Purpose.STOP)
 
     def save_alone(self) -> None:
-        """Save what is only in memory, without a round: one rank of each node can, or the places of one together."""
+        """Save what is only in memory, without a round: one rank of each node can, or the places of one together.
+
+        Where neighbours keep copies the next round resumes one of those; one of this rank alone would take its memory.
+        """
+        if self.saver.neighbour is not None:
+            return
         part, layout = self._part(None, writes=True), self.replica.layout
         if layout is None or part is not None:
             self.saver.serve(saves=part is None or part.leads, part=part)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +48,7 @@ class Node:
 
     def __init__(self, index: int, count: int, directory: Path) -> None:
         self.index, self.count = index, count
-        self.agent = NeighbourCopies("127.0.0.1")
+        self.agent = NeighbourCopies("127.0.0.1", 1)
         self.own = [os.memfd_create(f"elastic-trainer-test-{slot}") for slot in range(SLOTS)]
         self.manager = CheckpointManager(directory, owner=OWNER)
 
@@ -192,18 +194,35 @@ def test_a_node_without_memory_for_a_copy_says_so(nodes: list[Node], monkeypatch
     assert nodes[1].kept() == []
 
 
+def test_a_neighbour_hangs_up_on_who_asks_nothing_for_long_and_takes_the_next_copy(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies are as rare as they cost little; a process that is gone must not keep a connection."""
+    monkeypatch.setattr(protocol, "SILENCE_S", 1)
+    monkeypatch.setattr(neighbour_copies, "IDLE_S", 1.0)
+    client = Neighbour(nodes[1].address, 0)
+    client.keep(nodes[0].copies(1), None, lambda: False)
+    eventually(lambda: "neighbour" not in {each.name for each in threading.enumerate()}, "it does not hang up")
+    client.keep(nodes[0].copies(2), None, lambda: False)
+    assert nodes[1].kept() == [1, 2]
+    client.close()
+
+
+def keeps(node: Node, step: int) -> bool:
+    return node.kept() == [step]
+
+
 def test_saves_go_on_beside_a_neighbour_that_is_silent_or_gone(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernel accepts, and nobody answers: the copy is given up after a while, and its slot is used again. One
-    warning says it. When the neighbour answers again, it gets the next copy.
+    warning says it. In the next rounds others are the neighbours, and get the next copies; then nobody is.
     """
     monkeypatch.setattr(protocol, "SILENCE_S", 1)
     node, manager = nodes[0], nodes[0].manager
     with capture_logs() as logged, socket.create_server(("127.0.0.1", 0)) as silent:
-        client = Neighbour(MemoryAddress("127.0.0.1", silent.getsockname()[1], "00"), 0)
         saves = BackgroundSaves(manager, Arena(node.paths(node.own)))
-        saves.copy_to(client)
+        saves.copy_to(Neighbour(MemoryAddress("127.0.0.1", silent.getsockname()[1], "00"), 0))
 
         def keep(step: int) -> None:
             info = SaveInfo(step, 1)
@@ -215,8 +234,13 @@ def test_saves_go_on_beside_a_neighbour_that_is_silent_or_gone(
         assert not saves.full
         keep(2)
         eventually(lambda: not saves.sending, "the silent neighbour is not given up")
-        client._address = nodes[1].address
-        keep(3)
-        eventually(lambda: nodes[1].kept() == [3], "no copy came")
+        for step, each in enumerate(nodes[1:], 3):
+            saves.copy_to(Neighbour(each.address, 0))
+            keep(step)
+            eventually(partial(keeps, each, step), "no copy came")
+        saves.copy_to(None)
+        keep(5)
+        saves.await_slot()
+        assert not saves.sending
         saves.close()
     assert [each["step"] for each in logged if each["event"] == "snapshot.not_copied"] == [1]

@@ -60,7 +60,7 @@ def test_workers_start_in_a_world_of_their_own(handler: InPlaceHandler) -> None:
     assert [os.environ[name] for name in (ENV_NODE, ENV_ROUND, ENV_RECOVERY)] == ["a", "0", "in_place"]
     assert os.environ[ENV_CHANNEL] == "/tmp/agent.sock"
     assert worker_environment().memory == (Path("/proc/1/fd/3"), Path("/proc/1/fd/4"))
-    assert (worker_environment().copies_here, worker_environment().copies_at) == ("127.0.0.1 4712 ab", None)
+    assert worker_environment().copies_here == "127.0.0.1 4712 ab"
     assert (worker_environment().shard_nodes, worker_environment().shard_place) == (1, 1)
     assert [os.environ[name] for name in EXPORTED] == ["0", "0"]
     assert handler.use_agent_store
