@@ -67,20 +67,27 @@ def started(command: Sequence[str], log: Path, extra: Mapping[str, str] | None =
         process.wait()
 
 
-def finished(process: Started, log: Path) -> int:
+def finished(process: Started, log: Path, limit_s: float = LIMIT_S) -> int:
     """The exit code, once it has ended; fails with its output if it does not."""
     try:
-        return process.wait(LIMIT_S)
+        return process.wait(limit_s)
     except subprocess.TimeoutExpired:
         for child in psutil.Process(process.pid).children(recursive=True):
             child.send_signal(signal.SIGABRT)  # faulthandler writes all stacks
-        raise AssertionError(f"still running after {LIMIT_S} s:\n{tail(log)}") from None
+        raise AssertionError(f"still running after {limit_s} s:\n{tail(log)}") from None
 
 
-def run(command: Sequence[str], log: Path, extra: Mapping[str, str] | None = None, *, expected: int = 0) -> None:
+def run(
+    command: Sequence[str],
+    log: Path,
+    extra: Mapping[str, str] | None = None,
+    *,
+    expected: int = 0,
+    limit_s: float = LIMIT_S,
+) -> None:
     """Run ``command`` to its end, which must be ``expected``."""
     with started(command, log, extra) as process:
-        code = finished(process, log)
+        code = finished(process, log, limit_s)
     assert code == expected, f"exit code {code}, not {expected}:\n{tail(log)}"
 
 

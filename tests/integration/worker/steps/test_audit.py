@@ -1,24 +1,33 @@
-"""Ranks whose bits are flipped are found and named, and audits change nothing."""
+"""Ranks whose bits are flipped are found and named, and audits change nothing.
+
+``ELASTIC_TRAINER_AUDITED_STEPS=N`` lets N steps pass without a fault, after 50 faults; 10000 take some 10 minutes.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
-from elastic_trainer.variables import ENV_LOG_FORMAT
-from tests.integration.worker.launch import run, standalone
+import pytest
 
+from elastic_trainer.variables import ENV_LOG_FORMAT
+from tests.integration.worker.launch import LIMIT_S, run, standalone
+
+CLEAN = int(os.environ.get("ELASTIC_TRAINER_AUDITED_STEPS", "300"))
+FAULTS = 50 if CLEAN > 300 else 20
 EXTRA = {"PYTHONPATH": str(Path(__file__).parents[4]), ENV_LOG_FORMAT: "json"}
 
 
+@pytest.mark.timeout(600 + CLEAN)
 def test_a_flipped_bit_of_one_of_three_ranks_is_found_and_its_rank_named_and_clean_steps_raise_no_alarm(
     tmp_path: Path,
 ) -> None:
-    """20 bits of gradients, activations and weights, at any place. Then 300 steps with dropout and BatchNorm, with and
-    without audits: their results have the same bits."""
-    found, planned, clean = audited(tmp_path, 3, faults=20, clean=300)
-    assert len(planned) == 20
+    """Bits of gradients, activations and weights, at any place. Then steps with dropout and BatchNorm, with and without
+    audits: their results have the same bits."""
+    found, planned, clean = audited(tmp_path, 3, faults=FAULTS, clean=CLEAN)
+    assert len(planned) == FAULTS
     assert {kind for _, kind, _ in planned} == {"gradient", "activation", "weight"}
     assert found == [(step, "wrong", [rank], [f"node-{rank}"]) for step, _, rank in planned]
     assert not re.search(r"audit\.|ranks\.differed", clean), clean
@@ -40,7 +49,7 @@ def audited(
 ) -> tuple[list[tuple[int, str, list[int], list[str]]], list[tuple[int, str, int]], str]:
     """The findings of the steps with faults, the faults, and the log of the steps without."""
     log, result = place / "log", place / "result"
-    run(standalone(world, "audited.py", faults, clean, result), log, EXTRA)
+    run(standalone(world, "audited.py", faults, clean, result), log, EXTRA, limit_s=LIMIT_S + clean)
     answer = json.loads(result.read_text())
     assert answer["equal"]
     before, _, after = log.read_text().partition("faults end")
