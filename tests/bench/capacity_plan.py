@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from elastic_trainer.agent.health.duties import LEAST_INTERVAL_S, NODES_PER_SECOND
+from elastic_trainer.agent.health.node_health import LEAST_INTERVAL_S, NODES_PER_SECOND
 from elastic_trainer.membership.documents import COMPRESS_FROM
 from elastic_trainer.membership.round_write import JOURNAL_LENGTH
 from elastic_trainer.settings import RendezvousOptions

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from elastic_trainer.agent.workers.duty import IDLE_S, Duty
+from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.telemetry.logs import logger
 
@@ -123,13 +123,13 @@ class PreemptionWatch:
         self._notice, usual = CLOUDS[name]
         self._ask = asking(base or usual)
         self._silent = 0
-        self._duty = Duty("preemption", self.look, clock)
+        self._thread = PeriodicThread("preemption", self.look, clock)
 
     def start(self) -> None:
-        self._duty.start()
+        self._thread.start()
 
     def close(self) -> None:
-        self._duty.close()
+        self._thread.close()
 
     def look(self) -> float:
         """One turn: leave if the machine is to go; seconds until the next."""

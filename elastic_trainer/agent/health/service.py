@@ -13,17 +13,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from elastic_trainer.agent.health.duties import Health, HealthPorts, HealthSubject
 from elastic_trainer.agent.health.evictions import Evictions
 from elastic_trainer.agent.health.health_store import HealthStore
 from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.log_place import log_place
+from elastic_trainer.agent.health.node_health import Health, HealthPorts, HealthSubject
 from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.agent.health.preemption import PreemptionWatch
 from elastic_trainer.agent.health.save_requests import SaveRequests
 from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers import hang_rules
-from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.agent.workers.kill import HungWorkers
 from elastic_trainer.agent.workers.reachability import records_of
 from elastic_trainer.agent.workers.watchdog import process_state
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
@@ -60,7 +60,7 @@ class HealthService:
     ) -> None:
         self._node, self._member, self._clock = member.node_id, member, clock
         self.pages = Pages(clock)
-        self.verdicts = Verdicts(partial(self.pages.count, "workers_killed"), self.pages.path_of)
+        self.hung = HungWorkers(partial(self.pages.count, "workers_killed"), self.pages.path_of)
         self._endpoint: NodeEndpoint | None = None
         if options.metrics_address:
             pages = self.pages
@@ -91,7 +91,7 @@ class HealthService:
             evictions,
             StragglerWatch(self._node, evictions, records, evicts=options.evict_stragglers, clock=clock),
             SaveRequests(store, keys, self._node),
-            self.verdicts,
+            self.hung,
             lambda: member.look().round,
             self._give_up,
         )

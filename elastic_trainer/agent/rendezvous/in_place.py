@@ -3,8 +3,8 @@
 ``next_rendezvous`` returns a provisional world of this node alone; the workers get their real ranks through their
 Session.
 
-*Runs in* torchrun's main thread, and duty threads of the same process.
-*Owns* what the restart handler owns, and the conductor, its channel and duties, this node's TCP store, the guard
+*Runs in* torchrun's main thread, and threads of the same process.
+*Owns* what the restart handler owns, and the conductor, its channel and threads, this node's TCP store, the guard
 against plain scripts.
 *Fails by* SystemExit with one sentence; a fatal verdict in a thread ends the process (``os._exit``) after its workers.
 """
@@ -194,7 +194,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
                 partial(_report, member, progress),
                 member.create_revision,
                 Reachability(partial(records_of, self._store, self._keys)),
-                health.verdicts,
+                health.hung,
                 health.pages.committed,
                 health.busy,
             ),

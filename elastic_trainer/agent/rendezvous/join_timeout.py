@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elastic_trainer.agent.workers.duty import IDLE_S, Duty
+from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import JoinTimeoutError
 from elastic_trainer.membership.cluster_view import NodeView
@@ -33,13 +33,13 @@ class JoinTimeout:
         self._member, self._join_timeout_s, self._give_up, self._clock = member, join_timeout_s, give_up, clock
         self._pause_s = min(LOOK_EVERY_S, join_timeout_s / 4)
         self._since = clock.monotonic()
-        self._duty = Duty("join-timeout", self.turn, clock)
+        self._thread = PeriodicThread("join-timeout", self.turn, clock)
 
     def start(self) -> None:
-        self._duty.start()
+        self._thread.start()
 
     def close(self) -> None:
-        self._duty.close()
+        self._thread.close()
 
     def turn(self) -> float:
         """Check whether this node still waits; returns the seconds until the next look."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from elastic_trainer.agent.workers.conductor import Conductor
-from elastic_trainer.agent.workers.duty import IDLE_S, Duty
+from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock, pause
 from elastic_trainer.membership.cluster_view import ClusterView, NodeView, Sightings
 from elastic_trainer.membership.documents import NodeState, RoundState
@@ -43,13 +43,13 @@ class NodePlace:
         self._looked_at, self._crowd = -math.inf, 1.0
         self._since: float | None = None
         """Since when this node is the one that should restart its workers."""
-        self._duty = Duty("places", self.turn, clock)
+        self._thread = PeriodicThread("places", self.turn, clock)
 
     def start(self) -> None:
-        self._duty.start()
+        self._thread.start()
 
     def close(self) -> None:
-        self._duty.close()
+        self._thread.close()
 
     def take(self, announce: Callable[[int | None], None]) -> int | None:
         """Choose and announce the place of new workers; None if nodes have no places."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from elastic_trainer.agent.workers.duty import IDLE_S, Duty
+from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.ipc.messages import Progress
@@ -30,20 +30,20 @@ class ProgressWriter:
         self._lock = threading.Lock()
         self._latest: tuple[Progress, int] | None = None
         self._not_before = 0.0
-        self._duty = Duty("progress", self.turn, clock)
+        self._thread = PeriodicThread("progress", self.turn, clock)
 
     def start(self) -> None:
-        self._duty.start()
+        self._thread.start()
 
     def offer(self, progress: Progress, round_revision: int) -> None:
         """Replace the pending progress; ``round_revision`` is that of the round document that it belongs to."""
         with self._lock:
             self._latest = (progress, round_revision)
-        self._duty.wake()
+        self._thread.wake()
 
     def close(self) -> None:
         """Stop the thread; tries to write the last progress."""
-        self._duty.close()
+        self._thread.close()
         self._not_before = 0.0
         self.turn()
 

@@ -1,6 +1,6 @@
 """torchrun's rendezvous handler for restart mode: assigns ranks for each start of the workers.
 
-*Runs in* torchrun's main thread, and duty threads of the same process.
+*Runs in* torchrun's main thread, and threads of the same process.
 *Owns* the member, the liveness port, the reserved store port, the supervisor; all end with :meth:`shutdown` or with the
 process (then the lease expires).
 *Fails by* SystemExit with one sentence: 0 for a node that joins after the run has succeeded, 78 for a wrong
@@ -316,7 +316,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         """Announce that this node left its round, if that was still in effect; whether by agreement, and why."""
         if self._current is None:
             return True, ""
-        member, hung, died = node.member, node.health.verdicts.take_any(), self._how_workers_died(node)
+        member, hung, died = node.member, node.health.hung.take_any(), self._how_workers_died(node)
         false_start = self._starts.end(failures(), stepped=self._made_steps)
         seen = member.look().round
         if seen is None or round_is_over(self._current, seen):

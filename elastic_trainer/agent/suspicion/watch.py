@@ -20,8 +20,8 @@ from elastic_trainer.agent.suspicion.neighbours import LATE_S, Peers
 from elastic_trainer.agent.suspicion.questions import StatusBoard, WorkerActivity
 from elastic_trainer.agent.workers import suspicion_rules
 from elastic_trainer.agent.workers.conductor import SUSPECTED_S, Conductor
-from elastic_trainer.agent.workers.duty import Duty
 from elastic_trainer.agent.workers.hang_rules import Waiting
+from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.roster import Worker
 from elastic_trainer.agent.workers.watchdog import ping, process_state, starved_s
 from elastic_trainer.clock import SYSTEM, Clock
@@ -57,13 +57,13 @@ class Suspicion:
         self._told_of = -1
         """The round in which the last suspicion was logged."""
         self._pause_s = IDLE_S
-        self._duty = Duty("suspicion", self._listen, clock)
+        self._thread = PeriodicThread("suspicion", self._listen, clock)
 
     def start(self) -> None:
-        self._duty.start()
+        self._thread.start()
 
     def close(self) -> None:
-        self._duty.close()
+        self._thread.close()
         self._peers.close()
 
     def _listen(self) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic_trainer.agent.workers.backoff import Backoff
 from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
-from elastic_trainer.agent.workers.duty import Later, later
+from elastic_trainer.agent.workers.periodic import Later, later
 from elastic_trainer.agent.workers.quarantine import Quarantine
 from elastic_trainer.agent.workers.release import Release
 from elastic_trainer.agent.workers.roster import Life, Worker
@@ -80,7 +80,7 @@ class Conductor:
         )
         self.met = threading.Event()
         """Set when the first worker of the present life has opened a session."""
-        self._watchdog = Watchdog(conduct.hang_timeout_s, self._at_work, ports.verdicts, clock)
+        self._watchdog = Watchdog(conduct.hang_timeout_s, self._at_work, ports.hung, clock)
         self._watchdog.start()
 
     @property
@@ -358,7 +358,7 @@ class Conductor:
             if worker.left is not None and worker.left.status in ("done", "stopped"):
                 return
             logger().warning("worker.lost", pid=worker.pid, local_rank=worker.local_rank, node=self._node)
-            hung = self._ports.verdicts.take(worker.pid)
+            hung = self._ports.hung.take(worker.pid)
             cause = "was lost" if hung is None else f"was killed: {hung}"
             kind = Cause.WORKER_LOST if hung is None else Cause.WORKER_HUNG
             self._end_life(f"its worker {worker.local_rank} {cause}", kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.agent.workers.kill import HungWorkers
 from elastic_trainer.agent.workers.reachability import Reachability
 from elastic_trainer.agent.workers.record_writer import RecordWriter
 from elastic_trainer.ipc.messages import Progress
@@ -39,6 +39,6 @@ class ConductorPorts:
     on_progress: Callable[[Progress], None]
     create_revision: Callable[[], int]
     reachability: Reachability
-    verdicts: Verdicts
+    hung: HungWorkers
     committed: Callable[[int], tuple[int, int] | None]
     busy: Callable[[int], str]

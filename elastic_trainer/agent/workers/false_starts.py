@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from elastic_trainer.agent.workers.duty import IDLE_S, Duty
 from elastic_trainer.agent.workers.listening import listened_at
+from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock
 
 AT_START_S: Final = 60.0
@@ -44,15 +44,15 @@ class StartupWatch:
         self._got_past = False
         """Whether a life of this node did; then the script can start, whatever prevents that now."""
         self._last: FalseStart | None = None
-        self._duty: Duty | None = None
+        self._thread: PeriodicThread | None = None
 
     def begin(self, port: int | None) -> None:
         """The workers start; ``port``: where all ranks meet, if that is on this node."""
         self.close()
         self._began = self._clock.monotonic()
         if port is not None and not self._got_past:
-            self._duty = Duty("startup", partial(self.look, port), self._clock)
-            self._duty.start()
+            self._thread = PeriodicThread("startup", partial(self.look, port), self._clock)
+            self._thread.start()
 
     def end(self, failures: Mapping[int, ProcessFailure], *, stepped: bool) -> FalseStart | None:
         """The workers have ended, ``failures`` of them by themselves; ``stepped``: some have made a step."""
@@ -70,9 +70,9 @@ class StartupWatch:
         return self._clock.monotonic() - self._began
 
     def close(self) -> None:
-        duty, self._duty = self._duty, None
-        if duty is not None:
-            duty.close()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.close()
 
     def look(self, port: int) -> float:
         """Note whether a socket listens at ``port`` now; returns the seconds until the next look."""

@@ -25,7 +25,7 @@ def kill_now(pid: int, reason: str, **more: int) -> bool:
     return True
 
 
-class Verdicts:
+class HungWorkers:
     """The workers that were killed because they hung, and why: their node reports that cause instead of "lost".
 
     ``count()`` is called for each; ``page_of(pid)`` is the heartbeat page of a worker.
@@ -38,7 +38,7 @@ class Verdicts:
         self._lock = threading.Lock()
         self._reasons: dict[int, str] = {}
 
-    def end(self, pid: int, reason: str, *, local_rank: int) -> None:
+    def kill(self, pid: int, reason: str, *, local_rank: int) -> None:
         """Log the stacks of the hung worker ``pid`` and kill it, at most once."""
         with self._lock:
             if pid in self._reasons:

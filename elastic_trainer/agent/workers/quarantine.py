@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from elastic_trainer.agent.workers.backoff import Backoff
-from elastic_trainer.agent.workers.duty import Cancellable, Later, later
+from elastic_trainer.agent.workers.periodic import Cancellable, Later, later
 from elastic_trainer.agent.workers.reachability import Reachability
 from elastic_trainer.membership.documents import RoundDocument, RoundState
 from elastic_trainer.membership.reachability import FAILED_ROUNDS

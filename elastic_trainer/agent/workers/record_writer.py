@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from elastic_trainer.agent.workers.duty import IDLE_S, Duty
+from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock, Deadline
 from elastic_trainer.errors import ConfigError, ElasticTrainerError
 from elastic_trainer.membership.documents import NodeRecord
@@ -36,16 +36,16 @@ class RecordWriter:
         self._lock = threading.Lock()
         self._record: NodeRecord | None = None
         self._break: _Break | None = None
-        self._duty = Duty("record_writer", self.turn, clock)
+        self._thread = PeriodicThread("record_writer", self.turn, clock)
 
     def start(self) -> None:
-        self._duty.start()
+        self._thread.start()
 
     def announce(self, record: NodeRecord) -> None:
         """Write ``record`` as soon as possible; it replaces one that is still pending."""
         with self._lock:
             self._record = record
-        self._duty.wake()
+        self._thread.wake()
 
     def break_round(self, failure: RoundFailure, record: NodeRecord, within_s: float | None = None) -> None:
         """Write ``record`` and break the round of ``failure``, in one write if possible.
@@ -55,11 +55,11 @@ class RecordWriter:
         until = Deadline.after(within_s, self._clock) if within_s is not None else None
         with self._lock:
             self._record, self._break = record, _Break(failure, until)
-        self._duty.wake()
+        self._thread.wake()
 
     def close(self) -> None:
         """Stop the thread and drop the pending write."""
-        self._duty.close()
+        self._thread.close()
 
     def turn(self) -> float:
         """Try the pending write; returns the seconds until the next attempt."""

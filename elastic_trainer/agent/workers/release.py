@@ -2,7 +2,7 @@
 
 The worker gets a message, shuts down its sockets and interrupts its waits. If it is still blocked (in a raw collective
 of the script, or in a driver) only killing the process helps; torchrun then restarts it. A worker that saves, evaluates
-or compiles is not blocked: :mod:`elastic_trainer.agent.health.duties` bounds that time, and this node's record shows
+or compiles is not blocked: :mod:`elastic_trainer.agent.health.node_health` bounds that time, and the record shows
 the other nodes what they wait for.
 
 *Runs in* the agent: one timer for each worker that has to leave. *Owns* the timers.
@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from elastic_trainer.agent.workers.duty import Cancellable, Later, later
 from elastic_trainer.agent.workers.kill import kill_now
+from elastic_trainer.agent.workers.periodic import Cancellable, Later, later
 from elastic_trainer.agent.workers.roster import Life, Worker
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.telemetry.logs import logger

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from elastic_trainer.agent.workers.duty import IDLE_S, Duty
 from elastic_trainer.agent.workers.kill import kill_now
+from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock
 
 AGAIN_S = 0.5
@@ -52,25 +52,25 @@ class Supervisor:
         self._run_id, self._grace_s, self._clock = run_id, grace_s, clock
         self._working_in = self._over = 0
         self._over_since = 0.0
-        self._duty = Duty("supervisor", self.turn, clock)
+        self._thread = PeriodicThread("supervisor", self.turn, clock)
 
     def start(self) -> None:
-        self._duty.start()
+        self._thread.start()
 
     def round_begun(self, number: int) -> None:
         """Workers are about to start in round ``number``; those of earlier rounds have ended."""
         self._working_in = number
-        self._duty.wake()
+        self._thread.wake()
 
     def round_over(self, number: int) -> None:
         """Rounds up to ``number`` are over: workers in one of them have ``grace_s`` seconds from now."""
         if number > self._over:
             self._over_since = self._clock.monotonic()  # first: a turn may come between the two
             self._over = number
-            self._duty.wake()
+            self._thread.wake()
 
     def close(self) -> None:
-        self._duty.close()
+        self._thread.close()
 
     def turn(self) -> float:
         """Kill the workers whose grace period is over; seconds until the next look, since some may just be starting."""

@@ -2,7 +2,7 @@
 
 A thread of each worker does nothing but answer. A worker that does not answer cannot learn that a round is over either,
 and all others wait for it. Its death is noticed at once, torchrun restarts it, and the others continue. The heartbeat
-page reveals a worker that answers but makes no progress (:mod:`elastic_trainer.agent.health.duties`).
+page reveals a worker that answers but makes no progress (:mod:`elastic_trainer.agent.health.node_health`).
 
 *Runs in* the agent: a thread named ``watchdog``. *Owns* that thread.
 *Fails by* nothing: a worker that has already ended needs no kill.
@@ -15,8 +15,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from elastic_trainer.agent.workers.duty import Duty
-from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.agent.workers.kill import HungWorkers
+from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.roster import Worker
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.ipc.channel import ChannelClosedError
@@ -33,20 +33,20 @@ class Watchdog:
     """See the module. ``workers()`` returns the workers to watch now; ``limit_s`` 0: none is ever killed."""
 
     def __init__(
-        self, limit_s: float, workers: Callable[[], Iterable[Worker]], verdicts: Verdicts, clock: Clock = SYSTEM
+        self, limit_s: float, workers: Callable[[], Iterable[Worker]], hung: HungWorkers, clock: Clock = SYSTEM
     ) -> None:
-        self._limit_s, self._workers, self._verdicts, self._clock = limit_s, workers, verdicts, clock
+        self._limit_s, self._workers, self._hung, self._clock = limit_s, workers, hung, clock
         self.every_s = min(ASKED_EVERY_S, limit_s / QUESTIONS_PER_LIMIT)
         self._looked_at = clock.monotonic()
-        self._duty = Duty("watchdog", self.look, clock)
+        self._thread = PeriodicThread("watchdog", self.look, clock)
 
     def start(self) -> None:
         """Start to watch, if there is a limit."""
         if self._limit_s > 0.0:
-            self._duty.start()
+            self._thread.start()
 
     def close(self) -> None:
-        self._duty.close()
+        self._thread.close()
 
     def look(self) -> float:
         """Kill the workers that have been silent for too long, ping the others; seconds until the next turn."""
@@ -69,7 +69,7 @@ class Watchdog:
             logger().warning("worker.silent", pid=worker.pid, silent_s=round(silent_s, 1), state=state)
             return
         reason = f"it has answered nothing for {silent_s:.1f} s (state: {state})"
-        self._verdicts.end(worker.pid, reason, local_rank=worker.local_rank)
+        self._hung.kill(worker.pid, reason, local_rank=worker.local_rank)
 
 
 def ping(worker: Worker, now: float) -> None:

@@ -82,7 +82,7 @@ class Boundaries:
 
 
 @dataclass(frozen=True, slots=True)
-class Duties:
+class BoundaryWork:
     """What else happens at the boundaries of ranks that train. ``fatal``: a non-finite loss ends the training."""
 
     saver: Saver
@@ -97,22 +97,22 @@ class Duties:
 class StepBoundaries(Boundaries):
     """Boundaries of ranks that train, in one round. ``rare``: they follow synchronisations, not each step."""
 
-    def __init__(self, control: Control, signals: Signals, duties: Duties, *, rare: bool = False) -> None:
+    def __init__(self, control: Control, signals: Signals, work: BoundaryWork, *, rare: bool = False) -> None:
         super().__init__(control, signals, rare=rare)
-        self._duties, self._rank0, self._at_once = duties, control.rank == 0, rare or control.alone
+        self._work, self._rank0, self._at_once = work, control.rank == 0, rare or control.alone
         self._refused = False
         self._crossing = self._asked_at = self._saved_at = 0
         """The number of this boundary, of the last one that wishes were collected at, of the last one that saved."""
 
     def after_step(self, step: int) -> Turn:
-        self._duties.saver.look()
-        self._refused |= self._duties.saver.refused()
-        self._duties.comparison.after_step(step)
-        saved = self._duties.saver.due_by_step(step)
+        self._work.saver.look()
+        self._refused |= self._work.saver.refused()
+        self._work.comparison.after_step(step)
+        saved = self._work.saver.due_by_step(step)
         if saved:
             self._save()
-        self._duties.saver.copy_if_due()
-        self._duties.saver.prepare()
+        self._work.saver.copy_if_due()
+        self._work.saver.prepare()
         return self.cross(saved=saved)
 
     def cross(self, *, saved: bool = False) -> Turn:
@@ -125,22 +125,22 @@ class StepBoundaries(Boundaries):
         return self._follow(agreed, saved=saved or self._saved_at >= asked_at)  # a save since then has met the wish
 
     def save_due(self, step: int) -> None:
-        if self._duties.saver.alone and self._duties.saver.due_by_step(step) and self._duties.saver.unsaved:
+        if self._work.saver.alone and self._work.saver.due_by_step(step) and self._work.saver.unsaved:
             self._save()
 
     def end(self) -> None:
         super().end()
-        self._duties.comparison.end(self._duties.steps.position.step)
+        self._work.comparison.end(self._work.steps.position.step)
 
     def refuse_nonfinite(self) -> None:
-        if self._duties.fatal and self._own_nonfinite():
+        if self._work.fatal and self._own_nonfinite():
             self._meet_nonfinite()
 
     def _own_nonfinite(self) -> bool:
-        return self._refused or self._duties.steps.nonfinite()
+        return self._refused or self._work.steps.nonfinite()
 
     def _wishes(self) -> Flags:
-        round_end, saver = self._duties.round_end, self._duties.saver
+        round_end, saver = self._work.round_end, self._work.saver
         self._asked_at = self._crossing
         on_demand = self._rank0 and saver.due_on_demand()
         return Flags(
@@ -149,45 +149,45 @@ class StepBoundaries(Boundaries):
             nonfinite=self._own_nonfinite(),
             switch=round_end.knows_change(),
             copy=saver.wants_copy(),
-            mark=self._duties.accord.mark(),
+            mark=self._work.accord.mark(),
         )
 
     def _follow(self, agreed: Flags, *, saved: bool) -> Turn:
         if agreed.differ:
-            self._duties.accord.compare()
+            self._work.accord.compare()
         if agreed.nonfinite:
             self._meet_nonfinite()
         if agreed.stop:
             return Turn.STOP
         if agreed.save and not saved:
-            if self._rank0 and not self._duties.saver.possible:  # nothing is due by time then: a signal asked for it
+            if self._rank0 and not self._work.saver.possible:  # nothing is due by time then: a signal asked for it
                 logger().warning("checkpoint.impossible", reason="the session has no checkpoint_dir")
             self._save()
         if agreed.copy:
-            self._duties.saver.copy()
+            self._work.saver.copy()
         return Turn.SWITCH if agreed.switch else Turn.GO_ON
 
     def _save(self) -> None:
         self._saved_at = self._crossing
         self._signals.save_requested = False
         if self._rank0:
-            saver = self._duties.saver
+            saver = self._work.saver
             problem = saver.attempt()
             self._refused |= isinstance(problem, NonFiniteError)
             if problem is not None or not saver.unsaved:
-                saver.on_demand.covered(self._duties.steps.position.step, problem)
+                saver.on_demand.covered(self._work.steps.position.step, problem)
         else:
-            self._duties.tracker.peer_saves()
-            self._duties.saver.help()
+            self._work.tracker.peer_saves()
+            self._work.saver.help()
 
     def _meet_nonfinite(self) -> None:
-        step = self._duties.steps.position.step
-        self._duties.tracker.nonfinite()
-        if self._duties.fatal:
+        step = self._work.steps.position.step
+        self._work.tracker.nonfinite()
+        if self._work.fatal:
             raise NonFiniteError(
                 f"the loss or a parameter became NaN or infinite by step {step}",
                 hint="lower the learning rate, clip gradients, or look for bad samples; nonfinite='warn' goes on",
             )
         logger().warning("loss.nonfinite", step=step)
         self._refused = False
-        self._duties.steps.forgive()
+        self._work.steps.forgive()

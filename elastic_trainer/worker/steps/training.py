@@ -41,7 +41,7 @@ from elastic_trainer.worker.state.sharded_restore import ShardSource, restore_sh
 from elastic_trainer.worker.state.shares import ShardPart, Shares, Writers
 from elastic_trainer.worker.state.training_state import TrainingState, reseed
 from elastic_trainer.worker.steps.audit import PassAudit, check_auditable
-from elastic_trainer.worker.steps.boundary import Duties, StepBoundaries, Turn
+from elastic_trainer.worker.steps.boundary import BoundaryWork, StepBoundaries, Turn
 from elastic_trainer.worker.steps.commit import Steps, StepT
 from elastic_trainer.worker.steps.comparison import Comparison, Difference, OnDifference
 from elastic_trainer.worker.steps.one_round import RoundEnd
@@ -275,7 +275,7 @@ class Training:
             checks.audit_every,
             place.environment.node,
         )
-        duties = Duties(
+        work = BoundaryWork(
             self.saver,
             self.steps,
             place.feed.accord,
@@ -284,7 +284,7 @@ class Training:
             place.options.fatal,
             self.round_end,
         )
-        return StepBoundaries(control, place.signals, duties, rare=self.outer is not None)
+        return StepBoundaries(control, place.signals, work, rare=self.outer is not None)
 
     # ---- steps
 

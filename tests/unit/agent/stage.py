@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
-from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.agent.workers.kill import HungWorkers
 from elastic_trainer.agent.workers.reachability import Reachability
 from elastic_trainer.agent.workers.record_writer import RecordWriter
 from elastic_trainer.ipc.channel import ChannelClosedError, Connection
@@ -166,13 +166,13 @@ class Stage:
         self.progress: list[Progress] = []
         self.committed: dict[int, tuple[int, int]] = {}
         """What the pages of workers say: round and step, by process."""
-        self.verdicts = Verdicts()
+        self.hung = HungWorkers()
         ports = ConductorPorts(
             self.notebook,
             self.progress.append,
             lambda: KEY,
             reachability if reachability is not None else Reachability(dict),
-            self.verdicts,
+            self.hung,
             self.committed.get,
             lambda pid: "",
         )

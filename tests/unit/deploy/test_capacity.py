@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.agent.health.duties import LEAST_INTERVAL_S, NODES_PER_SECOND
+from elastic_trainer.agent.health.node_health import LEAST_INTERVAL_S, NODES_PER_SECOND
 from elastic_trainer.membership.documents import RoundDocument, RoundMember, RoundState
 from tests.bench.capacity import fitted
 from tests.bench.capacity_plan import NODES, REQUEST_LIMIT, SCRAPE_S, Costs, costs, figure, need, table

@@ -1,4 +1,4 @@
-"""The core's own duties beside the rules: what it says once, and what it waits for."""
+"""What the core does itself beside the rules: what it says once, and what it waits for."""
 
 from __future__ import annotations
 

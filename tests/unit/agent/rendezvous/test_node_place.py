@@ -8,7 +8,7 @@ from typing import cast
 
 from elastic_trainer.agent.rendezvous.node_place import LOOK_S, PATIENCE_S, STANDING_S, NodePlace
 from elastic_trainer.agent.workers.conductor import Conductor
-from elastic_trainer.agent.workers.duty import IDLE_S
+from elastic_trainer.agent.workers.periodic import IDLE_S
 from elastic_trainer.membership.cluster_view import NodeView
 from elastic_trainer.membership.documents import NodeRecord, RoundState
 from elastic_trainer.membership.member import Member

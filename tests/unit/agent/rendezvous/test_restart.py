@@ -44,7 +44,7 @@ class Node(SimpleNamespace):
         self.broken: list[RoundFailure] = []
         self.left = 0
         super().__init__(
-            member=self, health=SimpleNamespace(verdicts=SimpleNamespace(take_any=self.hung.pop), made_steps=False)
+            member=self, health=SimpleNamespace(hung=SimpleNamespace(take_any=self.hung.pop), made_steps=False)
         )
 
     def look(self) -> SimpleNamespace:

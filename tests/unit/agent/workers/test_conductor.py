@@ -67,7 +67,7 @@ def test_a_second_worker_of_one_rank_is_sent_away(stage: Stage) -> None:
 def test_what_ended_a_life_stays_in_the_record_of_the_next(stage: Stage) -> None:
     """Peers may break the round before this agent does, and whoever forms the next one has to know all the same."""
     worker = stage.working()
-    stage.verdicts._reasons[worker.pid] = "it stood still"
+    stage.hung._reasons[worker.pid] = "it stood still"
     worker.die()
     assert stage.only_break.record.ended_by is Cause.WORKER_HUNG
     stage.begin()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.agent.workers.kill import Verdicts, kill_now
+from elastic_trainer.agent.workers.kill import HungWorkers, kill_now
 from tests.support.waiting import LIMIT_S
 
 
@@ -30,30 +30,30 @@ def test_a_hung_worker_is_ended_and_counted_once(process: subprocess.Popen[bytes
         asked.append(pid)
         return tmp_path / "0-1.page"
 
-    verdicts = Verdicts(lambda: counted.append(1), page_of)
-    verdicts.end(process.pid, "it stood still", local_rank=0)
-    verdicts.end(process.pid, "it said nothing", local_rank=0)
+    hung = HungWorkers(lambda: counted.append(1), page_of)
+    hung.kill(process.pid, "it stood still", local_rank=0)
+    hung.kill(process.pid, "it said nothing", local_rank=0)
     assert process.wait(LIMIT_S) == -signal.SIGKILL
     assert (counted, asked) == ([1], [process.pid])
-    assert verdicts.reason(process.pid) == "it stood still"
-    assert verdicts.reason(1) is None
+    assert hung.reason(process.pid) == "it stood still"
+    assert hung.reason(1) is None
 
 
 def test_a_reason_is_taken_once(process: subprocess.Popen[bytes]) -> None:
     """The next failure of the node's workers is another one."""
-    verdicts = Verdicts()
-    assert verdicts.take_any() is None
-    verdicts.end(process.pid, "it stood still", local_rank=0)
-    assert verdicts.take_any() == "it stood still"
-    assert verdicts.take_any() is None
+    hung = HungWorkers()
+    assert hung.take_any() is None
+    hung.kill(process.pid, "it stood still", local_rank=0)
+    assert hung.take_any() == "it stood still"
+    assert hung.take_any() is None
 
 
 def test_who_is_gone_is_not_counted(process: subprocess.Popen[bytes]) -> None:
     """Somebody was faster."""
     counted = list[int]()
-    verdicts = Verdicts(lambda: counted.append(1))
+    hung = HungWorkers(lambda: counted.append(1))
     process.kill()
     process.wait(LIMIT_S)
     assert not kill_now(process.pid, "again")
-    verdicts.end(process.pid, "it stood still", local_rank=0)
+    hung.kill(process.pid, "it stood still", local_rank=0)
     assert counted == []

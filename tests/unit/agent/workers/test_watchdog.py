@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.agent.workers.kill import HungWorkers
 from elastic_trainer.agent.workers.roster import Worker
 from elastic_trainer.agent.workers.watchdog import LATE, Watchdog, process_state
 from elastic_trainer.ipc.channel import Connection
@@ -22,20 +22,20 @@ from tests.unit.agent.stage import Line
 LIMIT = 8.0
 
 
-class Judge(Verdicts):
+class NoKills(HungWorkers):
     """Notes whom it would have killed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ended: list[int] = []
 
-    def end(self, pid: int, reason: str, *, local_rank: int) -> None:
+    def kill(self, pid: int, reason: str, *, local_rank: int) -> None:
         self.ended.append(pid)
 
 
 @pytest.fixture
-def judge() -> Judge:
-    return Judge()
+def judge() -> NoKills:
+    return NoKills()
 
 
 def worker_of(pid: int, **options: Any) -> Worker:
@@ -51,7 +51,7 @@ def turns(watchdog: Watchdog, clock: ManualClock, count: int, *answering: Worker
             worker.heard_at = clock.monotonic()
 
 
-def test_who_answers_nothing_for_too_long_is_killed(judge: Judge) -> None:
+def test_who_answers_nothing_for_too_long_is_killed(judge: NoKills) -> None:
     """Not before the limit, however often it was asked; who answers is only asked."""
     clock, silent, talking = ManualClock(), worker_of(1), worker_of(2)
     watchdog = Watchdog(LIMIT, lambda: [silent, talking], judge, clock)
@@ -62,7 +62,7 @@ def test_who_answers_nothing_for_too_long_is_killed(judge: Judge) -> None:
     assert all(isinstance(message, Ping) for message in cast("Any", talking.connection).sent)
 
 
-def test_time_in_which_the_agent_stood_still_counts_for_nobody(judge: Judge) -> None:
+def test_time_in_which_the_agent_stood_still_counts_for_nobody(judge: NoKills) -> None:
     """A whole node that was frozen and thawed: its workers get all their time again."""
     clock, worker = ManualClock(), worker_of(1)
     watchdog = Watchdog(LIMIT, lambda: [worker], judge, clock)
@@ -74,14 +74,14 @@ def test_time_in_which_the_agent_stood_still_counts_for_nobody(judge: Judge) -> 
     assert LATE * watchdog.every_s < LIMIT
 
 
-def test_a_worker_that_hangs_up_is_no_error(judge: Judge) -> None:
+def test_a_worker_that_hangs_up_is_no_error(judge: NoKills) -> None:
     """Others report its end; until then its silence counts."""
     clock, worker = ManualClock(), worker_of(1, closed=True)
     turns(Watchdog(LIMIT, lambda: [worker], judge, clock), clock, 12)
     assert set(judge.ended) == {1}
 
 
-def test_a_worker_in_a_debugger_is_not_killed(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_in_a_debugger_is_not_killed(judge: NoKills, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody is looking at it."""
     monkeypatch.setattr("elastic_trainer.agent.workers.watchdog.process_state", lambda pid: "traced")
     clock, worker = ManualClock(), worker_of(1)
@@ -102,6 +102,6 @@ def test_the_state_of_a_process_is_the_kernels_word() -> None:
 
 def test_a_limit_of_zero_watches_nobody() -> None:
     """No thread is started."""
-    watchdog = Watchdog(0.0, list, Verdicts())
+    watchdog = Watchdog(0.0, list, HungWorkers())
     watchdog.start()
     assert not any(thread.name == "watchdog" for thread in threading.enumerate())

@@ -12,7 +12,7 @@ from elastic_trainer.clock import SystemClock
 from elastic_trainer.errors import NonFiniteError
 from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.steps.boundary import Duties, StepBoundaries
+from elastic_trainer.worker.steps.boundary import BoundaryWork, StepBoundaries
 from elastic_trainer.worker.steps.one_round import OneRound
 from tests.support.memory_backend import ManualClock
 
@@ -21,7 +21,9 @@ def boundaries(tracker: HeartbeatReporter, *, finite: bool, fatal: bool) -> Step
     """Those of a rank whose losses are finite, or not."""
     steps: Any = SimpleNamespace(nonfinite=lambda: not finite, position=SimpleNamespace(step=7))
     none: Any = None
-    return StepBoundaries(Control(), none, Duties(none, steps, none, none, tracker, fatal, OneRound(lambda: None)))
+    return StepBoundaries(
+        Control(), none, BoundaryWork(none, steps, none, none, tracker, fatal, OneRound(lambda: None))
+    )
 
 
 def test_a_state_that_is_not_finite_goes_into_no_other_round() -> None:
@@ -72,8 +74,8 @@ class Two:
         )
         quiet: Any = SimpleNamespace(mark=lambda: 0, after_step=lambda step: None)
         tracker = HeartbeatReporter()
-        duties = Duties(saver, steps, quiet, quiet, tracker, True, OneRound(lambda: None))
-        self.boundaries = StepBoundaries(control, self.signals, duties)
+        work = BoundaryWork(saver, steps, quiet, quiet, tracker, True, OneRound(lambda: None))
+        self.boundaries = StepBoundaries(control, self.signals, work)
 
     def _start(self, purpose: object, values: list[float]) -> Both:
         self.wishes.append(bool(values[1]))

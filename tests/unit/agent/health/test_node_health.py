@@ -1,4 +1,4 @@
-"""A node's health duties: who hangs is ended, who only waits is not, and what happened is logged once."""
+"""The health of a node: who hangs is ended, who only waits is not, and what happened is logged once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.agent.health.duties import (
+from elastic_trainer.agent.health.evictions import Evictions
+from elastic_trainer.agent.health.health_store import HealthStore
+from elastic_trainer.agent.health.incidents import Incidents
+from elastic_trainer.agent.health.node_health import (
     LEAST_INTERVAL_S,
     REPEATED_INCIDENT_S,
     Health,
@@ -19,14 +22,11 @@ from elastic_trainer.agent.health.duties import (
     HealthSubject,
     row,
 )
-from elastic_trainer.agent.health.evictions import Evictions
-from elastic_trainer.agent.health.health_store import HealthStore
-from elastic_trainer.agent.health.incidents import Incidents
 from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.agent.health.save_requests import SaveRequests
 from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers.hang_rules import HangLimits
-from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.agent.workers.kill import HungWorkers
 from elastic_trainer.clock import Deadline
 from elastic_trainer.errors import StoreUnavailableError
 from elastic_trainer.ipc.page import Reading
@@ -41,14 +41,14 @@ from tests.unit.agent.readings import rank, reading, round_of, told_by
 LIMITS = HangLimits(step_s=10.0, first_step_s=100.0, phase_s=1000.0)
 
 
-class Judge(Verdicts):
+class NoKills(HungWorkers):
     """Notes whom it would have ended."""
 
     def __init__(self, count: Callable[[], None]) -> None:
         super().__init__(count)
         self.ended: list[int] = []
 
-    def end(self, pid: int, reason: str, *, local_rank: int) -> None:
+    def kill(self, pid: int, reason: str, *, local_rank: int) -> None:
         if self.reason(pid) is None:
             self._reasons[pid] = reason
             self.ended.append(pid)
@@ -92,7 +92,7 @@ KEYS = RunKeys("/p", "run")
 
 @dataclass
 class Desk:
-    """The duties of node ``a``, a turn at a time."""
+    """The health of node ``a``, a turn at a time."""
 
     clock: ManualClock
     pages: Readings
@@ -104,7 +104,7 @@ class Desk:
     left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.judge = Judge(partial(self.pages.count, "workers_killed"))
+        self.judge = NoKills(partial(self.pages.count, "workers_killed"))
         self.health = self.health_with(LIMITS)
 
     def health_with(self, limits: HangLimits, **more: Any) -> Health:

@@ -1,7 +1,7 @@
 """The agent's threads: a periodic one that runs until it is closed, and delayed calls.
 
 *Runs in* daemon threads, which it starts and owns.
-*Fails by* nothing: a failed turn is logged, and the next one follows, so that no duty dies unnoticed.
+*Fails by* nothing: a failed turn is logged, and the next one follows, so that no thread dies unnoticed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RETRY_S: Final = 0.5
 _JOIN_LIMIT_S: Final = 6.0
 
 
-class Duty:
+class PeriodicThread:
     """Calls ``turn()`` in a thread named ``name``; each turn returns the seconds until the next one."""
 
     def __init__(self, name: str, turn: Callable[[], float], clock: Clock = SYSTEM) -> None:
@@ -54,7 +54,7 @@ class Duty:
             try:
                 pause_s = self._turn()
             except Exception:  # noqa: BLE001 - the edge of a thread
-                logger().exception("duty.failed", duty=self._name)
+                logger().exception("thread.failed", thread=self._name)
                 pause_s = _RETRY_S
 
 

@@ -8,14 +8,14 @@ import threading
 import pytest
 from structlog.testing import capture_logs
 
-from elastic_trainer.agent.workers.duty import Duty
+from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.session_watch import SessionWatch, doing
 from elastic_trainer.errors import EXIT_FAILURE, SessionTimeoutError
 from tests.unit.agent.stage import Jumping
 
 
 def test_a_turn_that_fails_is_logged_and_followed_by_the_next() -> None:
-    """A dead duty would be silence. A turn says when the next one comes, unless somebody wakes it."""
+    """A dead thread would be silence. A turn says when the next one comes, unless somebody wakes it."""
     clock = Jumping()
     times: list[float] = []
 
@@ -24,16 +24,16 @@ def test_a_turn_that_fails_is_logged_and_followed_by_the_next() -> None:
         if len(times) == 1:
             raise ValueError("a bug")
         if len(times) == 3:
-            duty.wake()
+            thread.wake()
         if len(times) == 4:
-            duty.close()
+            thread.close()
         return 8.0
 
-    duty = Duty("test", turn, clock)
+    thread = PeriodicThread("test", turn, clock)
     with capture_logs() as logs:
-        duty._run()
+        thread._run()
     assert times == [0.0, 0.5, 8.5, 8.5]
-    assert [(each["event"], each["duty"]) for each in logs] == [("duty.failed", "test")]
+    assert [(each["event"], each["thread"]) for each in logs] == [("thread.failed", "test")]
 
 
 @pytest.mark.parametrize("comes", [False, True])

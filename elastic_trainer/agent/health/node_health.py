@@ -1,4 +1,4 @@
-"""This node's health duties: looks at its workers' pages, kills those that hang, and publishes how they are.
+"""The health of this node: looks at its workers' pages, kills those that hang, and publishes how they are.
 
 *Runs in* the agent: a thread named ``health`` looks several times a second, one named ``health-writer`` writes to the
 store every few seconds, so that an outage of the store blinds nobody.
@@ -23,8 +23,8 @@ from elastic_trainer.agent.health.pages import Pages
 from elastic_trainer.agent.health.save_requests import SaveRequests
 from elastic_trainer.agent.health.stragglers import StragglerWatch
 from elastic_trainer.agent.workers import hang_rules
-from elastic_trainer.agent.workers.duty import Duty
-from elastic_trainer.agent.workers.kill import Verdicts
+from elastic_trainer.agent.workers.kill import HungWorkers
+from elastic_trainer.agent.workers.periodic import PeriodicThread
 from elastic_trainer.agent.workers.watchdog import process_state
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.errors import ElasticTrainerError
@@ -81,7 +81,7 @@ class HealthPorts:
     evictions: Evictions
     stragglers: StragglerWatch
     saves: SaveRequests
-    verdicts: Verdicts
+    hung: HungWorkers
     round_now: Callable[[], RoundDocument | None]
     give_up: Callable[[int, str], None]
 
@@ -111,8 +111,8 @@ class Health:
         self._asked_at = self._touched_at = -math.inf
         self._publishing = threading.Lock()
         self._closed = False
-        self._looking = Duty("health", self.look, clock)
-        self._writing = Duty("health-writer", self._turn, clock)
+        self._looking = PeriodicThread("health", self.look, clock)
+        self._writing = PeriodicThread("health-writer", self._turn, clock)
 
     def start(self) -> None:
         self._looked_at = self._clock.monotonic()
@@ -159,7 +159,7 @@ class Health:
         found = hang_rules.hung(readings, self._subject.limits, now, self._stood, self._waited)
         for each in found:
             if not each.waits and process_state(each.reading.pid) != "traced":  # by a debugger
-                self._ports.verdicts.end(each.reading.pid, each.reason, local_rank=each.reading.local_rank)
+                self._ports.hung.kill(each.reading.pid, each.reason, local_rank=each.reading.local_rank)
         victims = [each for each in found if each.waits]
         before, self._all_victims = self._all_victims, bool(victims) and len(victims) == len(found)
         if self._all_victims:
