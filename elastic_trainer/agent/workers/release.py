@@ -12,13 +12,14 @@ the other nodes what they wait for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from elastic_trainer.agent.workers.kill import kill_now
 from elastic_trainer.agent.workers.periodic import Cancellable, Later, later
 from elastic_trainer.agent.workers.roster import Life, Worker
+from elastic_trainer.agent.workers.watchdog import queued_s, starved_s
 from elastic_trainer.clock import SYSTEM, Clock
 from elastic_trainer.telemetry.logs import logger
 
@@ -35,6 +36,8 @@ class _Expected:
     number: int
     blocked_at: float
     timer: Cancellable | None = None
+    queued: Mapping[str, float] = field(default_factory=dict)
+    """What its threads had waited for a CPU at the first look."""
 
 
 class Release:
@@ -95,10 +98,11 @@ class Release:
             now, busy = self._clock.monotonic(), self._known(worker)
             if busy:
                 each.blocked_at = now
-            elif now - each.blocked_at > self.limit_s(worker):
+            elif now - each.blocked_at > self.limit_s(worker) + starved_s(worker.pid, each.queued):
                 del self._expected[worker.pid]
                 kill_now(worker.pid, f"it did not leave round {each.number}, which is over")
                 return
+            each.queued = each.queued or queued_s(worker.pid)
             self._note(worker, each.number, busy)
             self._look_later(each)
 

@@ -80,11 +80,11 @@ def ping(worker: Worker, now: float) -> None:
         worker.connection.send(Ping())
 
 
-def starved_s(worker: Worker) -> float:
-    """Seconds since the ping in which ``worker`` could not have answered: the longest wait of one of its threads for a
-    CPU."""
-    now = queued_s(worker.pid)
-    return max((now[each] - worker.queued[each] for each in now.keys() & worker.queued.keys()), default=0.0)
+def starved_s(pid: int, before: Mapping[str, float]) -> float:
+    """Seconds in which process ``pid`` could do nothing since ``before`` (:func:`queued_s`): the longest wait of one of
+    its threads for a CPU."""
+    now = queued_s(pid)
+    return max((now[each] - before[each] for each in now.keys() & before.keys()), default=0.0)
 
 
 def queued_s(pid: int) -> Mapping[str, float]:

@@ -31,7 +31,7 @@ def test_a_process_that_shares_its_cpu_is_seen_to_wait_for_it() -> None:
             worker = Worker(cast("Any", Mute()), one.pid, 0, life=1)
             ping(worker, now=1.0)
             deadline = Deadline.after(30.0)
-            while starved_s(worker) < 0.1:
+            while starved_s(worker.pid, worker.queued) < 0.1:
                 assert not deadline.expired
                 pause(0.05)
         finally:

@@ -46,6 +46,7 @@ def worker_of(number: int = 3, step_time_s: float = 0.0, inside: int = 3) -> Wor
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
+    monkeypatch.setattr(module, "starved_s", lambda pid, before: 0.0)
     monkeypatch.setattr(module, "kill_now", lambda pid, reason: found.append(pid))
     return found
 
@@ -57,6 +58,16 @@ def test_a_worker_that_stays_in_a_round_is_killed_once(killed: list[int]) -> Non
     assert killed == []
     assert scene.delays
     scene.alarms.run_for(10 * LIMIT_S)
+    assert killed == [1]
+
+
+def test_a_worker_that_gets_no_cpu_is_given_that_time_more(killed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is busy with other things: it cannot have left."""
+    monkeypatch.setattr(module, "starved_s", lambda pid, before: LIMIT_S / 2)
+    scene = Scene(worker_of())
+    scene.alarms.run_for(1.4 * LIMIT_S)
+    assert killed == []
+    scene.alarms.run_for(0.2 * LIMIT_S)
     assert killed == [1]
 
 
