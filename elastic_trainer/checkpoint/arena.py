@@ -232,13 +232,13 @@ class _Slot:
         there = os.fstat(self.descriptor).st_size
         free = available()
         if free is not None and there < size and free < size - there + KEPT_FREE:
-            raise NoRoomError(f"{size / 1e6:,.0f} MB of memory are needed, and {free / 1e6:,.0f} MB are left")
+            raise NoRoomError(f"{size / 1e6:,.0f} MB of memory are needed; {free / 1e6:,.0f} MB are left")
         self._unmap()
         try:
             os.ftruncate(self.descriptor, max(size, there))
             self._memory = mmap.mmap(self.descriptor, size)
         except OSError as error:
-            raise NoRoomError(f"{size / 1e6:,.0f} MB of memory cannot be had: {error.strerror}") from error
+            raise NoRoomError(f"{size / 1e6:,.0f} MB of memory cannot be allocated: {error.strerror}") from error
         self.size, self._array = size, _array(self._memory)
         _touch(self._array)
 

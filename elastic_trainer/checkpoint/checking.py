@@ -116,6 +116,6 @@ def _nonfinite(data: memoryview, dtype: str) -> int | None:
 def not_finite(name: str) -> NonFiniteError:
     """The error of a state whose parameter ``name`` is not finite."""
     return NonFiniteError(
-        f"parameter {name!r} is not finite any more; this state is not saved",
+        f"parameter {name!r} is no longer finite; this state is not saved",
         hint="lower the learning rate, clip gradients, or look for bad samples",
     )

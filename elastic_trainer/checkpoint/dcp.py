@@ -97,7 +97,7 @@ def open_folder(path: Path) -> DcpFolder:
                 raise ValueError(f"it names the file {stored.relative_path}, which is elsewhere")
     except _ForbiddenError as error:
         raise ConfigError(
-            f"{path} holds objects that only pickle can read, which may run any code; that is never done here: {error}",
+            f"{path} holds objects that only pickle can read, which may run any code: they are never loaded: {error}",
             hint="in the program that wrote it, save model.state_dict() by torch.save or safetensors",
         ) from error
     except _MALFORMED as error:

@@ -28,7 +28,7 @@ def fingerprint(state: Mapping[str, Any]) -> int:
         walk.value(dict(state))
     except (_UnknownError, RecursionError) as error:
         codec.encode(state)  # says what is wrong, and where
-        raise TypeError(f"a state that can be kept, but not named: {error}") from error
+        raise TypeError(f"a state without a fingerprint: {error}") from error
     return walk.number()
 
 

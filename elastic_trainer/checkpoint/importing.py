@@ -137,9 +137,7 @@ def _restored(source: Path, storage: Storage, placed: tuple[Placed, ...], note: 
         info, run, skeleton = _info(about["manifest"]), about["manifest"].get("run"), about["state"].encode()
         wanted = {leaf.tensor for leaf in codec.outline(skeleton, str(source)).values()} - {None}
     except (AttributeError, KeyError, TypeError, ValueError, DamagedError) as error:
-        raise ConfigError(
-            f"{source}: what it says of the state it holds makes no sense", hint="export again"
-        ) from error
+        raise ConfigError(f"{source}: its description of the state is invalid", hint="export again") from error
     if wanted != {each.name for each in placed}:
         raise ConfigError(f"{source} does not hold the tensors of the state it describes", hint="export it again")
     again = tensorfile.place(placed)
@@ -183,7 +181,7 @@ def _from_shards(source: Path, index: Path, storage: Storage, part: str | None, 
     except OSError as error:
         raise dcp.unreadable(index, error) from error
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{index} makes no sense as an index of weights", hint="fetch it again") from error
+        raise ConfigError(f"{index} is not a valid index of weights", hint="fetch it again") from error
     values: dict[str, tuple[Placed, memoryview]] = {}
     about: dict[str, str] = {}
     for name in names:
@@ -217,7 +215,7 @@ def _from_torch(source: Path, storage: Storage, part: str | None, *, force: bool
         try:
             info, run = _info(about["manifest"]), about["manifest"].get("run")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{source}: what it says of the state makes no sense", hint="export it again") from error
+            raise ConfigError(f"{source}: its description of the state is invalid", hint="export it again") from error
         return _committed(storage, run, info, lambda manager: manager.encode(state, info), _count(state))
     return _tensors(source, storage, *_found(source, state, part), force=force)
 
@@ -249,7 +247,7 @@ def _loaded(source: Path) -> Any:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(source) or None)
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"{source} holds objects that only pickle can read, which may run any code; that is never done here",
+            f"{source} holds objects that only pickle can read, which may run any code: they are never loaded",
             hint="in the program that wrote it, save model.state_dict() by torch.save or safetensors",
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
@@ -328,7 +326,9 @@ def _weights(
     force: bool,
 ) -> Brought:
     if "://" in storage.location:
-        raise ConfigError(f"weights alone cannot be brought to {storage.location}", hint="give a directory")
+        raise ConfigError(
+            f"weights can only be imported into a local directory, not {storage.location}", hint="give a directory"
+        )
     stem = source.resolve().name if source.is_dir() else source.stem
     goal = Path(storage.location) / f"{stem}.safetensors"
     placed = tensorfile.place([each for each, _ in found.values()])

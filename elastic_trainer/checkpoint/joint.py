@@ -159,6 +159,6 @@ def _check_whole(storage: Storage, temporary: str, complete: Manifest, image: Im
             raise DamagedError(f"no place has written {min(map(str, missing))!r}")
     except DamagedError as error:
         raise StorageError(
-            f"no checkpoint was saved in {storage.location}: the files of its places do not fit together: {error}",
+            f"no checkpoint was saved in {storage.location}: the files of its places do not match: {error}",
             hint="all ranks of a sharded job must save the same state",
         ) from error

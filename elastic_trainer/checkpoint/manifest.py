@@ -50,7 +50,7 @@ class FileRecord(_Frozen):
     def _consistent(self) -> FileRecord:
         body_chunks = -(-(self.size - self.head_size) // self.chunk_size)
         if self.head_size > self.size or len(self.chunks) != bool(self.head_size) + body_chunks:
-            raise ValueError("sizes and chunks do not fit together")
+            raise ValueError("its sizes and chunks do not match")
         return self
 
     def bound(self, index: int) -> tuple[int, int]:

@@ -73,7 +73,7 @@ def read_manifest(storage: CheckpointFiles, name: str) -> Manifest:
     """The verified manifest of the checkpoint ``name``."""
     with _found(storage, name, MANIFEST_FILE) as source:
         if source.size > _LONGEST_MANIFEST:
-            raise DamagedError(f"checkpoint {name}: a manifest of {source.size} bytes cannot be one")
+            raise DamagedError(f"checkpoint {name}: its manifest has {source.size} bytes, more than any can have")
         content = bytearray(source.size)
         if not source.read_into(memoryview(content), 0):
             raise DamagedError(f"checkpoint {name}: {MANIFEST_FILE} is cut off")

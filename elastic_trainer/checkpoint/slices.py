@@ -139,7 +139,7 @@ def in_file(placed: Sequence[Placed], about: Mapping[str, Any], where: str) -> t
         cut = json.loads(about.get(METADATA, "{}"))
         slices = tuple(_slice(each, cut.pop(each.name, None)) for each in placed)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise DamagedError(f"{where}: what its header says about slices makes no sense ({error})") from error
+        raise DamagedError(f"{where}: its header describes slices wrongly ({error})") from error
     if cut:
         raise DamagedError(f"{where}: its header describes the slice {next(iter(cut))!r}, which it does not hold")
     return slices
@@ -151,7 +151,7 @@ def _slice(placed: Placed, about: Mapping[str, Any] | None) -> TensorSlice:
     tensor, whole, offset = about["tensor"], tuple(about["shape"]), tuple(about["offset"])
     numbers = all(type(each) is int and 0 <= each < 1 << 62 for each in (*whole, *offset))
     if type(tensor) is not str or not numbers:
-        raise ValueError(f"{placed.name!r} has no name or sizes that are no sizes")
+        raise ValueError(f"{placed.name!r} has no name or invalid sizes")
     if any(begin + size > most for begin, size, most in zip(offset, placed.shape, whole, strict=True)):
         raise ValueError(f"{placed.name!r} reaches beyond its tensor")
     return TensorSlice(tensor, placed.dtype, whole, offset, placed.shape)

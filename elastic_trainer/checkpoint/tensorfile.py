@@ -94,7 +94,7 @@ def metadata(head: bytes | bytearray, where: str) -> Mapping[str, Any]:
     """The notes in ``head``; DamagedError where it makes no sense."""
     notes = _entries(head, where).get(_RESERVED, {})
     if not isinstance(notes, dict):
-        raise DamagedError(f"{where}: the metadata of the header are no JSON object")
+        raise DamagedError(f"{where}: the header's metadata is not a JSON object")
     return notes
 
 
@@ -123,10 +123,10 @@ def _placed(name: str, entry: Any, where: str) -> Placed:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         element = ELEMENT_SIZE[dtype]
     except (KeyError, TypeError, ValueError) as error:
-        raise DamagedError(f"{where}: the header entry of tensor {name!r} makes no sense") from error
+        raise DamagedError(f"{where}: the header entry of tensor {name!r} is invalid") from error
     numbers = (*shape, begin, end)
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
-        raise DamagedError(f"{where}: tensor {name!r} has sizes or offsets that are no sizes")
+        raise DamagedError(f"{where}: tensor {name!r} has invalid sizes or offsets")
     if end - begin != math.prod(shape) * element:
         raise DamagedError(f"{where}: tensor {name!r} of shape {shape} does not fit its {end - begin} bytes")
     return Placed(name, dtype, shape, begin)

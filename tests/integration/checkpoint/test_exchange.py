@@ -164,8 +164,8 @@ def test_a_folder_that_is_damaged_or_harmful_is_refused_in_a_sentence(
     index = shards / "model.safetensors.index.json"
     save_file(weights(), shards / "a.safetensors")
     for content, sentence in (
-        ("{", "makes no sense as an index"),
-        ('{"weight_map": {"w": "../a.safetensors"}}', "makes no sense as an index"),
+        ("{", "is not a valid index"),
+        ('{"weight_map": {"w": "../a.safetensors"}}', "is not a valid index"),
         ('{"weight_map": {"w": "a.safetensors"}}', "does not hold 'w', as the index says"),
         ('{"weight_map": {"w": "b.safetensors"}}', "No such file or directory"),
     ):

@@ -108,7 +108,7 @@ def test_a_snapshot_with_a_nan_is_refused_though_training_has_gone_on(tmp_path: 
             assert trained.saver.attempt() is None
         trained.saver.wait()
     (failed,) = [each for each in logs if each["event"] == "checkpoint.failed"]
-    assert (failed["step"], "'weight' is not finite" in failed["reason"]) == (2, True)
+    assert (failed["step"], "'weight' is no longer finite" in failed["reason"]) == (2, True)
     assert (trained.saver.refused(), trained.saver.refused()) == (True, False)
     assert trained.counted("save.failed") == 1
     trained.step(float("inf"))

@@ -170,8 +170,8 @@ WHOLE = torch.arange(12, dtype=torch.float32).reshape(4, 3)
         (lambda found: [found[0], (TensorSlice("w", "F32", (4, 4), (2, 0), (2, 2)), WHOLE[2:, :2])], "do not agree"),
         (lambda found: [*found[:-1], (TensorSlice("w", "I32", (4, 3), (2, 2), (2, 1)), WHOLE[2:, 2:])], "do not agree"),
         (lambda found: [(TensorSlice("w", "F32", (4, 3), (2, 2), (2, 2)), WHOLE[:2, :2])], "reaches beyond its tensor"),
-        (lambda found: [(TensorSlice("w", "F32", (4,), (2, 0), (2, 2)), WHOLE[:2, :2])], "makes no sense"),
-        (lambda found: [(TensorSlice("w", "F32", (4, -3), (0, 0), (2, 2)), WHOLE[:2, :2])], "makes no sense"),
+        (lambda found: [(TensorSlice("w", "F32", (4,), (2, 0), (2, 2)), WHOLE[:2, :2])], "describes slices wrongly"),
+        (lambda found: [(TensorSlice("w", "F32", (4, -3), (0, 0), (2, 2)), WHOLE[:2, :2])], "describes slices wrongly"),
     ],
 )
 def test_slices_that_do_not_make_their_tensor_are_damage(change: Any, sentence: str, tmp_path: Path) -> None:
