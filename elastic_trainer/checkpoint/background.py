@@ -72,6 +72,7 @@ class BackgroundSaves:
         self._unread: list[Save] = []
         self._under_way: list[Save] = []
         self._neighbour: Neighbour | None = None
+        self._copied_to: Neighbour | None = None
         self._unsent: list[tuple[Save, Held]] = []
         self._kept_there: tuple[int, int] | None = None
         self._unkept = False
@@ -101,6 +102,11 @@ class BackgroundSaves:
     def neighbour(self) -> Neighbour | None:
         """Who gets a copy of each sealed shard."""
         return self._neighbour
+
+    @property
+    def copied(self) -> bool:
+        """Whether the neighbour has got a copy."""
+        return self._neighbour is not None and self._copied_to is self._neighbour
 
     @property
     def sending(self) -> bool:
@@ -320,7 +326,7 @@ class BackgroundSaves:
         began = SYSTEM.monotonic()
         try:
             to.keep(self._arena.descriptor(held), self._kept_there, lambda: self._closed or self._neighbour is not to)
-            self._kept_there, self._unkept = None, False
+            self._kept_there, self._unkept, self._copied_to = None, False, to
         except (OSError, RefusedError) as error:
             if not self._unkept:
                 effect = "a lost node costs the steps behind the newest checkpoint"

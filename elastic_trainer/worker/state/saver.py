@@ -112,9 +112,9 @@ class Saver:
             self._untold = True
 
     @property
-    def neighbour(self) -> Neighbour | None:
-        """Who keeps copies of this rank's shards."""
-        return self._saves.neighbour if self._saves is not None else None
+    def copied(self) -> bool:
+        """Whether the neighbour has a copy of this rank's shards."""
+        return self._saves is not None and self._saves.copied
 
     def meet(self, peers: Control) -> None:
         """A round begins with these ranks of the shard group: a save that not all of them have begun will not be."""
@@ -186,7 +186,7 @@ class Saver:
             self._saves.prepare(size, pinned=self._state.device.type == "cuda")
         if self._saves is not None and self._untold:
             self._untold, needed_mb = False, round(SLOTS * self._state.size() / 1e6, 1)
-            logger().info("snapshot.copies", neighbour=str(self.neighbour), memory_there_mb=needed_mb)
+            logger().info("snapshot.copies", neighbour=str(self._saves.neighbour), memory_there_mb=needed_mb)
 
     def copy_if_due(self) -> None:
         """Copy the state into the agent's memory, if that was not done for long enough; it is not committed."""

@@ -349,7 +349,7 @@ class Training:
 
         Where neighbours keep copies the next round resumes one of those; one of this rank alone would take its memory.
         """
-        if self.saver.neighbour is not None:
+        if self.saver.copied:
             return
         part, layout = self._part(None, writes=True), self.replica.layout
         if layout is None or part is not None:

@@ -232,13 +232,16 @@ def test_saves_go_on_beside_a_neighbour_that_is_silent_or_gone(
         keep(1)
         eventually(lambda: saves.sending, "nothing is sent")
         assert not saves.full
+        assert not saves.copied
         keep(2)
         eventually(lambda: not saves.sending, "the silent neighbour is not given up")
         for step, each in enumerate(nodes[1:], 3):
             saves.copy_to(Neighbour(each.address, 0))
             keep(step)
             eventually(partial(keeps, each, step), "no copy came")
+            eventually(lambda: saves.copied, "nobody learns that it came")
         saves.copy_to(None)
+        assert not saves.copied
         keep(5)
         saves.await_slot()
         assert not saves.sending
