@@ -73,7 +73,7 @@ class BackgroundSaves:
         self._under_way: list[Save] = []
         self._neighbour: Neighbour | None = None
         self._copied_to: Neighbour | None = None
-        self._unsent: list[tuple[Save, Held]] = []
+        self._unsent: list[tuple[Save, Held, Neighbour]] = []
         self._kept_there: tuple[int, int] | None = None
         self._unkept = False
         self.sent_s = 0.0
@@ -283,7 +283,7 @@ class BackgroundSaves:
                 self._unsealed.pop(0)
                 if self._neighbour is not None and save.joint and save.error is None:
                     save.users += 1
-                    self._unsent.append((save, held))
+                    self._unsent.append((save, held, self._neighbour))
                 if save.error is not None and not (save.joint and save.purpose is SnapshotPurpose.HELP):
                     self._end(save, held, sealed=False)
                 elif save.purpose is SnapshotPurpose.KEEP:
@@ -302,7 +302,7 @@ class BackgroundSaves:
         return held
 
     def _send_all(self) -> None:
-        """Leave a copy of each sealed shard with the neighbour of that moment, in their order."""
+        """Leave a copy of each sealed shard with who was the neighbour then, in their order, unless another one is."""
         _give_way(_NICENESS)
         to: Neighbour | None = None
         while True:
@@ -310,10 +310,10 @@ class BackgroundSaves:
                 self._changed.wait_for(lambda: self._unsent or self._closed)
                 if not self._unsent:
                     break
-                (save, held), before, to = self._unsent[0], to, self._neighbour
+                before, (save, held, to) = to, self._unsent[0]
             if before is not None and before is not to:
                 before.close()
-            if to is not None and not self._closed:
+            if to is self._neighbour and not self._closed:
                 self._send(held, save.manifest, to)
             with self._changed:
                 self._unsent.pop(0)
@@ -326,7 +326,8 @@ class BackgroundSaves:
         began = SYSTEM.monotonic()
         try:
             to.keep(self._arena.descriptor(held), self._kept_there, lambda: self._closed or self._neighbour is not to)
-            self._kept_there, self._unkept, self._copied_to = None, False, to
+            if to is self._neighbour:
+                self._kept_there, self._unkept, self._copied_to = None, False, to
         except (OSError, RefusedError) as error:
             if not self._unkept:
                 effect = "a lost node costs the steps behind the newest checkpoint"

@@ -1,4 +1,4 @@
-"""Finds the newest sharded state whose parts are in the memory of several nodes' agents, and reads them from there.
+"""Sharded states in the memory of several nodes' agents: who keeps copies, and reading the newest whole one from there.
 
 *Runs in* the worker's main thread of all ranks at once. *Owns* its connections to agents, until the block ends.
 *Fails by* RoundBrokenError when a peer is lost.
@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 from elastic_trainer.checkpoint import StateSnapshot
-from elastic_trainer.checkpoint.neighbours import MemoryAddress, RemoteMemory
+from elastic_trainer.checkpoint.neighbours import MemoryAddress, Neighbour, RemoteMemory
 from elastic_trainer.checkpoint.snapshot import described, notes, whole
 from elastic_trainer.worker.comm.control import Control
 
@@ -45,6 +45,21 @@ def together(
             memory = opened.enter_context(closing(RemoteMemory(MemoryAddress.parse(address), path)))
             parts.append(described(memory, text.encode(), stored=stored))
         yield next(whole(parts), None)
+
+
+def find_neighbour(control: Control, here: str | None, number: int) -> Neighbour | None:
+    """Who keeps copies of what this rank, the ``number``-th of its node, alone holds: the agent of the next node.
+
+    ``here``: where this node's own agent does so for others.
+    """
+    at = following([row.decode() for row in control.gather_bytes((here or "").encode())], control.rank)
+    return Neighbour(MemoryAddress.parse(at), number) if at else None
+
+
+def following(rows: Sequence[str], rank: int) -> str:
+    """The address of the node after that of ``rank``, from those of all ranks; empty if there is none. Pure."""
+    mine, others = rows[rank], [*rows[rank:], *rows[:rank]]
+    return next((each for each in others if each and each != mine), "") if mine else ""
 
 
 def choose(rows: Sequence[Sequence[Part]]) -> Mapping[Part, int]:

@@ -18,7 +18,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from elastic_trainer.checkpoint import Places
 from elastic_trainer.checkpoint.arena import SLOTS
-from elastic_trainer.checkpoint.neighbours import MemoryAddress, Neighbour
 from elastic_trainer.data.sampler import Batch
 from elastic_trainer.errors import EXIT_CANNOT_WRITE, CheckpointError, ConfigError, StorageError
 from elastic_trainer.model import Phase
@@ -34,7 +33,7 @@ from elastic_trainer.worker.state.cadence import Memory
 from elastic_trainer.worker.state.fields import check_run
 from elastic_trainer.worker.state.heal import give
 from elastic_trainer.worker.state.optimizer_set import OptimizerSet, SchedulerSet, members_of
-from elastic_trainer.worker.state.remote_parts import together
+from elastic_trainer.worker.state.remote_parts import find_neighbour, together
 from elastic_trainer.worker.state.restore import Origin, restore
 from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.sharded_restore import ShardSource, restore_shards
@@ -228,7 +227,8 @@ class Training:
         shares = Shares.among(group.formation, Writers(place.options.saving.writers)) if whole else Shares()
         self._meet()
         copies = self._part(self.replica.peers, writes=layout is not None and rank < layout.size)
-        neighbour = self._neighbour(control) if layout is not None and layout.size == world else None
+        only, here = layout is not None and layout.size == world, place.environment.copies_here
+        neighbour = find_neighbour(control, here, place.environment.local_rank) if only else None
         self.saver.serve(saves=rank == 0, world_size=world, shares=shares, part=copies, neighbour=neighbour)
         place.context = RankContext(group, self._boundaries(control))
         place.ledger.identify(rank=rank, local_rank=place.environment.local_rank, world=world, round=generation)
@@ -237,14 +237,6 @@ class Training:
         logs.logger().info("session.opened", world=world, round=generation, step=position.step, **where)
         for each in place.watching:
             each()
-
-    def _neighbour(self, control: Control) -> Neighbour | None:
-        """Who keeps copies of this rank's shards, which no other rank holds: the agent of the next node."""
-        environment = self.place.environment
-        rows = control.gather_bytes((environment.copies_here or "").encode())
-        mine, others = rows[control.rank], rows[control.rank :] + rows[: control.rank]
-        at = next((each for each in others if each and each != mine), b"") if mine else b""
-        return Neighbour(MemoryAddress.parse(at.decode()), environment.local_rank) if at else None
 
     def _meet(self) -> None:
         if self.replica.peers is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_trainer.worker.state.remote_parts import choose
+from elastic_trainer.worker.state.remote_parts import choose, following
 
 
 def test_the_newest_state_of_which_all_parts_are_left_is_chosen() -> None:
@@ -17,3 +17,10 @@ def test_the_newest_state_of_which_all_parts_are_left_is_chosen() -> None:
 def test_without_a_part_there_is_none() -> None:
     assert choose([[(1, 7, 0, 3)], [(1, 7, 1, 3)], []]) == {}
     assert choose([[], []]) == {}
+
+
+def test_copies_go_to_the_next_node() -> None:
+    """Of nodes of two ranks each; past those without an agent of this package, and to nobody from or among such."""
+    rows = ["a", "a", "b", "b", "", "", "c", "c"]
+    assert [following(rows, rank) for rank in range(8)] == ["b", "b", "c", "c", "", "", "a", "a"]
+    assert following(["a", "a"], 1) == ""
