@@ -214,15 +214,18 @@ def _verb(names: list[str], verb: str) -> str:
 def _after_drain(
     view: ClusterView, current: RoundDocument, chosen: list[NodeView], reason: str
 ) -> RoundDocument | None:
-    """In place: the complete next round. None in restart mode, or if too few nodes would be left."""
+    """In place: the complete next round. None in restart mode, or if too few nodes would be left or all that hold the
+    shards of a place would leave: the state must be saved before they are gone."""
     if view.limits.recovery is RecoveryMode.RESTART:
         return None
     members = {node.id for _, node in live_members(view)}
     chosen = in_groups(
         view, [node for node in chosen if node.id not in members or node.record.state is NodeState.READY]
     )
-    if not members.intersection(node.id for node in chosen) or view.limits.fitting(len(chosen)) != len(chosen):
-        return None  # the state must be saved before the last nodes that hold it in memory are gone
+    held = {node.record.place for node in chosen if node.id in members}
+    all_held = len(held) == view.limits.shard_nodes if has_places(view.limits) else bool(held)
+    if not all_held or view.limits.fitting(len(chosen)) != len(chosen):
+        return None
     return compose(view, chosen, reason, FailureBudget(current.last_step, current.failures, current.stalled))
 
 

@@ -77,6 +77,15 @@ def test_a_node_that_leaves_takes_its_group_along_unless_a_spare_has_its_place()
         assert sorted(groups(made(scene.decide(), Action.DRAIN).next)) == expected
 
 
+def test_a_node_that_leaves_the_only_group_saves_its_shards_though_a_spare_has_its_place() -> None:
+    """The spare has not got them: all save, and the next round resumes that."""
+    scene = training("a0", "a1").show(at("b1", 50), at("a1", 2, acknowledged=1, reported=1, state=NodeState.DRAINING))
+    draining = made(scene.decide(), Action.DRAIN)
+    assert draining.next is None
+    scene.adopt(draining).show(free("a0", 1, 1, place=0)).lose("a1")
+    assert groups(made(scene.decide(), Action.FORM)) == ["a0 b1"]
+
+
 def test_the_last_group_that_is_left_by_a_node_saves_before_it_waits() -> None:
     """No whole group is left: there is no next round."""
     scene = training("a0", "a1").show(at("a1", 2, acknowledged=1, reported=1, state=NodeState.DRAINING))
