@@ -1,8 +1,9 @@
 """Sharded models: steps against torch's HSDP by hand, the commit barrier, kills and joins; copies at a neighbour.
 
 Two nodes of two ranks share this machine: a step, and what follows a fault, take several times what they would on
-machines of their own. The loops take turns in the same processes. Of the commit barrier counts what it takes once the
-last rank has come: before, the others wait for what the step itself makes them wait for, here for a turn on a core.
+machines of their own; so steps are measured on one node too. The loops take turns in the same processes. Of the commit
+barrier counts what it takes once the last rank has come: before, the others wait for what the step itself makes them
+wait for, here for a turn on a core.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,33 +37,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse("sharded", __doc__, argv, repeats=3)
     shape, faults = (QUICK, QUICK_FAULTS) if options.quick else (AT_50_MS, FAULTS)
     copying = QUICK if options.quick else COPYING
-    steps, copies, calibrations = [], [], []
+    steps, alone, copies, calibrations = [], [], [], []
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, EtcdServer(Path(place, "etcd")) as etcd:
         for repeat in range(options.repeats):
             note(f"steps: {repeat + 1} of {options.repeats}")
-            directory = Path(place, f"steps-{repeat}")
-            taken = trained(directory, etcd.endpoint, "in_place", shape, job=JOB, workers=PLACES)
-            waited, own = zip(*taken.pop("barrier"), strict=True)
-            barrier = {"barrier_ms": 1e3 * median(waited), "barrier_own_ms": 1e3 * median(own)}
-            steps.append(compared(taken) | barrier)
+            steps.append(stepped(Path(place, f"steps-{repeat}"), etcd.endpoint, shape))
             calibrations.append(calibrate())
+            note(f"steps on one node: {repeat + 1} of {options.repeats}")
+            alone.append(stepped(Path(place, f"alone-{repeat}"), etcd.endpoint, replace(shape, nodes=1)))
             note(f"copies at a neighbour: {repeat + 1} of {options.repeats}")
             copies.append(copied(Path(place, f"copies-{repeat}"), etcd.endpoint, copying))
         gaps = struck(Path(place), etcd.endpoint, faults)
         calibrations.append(calibrate())
     figures: dict[str, Any] = {
         "steps": {name: median([each[name] for each in steps]) for name in steps[0]} | {"repeats": steps},
+        "one_node": {name: median([each[name] for each in alone]) for name in alone[0]} | {"repeats": alone},
         "copies": {name: median([each[name] for each in copies]) for name in copies[0]} | {"repeats": copies},
         "gaps_s": gaps,
         "median_gaps_s": {name: median(each) for name, each in gaps.items()},
     }
     musts = [
         at_most("steps longer than HSDP by hand, %", figures["steps"]["longer_by_percent"], 3.0),
+        at_most("one node: steps longer than FSDP by hand, %", figures["one_node"]["longer_by_percent"], 3.0),
         at_most("copies at a neighbour: steps longer, %", figures["copies"]["longer_by_percent"], 2.0),
         at_most_time("commit barrier once the last rank has come, ms", figures["steps"]["barrier_own_ms"], 0.5),
         *(at_most_time(f"{name}: survivors' pause, s", median(each), 0.3) for name, each in gaps.items()),
     ]
     return emit(Report(options, figures, musts, calibrations=calibrations))
+
+
+def stepped(directory: Path, endpoint: str, shape: Shape) -> dict[str, float]:
+    """Steps of a session beside those by hand, and the waits in the commit barrier."""
+    taken = trained(directory, endpoint, "in_place", shape, job=JOB, workers=PLACES)
+    waited, own = zip(*taken.pop("barrier"), strict=True)
+    return compared(taken) | {"barrier_ms": 1e3 * median(waited), "barrier_own_ms": 1e3 * median(own)}
 
 
 def copied(directory: Path, endpoint: str, shape: Shape) -> dict[str, float]:
