@@ -20,8 +20,8 @@ from elastic_trainer.membership.effects import (
     Notify,
     Oldest,
     Probed,
+    PublishAgain,
     Return,
-    ShowAgain,
     TurnOutcome,
 )
 from elastic_trainer.membership.probe import AgentProbes
@@ -76,7 +76,7 @@ class Core:
                 self._effects.append(follow)
         elif event.again_in_s is not None:
             self._held = (self._look.seen.serial if self._look is not None else 0, now + event.again_in_s)
-        elif isinstance(event.effect, ShowAgain):
+        elif isinstance(event.effect, PublishAgain):
             self._reloads = event.effect.reloads
 
     def _turn(self, look: Looked, now: float) -> float:
@@ -87,7 +87,7 @@ class Core:
         if look.away:
             return self._do(Return())
         if seen.reloads != self._reloads:
-            return self._do(ShowAgain(seen.reloads))
+            return self._do(PublishAgain(seen.reloads))
         if self._memory.behind:
             return self._put_back(seen, now)
         change, scope_s = self._scope.turn(look, now)

@@ -69,7 +69,7 @@ class Return:
 
 
 @dataclass(frozen=True, slots=True)
-class ShowAgain:
+class PublishAgain:
     """Write this node's record once more: the view was reloaded, so the store may hold an older record."""
 
     reloads: int
@@ -116,7 +116,7 @@ class LogDelay:
     reason: str
 
 
-Effect = Notify | Return | ShowAgain | CommitRound | ChangeWatch | AskOldest | Probe | LogDelay
+Effect = Notify | Return | PublishAgain | CommitRound | ChangeWatch | AskOldest | Probe | LogDelay
 
 
 @dataclass(frozen=True, slots=True)

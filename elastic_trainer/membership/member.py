@@ -50,8 +50,8 @@ from elastic_trainer.membership.effects import (
     Oldest,
     Probe,
     Probed,
+    PublishAgain,
     Return,
-    ShowAgain,
 )
 from elastic_trainer.membership.leader_priority import first_names, oldest_keys, written_by_nodes
 from elastic_trainer.membership.parting import closing, is_left, parting
@@ -147,7 +147,7 @@ class Member:
 
     def announce(self, record: NodeRecord, deadline: Deadline) -> None:
         """Write ``record`` to this node's key; waits out an outage of the store until ``deadline``."""
-        self._presence.show(record, deadline)
+        self._presence.publish(record, deadline)
         self._view.wake()
 
     def record(self) -> NodeRecord:
@@ -181,9 +181,9 @@ class Member:
         """Create-revision of this node's key; 0 before the key exists."""
         return self._presence.key.create_revision
 
-    def shown(self) -> NodeRecord | None:
+    def published(self) -> NodeRecord | None:
         """The record that this node's key is known to hold; None before it exists, and after it was lost."""
-        return self._presence.key.shown
+        return self._presence.key.published
 
     def await_round(self, join_timeout_s: float) -> RoundDocument:
         """Wait for an active round that has this life of the node as a member.
@@ -330,8 +330,8 @@ class Member:
         elif isinstance(effect, Return):
             self._presence.return_from_loss(Deadline.after(WRITE_TIMEOUT_S, self._clock))
             self._view.wake()
-        elif isinstance(effect, ShowAgain):
-            self._presence.show_again(Deadline.after(WRITE_TIMEOUT_S, self._clock))
+        elif isinstance(effect, PublishAgain):
+            self._presence.publish_again(Deadline.after(WRITE_TIMEOUT_S, self._clock))
         elif isinstance(effect, CommitRound):
             return self._commit_decided(effect)
         elif isinstance(effect, ChangeWatch):

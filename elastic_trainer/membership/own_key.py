@@ -77,7 +77,7 @@ class OwnKey:
         return self._lease.lost.is_set()
 
     @property
-    def shown(self) -> NodeRecord | None:
+    def published(self) -> NodeRecord | None:
         """The record that the key is known to hold; None if it may be absent or may already hold a newer record."""
         return None if self.lost or not self.create_revision else self.written
 
@@ -100,7 +100,7 @@ class OwnKey:
         self.record = self.written = record
         self._mod_revision = revision
 
-    def showing(self, record: NodeRecord, deadline: Deadline) -> Steps:
+    def publishing(self, record: NodeRecord, deadline: Deadline) -> Steps:
         """Write ``record``; retries during an outage of the store until ``deadline``."""
         while True:
             self.record = record
@@ -126,7 +126,7 @@ class OwnKey:
             self.create_revision = 0
         yield from self._write_again(self.record, deadline)
 
-    def showing_again(self, deadline: Deadline) -> Steps:
+    def publishing_again(self, deadline: Deadline) -> Steps:
         """Write the present record once more: a restored store may hold an older one."""
         if self.record is not None and not self.away:
             yield from self._write_again(self.record, deadline)

@@ -1,6 +1,6 @@
 """A node's key: written under a lease, only by its owner, and written again as a new incarnation after a loss.
 
-*Runs in* torchrun's main thread (``show``) and the deciding thread (``return_from_loss``), one at a time.
+*Runs in* torchrun's main thread (``publish``) and the deciding thread (``return_from_loss``), one at a time.
 *Owns* the lease session. ``own_key`` decides what is written when.
 *Fails by* ConfigError when another live node uses the same id, TransientError past the deadline.
 """
@@ -51,9 +51,9 @@ class Presence:
         with self._lock:
             self.key.wrote(record, revision)
 
-    def show(self, record: NodeRecord, deadline: Deadline) -> None:
+    def publish(self, record: NodeRecord, deadline: Deadline) -> None:
         """Write ``record``; retries during an outage of the store until ``deadline``."""
-        self._perform(self.key.showing(record, deadline))
+        self._perform(self.key.publishing(record, deadline))
 
     def return_from_loss(self, deadline: Deadline) -> None:
         """After the lease was lost: write the same record as a new incarnation; again if the outcome was unknown."""
@@ -62,9 +62,9 @@ class Presence:
         if was_away:
             logger().warning("node.returned", node=self.node_id, create_revision=self.key.create_revision)
 
-    def show_again(self, deadline: Deadline) -> None:
+    def publish_again(self, deadline: Deadline) -> None:
         """Write the present record once more: a restored store may hold an older one."""
-        self._perform(self.key.showing_again(deadline))
+        self._perform(self.key.publishing_again(deadline))
 
     def close(self) -> None:
         """Delete the key; if the store is unreachable, the key disappears when its lease ends."""

@@ -352,7 +352,7 @@ class InPlace(Agent):
             try:
                 if failure is not None:
                     yield from self.node.break_round(failure, record)
-                if record is not None and record != self.node.key.shown:
+                if record is not None and record != self.node.key.published:
                     yield from self.node.show(record)
             except (TransientError, LeaseLostError):
                 self._record = self._record or record

@@ -28,9 +28,9 @@ from elastic_trainer.membership.effects import (
     Probe,
     Probed,
     ProbePort,
+    PublishAgain,
     Renew,
     Return,
-    ShowAgain,
     Steps,
     Transaction,
 )
@@ -203,8 +203,8 @@ class SimNode:
         elif isinstance(effect, Return):
             yield from self._steps(self.key.returning(deadline))
             self.view.wake()
-        elif isinstance(effect, ShowAgain):
-            yield from self._steps(self.key.showing_again(deadline))
+        elif isinstance(effect, PublishAgain):
+            yield from self._steps(self.key.publishing_again(deadline))
         elif isinstance(effect, CommitRound) and effect.decision.round is not None:
             return (yield from self._commit(effect.decision.round, effect.seen))
         elif isinstance(effect, ChangeWatch):
@@ -310,7 +310,7 @@ class SimNode:
 
     def show(self, record: NodeRecord, limit_s: float = ATTEMPT_S) -> Process:
         """As Member.announce."""
-        yield from self._steps(self.key.showing(record, Deadline.after(limit_s, self.loop)))
+        yield from self._steps(self.key.publishing(record, Deadline.after(limit_s, self.loop)))
         self.view.wake()
 
     def break_round(self, failure: RoundFailure, record: NodeRecord | None, limit_s: float = 5.0) -> Process:

@@ -43,7 +43,7 @@ class JoinTimeout:
 
     def turn(self) -> float:
         """Check whether this node still waits; returns the seconds until the next look."""
-        seen, mine = self._member.look(), self._member.shown()
+        seen, mine = self._member.look(), self._member.published()
         waits = mine is not None and mine.state is not NodeState.WARMING  # otherwise others wait for this node
         now = self._clock.monotonic()
         if not (waits and seen.connected) or _under_way(seen):

@@ -73,7 +73,7 @@ class NodePlace:
         """Restart the workers at another place if that completes a group; returns the seconds until the next look."""
         if not has_places(self._member.limits):
             return IDLE_S
-        seen, mine = self._member.look(), self._member.shown()
+        seen, mine = self._member.look(), self._member.published()
         current = seen.round
         trains = current is not None and current.state is not RoundState.BROKEN and current.member(self._node)
         if trains or mine is None or mine.state is not NodeState.READY or not seen.connected:

@@ -84,7 +84,7 @@ class RecordWriter:
         deadline = Deadline.after(ATTEMPT_S, self._clock)
         if broken is not None:
             self._member.break_round(broken.failure, broken.until or deadline, record)
-        if record is not None and record != self._member.shown():
+        if record is not None and record != self._member.published():
             self._member.announce(record, deadline)
 
     def _keep(self, record: NodeRecord | None, broken: _Break | None) -> None:

@@ -44,8 +44,8 @@ class Owner:
     def limit(self, seconds: float = 5.0) -> Deadline:
         return Deadline.after(seconds, self.clock)
 
-    def show(self, record: NodeRecord, limit_s: float = 5.0) -> None:
-        self.perform(self.key.showing(record, self.limit(limit_s)))
+    def publish(self, record: NodeRecord, limit_s: float = 5.0) -> None:
+        self.perform(self.key.publishing(record, self.limit(limit_s)))
 
     def perform(self, steps: Steps) -> None:
         """Answer all requests, as Presence does."""
@@ -83,17 +83,17 @@ def test_a_record_that_went_back_is_shown_again() -> None:
     """A backup holds what the node said then: its owner writes what is so now, under the same incarnation. Where the
     backup does not know its lease, that counts as lost, and the node returns under another."""
     owner = Owner()
-    owner.perform(owner.key.showing_again(owner.limit()))
+    owner.perform(owner.key.publishing_again(owner.limit()))
     assert not owner.store.get(KEYS.node("a"), owner.limit()).items, "nothing was shown yet"
-    owner.show(NEW)
+    owner.publish(NEW)
     created = owner.key.create_revision
     owner.store.transact([], [Put(KEYS.node("a"), OLD.encode(), owner.lease_id)], deadline=owner.limit())
-    owner.perform(owner.key.showing_again(owner.limit()))
+    owner.perform(owner.key.publishing_again(owner.limit()))
     assert owner.held == (NEW, created)
     assert owner.key.create_revision == created
 
     owner.store.revoke(owner.lease_id, owner.limit())
-    owner.perform(owner.key.showing_again(owner.limit()))
+    owner.perform(owner.key.publishing_again(owner.limit()))
     assert owner.key.lost
     assert owner.key.away
     owner.perform(owner.key.returning(owner.limit()))
@@ -106,21 +106,21 @@ def test_a_write_whose_answer_was_lost_never_undoes_a_newer_one(arrives: str) ->
     """It may come late, from a frozen store; or it went through unnoticed: its owner reads what is there, and writes
     on."""
     owner = Owner()
-    owner.show(OLD)
+    owner.publish(OLD)
     created, newest = owner.key.create_revision, NEW.model_copy(update={"life": 4})
     owner.store.holds_back = True
     with pytest.raises(OutcomeUnknownError):
-        owner.show(NEW, 0.0)
-    assert owner.key.shown is None, "the outcome is not known"
+        owner.publish(NEW, 0.0)
+    assert owner.key.published is None, "the outcome is not known"
     if arrives == "after it":
         owner.store.holds_back = False
-        owner.show(newest)
+        owner.publish(newest)
         assert owner.store.thaw() == [False]
     else:
         assert owner.store.thaw() == [True]
-        owner.show(newest)
+        owner.publish(newest)
     assert owner.held == (newest, created)
-    assert owner.key.shown == newest
+    assert owner.key.published == newest
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -131,7 +131,7 @@ def test_the_key_of_an_earlier_node_of_this_name_goes_only_where_that_is_dead(li
     owner.store.transact([], [Put(KEYS.node("a"), OLD.encode(), other)], deadline=owner.limit())
     if lives:
         with pytest.raises(ConfigError, match="another live node of this run has the id 'a'"):
-            owner.show(NEW, 60.0)
+            owner.publish(NEW, 60.0)
     else:
-        owner.show(NEW)
+        owner.publish(NEW)
     assert owner.held[0] == (OLD if lives else NEW)

@@ -101,7 +101,7 @@ def test_the_next_node_that_comes_takes_it_away() -> None:
     """A run that was stopped, came back and lost its nodes was not stopped."""
     owner = Owner()
     owner.store.transact([], [Put(KEYS.departure, departure(planned=True).encode())], deadline=owner.limit())
-    owner.show(OLD)
+    owner.publish(OLD)
     assert owner.store.get(KEYS.departure, owner.limit()).first is None
 
 

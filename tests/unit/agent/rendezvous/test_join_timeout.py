@@ -40,7 +40,7 @@ class Onlooker:
     def look(self) -> Observation:
         return self.observation
 
-    def shown(self) -> NodeRecord | None:
+    def published(self) -> NodeRecord | None:
         return self.record
 
     def join_timeout(self, join_timeout_s: float) -> JoinTimeoutError:

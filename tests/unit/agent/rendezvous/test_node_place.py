@@ -32,7 +32,7 @@ class Spare:
     def look(self) -> Observation:
         return Observation(nodes={}, round=self.scene.round, round_revision=1, connected=True, serial=1)
 
-    def shown(self) -> NodeRecord:
+    def published(self) -> NodeRecord:
         return self.mine
 
     def nodes(self) -> dict[str, NodeView]:

@@ -39,7 +39,7 @@ class Desk:
         if not deadline.expired:
             self.broken.append((failure, record))
 
-    def shown(self) -> NodeRecord | None:
+    def published(self) -> NodeRecord | None:
         return self.written[-1] if self.written else None
 
 
