@@ -60,6 +60,11 @@ def newest_groups(limits: Limits, members: Sequence[NodeView], count: int, held:
 # ---- which node takes which place
 
 
+def living(view: ClusterView) -> list[NodeView]:
+    """The nodes but for those that were found dead, by this node or by who formed the round: their leases may stand."""
+    return [node for node in view.nodes.values() if node.id not in view.suspects and not is_ghost(view, node)]
+
+
 def place_of(nodes: Iterable[NodeView], me: str, size: int) -> int:
     """The place for new workers of ``me``: the rarest one among nodes whose workers are up or that are more senior.
 
@@ -89,8 +94,7 @@ def move(view: ClusterView) -> tuple[NodeView, int] | None:
     if not has_places(limits):
         return None
     stays = (NodeState.WARMING, NodeState.READY)
-    here = [node for node in view.nodes.values() if node.id not in view.suspects and not is_ghost(view, node)]
-    present = [node for node in here if node.record.state in stays]
+    present = [node for node in living(view) if node.record.state in stays]
     members = {member.node for member in current.members} if current is not None else set()
     at_work = members if current is not None and current.state is not RoundState.BROKEN else set()
     idle = [node for node in present if node.record.state is NodeState.READY and node.id not in at_work]

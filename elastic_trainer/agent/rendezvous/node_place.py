@@ -14,9 +14,9 @@ from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock, pause
 from elastic_trainer.membership.cluster_view import ClusterView, NodeView, Sightings
-from elastic_trainer.membership.documents import NodeState, RoundState
+from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState
 from elastic_trainer.membership.member import Member
-from elastic_trainer.membership.shard_groups import has_places, move, place_of
+from elastic_trainer.membership.shard_groups import has_places, living, move, place_of
 
 SETTLE_S, SETTLES = 0.25, 20
 """How long nodes that start together wait to see each other's places, and how often."""
@@ -58,10 +58,8 @@ class NodePlace:
             return None
         place = None
         for _ in range(SETTLES):
-            nodes = self._nodes()
-            dead = self._member.found_dead(nodes)
-            others = [each for each in nodes.values() if each.id not in dead]
-            found = place_of(others, self._node, self._member.limits.shard_nodes)
+            view = self._view(self._nodes(), self._member.look().round)
+            found = place_of(living(view), self._node, view.limits.shard_nodes)
             if found == place:
                 break
             place = found
@@ -85,8 +83,7 @@ class NodePlace:
             return STANDING_S
         nodes = self._nodes()
         self._looked_at, self._crowd = now, max(1.0, len(nodes) / CROWD)
-        dead = self._member.found_dead(nodes)
-        found = move(ClusterView(self._node, nodes, current, self._member.limits, Sightings(), "", dead))
+        found = move(self._view(nodes, current))
         if found is None or found[0].id != self._node:
             self._since = None
         elif self._since is None:
@@ -95,3 +92,7 @@ class NodePlace:
             self._since = None
             self._conductor.restart_workers(f"this spare is needed at place {found[1]} of a shard group")
         return STANDING_S
+
+    def _view(self, nodes: dict[str, NodeView], current: RoundDocument | None) -> ClusterView:
+        dead = self._member.found_dead(nodes)
+        return ClusterView(self._node, nodes, current, self._member.limits, Sightings(), nonce="", suspects=dead)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from elastic_trainer.membership.cluster_view import NodeView, candidates
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState
 from elastic_trainer.membership.rules import Action
-from elastic_trainer.membership.shard_groups import in_groups, move, place_of
+from elastic_trainer.membership.shard_groups import in_groups, living, move, place_of
 
 from .scenes import Scene, node, round_of
 from .test_rules_in_place import IN_PLACE, free, held, made, names
@@ -137,6 +137,13 @@ def test_a_node_whose_workers_died_takes_the_place_that_is_missing() -> None:
     warming = at("a1", 2, state=NodeState.WARMING)
     assert place_of([at("a0", 1), warming, at("b0", 3), at("b1", 4)], "a1", 2) == 1
     assert place_of([at("b0", 3), at("b1", 4), at("c1", 5)], "x", 2) == 0
+
+
+def test_a_new_node_takes_the_place_of_one_whose_lease_stands_though_it_is_dead() -> None:
+    """Who formed the round has found it dead, and the round says so."""
+    scene = training("a0", "a1", ghosts=(at("b1", 3).ghost,)).show(at("b1", 3), at("c0", 4))
+    assert place_of(scene.nodes.values(), "x", 2) == 0
+    assert place_of(living(scene.view()), "x", 2) == 1
 
 
 def test_a_spare_without_state_takes_the_missing_place_first() -> None:
