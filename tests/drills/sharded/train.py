@@ -224,9 +224,10 @@ class SaveFaults:
         with suppress(FileNotFoundError):  # there is none, or another process has taken it just now
             wanted = json.loads((self._directory / "save-fault").read_text())
             if part is not None and wanted["place"] == part[0] and wanted["kind"] in kinds:
-                (self._directory / "save-fault").rename(mine)
-                mine.write_text(os.environ.get("ELASTIC_TRAINER_NODE", ""))
-                mine.rename(self._directory / "save-faulted")
+                (self._directory / "save-fault").rename(mine)  # and not written to: others may be reading it
+                told = mine.with_suffix(".told")
+                told.write_text(os.environ.get("ELASTIC_TRAINER_NODE", ""))
+                told.rename(self._directory / "save-faulted")
                 return str(wanted["kind"])
         return ""
 
