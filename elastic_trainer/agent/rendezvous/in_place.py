@@ -28,7 +28,7 @@ from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.node_place import NodePlace
 from elastic_trainer.agent.rendezvous.plain_script_guard import PlainScriptGuard
 from elastic_trainer.agent.rendezvous.progress import ProgressWriter
-from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, Etcd3RendezvousHandler, with_false_start
+from elastic_trainer.agent.rendezvous.restart import OTHERS_START_S, Etcd3RendezvousHandler
 from elastic_trainer.agent.suspicion.neighbours import Peers
 from elastic_trainer.agent.suspicion.watch import Suspicion
 from elastic_trainer.agent.workers.channel_server import ChannelServer
@@ -150,8 +150,7 @@ class InPlaceHandler(Etcd3RendezvousHandler):
         start = self._starts.end(failures(), stepped=conductor.met.is_set())
 
         def begin(place: int | None) -> None:
-            record = conductor.begin(workers.count, place)
-            member.announce(with_false_start(record, start) if start is not None else record, deadline)
+            member.announce(conductor.begin(workers.count, place, start), deadline)
 
         place = led.places.take(begin)
         if start is not None and start.count == FALSE_STARTS:

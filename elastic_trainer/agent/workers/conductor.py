@@ -15,6 +15,7 @@ from typing import Any
 
 from elastic_trainer.agent.workers.backoff import Backoff
 from elastic_trainer.agent.workers.conductor_config import ConductorConfig, ConductorPorts
+from elastic_trainer.agent.workers.false_starts import FalseStart
 from elastic_trainer.agent.workers.periodic import Later, later
 from elastic_trainer.agent.workers.quarantine import Quarantine
 from elastic_trainer.agent.workers.release import Release
@@ -79,6 +80,7 @@ class Conductor:
             self._node, ports.reachability, lambda: self._document, self._released, call_later
         )
         self.met = threading.Event()
+        self._false_start: FalseStart | None = None
         """Set when the first worker of the present life has opened a session."""
         self._watchdog = Watchdog(conduct.hang_timeout_s, self._at_work, ports.hung, clock)
         self._watchdog.start()
@@ -108,8 +110,11 @@ class Conductor:
 
     # ---- lives
 
-    def begin(self, size: int, place: int | None = None) -> NodeRecord:
-        """Begin a life of ``size`` workers, at ``place`` of a shard group; the record of a node that warms up."""
+    def begin(self, size: int, place: int | None = None, start: FalseStart | None = None) -> NodeRecord:
+        """Begin a life of ``size`` workers, at ``place`` of a shard group; the record of a node that warms up.
+
+        ``start``: how the life before failed at startup. The record says so until a worker of this one opens a session.
+        """
         with self._lock:
             if not self._life.ended:
                 self._end_life("its workers failed")
@@ -121,7 +126,7 @@ class Conductor:
                 life = self._life.number
                 self._later(back_off_s, lambda: self._offer(life))
             self._quarantine.clear()
-            self._place = place
+            self._place, self._false_start = place, start
             self._evicted = ""  # the SIGTERM went only to a worker: torchrun, had it got one, would start none
             self.met.clear()
             return self._record(NodeState.WARMING)
@@ -408,6 +413,8 @@ class Conductor:
         if planned is not None:
             fields["planned"] = planned
         fields["unreachable"], fields["place"] = self._quarantine.unreachable, self._place
+        if self._false_start is not None and not self.met.is_set():
+            fields |= {"false_start": self._false_start.what, "false_starts": self._false_start.count}
         last: dict[str, Any] = {"reached": self._reached, "ended_by": self._ended_by, "cause": cause}
         return self._config.base.model_copy(update=fields | last)
 

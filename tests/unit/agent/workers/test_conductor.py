@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_trainer.agent.workers.false_starts import FalseStart
 from elastic_trainer.ipc.messages import (
     Drain,
     Evicted,
@@ -333,6 +334,19 @@ def test_a_node_whose_workers_get_nowhere_joins_later_each_time(stage: Stage) ->
 
 
 # ---- leaving, progress, the end
+
+
+def test_a_failure_at_startup_stays_in_the_record_until_a_worker_opens_a_session(stage: Stage) -> None:
+    """Also behind the end of the back-off: another node may fail in the same way more than a second later."""
+    for life in (1, 2):
+        stage.working(life).die()
+    stage.notebook.announce(stage.conductor.begin(1, start=FalseStart("exit code 1", 2)))
+    before = len(stage.notebook.records)
+    stage.alarms.run_for(1.1)
+    assert len(stage.notebook.records) > before
+    assert (stage.record().false_start, stage.record().false_starts) == ("exit code 1", 2)
+    Worker(stage).ready(3)
+    assert (stage.record().false_start, stage.record().false_starts) == ("", 0)
 
 
 def test_an_evicted_worker_makes_its_node_leave(stage: Stage) -> None:
