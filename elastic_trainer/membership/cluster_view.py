@@ -113,6 +113,11 @@ def is_ghost(view: ClusterView, node: NodeView) -> bool:
     return view.round is not None and bool(view.round.ghosts) and node.ghost in view.round.ghosts
 
 
+def living(view: ClusterView) -> list[NodeView]:
+    """The nodes but for those that were found dead, by this node or by who formed the round: their leases may stand."""
+    return [node for node in view.nodes.values() if node.id not in view.suspects and not is_ghost(view, node)]
+
+
 def live_members(view: ClusterView) -> list[tuple[RoundMember, NodeView]]:
     """Members of the round whose key, of the same create-revision, still exists; in rank order."""
     if view.round is None:

@@ -16,8 +16,8 @@ from elastic_trainer.membership.cluster_view import (
     accused,
     by_seniority,
     candidates,
-    is_ghost,
     live_members,
+    living,
     losses,
     newcomers,
     same_life,
@@ -72,9 +72,7 @@ def decide(view: ClusterView, now: float) -> Decision:
 
 def _turn(view: ClusterView, now: float) -> float | None:
     """Seconds until this node may act: 0 for the most senior, more for its deputies; None if it is not present."""
-    present = [
-        node for node in by_seniority(view.nodes.values()) if node.id not in view.suspects and not is_ghost(view, node)
-    ]
+    present = by_seniority(living(view))
     position = next((i for i, node in enumerate(present) if node.id == view.me), None)
     if position is None:
         return None
@@ -133,7 +131,7 @@ def _cannot_start(view: ClusterView, current: RoundDocument) -> Decision | None:
 
 def _cannot_begin(view: ClusterView) -> Decision | None:
     """The same in place, where workers join no round before they open a Session."""
-    records = [node.record for node in view.nodes.values() if node.id not in view.suspects and not is_ghost(view, node)]
+    records = [node.record for node in living(view)]
     what, times = _false_start(records, view.limits.min_nodes)
     if times < FALSE_STARTS:
         return None

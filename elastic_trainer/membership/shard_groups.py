@@ -15,7 +15,7 @@ from elastic_trainer.membership.cluster_view import (
     Limits,
     NodeView,
     candidates,
-    is_ghost,
+    living,
     same_life,
 )
 from elastic_trainer.membership.documents import NodeState, RoundState
@@ -58,11 +58,6 @@ def newest_groups(limits: Limits, members: Sequence[NodeView], count: int, held:
 
 
 # ---- which node takes which place
-
-
-def living(view: ClusterView) -> list[NodeView]:
-    """The nodes but for those that were found dead, by this node or by who formed the round: their leases may stand."""
-    return [node for node in view.nodes.values() if node.id not in view.suspects and not is_ghost(view, node)]
 
 
 def place_of(nodes: Iterable[NodeView], me: str, size: int) -> int:

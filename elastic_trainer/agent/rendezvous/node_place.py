@@ -13,10 +13,10 @@ from collections.abc import Callable
 from elastic_trainer.agent.workers.conductor import Conductor
 from elastic_trainer.agent.workers.periodic import IDLE_S, PeriodicThread
 from elastic_trainer.clock import SYSTEM, Clock, pause
-from elastic_trainer.membership.cluster_view import ClusterView, NodeView, Sightings
+from elastic_trainer.membership.cluster_view import ClusterView, NodeView, Sightings, living
 from elastic_trainer.membership.documents import NodeState, RoundDocument, RoundState
 from elastic_trainer.membership.member import Member
-from elastic_trainer.membership.shard_groups import has_places, living, move, place_of
+from elastic_trainer.membership.shard_groups import has_places, move, place_of
 
 SETTLE_S, SETTLES = 0.25, 20
 """How long nodes that start together wait to see each other's places, and how often."""
