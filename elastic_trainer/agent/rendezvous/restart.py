@@ -334,7 +334,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
 
     def _report_false_start(self, member: Member, mine: RoundDocument, start: FalseStart, deadline: Deadline) -> bool:
         """Announce that the workers failed at startup; whether the round ends before this node must break it."""
-        member.announce(with_false_start(member.record(), start), deadline)
+        member.announce(member.record().model_copy(update=start.fields), deadline)
         grace_s = min(OTHERS_START_S, max(_SHORTEST_WAIT_S, self._starts.lasted_s))
         member.await_over(mine.number, deadline.at_most(grace_s))
         seen = member.look().round
@@ -436,8 +436,3 @@ def end(error: ElasticTrainerError) -> NoReturn:
     """Print ``error`` in one line and exit with its exit code."""
     logs.final_message(f"elastic-trainer: {error}")
     raise SystemExit(error.exit_code)
-
-
-def with_false_start(record: NodeRecord, start: FalseStart) -> NodeRecord:
-    """The ``record`` of a node whose last life failed at startup."""
-    return record.model_copy(update={"false_start": start.what, "false_starts": start.count})

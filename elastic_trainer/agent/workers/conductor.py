@@ -414,7 +414,7 @@ class Conductor:
             fields["planned"] = planned
         fields["unreachable"], fields["place"] = self._quarantine.unreachable, self._place
         if self._false_start is not None and not self.met.is_set():
-            fields |= {"false_start": self._false_start.what, "false_starts": self._false_start.count}
+            fields |= self._false_start.fields
         last: dict[str, Any] = {"reached": self._reached, "ended_by": self._ended_by, "cause": cause}
         return self._config.base.model_copy(update=fields | last)
 

@@ -34,6 +34,11 @@ class FalseStart:
     what: str
     count: int
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Those of the node's record."""
+        return {"false_start": self.what, "false_starts": self.count}
+
 
 class StartupWatch:
     """See the module."""
