@@ -39,7 +39,7 @@ sigterm.listen()
 try:
     os.kill(os.getpid(), signal.SIGTERM)
 finally:
-    threading.Event().wait()
+    %s
 """
 
 
@@ -96,6 +96,6 @@ def test_a_signal_whose_exception_was_swallowed_ends_the_process_all_the_same() 
 @pytest.mark.parametrize("at_exit", [True, False])
 def test_a_process_whose_end_hangs_ends_all_the_same(at_exit: bool) -> None:
     """In what cleans up while the exception goes through it, or in what Python calls at its exit."""
-    script = HANGS % at_exit if not at_exit else HANGS.replace("    threading.Event().wait()\n", "    pass\n") % at_exit
+    script = HANGS % (at_exit, "pass" if at_exit else "threading.Event().wait()")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=100)
     assert done.returncode == EXIT_LEFT, done.stderr
