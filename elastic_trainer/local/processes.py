@@ -17,6 +17,8 @@ from elastic_trainer.clock import Deadline, pause
 
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied)
 _POLL_S = 0.02
+_EXEC_S = 5.0
+"""Upper bound on the wait for a new process to replace its parent's image; a busy machine takes tens of milliseconds."""
 
 
 def alive(process: psutil.Process) -> bool:
@@ -40,11 +42,22 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def environment(process: psutil.Process) -> Mapping[str, str]:
-    """The environment that it was started with; empty if it has ended or is not ours."""
+    """The environment that it was started with; empty if it has ended or is not ours.
+
+    Waits for a process in the middle of exec: until the kernel has set up the new image, its environment and its
+    command line both read empty, even though Popen has returned. Kernel threads look alike but have no executable.
+    """
+    deadline = Deadline.after(_EXEC_S)
     try:
-        return process.environ()
+        while not (found := process.environ()) and _in_exec(process) and not deadline.expired:
+            pause(_POLL_S / 10)
     except _GONE:
         return {}
+    return found
+
+
+def _in_exec(process: psutil.Process) -> bool:
+    return not process.cmdline() and bool(process.exe()) and process.status() != psutil.STATUS_ZOMBIE
 
 
 def marked(marks: Mapping[str, str]) -> list[psutil.Process]:

@@ -155,6 +155,15 @@ def test_the_environment_finds_its_processes(tmp_path: Path) -> None:
     assert child.returncode == -9
 
 
+def test_a_process_is_found_as_soon_as_it_was_started(tmp_path: Path) -> None:
+    """Until the kernel has built its new image its environment reads empty."""
+    marks = {ENV_LEDGER_DIR: str(tmp_path)}
+    for _ in range(50):
+        with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, env=marks) as child:
+            assert processes.environment(psutil.Process(child.pid)) == marks
+            child.kill()
+
+
 def test_a_process_whose_first_thread_has_ended_is_alive_until_all_have() -> None:
     """The kernel calls it a zombie from the first on; it still holds its memory and sockets."""
     code = (
