@@ -18,7 +18,7 @@ from elastic_trainer.clock import Deadline, pause
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied)
 _POLL_S = 0.02
 _EXEC_S = 5.0
-"""Upper bound on the wait for a new process to replace its parent's image; a busy machine takes tens of milliseconds."""
+"""Upper bound on the wait for a new process to get its own image; a busy machine takes tens of milliseconds."""
 
 
 def alive(process: psutil.Process) -> bool:
