@@ -23,6 +23,8 @@ from elastic_trainer.telemetry.logs import logger
 SEND_TIMEOUT_S = 5.0
 _PREFIX = "elastic-trainer-agent-"
 _UCRED = struct.Struct("3i")
+_LONGEST_ADDRESS = 107
+"""Bytes of a unix socket's address on Linux (unix(7)); a TMPDIR of a batch system may be longer."""
 
 
 class ChannelClosedError(RejoinError):
@@ -88,7 +90,8 @@ class Listener:
         self.path = self._folder.path / "agent.sock"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.bind(str(self.path))
+            with _address(self.path) as address:
+                self._socket.bind(address)
             self._socket.listen(64)
         except OSError:
             self._socket.close()
@@ -131,8 +134,22 @@ def connect(path: Path) -> Connection:
     """The worker's end. Raises ChannelClosedError when the agent does not listen."""
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connected.connect(str(path))
+        with _address(path) as address:
+            connected.connect(address)
     except OSError as error:
         connected.close()
         raise ChannelClosedError(f"the node's agent does not listen at {path}: {error}") from error
     return Connection(connected)
+
+
+@contextlib.contextmanager
+def _address(path: Path) -> Iterator[str]:
+    """``path`` as an address of a unix socket: if it is too long for one, by way of its open directory."""
+    if len(os.fsencode(path)) <= _LONGEST_ADDRESS:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)

@@ -41,6 +41,27 @@ def test_messages_cross_the_channel_in_order_and_typed() -> None:
     listener.close()
 
 
+def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch systems give each job a TMPDIR that may be longer than a unix socket's address can be."""
+    long = tmp_path / ("job" * 40)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    heard = threading.Event()
+
+    def serve(connection: Connection) -> None:
+        next(connection.lines())
+        heard.set()
+
+    listener = Listener(serve)
+    worker = connect(listener.path)
+    worker.send(Hello(pid=1, local_rank=0))
+    assert heard.wait(BOUND_S)
+    worker.close()
+    listener.close()
+    with pytest.raises(ChannelClosedError, match="does not listen"):
+        connect(listener.path)
+
+
 def test_unknown_messages_are_refused() -> None:
     """A line of another program is an error that says so, not a surprise later."""
     with pytest.raises(MessageError, match="channel version"):
