@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 UNIT_PROCESSES ?= 2
 TEST_PROCESSES ?= 4
 BENCH_ARGS ?= --quick
-SOAK_FAULTS ?= 200
+SOAK_MINUTES ?= 60
 SOAK_KILLS ?= 1000
 SOAK_SAVES ?= 50
 SOAK_SHARDS ?= 40
@@ -57,8 +57,8 @@ endif
 test-quick: $(STAMP) ## run the unit tests but for those of manifests, in less than a minute: for between two edits
 	$(PYTEST) --numprocesses=$(UNIT_PROCESSES) --ignore=tests/unit/deploy tests/unit $(PYTEST_ARGS)
 
-soak: $(STAMP) ## play SOAK_FAULTS faults at random (200: 15 minutes), then SOAK_KILLS worker kills in a row (1000: some 3 hours), then SOAK_SAVES in each of four ways amid saves (50: a quarter of an hour), then SOAK_SHARDS for each kind of sharded model (40: half an hour)
-	ELASTIC_TRAINER_RANDOM_FAULTS=$(SOAK_FAULTS) $(BIN)/python -m pytest tests/drills/cluster/test_random_faults.py $(PYTEST_ARGS)
+soak: $(STAMP) ## three kinds of jobs through SOAK_MINUTES (60) of random faults each, then SOAK_KILLS worker kills in a row (1000: some 3 hours), then SOAK_SAVES in each of four ways amid saves (50: a quarter of an hour), then SOAK_SHARDS for each kind of sharded model (40: half an hour)
+	ELASTIC_TRAINER_SOAK_MINUTES=$(SOAK_MINUTES) $(BIN)/python -m pytest -s tests/drills/cluster/test_random_faults.py $(PYTEST_ARGS)
 	ELASTIC_TRAINER_WORKER_KILLS=$(SOAK_KILLS) $(BIN)/python -m pytest -s tests/drills/cluster/test_worker_kills.py $(PYTEST_ARGS)
 	ELASTIC_TRAINER_SAVE_KILLS=$(SOAK_SAVES) $(BIN)/python -m pytest -s tests/drills/checkpoint/test_flipped.py tests/drills/checkpoint/test_killed.py tests/drills/checkpoint/test_soaked.py $(PYTEST_ARGS)
 	ELASTIC_TRAINER_SHARD_KILLS=$(SOAK_SHARDS) $(BIN)/python -m pytest -s tests/drills/sharded/test_sharded.py $(PYTEST_ARGS)
