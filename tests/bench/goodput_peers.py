@@ -7,7 +7,6 @@ job that makes no step for ``STUCK_S``, or has lost the node that it cannot do w
 
 from __future__ import annotations
 
-import errno
 import json
 import subprocess
 from collections import Counter
@@ -31,6 +30,7 @@ from tests.bench import goodput_job
 from tests.bench.recovery import SHARED_STORE_OFF, TUNED
 from tests.bench.recovery_torchft import LIGHTHOUSE, MANAGER, Torchft, launched, lighthouse_command
 from tests.drills.cluster.schedule import Blow, Timed
+from tests.support.small_disk import fill
 
 NODES, LEAST, MOST = 3, goodput_job.LEAST, 4
 REPLACE_S, STUCK_S, START_LIMIT_S, RETRY_S = 5.0, 60.0, 180.0, 0.5
@@ -318,17 +318,9 @@ class Trial:
 
     def _fill(self, lasts_s: float) -> str | None:
         """The disk of the checkpoints takes not a byte more."""
-        ballast = self._disk / "ballast"
-        if ballast.exists():
+        if (self._disk / "ballast").exists():
             return None
-        with ballast.open("wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(1 << 16))
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-        self._later(lasts_s, ballast.unlink)
+        self._later(lasts_s, fill(self._disk).unlink)
         return ""
 
     # ---- the operator

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,3 +35,17 @@ def mounted(path: Path, size_bytes: int) -> Iterator[Path]:
         yield path
     finally:
         run("umount", "-l", str(path))
+
+
+def fill(disk: Path, but_bytes: int = 0) -> Path:
+    """Leave no more than ``but_bytes`` free; returns the file that takes the space, to be removed."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        if but_bytes:
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - but_bytes)
+            return ballast
+        for size in (1 << 20, 1 << 12, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+    return ballast

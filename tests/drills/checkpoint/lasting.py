@@ -10,7 +10,6 @@ It leaves in ``out`` what each ``session.save()`` returned, and the digest of th
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -25,17 +24,9 @@ from torch import nn
 from elastic_trainer import Session
 from elastic_trainer.checkpoint.fingerprint import fingerprint
 from elastic_trainer.worker.steps.options import SavingOptions
+from tests.support.small_disk import fill
 
 SAMPLES, BATCH, SAVE_EVERY = 96, 16, 4
-
-
-def fill(disk: Path) -> None:
-    """To the last byte."""
-    with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
-        for size in (1 << 20, 1 << 12, 1):
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(b"x" * size)
 
 
 def shield(disk: Path) -> None:

@@ -22,7 +22,7 @@ from elastic_trainer.clock import Deadline, pause
 from elastic_trainer.errors import CheckpointError, StorageError
 from elastic_trainer.worker.session import Session
 from tests.drills.checkpoint.remote_job import train
-from tests.support.small_disk import mounted, run
+from tests.support.small_disk import fill, mounted, run
 from tests.unit.checkpoint.states import Heard, flip_bit
 from tests.unit.checkpoint.test_janitor import dead_process
 
@@ -98,7 +98,7 @@ def test_what_a_dead_writer_left_makes_room(small_disk: Path) -> None:
 @pytest.mark.root
 def test_a_disk_without_any_space_is_found_at_the_start(small_disk: Path) -> None:
     """check_writable does not wait for the first save to find out."""
-    (small_disk / "ballast").write_bytes(b"x" * (SMALL_DISK - MB))
+    fill(small_disk, but_bytes=MB)
     with pytest.raises(StorageError, match="is full"):
         CheckpointManager(small_disk / "checkpoints").check_writable()
 
@@ -221,7 +221,7 @@ def test_a_disk_that_fails_in_mid_run_costs_a_save_at_most(tmp_path: Path, fault
     reference = train(None, 24, 4)[1]
     events: list[Event] = []
     with mounted(tmp_path / "disk", LARGE_DISK) as disk:
-        directory, ballast = disk / "checkpoints", disk / "ballast"
+        directory = disk / "checkpoints"
 
         def until(kind: Transition, step: int) -> Event:
             patience = Deadline.after(60.0)
@@ -234,15 +234,14 @@ def test_a_disk_that_fails_in_mid_run_costs_a_save_at_most(tmp_path: Path, fault
             if step == 6:
                 until(Transition.COMMITTED, 4)
                 if fault == "full":
-                    with ballast.open("wb") as file:
-                        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - MB)
+                    fill(disk, but_bytes=MB)
                 else:  # its lock is open for writing, so the file system as a whole cannot be made so
                     run("mount", "--bind", str(disk), str(disk))
                     run("mount", "-o", "remount,bind,ro", str(disk))
             if step == 10:
                 words = "is full" if fault == "full" else "read-only|Read-only"
                 assert re.search(words, until(Transition.FAILED, 8).reason)
-                ballast.unlink() if fault == "full" else run("umount", str(disk))
+                (disk / "ballast").unlink() if fault == "full" else run("umount", str(disk))
 
         done, parameters = train(str(directory), 24, 4, after, events.append)
         saved = [entry.step for entry in CheckpointManager(directory).entries()]

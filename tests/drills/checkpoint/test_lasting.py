@@ -20,14 +20,14 @@ from elastic_trainer.training.curves import read_curves
 from elastic_trainer.training.export import BEST_FILE, FINAL_FILE, exported_step
 from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.trainer import Trainer
-from tests.drills.checkpoint.lasting import SAVE_EVERY, fill
+from tests.drills.checkpoint.lasting import SAVE_EVERY
 from tests.drills.endings.job import LASTING, Job
 from tests.integration.training.launch import QUICK, ran, records
-from tests.support.small_disk import mounted
+from tests.support.small_disk import fill, mounted
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(400)]
 
-SCRIPT = Path(__file__).with_name("lasting.py")
+SCRIPT = ["-m", "tests.drills.checkpoint.lasting"]
 STEPS = 48
 FAULTS = {10: "full", 19: "free", 26: "read_only", 30: "die", 38: "writable"}
 REFUSED = {12, 16, 28, 32, 36}
@@ -42,7 +42,7 @@ def scenario(out: Path, checkpoints: Path, **more: Any) -> str:
 
 
 def alone(text: str) -> int:
-    return ran([str(SCRIPT), text]).code
+    return ran([*SCRIPT, text]).code
 
 
 def saves(out: Path, rank: int) -> dict[int, str | None]:
@@ -62,7 +62,7 @@ def test_a_disk_that_fails_under_a_running_job_costs_no_step(
         out, checkpoints = tmp_path / "out", disk / "checkpoints"
         text = scenario(out, checkpoints, disks=[str(disk), str(directory)], faults=FAULTS)
         options = LASTING | {"recovery": recovery}
-        with Job(directory, etcd_endpoint, run_id, entry=[str(SCRIPT), text], most=2, options=options) as job:
+        with Job(directory, etcd_endpoint, run_id, entry=[*SCRIPT, text], most=2, options=options) as job:
             job.start(2)
             assert job.exit_codes() == {"n0": 0, "n1": 0}, job.describe()
             lines = job.lines()
