@@ -37,10 +37,10 @@ def kill_nodes(stage: Stage, names: Sequence[str]) -> float:
 
 
 def freeze(stage: Stage, victims: Sequence[psutil.Process]) -> float:
-    """SIGSTOP all of ``victims`` at once; when. All stand still at the return."""
+    """SIGSTOP all of ``victims`` at once; when. All that live stand still at the return."""
     t = now()
     processes.send(victims, signal.SIGSTOP)
-    stage.until(lambda: all(each.status() == psutil.STATUS_STOPPED for each in victims), "a freeze", KILL_LIMIT_S)
+    stage.until(lambda: all(processes.stands_still(each) for each in victims), "a freeze", KILL_LIMIT_S)
     return t
 
 

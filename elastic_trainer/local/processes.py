@@ -32,6 +32,14 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
+def stands_still(process: psutil.Process) -> bool:
+    """Whether it is stopped, or has ended."""
+    try:
+        return not alive(process) or process.status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return True
+
+
 def tree(pid: int) -> list[psutil.Process]:
     """The process ``pid`` and all its descendants, itself first; empty if it has ended."""
     try:
