@@ -5,6 +5,9 @@ time, behind the step's passes and before its update; so an audit costs one pass
 from audit to audit. Where the results differ, the rank repeats its own pass, a third rank does too, and most votes
 decide.
 
+All ranks come to the same verdicts, and rank 0 reports them. A rank may leave the round, to repeat the step, before
+rank 0 has heard the last result; so the next round begins with what the ranks have heard, and rank 0 reports the rest.
+
 Parameters are compared at the end of the step before (:mod:`elastic_trainer.worker.steps.comparison`), so no state that
 differs is audited, trained on, or adopted by others.
 
@@ -15,10 +18,12 @@ repeated.
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import torch
 
@@ -164,6 +169,10 @@ class PassAudit:
         self._model_alone = True
         """Whether gradients come through the model's calls alone, as far as that is known."""
         self._warned: set[str] = set()
+        self._accusations: list[dict[str, Any]] = []
+        """Of the open step: only when all have committed it, it is known that rank 0 has reported them."""
+        self._reported = False
+        """Whether this process has."""
         optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
     def bind(self, control: Control) -> None:
@@ -171,11 +180,16 @@ class PassAudit:
         self._recorder.drop()
         self._control, self._step = control, None
         check_ranks(control, arithmetic(self._device), _PROMISE)
-        self._nodes = [each.decode() for each in control.gather_bytes(self._node.encode())]
+        told = json.dumps([self._node, self._accusations, self._reported]).encode()
+        nodes, accusations, reported = zip(*map(json.loads, control.gather_bytes(told)), strict=True)
+        self._nodes = list(nodes)
+        if not any(reported):
+            self._accuse(next(filter(None, accusations), []))
+        self._accusations, self._reported = [], False
 
     def begin(self, step: int) -> None:
         """Step number ``step`` begins."""
-        self._step = None
+        self._step, self._accusations, self._reported = None, [], False
         if step % self._every == 0 and not self._control.alone:
             self._step = step
             self._recorder.begin()
@@ -236,8 +250,13 @@ class PassAudit:
             judged = verdict(each, self._seen(first), self._seen(checked), *seen)
             found[judged] = {"first": first, "checked": checked, "again": again, "third": third}
         verdicts = together(list(found))
-        for judged in verdicts:
-            self._report(step, judged, found[judged])
+        named = [each for each in verdicts if each.finding is not AuditFinding.UNREPEATABLE]
+        self._accusations = [self._accusation(step, each, found[each]) for each in named]
+        self._accuse(self._accusations)
+        if self._control.rank == 0:
+            for reason in (each.reason for each in verdicts if each not in named and self._new(each.reason)):
+                hint = "have the script ask for torch.use_deterministic_algorithms(True)"
+                logger().warning("audit.unrepeatable", step=step, reason=reason, hint=hint)
         wrong = any(each.finding is AuditFinding.WRONG for each in verdicts)
         if wrong and self._repeats and self._repeated != step:
             self._repeated = step
@@ -270,31 +289,30 @@ class PassAudit:
     def _seen(self, result: PassDigests) -> PassDigests:
         return result if self._model_alone else replace(result, gradients=0)
 
-    def _report(self, step: int, found: AuditVerdict, evidence: Mapping[str, PassDigests | None]) -> None:
-        """All ranks know; rank 0 reports."""
-        if self._control.rank != 0:
-            return
-        if found.finding is AuditFinding.UNREPEATABLE:
-            hint = "have the script ask for torch.use_deterministic_algorithms(True)"
-            if self._new(found.reason):
-                logger().warning("audit.unrepeatable", step=step, reason=found.reason, hint=hint)
-            return
-        nodes = sorted({self._nodes[rank] for rank in found.ranks})
+    def _accusation(self, step: int, found: AuditVerdict, evidence: Mapping[str, PassDigests | None]) -> dict[str, Any]:
+        """What is logged of it."""
         shown = [
             f"{name}: outputs {each.outputs:016x}, gradients {each.gradients:016x}"
             for name, each in evidence.items()
             if each is not None
         ]
-        logger().error(
-            "audit.mismatch",
-            step=step,
-            finding=found.finding.value,
-            ranks=list(found.ranks),
-            nodes=nodes,
-            reason=found.reason,
-            digests="; ".join(shown),
-        )
-        self._tracker.accused(step, found.ranks, nodes, found.reason)
+        return {
+            "step": step,
+            "finding": found.finding.value,
+            "ranks": list(found.ranks),
+            "nodes": sorted({self._nodes[rank] for rank in found.ranks}),
+            "reason": found.reason,
+            "digests": "; ".join(shown),
+        }
+
+    def _accuse(self, accusations: Sequence[Mapping[str, Any]]) -> None:
+        """Rank 0 reports them."""
+        if self._control.rank != 0:
+            return
+        for each in accusations:
+            logger().error("audit.mismatch", **each)
+            self._tracker.accused(each["step"], each["ranks"], each["nodes"], each["reason"])
+        self._reported = True
 
     def _new(self, reason: str) -> bool:
         """Whether nothing was logged for this ``reason`` before."""
