@@ -167,7 +167,7 @@ def test_a_jobs_login_is_lost_and_its_secrets_are_not(tmp_path: Path, forgetful:
         job.start(2)
         round_ = job.await_world("n0", "n1", count=5)
         wrong = {**job.spec.environment, "ELASTIC_TRAINER_PASSWORD_FILE": str(safe.file("wrong"))}
-        stranger = job.add_with(environment=wrong, options={**job.spec.options, "connect_timeout": "5"})
+        stranger = job.add_with(environment=wrong, options={**job.spec.options, "connect_timeout": "60"})
         assert job.exit_code(stranger) == 78, job.log(stranger.name)
         assert "refuses the credentials" in job.sentences(stranger.name)[0]
         note_processes(job, safe)

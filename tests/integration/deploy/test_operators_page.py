@@ -20,11 +20,11 @@ from tests.support.pages import DOCS, blocks_of, section
 from tests.support.requirements import needs, needs_root
 
 PAGE, HEADING = DOCS / "service.md", "On one machine"
-LIMIT_S = 300.0
+LIMIT_S = 900.0
 APART = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 """All that the page starts ends with its shell."""
 
-pytestmark = [pytest.mark.timeout(360), pytest.mark.root]
+pytestmark = [pytest.mark.timeout(1000), pytest.mark.root]
 
 
 def shell(directory: Path, text: str) -> str:
