@@ -57,7 +57,9 @@ def environment(process: psutil.Process) -> Mapping[str, str]:
     """
     deadline = Deadline.after(_EXEC_S)
     try:
-        while not (found := process.environ()) and _in_exec(process) and not deadline.expired:
+        while not (found := process.environ()) and not deadline.expired:
+            if not _in_exec(process):
+                return process.environ()  # its exec may have ended since the look before
             pause(_POLL_S / 10)
     except _GONE:
         return {}
