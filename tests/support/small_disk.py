@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -45,7 +45,10 @@ def fill(disk: Path, but_bytes: int = 0) -> Path:
             os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - but_bytes)
             return ballast
         for size in (1 << 20, 1 << 12, 1):
-            with contextlib.suppress(OSError):
+            try:
                 while True:
                     file.write(bytes(size))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
     return ballast
