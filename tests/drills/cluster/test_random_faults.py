@@ -31,7 +31,7 @@ LENGTH, SEED = "ELASTIC_TRAINER_SOAK_MINUTES", "ELASTIC_TRAINER_STORM_SEED"
 MINUTES = float(os.environ.get(LENGTH, "0"))
 FAULTS_IN_CI = 10
 WATCHED_S, FREE_S = 900.0, 300.0
-"""For so long one node is spared, so that what grows in it can be seen; then, for so long, none is."""
+"""Seconds in which one node is never struck, so that growth in it shows; then seconds in which any may be."""
 SETTINGS: Mapping[str, Setting] = {
     "in place": SETTING,
     "restarted": replace(SETTING, save_every_s=1.0, options={**SETTING.options, "recovery": "restart"}),
