@@ -30,7 +30,7 @@ from elastic_trainer.drills.wedge import Obstacles, Rows
 from elastic_trainer.settings import worker_environment
 from elastic_trainer.worker.model.replica import Reduction
 from elastic_trainer.worker.session import Session
-from elastic_trainer.worker.steps.options import SavingOptions
+from elastic_trainer.worker.steps.options import GroupOptions, SavingOptions
 
 STOP_FILE, DIGESTS, CHECKPOINTS = "stop", "digests", "checkpoints"
 STACKS_SIGNAL = signal.SIGUSR1
@@ -148,6 +148,7 @@ def main(argv: list[str] | None = None, beside: Beside | None = None) -> None:
         checkpoint_dir=options.directory / CHECKPOINTS,
         checkpoint_every_s=options.save_every,
         saving=SavingOptions(on_event=beside.hear if beside is not None else None),
+        group=GroupOptions(timeout_s=options.group_timeout),
     ) as session:
         if options.sharded is not None:
             _shard(model, session, options.sharded)
@@ -224,6 +225,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--wedges", action="store_true", help="get stuck when a file asks for it (see drills/wedge)")
     parser.add_argument("--steps", type=int, help="end behind this step, without being asked")
     parser.add_argument("--save-every", type=float, help="seconds from one checkpoint to the next")
+    parser.add_argument("--group-timeout", type=float, help="seconds that a collective may take")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds between two steps")
     return parser.parse_args(argv)
 

@@ -69,6 +69,7 @@ class Setting:
     entry: tuple[str, ...] = JOB
     """What torchrun runs; it takes the job's options."""
     save_every_s: float | None = None
+    group_timeout_s: float | None = None
     limit_s: float = 90.0
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -80,6 +81,7 @@ class Setting:
         words += ["--sharded", self.sharded] if self.sharded is not None else []
         words += ["--wedges"] * self.wedges
         words += ["--save-every", str(self.save_every_s)] if self.save_every_s is not None else []
+        words += ["--group-timeout", str(self.group_timeout_s)] if self.group_timeout_s is not None else []
         return tuple(words)
 
 
