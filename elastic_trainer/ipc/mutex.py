@@ -68,9 +68,11 @@ class LifeMutex:
 def await_death(path: Path) -> bool:
     """Block until the holder of the mutex at ``path`` has died (True) or has released it (False).
 
-    The call cannot be interrupted: make it in a daemon thread. The mutex must already be held.
+    The call cannot be interrupted: make it in a daemon thread. The mutex must already be held. Removes the file, which
+    nobody else needs: a later process may have the same number.
     """
     page = _Page(path, create=False)
+    path.unlink(missing_ok=True)
     result = int(_library().pthread_mutex_lock(page.pointer))
     if result == 0:
         _library().pthread_mutex_unlock(page.pointer)

@@ -90,7 +90,7 @@ threading.Event().wait()
 
 
 def test_life_mutex_tells_of_a_sigkill(tmp_path: Path) -> None:
-    """The waiter is told that the holder died, soon after SIGKILL and not before."""
+    """The waiter is told that the holder died, soon after SIGKILL and not before; the file does not stay behind."""
     path = tmp_path / "mutex"
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
@@ -106,5 +106,6 @@ def test_life_mutex_tells_of_a_sigkill(tmp_path: Path) -> None:
     assert told
     assert told[0][0] is True
     assert told[0][1] - killed_at < BOUND_S
+    assert not path.exists()
     holder.wait()
     holder.stdout.close()
