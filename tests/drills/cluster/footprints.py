@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -68,10 +69,12 @@ class Footprints:
         ]
 
     def _files(self) -> Iterable[Path]:
-        """In the directory of checkpoints, for temporary files, and in shared memory."""
+        """In the directory of checkpoints, for temporary files, and in shared memory but for what others have open."""
         yield from (self.stage.directory / CHECKPOINTS).rglob("*")
         yield from (path for path in self.temporary.rglob("*") if _TORCHS not in str(path))
-        yield from _SHARED.iterdir()
+        here = {process.pid for process in processes.marked(self.stage.cluster.ledger_marks)}
+        others = {name for process in psutil.process_iter() if process.pid not in here for name in _shared_by(process)}
+        yield from (path for path in _SHARED.iterdir() if path.name not in others)
 
 
 def orphans(stage: Stage) -> list[str]:
@@ -79,6 +82,14 @@ def orphans(stage: Stage) -> list[str]:
     found = processes.marked(stage.cluster.ledger_marks)
     families = {process.pid for node in stage.cluster.running for process in node.family()}
     return [f"{process.pid}: {' '.join(process.cmdline())[:80]}" for process in found if process.pid not in families]
+
+
+def _shared_by(process: psutil.Process) -> Iterable[str]:
+    """The names of what ``process`` has open in shared memory, or in a directory there."""
+    with suppress(psutil.Error):
+        for file in process.open_files():
+            if _SHARED in Path(file.path).parents:
+                yield Path(file.path).relative_to(_SHARED).parts[0]
 
 
 def _memory(process: psutil.Process) -> float:
