@@ -4,6 +4,9 @@ Goodput is the time of the steps that count over the time of the storm: the numb
 away later, times the median step of the same job just before, undisturbed. A step takes as long on two nodes as on
 three. Checkpoints, standing still, and steps made again all lower it; the capacity of lost nodes does not.
 
+Nodes of all peers start at a low priority, since each would have a machine of its own: their imports take no core from
+those that train. A job's processes have the usual priority from when it begins to join.
+
 Faults come as a Poisson process, one every ``--mean`` seconds. Llama 3 had one every 3.1 h on 16,384 GPUs (419 in 54
 days, arXiv:2407.21783): by ``--gpus`` the mean is scaled from that. A step waits most of its time, as a process does
 for its accelerator, so that starting processes do not take the training's cores.
@@ -185,7 +188,7 @@ def measured(trial: Trial, schedule: tuple[Timed, ...], length_s: float, calm_s:
 def numbered(lines: Sequence[Line]) -> list[Line]:
     """With a round for each time at which new processes began at a step that was already made, a checkpoint's.
 
-    torchft has no number for that. A process that stood still may write its line late: it is no new one.
+    torchft has no number for that. A process that stood still may write its line late: it is not a new one.
     """
     told, number, began, known = [], 1, dict[int, float](), set[int]()
     for line in sorted(lines, key=lambda each: each.t):

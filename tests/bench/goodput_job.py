@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+LOW_PRIORITY = 19
+"""At which a node starts."""
 DATA, CHECKPOINTS, LIVES = "digits.pt", "disk", "lives"
 BATCH, WIDTH, ENDLESS, LEAST = 40, 256, 1_000_000, 2
 
@@ -89,6 +92,7 @@ def session(directory: Path, options: dict[str, Any]) -> None:
     from elastic_trainer import Session
     from elastic_trainer.worker.steps.options import SavingOptions
 
+    at_full_priority()
     x, y = torch.load(directory / DATA)
     saving = SavingOptions(snapshot_every_s=options["snapshot_every_s"])
     checkpoints, every_s = directory / CHECKPOINTS / "checkpoints", options["save_every_s"]
@@ -115,6 +119,7 @@ def plain(directory: Path, options: dict[str, Any]) -> None:
     """DistributedDataParallel below torchrun, with a checkpoint and a sampler of the script's own."""
     import torch.distributed as dist
 
+    at_full_priority()
     x, y = torch.load(directory / DATA)
     dist.init_process_group("gloo", timeout=timedelta(seconds=options["timeout_s"]))
     rank, world, lines = dist.get_rank(), dist.get_world_size(), Lines()
@@ -149,6 +154,7 @@ def torchft(directory: Path, options: dict[str, Any]) -> None:
     from torchft.ddp import DistributedDataParallel
     from torchft.optim import OptimizerWrapper
 
+    at_full_priority()
     x, y = torch.load(directory / DATA)
     lines, saves, device = Lines(), Saves(directory, options["save_every_s"]), Event()
     model, bare = build()
@@ -189,6 +195,16 @@ def torchft(directory: Path, options: dict[str, Any]) -> None:
         lines.step(before + 1, 0, rank, world, used, loss.item())
         if rank == 0:
             saves.due({**state(), "torchft": manager.state_dict()})
+
+
+def at_full_priority() -> None:
+    """From now on this process, and its node above it, whose start took nothing from the training of the others."""
+    pid = os.getpid()
+    while os.getpriority(os.PRIO_PROCESS, pid) == LOW_PRIORITY:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, int(thread), 0)
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ job that makes no step for ``STUCK_S``, or has lost the node that it cannot do w
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -106,10 +107,11 @@ class Cluster(LocalCluster):
         """A node that the job cannot do without."""
 
     def command(self, name: str) -> list[str]:
-        """What starts the next node."""
+        """What starts the next node: at a low priority where the job may end that, as a machine of its own would."""
+        low = ["nice", "-n", str(goodput_job.LOW_PRIORITY)] if os.geteuid() == 0 else []
         if self._peer.python is None:
-            return torchrun(self.spec, name, first=not self.running)
-        return launched(self._peer.python, self.spec)
+            return low + torchrun(self.spec, name, first=not self.running)
+        return low + launched(self._peer.python, self.spec)
 
     def add(self) -> Node:
         """Start one more node."""
