@@ -263,7 +263,7 @@ class _Slot:
                 position += len(view)
             if position != end:
                 came = position - begin - len(file.head)
-                raise RuntimeError(f"{file.name}: {came} bytes came, {file.body_size} were announced")
+                raise RuntimeError(f"{file.name}: received {came} of {file.body_size} bytes")
             files.append(FileImage(file.name, file.head, file.body_size, lambda body=body: (body,)))  # type: ignore[misc]
         if parts.on_device:
             self.pin()

@@ -60,7 +60,7 @@ class Checksums:
     def taken(self) -> FileImage:
         """The file with its checksums, after all pieces were added."""
         if self._seen != self._file.body_size:
-            raise RuntimeError(f"{self._file.name}: {self._seen} bytes came, {self._file.body_size} were announced")
+            raise RuntimeError(f"{self._file.name}: received {self._seen} of {self._file.body_size} bytes")
         return replace(self._file, checksums=tuple(self._found))
 
 

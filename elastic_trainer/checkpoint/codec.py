@@ -59,7 +59,7 @@ def encode(
     tensors are in that many files of about equal size, which several processes that hold the same state can write;
     those that are this process's ``own``, by their names, are in the first. With ``places`` the state may be sharded
     over them, and the image is the part of this place: its file of tensors, and on place 0 the structure.
-    Raises CheckpointError naming the path of the first value that cannot be kept.
+    Raises CheckpointError naming the path of the first value that cannot be saved.
     """
     encoder = _Encoder(places)
     root = encoder.value(dict(state), ())

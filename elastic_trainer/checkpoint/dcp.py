@@ -83,7 +83,7 @@ def open_folder(path: Path) -> DcpFolder:
         with (path / METADATA).open("rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
-            raise TypeError("its .metadata is something else")
+            raise TypeError("its .metadata is of another type")
         state: dict[Any, Any] = {}
         names: dict[int, str] = {}
         for name, each in metadata.state_dict_metadata.items():
@@ -94,7 +94,7 @@ def open_folder(path: Path) -> DcpFolder:
             _put(state, (metadata.planner_data or {}).get(name, (name,)), tensor)
         for stored in metadata.storage_data.values():
             if not (path / stored.relative_path).resolve().is_relative_to(path.resolve()):
-                raise ValueError(f"it names the file {stored.relative_path}, which is elsewhere")
+                raise ValueError(f"it names the file {stored.relative_path}, which is outside of the checkpoint")
     except _ForbiddenError as error:
         raise ConfigError(
             f"{path} holds objects that only pickle can read, which may run any code: they are never loaded: {error}",

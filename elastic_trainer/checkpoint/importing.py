@@ -69,7 +69,9 @@ def bring(source: Path, storage: Storage, part: str | None, *, force: bool) -> B
         return _from_safetensors(source, storage, part, force=force)
     if source.suffix in (".pt", ".pth", ".bin", ".ckpt"):
         return _from_torch(source, storage, part, force=force)
-    raise ConfigError(f"{source} is no .pt, .pth or .safetensors file", hint="name it by what it is")
+    raise ConfigError(
+        f"{source} is not a .pt, .pth or .safetensors file", hint="rename it to the extension of its format"
+    )
 
 
 # ---- safetensors
@@ -122,12 +124,14 @@ def _mapped(source: Path) -> memoryview:
 def _header(source: Path, data: memoryview) -> tuple[tuple[Placed, ...], Mapping[str, Any], int]:
     begin = 8 + int.from_bytes(data[:8], "little")
     if begin > min(len(data), tensorfile.LONGEST_HEADER):
-        raise ConfigError(f"{source} is no safetensors file, or is cut off", hint="fetch it again")
+        raise ConfigError(f"{source} is not a safetensors file, or is cut off", hint="fetch it again")
     head = bytes(data[:begin])
     try:
         return tensorfile.parse(head, len(data) - begin, str(source)), tensorfile.metadata(head, str(source)), begin
     except DamagedError as error:
-        raise ConfigError(str(error), hint="it is damaged, or has a type that is not known here") from error
+        raise ConfigError(
+            str(error), hint="the file is damaged, or has a dtype that this torch does not know"
+        ) from error
 
 
 def _restored(source: Path, storage: Storage, placed: tuple[Placed, ...], note: str, data: memoryview) -> Brought:
@@ -166,7 +170,7 @@ def _from_folder(source: Path, storage: Storage, part: str | None, *, force: boo
     if len(files) == 1:
         return _from_safetensors(files[0], storage, part, force=force, folder=source)
     raise ConfigError(
-        f"{source} is no folder of weights: it has {len(files) or 'no'} .safetensors files, and no index of them",
+        f"{source} is not a folder of weights: it has {len(files) or 'no'} .safetensors files, and no index of them",
         hint="give a Hugging Face folder with safetensors, a directory of torch's DCP, or a file",
     )
 
@@ -177,7 +181,7 @@ def _from_shards(source: Path, index: Path, storage: Storage, part: str | None, 
         where = json.loads(index.read_bytes())["weight_map"]
         names = sorted(set(where.values()))
         if not names or any(Path(name).name != name for name in names):
-            raise ValueError("it names no files of this folder")
+            raise ValueError("it lists no file of this folder")
     except OSError as error:
         raise dcp.unreadable(index, error) from error
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -263,7 +267,7 @@ def _found(source: Path, state: Any, part: str | None) -> tuple[dict[str, Any], 
     tensors_ = {k: v for k, v in inner.items() if _is_tensor(v)} if isinstance(inner, dict) else {}
     if not tensors_ or not all(isinstance(name, str) for name in tensors_):
         keys = f"it has: {', '.join(map(str, list(state)[:8]))}" if isinstance(state, dict) else "it holds no dict"
-        raise ConfigError(f"no weights are found in {source}", hint=f"name their place by --part; {keys}")
+        raise ConfigError(f"no weights found in {source}", hint=f"name the key that holds them with --part; {keys}")
     return tensors_, (*left_out, *(str(name) for name in inner if name not in tensors_))
 
 
@@ -294,7 +298,7 @@ def _distinct(source: Path, found: Mapping[str, Any]) -> tuple[dict[str, Any], d
         if problem is None and tensor.is_complex():
             problem = "its numbers are complex", "split it by torch.view_as_real()"
         if problem is not None:
-            raise ConfigError(f"tensor {name!r} of {source} cannot be kept: {problem[0]}", hint=problem[1])
+            raise ConfigError(f"tensor {name!r} of {source} cannot be saved: {problem[0]}", hint=problem[1])
         first = names.setdefault(tensors.identity(tensor), name) if tensor.numel() else name
         if first == name:
             kept[name] = tensors.plain(tensor)
@@ -342,7 +346,7 @@ def _info(about: Mapping[str, Any]) -> SaveInfo:
     values["metrics"] = {str(name): float(value) for name, value in values["metrics"].items()}
     for name in ("step", "round", "epoch", "samples", "world_size"):
         if type(values[name]) is not int or values[name] < 0:
-            raise ValueError(f"{name} is no number")
+            raise ValueError(f"{name} is not a number")
     return SaveInfo(**values)
 
 

@@ -55,7 +55,7 @@ def commit_jointly(
     """
     where = place_of(image.names)
     if where is None or where[0] != 0:
-        raise StorageError(f"{manifest.name} is not committed: the shards of one place are no checkpoint")
+        raise StorageError(f"{manifest.name} is not committed: the shards of one place are not a checkpoint")
     require_space(storage, image.size)
     with temporary_entry(storage, manifest.name) as temporary:
         offer = manifest.model_copy(update={"files": ()})

@@ -141,7 +141,7 @@ class CheckpointManager:
         return self.commit(self.encode(state, info), self.draft(info))
 
     def encode(self, state: Mapping[str, Any], info: SaveInfo, **how: Any) -> Image:
-        """The files of ``state`` as of :func:`codec.encode`. CheckpointError names what cannot be kept."""
+        """The files of ``state`` as of :func:`codec.encode`. CheckpointError names what cannot be saved."""
         try:
             return codec.encode(state, **how)
         except CheckpointError as error:

@@ -249,7 +249,7 @@ def _read_whole(storage: CheckpointFiles, name: str, record: FileRecord) -> byte
 def _read_head(storage: CheckpointFiles, name: str, record: FileRecord) -> bytearray:
     """A header is a chunk of its own."""
     if record.head_size == 0:
-        raise DamagedError(f"checkpoint {name}: {record.name} has no header of its own")
+        raise DamagedError(f"checkpoint {name}: {record.name} has no header")
     with opened(storage, name, record) as source:
         head = bytearray(record.head_size)
         read_chunk(source, name, record, 0, lambda b, e: cut(memoryview(head)[b:e]))

@@ -14,7 +14,7 @@ written by one of them, which each finds out alone::
 Boxes follow from a tensor's mesh and placements as FSDP2 and tensor parallel make them (shards of torch.chunk's sizes,
 uneven and empty ones too; the strided shards of the two together). No process asks another.
 
-*Fails by* CheckpointError for a tensor whose part here is no box.
+*Fails by* CheckpointError for a tensor whose part here is not a box.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def box_of(tensor: DTensor) -> Box:
-    """Where in the whole tensor the local one lies. CheckpointError if it is no box, or not known."""
+    """Where in the whole tensor the local one lies. CheckpointError if it is not a box, or not known."""
     coordinate = _coordinate(tensor.device_mesh)
     offset, shape = [0] * tensor.dim(), list(tensor.shape)
     for axis, dimension in _in_order(tensor):

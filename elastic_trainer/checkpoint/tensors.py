@@ -49,7 +49,7 @@ def _types() -> dict[torch.dtype, str]:
 
 
 def problem_with(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """Why ``tensor`` cannot be kept and what to do about it, or None."""
+    """Why ``tensor`` cannot be saved and what to do about it, or None."""
     import torch
 
     kind = type(tensor)

@@ -25,7 +25,7 @@ def converted(text: str, directory: str) -> str:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"this is no Python script: {error}", hint="name a script that runs") from error
+        raise ConfigError(f"this is not a Python script: {error}", hint="name a script that runs") from error
     if re.search(r"\belastic_trainer\b", text):
         raise ConfigError("the script uses elastic_trainer already", hint="there is nothing to change")
     return _Conversion(text, tree).made(directory)

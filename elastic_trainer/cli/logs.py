@@ -80,7 +80,7 @@ def span_s(text: str) -> float:
     """``10m`` in seconds. Raises ConfigError."""
     number, unit = text[:-1], text[-1:]
     if not (number.isascii() and number.isdigit() and len(number) < 10 and unit in _UNITS_S):
-        raise ConfigError(f"--since {text!r} is no length of time", hint="write 90s, 10m, 2h or 1d")
+        raise ConfigError(f"--since {text!r} is not a length of time", hint="write 90s, 10m, 2h or 1d")
     return int(number) * _UNITS_S[unit]
 
 

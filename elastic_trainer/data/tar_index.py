@@ -111,7 +111,7 @@ def scan(path: Path) -> TarIndex:
         with tarfile.open(path, "r:") as tar:
             return _indexed(path, tar)
     except (tarfile.TarError, EOFError, ValueError) as error:
-        raise DataError(f"the shard {path} is no whole tar file: {error}", hint=_advice(path)) from None
+        raise DataError(f"the shard {path} is not a whole tar file: {error}", hint=_advice(path)) from None
     except OSError as error:
         raise DataError(f"the shard {path} cannot be read: {error.strerror or error}", hint="check its path") from error
 

@@ -4,7 +4,7 @@ Over map-style data it is a DataLoader as others, with ``session.sampler()``. Ov
 that the job can go on where it was: :func:`streams` gives each stream of the job one of its own.
 
 *Runs in* the worker's main thread. *Owns* the processes of the loaders that are open.
-*Fails by* ConfigError for data that is no stream.
+*Fails by* ConfigError for data that is not a stream.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Ahead:
     def __init__(self, dataset: Any, num_workers: int, options: dict[str, Any]) -> None:
         if not isinstance(dataset, IterableDataset):
             raise ConfigError(
-                f"the data of a stream is a {type(dataset).__name__}, which is no IterableDataset",
+                f"the data of a stream is a {type(dataset).__name__}, which is not an IterableDataset",
                 hint="give map-style data to session.batches() or session.sampler()",
             )
         self._dataset, self._iterator = dataset, iter(())

@@ -115,7 +115,7 @@ class Reading:
 
     @property
     def lives(self) -> bool:
-        """Whether its process is alive, is no zombie, and has not begun another page."""
+        """Whether its process is alive, is not a zombie, and has not begun another page."""
         return not self.notes.get("closed") and start_of(self.pid) == self.notes.get("start")
 
     @property

@@ -156,7 +156,7 @@ def candidates(view: ClusterView) -> list[NodeView]:
 
 
 def is_free(view: ClusterView, node: NodeView) -> bool:
-    """Whether this life of the node is no member of the present round, or its workers have left it."""
+    """Whether this life of the node is not a member of the present round, or its workers have left it."""
     return not (same_life(view, node) or is_behind(view, node)) or node.record.reported > number_of(view)
 
 

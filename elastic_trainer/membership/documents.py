@@ -309,7 +309,7 @@ class RoundDocument(Document):
 
 
 def uncompressed(value: bytes) -> bytes:
-    """The JSON; ``value`` itself where it is no zlib stream, or one of more bytes than are read."""
+    """The JSON; ``value`` itself where it is not a zlib stream, or one of more bytes than are read."""
     stream = zlib.decompressobj()
     try:
         text = stream.decompress(value, MOST_BYTES) if value.startswith(_ZLIB) else value

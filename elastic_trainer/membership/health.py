@@ -59,7 +59,7 @@ def _rows(stored: Any) -> Any:
     if not isinstance(stored, dict):
         return stored
     if not all(isinstance(column, list) for column in stored.values()):
-        raise ValueError("a column is no list")
+        raise ValueError("a column is not a list")
     return [dict(zip(stored, row, strict=True)) for row in zip(*stored.values(), strict=True)]
 
 

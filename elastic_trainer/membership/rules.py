@@ -276,7 +276,7 @@ def _without_haste(view: ClusterView, current: RoundDocument, ready: list[NodeVi
 
     Survivors in the middle of the script's call complete it by themselves, however few they are: a newcomer could not
     join them there, and all would wait for each other. A planned change adds newcomers after the call. A newcomer that
-    a planned change has named, but that never joined, is no survivor.
+    a planned change has named, but that never joined, is not a survivor.
     """
     survivors = [node for node in ready if same_life(view, node) and not node.record.newcomer]
     if not all(node.record.joinable for node in survivors):

@@ -205,7 +205,7 @@ class Store(Protocol):
         ...
 
     def revoke(self, lease_id: int, deadline: Deadline) -> None:
-        """End a lease and delete its keys; a lease that has already ended is no error."""
+        """End a lease and delete its keys; a lease that has already ended is not an error."""
         ...
 
     def watch(self, prefix: str, listener: WatchListener, *, exact: bool = False) -> Watch:

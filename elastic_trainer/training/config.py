@@ -221,7 +221,7 @@ class JobConfig(Section):
     clip_norm: float | None = Field(default=None, gt=0.0)
     sync_batchnorm: bool = False
     compile: bool = Field(default=False, description="compile the model (torch.compile); the first steps take longer")
-    nonfinite: Literal["raise", "warn"] = Field(default="raise", description="what a loss that is no number does")
+    nonfinite: Literal["raise", "warn"] = Field(default="raise", description="what a loss that is not a number does")
     compare_every_steps: int | None = Field(
         default=100, ge=1, description="steps between two comparisons of all ranks' parameters"
     )
@@ -265,7 +265,7 @@ class JobConfig(Section):
             raise ValueError(f"'reduction' {self.reduction} {'needs' if apart else 'goes without'} 'sync_every'")
         for name, steps in (("max_steps", self.max_steps), ("evaluation.every_steps", self.evaluation.every_steps)):
             if steps is not None and steps % (self.sync_every or 1):
-                raise ValueError(f"'{name}' {steps} is no multiple of 'sync_every' {self.sync_every}")
+                raise ValueError(f"'{name}' {steps} is not a multiple of 'sync_every' {self.sync_every}")
         return self
 
     def lack(self) -> str | None:

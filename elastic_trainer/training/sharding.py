@@ -1,7 +1,7 @@
 """The first values of a sharded model: drawn whole, one parameter at a time, so that they depend on the seed alone.
 
 *Runs in* each worker, main thread, before the session wraps the model.
-*Fails by* CheckpointError for a shard that is no box of its parameter.
+*Fails by* CheckpointError for a shard that is not a box of its parameter.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In place a call is repeated when a round ends in the middle of it, or its result
 
 *Runs in* the worker's main thread of all ranks at once.
 *Fails by* ConfigError for calls in the wrong place; CheckpointError and NonFiniteError on all ranks for a state that
-cannot be saved. A refusal by the storage is no error: it may accept a later save.
+cannot be saved. A refusal by the storage is not an error: it may accept a later save.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ meanwhile. A mode that loses work saves every ``tau`` seconds of training, for w
 Time to make communicators of thousands of GPUs is measured nowhere here, and left out for all modes alike; a switch or
 a power failure that takes many nodes at once is, too.
 
-The check adds up what ``deploy/report.md`` records of the storm, which is no new measurement: it shows whether anything
+The check adds up what ``deploy/report.md`` records of the storm, without a new measurement: it shows whether anything
 that costs goodput is missing. ``--write`` puts section and picture into ``deploy``, as ``make report`` does.
 """
 

@@ -210,7 +210,7 @@ def _finite(value: Any) -> Any:
 def emit(report: Report, out: TextIO | None = None) -> int:
     """Write the report for people, or as one line of JSON; returns the exit status of a benchmark that ran, 0.
 
-    A must that is not kept is reported, never an error: a slow machine is no broken benchmark.
+    A must that is not kept is reported, never an error: a slow machine is not a broken benchmark.
     """
     target = out if out is not None else sys.stdout
     shape = report.as_json()

@@ -138,7 +138,7 @@ def test_torchft_is_skipped_where_nobody_names_its_environment() -> None:
 
 
 def test_torchft_is_skipped_where_it_cannot_be_imported(tmp_path: Path) -> None:
-    """The report gives the last line of python's own words; an environment that is none is no crash either."""
+    """The report gives the last line of python's own words; an environment that is none is not a crash either."""
     python = _environment(tmp_path, "echo Traceback >&2; echo 'ImportError: no torchft' >&2; exit 1")
     assert look(python).as_json() == {"skipped": f"{python}: ImportError: no torchft"}
     assert "No such file" in look(tmp_path / "nothing").skipped

@@ -46,7 +46,7 @@ def test_a_lease_that_is_not_kept_alive_takes_its_keys_along(store: Store, world
 
 
 def test_revoking_deletes_the_keys_at_once_and_may_be_repeated(store: Store, world: World) -> None:
-    """An end on request needs no waiting; a lease that is gone is no error."""
+    """An end on request needs no waiting; a lease that is gone is not an error."""
     lease = store.grant(600.0, soon())
     store.transact([], [Put(world.prefix + "a", b"", lease.id)], deadline=soon())
     item = store.get(world.prefix + "a", soon()).first

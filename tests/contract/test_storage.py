@@ -203,7 +203,7 @@ def test_a_checkpoint_is_unseen_until_it_is_published(place: Place) -> None:
         sink.abandon()
     assert not place().exists(name)
     storages[0].publish(temporaries[0], name)
-    with pytest.raises(StorageError, match=f"has a {name} already"):
+    with pytest.raises(StorageError, match=f"already has a {name}"):
         storages[1].publish(temporaries[1], name)
     storages[1].remove(temporaries[1])
     source, content = place().source(name, "manifest.json"), bytearray(1)

@@ -175,7 +175,7 @@ def _fork_workers_too(program: Program) -> None:
     """torchrun starts its workers by the process that this one was forked from."""
     known = _forkserver()
     known._forkserver_address = program.clean
-    known.ensure_running = lambda: None  # it is no child of this process
+    known.ensure_running = lambda: None  # it is not a child of this process
 
     def popen(_: SubprocessHandler, words: tuple[str, ...], env: dict[str, str]) -> Forked:
         return Forked(words[1:], env, program.out, program.err, program.cwd, dies_with_parent=True)

@@ -128,7 +128,7 @@ class StatusServer:
                     self._send(body)
 
             def _send(self, data: bytes) -> bool:
-                """Whether somebody takes it: a browser that goes away is no error."""
+                """Whether somebody takes it: a browser that goes away is not an error."""
                 try:
                     self.wfile.write(data)
                     self.wfile.flush()

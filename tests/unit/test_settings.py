@@ -207,7 +207,7 @@ def test_a_launched_worker_reads_its_place() -> None:
 
 
 def test_a_damaged_environment_is_named() -> None:
-    """A rank that is no number is the launcher's fault and said so."""
+    """A rank that is not a number is the launcher's fault and said so."""
     with pytest.raises(ConfigError, match="environment: 'rank' is 'x'"):
         worker_environment({"RANK": "x", "WORLD_SIZE": "2"})
 

@@ -19,7 +19,7 @@ from elastic_trainer.membership.stragglers import find_stragglers
 from elastic_trainer.telemetry.logs import logger
 
 LOOKS_IN_A_ROW: Final = 3
-"""A rank must be slow in this many looks: smoothed times need some steps, and a busy minute is no broken machine."""
+"""A rank must be slow in this many looks: smoothed times need some steps, and a busy minute is not a broken machine."""
 LOOK_EVERY_S: Final = 5.0
 REPORTED_AGAIN_S: Final = 600.0
 

@@ -110,7 +110,7 @@ class NeighbourCopies:
         descriptor = int(str(request["read"]).rpartition("/")[2])
         begin, end = int(request["begin"]), int(request["begin"]) + int(request["size"])
         if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{MEMORY_NAME}"):
-            raise ValueError(f"{request['read']} is no memory file of a snapshot")
+            raise ValueError(f"{request['read']} is not a memory file of a snapshot")
         while begin < end and not self._closing:
             piece = os.pread(descriptor, min(PIECE, end - begin), begin)
             link.send_bytes(piece)

@@ -27,13 +27,13 @@ def is_url(location: str | Path) -> bool:
 
 
 def checked(location: str | Path) -> str:
-    """``location`` as text; ConfigError if checkpoints cannot be kept at such a URL. Imports nothing."""
+    """``location`` as text; ConfigError if checkpoints cannot be stored at such a URL. Imports nothing."""
     match = _URL.fullmatch(location) if isinstance(location, str) else None
     if match is not None:
         if match[1] not in _EXTRAS:
             known = ", ".join(f"{scheme}://" for scheme in _EXTRAS)
             raise ConfigError(
-                f"checkpoints cannot be kept at {location!r}", hint=f"give a directory, or one of {known}"
+                f"checkpoints cannot be stored at {location!r}", hint=f"give a directory, or one of {known}"
             )
         if not match[2]:
             raise ConfigError(f"{location!r} names no bucket", hint=f"write {match[1]}://BUCKET/PREFIX")

@@ -124,7 +124,7 @@ class ObjectStorage:
                 self._bucket.put(key, manifest, new=True)
             except FileExistsError as error:
                 if self._bucket.read(key, 0, len(manifest) + 1) != manifest:  # else it is ours: an answer was lost
-                    raise StorageError(f"{self.location} has a {name} already; it is left as it is") from error
+                    raise StorageError(f"{self.location} already has a {name}; it was not overwritten") from error
             except RemoteError as error:
                 if not error.refused:
                     self._doubtful.add(temporary)

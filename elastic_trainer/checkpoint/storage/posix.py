@@ -109,7 +109,7 @@ class PosixStorage:
 
     def publish(self, temporary: str, name: str) -> None:
         if self.exists(name):
-            raise StorageError(f"checkpoint directory {self.location} has a {name} already; it is left as it is")
+            raise StorageError(f"checkpoint directory {self.location} already has a {name}; it was not overwritten")
         with self._writing():
             _sync_directory(self._root / temporary)
             os.rename(self._root / temporary, self._root / name)

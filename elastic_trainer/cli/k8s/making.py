@@ -144,7 +144,7 @@ def _checkpoints(arguments: argparse.Namespace) -> dict[str, str | None]:
             raise ConfigError("--checkpoint-dir is a bucket, which needs no claim", hint="give one of the two")
         if "://" not in arguments.checkpoint_dir:
             raise ConfigError(
-                f"--checkpoint-dir {arguments.checkpoint_dir!r} is no URL of a bucket",
+                f"--checkpoint-dir {arguments.checkpoint_dir!r} is not a URL of a bucket",
                 hint="s3://BUCKET/PREFIX, or a volume by --checkpoint-claim",
             )
         return {"checkpoint_claim": None}
@@ -172,7 +172,7 @@ def _job(arguments: argparse.Namespace) -> tuple[tuple[str, ...], MountedFile | 
         name = Path(what).name
         if not _KEY.fullmatch(name):
             rule = "only letters, digits, '-', '_' and '.' can be in the key of a ConfigMap"
-            raise ConfigError(f"{name!r} is no name for a file in a pod: {rule}", hint="rename it")
+            raise ConfigError(f"{name!r} is not a name for a file in a pod: {rule}", hint="rename it")
         source = MountedFile(name=name, key=name, text=_text(Path(what)))
         return (f"{SOURCE_DIRECTORY}/{source.key}", *rest), source, opens_session([what])
     return _ready_made(arguments, what, rest)

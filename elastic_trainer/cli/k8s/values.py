@@ -127,7 +127,7 @@ class KubernetesRun(Frozen):
     def _variables(cls, value: Mapping[str, str]) -> Mapping[str, str]:
         wrong = [name for name in value if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
         if wrong:
-            raise ValueError(f"{wrong[0]!r} is no name of a variable")
+            raise ValueError(f"{wrong[0]!r} is not a name of a variable")
         ours = [name for name in _OUR_VARIABLES if name in value]
         if ours:
             raise ValueError(f"{ours[0]!r} cannot be given: it is the pod's own")

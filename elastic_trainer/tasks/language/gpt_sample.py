@@ -85,7 +85,7 @@ def _task(directory: Path, overrides: Sequence[str]) -> Gpt:
     config = load_job(str(path), overrides)
     kind = find_task(config.task)
     if not issubclass(kind, Gpt):
-        raise ConfigError(f"{path}: the task {config.task} is no language model", hint="name the run of a gpt job")
+        raise ConfigError(f"{path}: the task {config.task} is not a language model", hint="name the run of a gpt job")
     return kind(config)
 
 

@@ -173,6 +173,6 @@ def check_size(size: int, model: HrnetOptions) -> None:
     least = model.stride * 2 ** (len(model.channels) - 1)
     if size % least:
         raise ConfigError(
-            f"data.size {size} is no multiple of {least}, which the network's branches need",
+            f"data.size {size} is not a multiple of {least}, which the network's branches need",
             hint=f"set data.size to {max(1, round(size / least)) * least}",
         )

@@ -36,7 +36,7 @@ class Company:
 class SharedBatchNorm(_BatchNorm):
     """As nn.BatchNorm1d, 2d or 3d, over the samples of all ranks while training. Input: (N, C, ...).
 
-    A single value per channel, as the last batch of an epoch may have, is no error: its variance is 0.
+    A single value per channel, as the last batch of an epoch may have, is not an error: its variance is 0.
     """
 
     company: Company

@@ -1,7 +1,7 @@
 """Sends one rank's state to all ranks, as the bytes of the checkpoint format, in pieces of bounded size.
 
 *Runs in* the worker's main thread of all ranks at once.
-*Fails by* RoundBrokenError when a peer is gone, CheckpointError naming a value that cannot be kept.
+*Fails by* RoundBrokenError when a peer is gone, CheckpointError naming a value that cannot be saved.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def share_state(control: Control, source: int, state: Mapping[str, Any] | None) 
 
 
 def packed(state: Mapping[str, Any]) -> bytes:
-    """A small ``state`` as one piece. CheckpointError naming a value that cannot be kept."""
+    """A small ``state`` as one piece. CheckpointError naming a value that cannot be saved."""
     files = {file.name: file for file in codec.encode(state).files}
     skeleton, data = b"".join(files[STATE_FILE].body()), files[TENSORS_FILE]
     sizes = json.dumps([len(skeleton), len(data.head), data.body_size]).encode()

@@ -44,7 +44,7 @@ def test_a_rank_that_is_killed_while_all_load_does_not_hold_the_others(
             return {worker.pid: node.name for node in job.nodes if (worker := node.worker()) is not None}
 
         reading: int = job.wait_for(reader, "nobody loads")
-        names = workers()  # the round's: a worker that comes back is no member while they load
+        names = workers()  # the round's: a worker that comes back is not a member while they load
         for waits in (False, True):
             began, victim = SYSTEM.monotonic(), next(pid for pid in names if (pid != reading) is waits)
             node = job.node(names.pop(victim))

@@ -52,7 +52,7 @@ def _processes(job: PlainJob, nodes: list[str]) -> list[tuple[int, int]]:
 
 @pytest.mark.timeout(200)
 def test_a_node_waits_for_an_etcd_that_is_still_starting(tmp_path: Path, own_etcd: EtcdServer, run_id: str) -> None:
-    """Everything is started at once after a power cut: within connect_timeout that is no error."""
+    """Everything is started at once after a power cut: within connect_timeout that is not an error."""
     with PlainJob(
         tmp_path / "job",
         own_etcd.endpoint,

@@ -100,7 +100,7 @@ def test_a_save_that_fails_is_reported_and_the_next_one_is_made(tmp_path: Path) 
 
 
 def test_closing_writes_what_waits_unless_that_takes_too_long(tmp_path: Path) -> None:
-    """What was cut short is no checkpoint."""
+    """What was cut short is not a checkpoint."""
     manager = Gated(tmp_path)
     saves = BackgroundSaves(manager)
     for step in (1, 2):

@@ -150,7 +150,7 @@ def test_a_folder_that_is_damaged_or_harmful_is_refused_in_a_sentence(
     assert "which may run any code" in refusal(folder, into, capsys)
     assert not harm.exists()
     metadata.write_bytes(whole.replace(b"__0_0.distcp", b"../.././data"))
-    assert "names the file ../.././data, which is elsewhere" in refusal(folder, into, capsys)
+    assert "names the file ../.././data, which is outside of the checkpoint" in refusal(folder, into, capsys)
     metadata.write_bytes(whole[:-20])
     assert "cannot be read" in refusal(folder, into, capsys)
     metadata.write_bytes(whole)
@@ -160,7 +160,7 @@ def test_a_folder_that_is_damaged_or_harmful_is_refused_in_a_sentence(
     assert "No such file or directory" in refusal(folder, into, capsys)
     shards = tmp_path / "shards"
     shards.mkdir()
-    assert "is no folder of weights" in refusal(shards, into, capsys)
+    assert "is not a folder of weights" in refusal(shards, into, capsys)
     index = shards / "model.safetensors.index.json"
     save_file(weights(), shards / "a.safetensors")
     for content, sentence in (

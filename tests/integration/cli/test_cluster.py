@@ -73,7 +73,7 @@ def test_killing_a_node_leaves_nothing_of_it(cluster: LocalCluster) -> None:
 
 
 def test_killing_a_worker_kills_that_worker_only(cluster: LocalCluster) -> None:
-    """The one of the asked local rank; a rank that does not exist is no victim."""
+    """The one of the asked local rank; a rank that does not exist is not a victim."""
     (node,) = cluster.start(1)
     await_family(node, 5)
     other, chosen = node.worker(0), node.worker(1)
@@ -108,7 +108,7 @@ def test_a_frozen_node_stands_still_until_it_is_thawed(cluster: LocalCluster) ->
 
 
 def test_a_worker_orphaned_by_its_torchrun_is_found_at_the_stop(cluster: LocalCluster) -> None:
-    """It is no descendant of anybody any more."""
+    """It is not a descendant of anybody any more."""
     (node,) = cluster.start(1)
     await_family(node, 5)
     psutil.Process(node.pid).kill()

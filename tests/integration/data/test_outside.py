@@ -150,7 +150,7 @@ def test_a_stream_is_read_on_from_its_last_state_and_not_from_its_beginning() ->
         ("epochs", "streams have no end"),
         ("workers", "workers does not go with Streams"),
         ("empty", "stream 0 of 2 has no samples"),
-        ("map-style", "is a TensorDataset, which is no IterableDataset"),
+        ("map-style", "is a TensorDataset, which is not an IterableDataset"),
         ("none", "shards=0"),
     ],
 )

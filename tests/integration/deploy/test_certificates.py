@@ -82,10 +82,10 @@ def test_again_it_replaces_no_key_and_renews_what_ends_soon(tmp_path: Path) -> N
     ("words", "sentence"),
     [
         ((), "say one directory"),
-        (("-n", "No Name", "x"), "is no name of a namespace"),
+        (("-n", "No Name", "x"), "is not a name of a namespace"),
         (("-u", "root", "x"), "-u root is not for a run"),
         (("-u", "etcd-peer", "x"), "-u etcd-peer is not for a run"),
-        (("-u", "a/../b", "x"), "is no name of a user"),
+        (("-u", "a/../b", "x"), "is not a name of a user"),
         (("-a", "x,IP:1.2.3.4\nCA:TRUE", "x"), "is neither a host name nor an address"),
         (("-d", "soon", "x"), "take numbers"),
     ],

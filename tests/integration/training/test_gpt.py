@@ -254,7 +254,7 @@ def test_a_moving_average_is_what_writes(tmp_path: Path, text: Path, capsys: pyt
     ("content", "words", "code", "sentence"),
     [
         (None, [], EXIT_CONFIG, "is not the directory of a run: it has no config.yaml"),
-        ("task: mnist\nepochs: 1\nglobal_batch: 2\n", [], EXIT_CONFIG, "the task mnist is no language model"),
+        ("task: mnist\nepochs: 1\nglobal_batch: 2\n", [], EXIT_CONFIG, "the task mnist is not a language model"),
         ("task: gpt\nepochs: 1\nglobal_batch: 2\n", [], EXIT_FAILURE, "has no checkpoint"),
         ("task: gpt\nepochs: 1\nglobal_batch: 2\n", ["--best"], EXIT_FAILURE, "has no checkpoint that was the best"),
         ("task: gpt\nepochs: 1\nglobal_batch: 2\n", ["--prompt", ""], EXIT_CONFIG, "--prompt is empty"),

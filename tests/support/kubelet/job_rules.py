@@ -122,7 +122,7 @@ def _counted(spec: JobSpec, tally: Tally, pods: Sequence[PodView], now: float) -
 
 def _count(spec: JobSpec, tally: Tally, pod: PodView, now: float) -> Tally:
     index = pod.index
-    if index >= spec.completions:  # scaled down: its end is no failure, and no success
+    if index >= spec.completions:  # scaled down: its end is not a failure, and no success
         return tally
     if pod.phase is Phase.SUCCEEDED:
         return replace(tally, completed=tally.completed | {index})

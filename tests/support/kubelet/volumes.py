@@ -46,7 +46,7 @@ class Volumes:
             elif mount.name in volumes:
                 made = self._mounted(volumes[mount.name], mount.mount_path, mount.read_only, group)
             else:
-                raise ConfigError(f"container {spec.container.name} mounts {mount.name!r}, which is no volume")
+                raise ConfigError(f"container {spec.container.name} mounts {mount.name!r}, which is not a volume")
             found.append(made)
         return found
 

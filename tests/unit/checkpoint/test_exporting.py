@@ -205,11 +205,11 @@ def _whole(run: Path, tmp_path: Path) -> bytes:
     ("name", "content", "sentence"),
     [
         ("a.safetensors", b"", "cannot be read"),
-        ("a.safetensors", b"x" * 100, "is no safetensors file"),
+        ("a.safetensors", b"x" * 100, "is not a safetensors file"),
         ("a.safetensors", (2).to_bytes(8, "little") + b"{}xx", "describes 0 bytes of data"),
         ("a.pt", b"", "cannot be read"),
         ("a.pt", b"PK\x03\x04" + bytes(50), "cannot be read"),
-        ("a.txt", b"hello", "is no .pt, .pth or .safetensors file"),
+        ("a.txt", b"hello", "is not a .pt, .pth or .safetensors file"),
     ],
 )
 def test_a_file_of_nothing_known_is_one_sentence(

@@ -22,7 +22,7 @@ def test_what_is_no_url_is_a_directory(path: str | Path) -> None:
     ("url", "sentence"),
     [
         ("s4://bucket/x", "give a directory, or one of s3://, gs://, az://"),
-        ("memory://x", "cannot be kept at 'memory://x'"),
+        ("memory://x", "cannot be stored at 'memory://x'"),
         ("s3://", "names no bucket"),
         ("s3:///x", "write s3://BUCKET/PREFIX"),
     ],

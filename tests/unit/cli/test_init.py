@@ -84,7 +84,7 @@ def test_the_plain_script_becomes_one_with_a_session() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("x =", "this is no Python script"),
+        ("x =", "this is not a Python script"),
         ("import elastic_trainer", "uses elastic_trainer already"),
         ("print(1)", "the script has no call of init_process_group()"),
         (TOP_LEVEL.replace("ddp = DDP(net, device_ids=[0])", ""), "has no `model = DistributedDataParallel(model)`"),

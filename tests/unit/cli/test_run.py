@@ -51,7 +51,7 @@ def test_etcd_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
         ("from elastic_trainer import Task\n", "restart"),
         ("import elastic_trainer\n", "restart"),
         ("class Session: pass\nfoo.Session()\n", "restart"),
-        ("this is no python\n", "restart"),
+        ("this is not a python\n", "restart"),
     ],
 )
 def test_a_script_with_a_session_recovers_in_place(tmp_path: Path, text: str, recovery: str) -> None:

@@ -131,11 +131,11 @@ def _zipped(path: Path) -> Path:
     [
         ("cut in a header", "cut off or damaged at byte 2048"),
         ("cut between files", "cut off or damaged at byte 3072"),
-        ("cut in a file", "no whole tar file|cut off"),
+        ("cut in a file", "not a whole tar file|cut off"),
         ("header overwritten", "cut off or damaged at byte 2048"),
-        ("no bytes", "no whole tar file"),
-        ("no tar", "no whole tar file"),
-        ("zeros", "holds no samples|no whole tar file"),
+        ("no bytes", "not a whole tar file"),
+        ("no tar", "not a whole tar file"),
+        ("zeros", "holds no samples|not a whole tar file"),
         ("compressed", "it is compressed"),
     ],
 )

@@ -230,7 +230,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "ours": (["--rdzv-conf", "node_id=a", "--", "mnist"], "node_id cannot be given"),
     "shutdown": (["--shutdown-timeout", "5", "--", "mnist"], "--shutdown-timeout is 5: input should be"),
     "startup": (["--startup-timeout", "20", "--", "mnist"], "--startup-timeout 20 is below what a start takes, 270"),
-    "a bucket": (["--checkpoint-dir", "/nfs", "--", "mnist"], "is no URL of a bucket"),
+    "a bucket": (["--checkpoint-dir", "/nfs", "--", "mnist"], "is not a URL of a bucket"),
     "both": (
         ["--checkpoint-dir", "s3://b", "--checkpoint-claim", "c", "--", "mnist"],
         "which needs no claim",
@@ -238,7 +238,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "lost": (["--", "mnist", "checkpoint.directory=/data/x"], "would go with the pod"),
     "a variable": (["--env", "A", "--", "mnist"], "--env 'A' is not NAME=VALUE"),
     "a variable of the pod": (["--env", "POD_IP=1", "--", "mnist"], "--env is {'POD_IP': '1'}: 'POD_IP' cannot be"),
-    "a name of a file": (["--", "my train.py"], "'my train.py' is no name for a file in a pod"),
+    "a name of a file": (["--", "my train.py"], "'my train.py' is not a name for a file in a pod"),
     "injection": (["--queue", "a\n  b: c", "--", "mnist"], "--queue is 'a\\n  b: c': only lower-case"),
 }
 

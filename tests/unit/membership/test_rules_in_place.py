@@ -171,7 +171,7 @@ def test_a_failure_overrides_a_planned_change() -> None:
 
 
 def test_the_loss_of_a_newcomer_overrides_its_planned_change() -> None:
-    """It is needed by the next round although it is no member of the present one."""
+    """It is needed by the next round although it is not a member of the present one."""
     scene = drained().lose("x")
     assert made(scene.decide(), Action.BREAK).reason == "node x is gone"
 
@@ -479,7 +479,7 @@ def test_failures_are_counted_where_nobody_survives_as_well() -> None:
 
 
 def test_a_single_node_that_comes_on_between_its_failures_is_not_given_up() -> None:
-    """One crash a day is no poison batch."""
+    """One crash a day is not a poison batch."""
     document = made(alone(3, 3, 1000, 2, 9000).decide(), Action.FORM)
     assert (document.last_step, document.failures) == (9000, 1)
 

@@ -78,7 +78,7 @@ def test_steps_may_be_begun_and_ended_without_a_block() -> None:
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_an_update_may_be_skipped_on_purpose(scaled: bool) -> None:
-    """The parameters stay, the data is used, and a loss that is no number is forgiven."""
+    """The parameters stay, the data is used, and a loss that is not a number is forgiven."""
     with Session(device="cpu") as session:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
         optimizer, wrapped = linear(session, scaler=scaler)

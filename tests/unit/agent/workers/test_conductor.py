@@ -259,7 +259,7 @@ def test_siblings_of_a_lost_worker_have_to_exit_and_the_round_is_broken(stage: S
 
 
 def test_a_spare_begins_anew_at_another_place_and_a_member_does_not(stage: Stage) -> None:
-    """Its workers exit, its next life shows the new place, and that is no failure of theirs: there is no back-off."""
+    """Its workers exit, its next life shows the new place, and they did not fail: there is no back-off."""
     stage.conductor.begin(1, 0)
     worker = Worker(stage)
     worker.ready(1)

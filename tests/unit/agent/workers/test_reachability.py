@@ -62,7 +62,7 @@ def test_records_are_read_from_the_store() -> None:
 
 
 def test_without_the_store_nobody_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be found out is no accusation."""
+    """What cannot be found out is not an accusation."""
     store = MemoryStore(MemoryBackend())
 
     def away(*_: object, **__: object) -> None:

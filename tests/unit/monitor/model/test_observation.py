@@ -46,7 +46,7 @@ def test_rates_are_taken_between_changes() -> None:
 
 
 def test_a_count_that_rests_has_the_rate_0_and_one_that_shrinks_begins_anew() -> None:
-    """After the window; a reset is no negative rate."""
+    """After the window; a reset is not a negative rate."""
     rate = Rate(window_s=30.0)
     rate.note(0.0, 5.0)
     rate.note(1.0, 10.0)

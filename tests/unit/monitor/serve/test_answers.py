@@ -40,7 +40,7 @@ def board(clock: ManualClock) -> Board:
 
 
 def ask(board: Board, target: str, method: str = "GET", access: Access | None = None, **headers: str) -> Answer:
-    """The answer, which is no stream."""
+    """The answer, which is not a stream."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     answer = MonitorSite(board, access if access is not None else Access()).answer(Request(method, target, named))
     assert isinstance(answer, Answer)

@@ -121,7 +121,7 @@ def test_options_that_cannot_be_meant_are_refused(overrides: list[str], complain
 
 
 def test_a_size_that_the_branches_cannot_halve_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"size 63 is no multiple of 2.*set data\.size to 64"):
+    with pytest.raises(ConfigError, match=r"size 63 is not a multiple of 2.*set data\.size to 64"):
         prepared("data.size=63")
 
 

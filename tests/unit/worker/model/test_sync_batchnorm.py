@@ -108,7 +108,7 @@ def refuse(tensor: torch.Tensor) -> None:
 
 
 def test_alone_and_in_evaluation_it_is_torchs_own() -> None:
-    """Bit by bit, without other ranks, which may have fewer batches; a single value per channel is no error."""
+    """Bit by bit, without other ranks, which may have fewer batches; a single value per channel is not an error."""
     company = Company()
     company.bind(0, 3, refuse)
     for options in ({}, {"track_running_stats": False}):

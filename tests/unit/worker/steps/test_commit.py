@@ -374,7 +374,7 @@ def test_the_mean_over_this_ranks_own_items_is_that_of_its_counts() -> None:
 
 
 def test_a_global_batch_in_which_nothing_counts_changes_nothing() -> None:
-    """Neither a division by zero nor a loss that is no number."""
+    """Neither a division by zero nor a loss that is not a number."""
     gradient, loss = counted([(0.0, 0.0), (0.0, 0.0)])
     assert (gradient == 0).all()
     assert loss == 0.0
