@@ -4,8 +4,8 @@ Goodput is the time of the steps that count over the time of the storm: the numb
 away later, times the median step of the same job just before, undisturbed. A step takes as long on two nodes as on
 three. Checkpoints, standing still, and steps made again all lower it; the capacity of lost nodes does not.
 
-Nodes of all peers start at a low priority, since each would have a machine of its own: their imports take no core from
-those that train. A job's processes have the usual priority from when it begins to join.
+Nodes of all peers start at a low priority (as root, and not with ``--quick``), since each would have a machine of its
+own: their imports take no core from those that train. From when a job begins to join it has the usual priority.
 
 Faults come as a Poisson process, one every ``--mean`` seconds. Llama 3 had one every 3.1 h on 16,384 GPUs (419 in 54
 days, arXiv:2407.21783): by ``--gpus`` the mean is scaled from that. A step waits most of its time, as a process does
@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="elastic-bench-") as place, small_disk(Path(place)) as disk:
         kinds = {blow: weight for blow, weight in STORM.items() if blow is not Blow.FULL_DISK or disk is not None}
         schedule = poisson(extra.seed, length_s, max(len(kinds), round(length_s / mean_s)), kinds)
-        play = Play(Path(place), disk, schedule, length_s, QUICK_CALM_S if quick else CALM_S, extra.pictures)
+        low = os.geteuid() == 0 and not quick
+        play = Play(Path(place), disk, schedule, length_s, QUICK_CALM_S if quick else CALM_S, extra.pictures, low=low)
         calls = {name: partial(play.of, chosen[name]) for name in names}
         found = {name: together(runs) for name, runs in alternate(calls, options.repeats).items()}
     figures = {
@@ -87,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "mean_s": length_s / len(schedule),
             "faster_than_llama3": LLAMA3_MEAN_S / (length_s / len(schedule)),
             "faults": Counter(str(each.blow) for each in schedule),
+            "nodes_start_at_low_priority": low,
             "disk": "full" if disk is not None else "left out: a small disk takes root",
         },
         "torchft": torchft.as_json(),
@@ -117,9 +119,11 @@ class Play:
         length_s: float,
         calm_s: float,
         pictures: Path | None,
+        *,
+        low: bool,
     ) -> None:
         self._place, self._disk, self._schedule, self._pictures = place, disk, schedule, pictures
-        self._length_s, self._calm_s = length_s, calm_s
+        self._length_s, self._calm_s, self._low = length_s, calm_s, low
         images, labels, _ = as_tensors(split(shipped_digits(), 1000, seed=0)[0]).tensors
         self._data = images / 255.0, labels
         self.calibrations: list[Calibration] = []
@@ -132,7 +136,7 @@ class Play:
         checkpoints.mkdir(exist_ok=True)
         (directory / CHECKPOINTS).symlink_to(checkpoints)
         try:
-            with running(peer, directory, STEP_S, SAVE_EVERY_S) as trial:
+            with running(peer, directory, STEP_S, SAVE_EVERY_S, low=self._low) as trial:
                 found = measured(trial, self._schedule, self._length_s, self._calm_s, len(self._data[1]))
         except (RuntimeError, StatisticsError) as error:
             if peer.ours:

@@ -8,7 +8,6 @@ job that makes no step for ``STUCK_S``, or has lost the node that it cannot do w
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -99,19 +98,19 @@ def peers(torchft_python: Path | None) -> dict[str, Peer]:
 class Cluster(LocalCluster):
     """The nodes of ``peer``. The first one of a c10d job hosts its store, and a job of torchft has a lighthouse."""
 
-    def __init__(self, spec: ClusterSpec, peer: Peer) -> None:
+    def __init__(self, spec: ClusterSpec, peer: Peer, *, low: bool) -> None:
         super().__init__(spec)
         self._peer = peer
+        self._starter = ["nice", "-n", str(goodput_job.LOW_PRIORITY)] if low else []
         self._lighthouse: subprocess.Popen[bytes] | None = None
         self.host: Node | None = None
         """A node that the job cannot do without."""
 
     def command(self, name: str) -> list[str]:
-        """What starts the next node: at a low priority where the job may end that, as a machine of its own would."""
-        low = ["nice", "-n", str(goodput_job.LOW_PRIORITY)] if os.geteuid() == 0 else []
+        """What starts the next node."""
         if self._peer.python is None:
-            return low + torchrun(self.spec, name, first=not self.running)
-        return low + launched(self._peer.python, self.spec)
+            return self._starter + torchrun(self.spec, name, first=not self.running)
+        return self._starter + launched(self._peer.python, self.spec)
 
     def add(self) -> Node:
         """Start one more node."""
@@ -146,19 +145,19 @@ class Cluster(LocalCluster):
 
 
 class _Here(Loopback):
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    def __init__(self, peer: Peer, *, low: bool) -> None:
+        self._peer, self._low = peer, low
 
     def cluster(self, spec: ClusterSpec) -> LocalCluster:
         if self._peer.python is not None:
             options = json.loads(spec.entry[-1]) | {"lighthouse": f"http://{spec.endpoint}"}
             spec = replace(spec, entry=[*spec.entry[:-1], json.dumps(options)])
-        return Cluster(spec, self._peer)
+        return Cluster(spec, self._peer, low=self._low)
 
 
 @contextmanager
-def running(peer: Peer, directory: Path, step_s: float, save_every_s: float) -> Iterator[Trial]:
-    """The job of ``peer`` in ``directory``; its first nodes are starting."""
+def running(peer: Peer, directory: Path, step_s: float, save_every_s: float, *, low: bool) -> Iterator[Trial]:
+    """The job of ``peer`` in ``directory``; its first nodes are starting. ``low``: nodes start at a low priority."""
     options = {"step_s": step_s, "save_every_s": save_every_s, **peer.options}
     spec = ClusterSpec(
         run=f"goodput-{peer.name}",
@@ -173,7 +172,7 @@ def running(peer: Peer, directory: Path, step_s: float, save_every_s: float) -> 
         options=peer.rendezvous,
         environment={"OMP_NUM_THREADS": "1", **peer.environment},
     )
-    with harness(spec, _Here(peer)) as opened:
+    with harness(spec, _Here(peer, low=low)) as opened:
         trial = Trial(peer, opened, directory)
         trial.begin()
         yield trial
