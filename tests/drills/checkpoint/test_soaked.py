@@ -1,6 +1,6 @@
 """Workers, agents and whole nodes killed at random moments of snapshot, seal, commit, rescue and restore.
 
-``ELASTIC_TRAINER_SAVE_KILLS=N`` kills N times in each mode; the seed is printed, and ``ELASTIC_TRAINER_KILL_SEED``
+``ELASTIC_TRAINER_SAVE_KILLS=N`` kills N times in each mode; the seed is printed, and ``ELASTIC_TRAINER_SOAK_SEED``
 plays it again.
 """
 
@@ -28,10 +28,10 @@ from tests.drills.checkpoint.killing import COUNT
 from tests.drills.checkpoint.soaked import SAMPLES
 from tests.drills.endings.job import Job
 from tests.integration.training.launch import ran
+from tests.support import seeds
 from tests.support.slowstorage import SLOW, SlowStorage
 
 SCRIPT = Path(__file__).with_name("soaked.py")
-SEED = "ELASTIC_TRAINER_KILL_SEED"
 KILLS = int(os.environ.get(COUNT, "0")) or 4
 BUDGET_S = math.inf if COUNT in os.environ else 20.0
 """A slow machine kills ``LEAST`` at least, and no more once that much time is over."""
@@ -175,8 +175,7 @@ def test_whatever_dies_at_whatever_moment_nothing_that_is_saved_is_lost(
 ) -> None:
     """Each time the job goes on, the newest checkpoint is whole and none is older than before; in the end every sample
     was used once, and the parameters have the bits of a run without any of it."""
-    seed = int(os.environ.get(SEED, "0")) or (1 if COUNT not in os.environ else random.SystemRandom().getrandbits(31))
-    print(f"{SEED}={seed}")
+    seed = seeds.seed(soak=COUNT in os.environ)
     directory = tmp_path / "job"
     directory.mkdir()
     storage = SlowStorage(tmp_path, directory / "checkpoints")

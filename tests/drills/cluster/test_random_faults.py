@@ -2,14 +2,13 @@
 last one is dealt with.
 
 ``ELASTIC_TRAINER_SOAK_MINUTES=N`` lets each kind of job live through N minutes of them, and looks for what grows; the
-seed is printed, and ``ELASTIC_TRAINER_STORM_SEED`` plays it again.
+seed is printed, and ``ELASTIC_TRAINER_SOAK_SEED`` plays it again.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +25,9 @@ from tests.drills.cluster.clocks import MovedClocks
 from tests.drills.cluster.footprints import Footprints, orphans
 from tests.drills.cluster.schedule import Blow
 from tests.drills.cluster.storm import SETTING, Storm
+from tests.support import seeds
 
-LENGTH, SEED = "ELASTIC_TRAINER_SOAK_MINUTES", "ELASTIC_TRAINER_STORM_SEED"
+LENGTH = "ELASTIC_TRAINER_SOAK_MINUTES"
 MINUTES = float(os.environ.get(LENGTH, "0"))
 FAULTS_IN_CI = 10
 WATCHED_S, FREE_S = 900.0, 300.0
@@ -83,8 +83,7 @@ def _ahead_s(stage: Stage, node: str) -> float:
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_nothing_grows_in_a_long_storm(kind: str, tmp_path: Path) -> None:
     """As in the short one; and no process, descriptor, thread, memory, file or key is left behind by any fault."""
-    seed = int(os.environ.get(SEED, "0")) or random.SystemRandom().getrandbits(31)
-    print(f"{SEED}={seed}", flush=True)
+    seed = seeds.seed(soak=True)
     clocks, whole = MovedClocks(tmp_path), Deadline.after(60.0 * MINUTES)
     with staged(SETTINGS[kind], tmp_path / "job", clocks) as stage:
         storm = Storm(stage, seed, clocks)

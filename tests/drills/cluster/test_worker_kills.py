@@ -1,14 +1,13 @@
 """Workers killed in a row, amid long saves and evaluations: the others go on in place, and nothing is lost.
 
 ``ELASTIC_TRAINER_WORKER_KILLS=N`` kills N workers, with saves and evaluations of up to 90 s; the seed is printed, and
-``ELASTIC_TRAINER_KILL_SEED`` plays it again.
+``ELASTIC_TRAINER_SOAK_SEED`` plays it again.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +21,11 @@ from elastic_trainer.local.ledger import LineKind, audit
 from tests.drills.cluster.interludes import Program
 from tests.drills.cluster.kills import Kills
 from tests.drills.cluster.undisturbed import undisturbed
+from tests.support import seeds
 
 # A busy machine may keep a living agent from answering in half a second; many failures are no poisoned batch here.
 FREELY = {"regroup_grace": "10", "failure_limit": "100000", "stalled_rounds": "100000"}
-COUNT, SEED = "ELASTIC_TRAINER_WORKER_KILLS", "ELASTIC_TRAINER_KILL_SEED"
+COUNT = "ELASTIC_TRAINER_WORKER_KILLS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,7 @@ def test_workers_killed_in_a_row_cost_the_others_nothing(tmp_path: Path, monkeyp
     worker ends that was not killed, no step is committed twice by one process, every sample counts once,
     and the parameters equal, bit by bit, those of the same job on one process without any fault."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    seed = int(os.environ.get(SEED, "0")) or (1 if COUNT not in os.environ else random.SystemRandom().getrandbits(31))
-    print(f"{SEED}={seed}")
+    seed = seeds.seed(soak=COUNT in os.environ)
     setting = Setting(
         nodes=4,
         min_nodes=1,

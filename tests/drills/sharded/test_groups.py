@@ -22,6 +22,7 @@ from elastic_trainer.local.ledger import Line, LineKind
 from elastic_trainer.membership.documents import NodeState
 from tests.drills.sharded.test_saves import Saved
 from tests.drills.sharded.test_sharded import CLOSE
+from tests.support import seeds
 
 COUNT = "ELASTIC_TRAINER_GROUP_KILLS"
 KILLS = int(os.environ.get(COUNT, "0"))
@@ -282,7 +283,7 @@ def kill_one_after_the_other(drill: Groups) -> None:
     If it was ahead nobody holds a whole state: the others keep their processes then too, and resume what its neighbour
     has a copy of.
     """
-    chance = random.Random(int(os.environ.get("ELASTIC_TRAINER_KILL_SEED", "1")))
+    chance = random.Random(seeds.seed(soak=KILLS > 0))
     for turn in range(max(1, KILLS)):
         drill.await_saved()
         members = drill.members()
@@ -304,7 +305,7 @@ def kill_one_after_the_other(drill: Groups) -> None:
 
 def kill_at_random(drill: Groups) -> None:
     """One node, or one of each group at different places; all others keep their processes."""
-    chance = random.Random(int(os.environ.get("ELASTIC_TRAINER_KILL_SEED", "1")))
+    chance = random.Random(seeds.seed(soak=KILLS > 0))
     for _ in range(KILLS):
         pause(chance.uniform(0.0, 0.5))
         members = drill.members()

@@ -1,6 +1,6 @@
 """Sharded models in place: 2 nodes of 2 ranks, workers and nodes killed at random moments and at the commit barrier.
 
-``ELASTIC_TRAINER_SHARD_KILLS=N`` kills N times; the seed is printed, and ``ELASTIC_TRAINER_KILL_SEED`` plays it again.
+``ELASTIC_TRAINER_SHARD_KILLS=N`` kills N times; the seed is printed, and ``ELASTIC_TRAINER_SOAK_SEED`` plays it again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from elastic_trainer.local.ledger import LineKind, audit
 from tests.drills.endings.job import Job
 from tests.drills.sharded.train import SAMPLES, Net
 from tests.integration.training.launch import ran
+from tests.support import seeds
 
 SCRIPT = Path(__file__).with_name("train.py")
-COUNT, SEED = "ELASTIC_TRAINER_SHARD_KILLS", "ELASTIC_TRAINER_KILL_SEED"
+COUNT = "ELASTIC_TRAINER_SHARD_KILLS"
 KILLS = int(os.environ.get(COUNT, "0")) or 2
 FREELY = {"ttl": "10", "regroup_grace": "10", "failure_limit": "100000", "stalled_rounds": "100000"}
 """Many failures are no poisoned batch here."""
@@ -178,8 +179,7 @@ def test_whatever_is_killed_the_survivors_go_on_and_no_step_is_lost(
 ) -> None:
     """Workers and whole nodes die and join; replicas hold the same bits after each round, and the result is that of one
     process after exactly as many steps."""
-    seed = int(os.environ.get(SEED, "0")) or (1 if COUNT not in os.environ else random.SystemRandom().getrandbits(31))
-    print(f"{SEED}={seed}")
+    seed = seeds.seed(soak=COUNT in os.environ)
     chance = random.Random(seed)
     options, close = KINDS[kind]
     if (
