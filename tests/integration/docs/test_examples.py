@@ -25,7 +25,7 @@ from tests.support.commands import carry_out, quiet
 from tests.support.pages import DOCS, Block, blocks, codes, rows, section
 from tests.support.requirements import missing
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 OWN_MODULES = ("spirals",)
 """Modules that the pages have the reader write."""

@@ -24,7 +24,7 @@ from elastic_trainer.training.trainer import Trainer
 from tests.integration.training.launch import records, train
 from tests.support.requirements import needs
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 VERSE = "Row, row, row your boat, gently down the stream; merrily, merrily, merrily, life is but a dream.\n"
 SMALL = (

@@ -15,7 +15,7 @@ from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.task import find_task
 from tests.integration.training.launch import train
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 SMALL = (
     "data.count=40",

@@ -23,7 +23,7 @@ from elastic_trainer.worker.session import Session
 from elastic_trainer.worker.steps.step import LaterLoss
 from tests.integration.training.launch import QUICK, records
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 STEPS = 16
 

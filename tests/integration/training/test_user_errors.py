@@ -11,7 +11,7 @@ from elastic_trainer.errors import EXIT_CANNOT_WRITE, EXIT_CONFIG
 from elastic_trainer.training.loading import load_job
 from tests.integration.training.launch import QUICK, train
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from elastic_trainer.training.loading import load_job
 from elastic_trainer.training.trainer import Trainer
 from tests.integration.training.launch import records, train
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 SMALL = (
     "data.size=16",
