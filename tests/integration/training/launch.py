@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.support.forked import Forked
 
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 QUICK = ("data.limit=200", "epochs=2", "global_batch=25", "model.width=4", "logging.loss_every=1")
 """Overrides for a run of 16 steps."""
 
