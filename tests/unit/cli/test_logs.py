@@ -69,7 +69,7 @@ def test_a_length_of_time_has_a_unit(text: str, seconds: float) -> None:
     """And is a mistake without."""
     assert span_s(text) == seconds
     for wrong in ("", "m", "-1m", "10", "1.5h", "9" * 320 + "d"):
-        with pytest.raises(ConfigError, match="no length of time"):
+        with pytest.raises(ConfigError, match="not a length of time"):
             span_s(wrong)
 
 
