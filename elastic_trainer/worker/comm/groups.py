@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import atexit
 import json
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -128,14 +130,15 @@ def _formed(
     control.set_timeout(working)
     if layout is not None:
         shards = form_shard_groups(layout, fresh, control, patience, nccl=placement.backend == NCCL)
-    dist.init_process_group(
-        placement.backend,
-        store=PrefixStore("data", fresh),
-        rank=rank,
-        world_size=world_size,
-        timeout=working,
-        device_id=placement.device if placement.backend == NCCL else None,
-    )
+    with _HOOK.replaced():
+        dist.init_process_group(
+            placement.backend,
+            store=PrefixStore("data", fresh),
+            rank=rank,
+            world_size=world_size,
+            timeout=working,
+            device_id=placement.device if placement.backend == NCCL else None,
+        )
     names = shards.names if shards is not None else ()
     return Group(formation, control, store, _listening(fresh, control, names), shards, fresh)
 
@@ -156,6 +159,27 @@ def leave_torch() -> None:
     """Destroy torch's default group if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+class ExceptionHook:
+    """torch's init_process_group() wraps sys.excepthook, to put the rank before each line of a traceback, each time."""
+
+    def __init__(self) -> None:
+        self._before, self._torchs = sys.excepthook, sys.excepthook
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """The body wraps the hook that the last such body found, unless the script has set another one since."""
+        if sys.excepthook is self._torchs:
+            sys.excepthook = self._before
+        self._before = sys.excepthook
+        try:
+            yield
+        finally:
+            self._torchs = sys.excepthook
+
+
+_HOOK = ExceptionHook()
 
 
 def form_in_place(
