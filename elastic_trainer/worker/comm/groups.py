@@ -129,19 +129,23 @@ def _formed(
     distributed_c10d._world.group_count = 0
     control, shards = Control(made.result, rank, world_size, works), None
     control.set_timeout(working)
-    if layout is not None:
-        shards = form_shard_groups(layout, fresh, control, patience, nccl=placement.backend == NCCL)
-    with _HOOK.replaced():
-        dist.init_process_group(
-            placement.backend,
-            store=PrefixStore("data", fresh),
-            rank=rank,
-            world_size=world_size,
-            timeout=working,
-            device_id=placement.device if placement.backend == NCCL else None,
-        )
-    names = shards.names if shards is not None else ()
-    return Group(formation, control, store, _listening(fresh, control, names), shards, fresh)
+    try:
+        if layout is not None:
+            shards = form_shard_groups(layout, fresh, control, patience, nccl=placement.backend == NCCL)
+        with _HOOK.replaced():
+            dist.init_process_group(
+                placement.backend,
+                store=PrefixStore("data", fresh),
+                rank=rank,
+                world_size=world_size,
+                timeout=working,
+                device_id=placement.device if placement.backend == NCCL else None,
+            )
+        listening = _listening(fresh, control, shards.names if shards is not None else ())
+    except BaseException:
+        abandon(Group(formation, control, store, shards=shards))  # this thread would wait for what is pending
+        raise
+    return Group(formation, control, store, listening, shards, fresh)
 
 
 def leave(group: Group) -> None:
