@@ -31,10 +31,10 @@ while getopts "n:r:d:a:u:" option; do
 done
 shift $((OPTIND - 1))
 [[ $# -eq 1 ]] || fail "say one directory for the certificates"
-[[ $namespace =~ ^[a-z0-9]([-a-z0-9]*[a-z0-9])?$ ]] || fail "-n $namespace is no name of a namespace"
+[[ $namespace =~ ^[a-z0-9]([-a-z0-9]*[a-z0-9])?$ ]] || fail "-n $namespace is not a name of a namespace"
 [[ $replicas =~ ^[1-9][0-9]?$ && $days =~ ^[1-9][0-9]{0,3}$ ]] || fail "-r and -d take numbers above 0"
 for name in "${users[@]}"; do
-  [[ $name =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail "-u $name is no name of a user"
+  [[ $name =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || fail "-u $name is not a name of a user"
   # Their files, root, and the names by which etcd knows itself and its peers.
   [[ $name =~ ^(ca|server|peer|client|root|etcd|etcd-peer)$ ]] && fail "-u $name is not for a run"
 done
