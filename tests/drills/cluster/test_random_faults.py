@@ -32,7 +32,7 @@ MINUTES = float(os.environ.get(LENGTH, "0"))
 FAULTS_IN_CI = 10
 WATCHED_S, FREE_S = 900.0, 300.0
 """Seconds in which one node is never struck, so that growth in it shows; then seconds in which any may be."""
-_LONG = replace(SETTING, group_timeout_s=60.0)  # a group whose collective was cut is held so long
+_LONG = replace(SETTING, group_timeout_s=60.0)  # the longest that a cut collective holds its group
 SETTINGS: Mapping[str, Setting] = {
     "in place": _LONG,
     "restarted": replace(_LONG, save_every_s=1.0, options={**SETTING.options, "recovery": "restart"}),

@@ -64,7 +64,7 @@ class Watched:
 def watched(setting: Setting, directory: Path, scales: Mapping[str, float] | None = None) -> Iterator[Watched]:
     """Start everything, and wait until the job trains and is seen; ``scales``: see :class:`Watch`."""
     with staged(setting, directory / "job") as stage, monitor(stage.server.endpoint) as (_, port):
-        stage.settled()  # how long this machine takes to start is not a rendezvous that anybody should be told of
+        stage.settled()  # or the start of this machine would count as a slow rendezvous
         address = f"127.0.0.1:{port}"
         nodes_from = f"http://{address}/sd/nodes"
         scales = OUTAGE | dict(scales or {})
