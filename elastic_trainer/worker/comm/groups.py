@@ -87,7 +87,6 @@ def form(formation: RoundPlace, placement: Placement, patience: FormTimeouts, wo
         prefix = formation.store.prefix or meet(store, formation.rank, formation.world_size, deadline)
         return _formed(formation, placement, store, PrefixStore(f"round/{prefix}", store), patience, works)
     except (RuntimeError, ValueError) as error:
-        leave_torch()
         cause, hint = (
             str(error).partition("\n")[0],
             "check that all nodes reach this address, and the other ranks' logs",
@@ -158,12 +157,6 @@ def leave(group: Group) -> None:
 def store_ends(formation: RoundPlace) -> list[End]:
     """Addresses of the store of ``formation``."""
     return resolved(formation.store.host, formation.store.port) if formation.store is not None else []
-
-
-def leave_torch() -> None:
-    """Destroy torch's default group if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class ExceptionHook:
