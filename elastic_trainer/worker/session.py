@@ -260,7 +260,7 @@ class Session(SessionData):
 
         Several models or optimizers are given by name, and schedulers too. Such a step commits at the end of its block,
         all or nothing: see :mod:`elastic_trainer.worker.model.several`. ``stage`` is this rank's PipelineStage of a
-        ``model`` that is computed in stages: see :mod:`elastic_trainer.worker.model.stages`.
+        ``model`` that is computed in stages, or a list of several: see :mod:`elastic_trainer.worker.model.stages`.
         """
         process, how = self._require_open(), one_of(Reduction, reduction, "reduction")
         if self._training is not None:
@@ -283,7 +283,7 @@ class Session(SessionData):
                 average,
                 ddp_options or {},
                 self._meshes.layout,
-                stage,
+                () if stage is None else tuple(stage) if isinstance(stage, Sequence) else (stage,),
                 self._user,
                 self._pending,
             )

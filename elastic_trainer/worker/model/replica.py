@@ -266,7 +266,7 @@ class Replica:
 
     def run(
         self,
-        schedule: str,
+        schedule: str | None,
         inputs: Sequence[tuple[torch.Tensor, ...]],
         loss_of: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> None:

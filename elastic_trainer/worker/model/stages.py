@@ -1,9 +1,10 @@
-"""This rank's stage of a model that is computed in stages, one behind the other (``torch.distributed.pipelining``).
+"""This rank's stages of a model that is computed in stages, one behind the other (``torch.distributed.pipelining``).
 
-The script builds the whole model on the meta device on all ranks, and gives memory to its own stage alone; what stays
+The script builds the whole model on the meta device on all ranks, and gives memory to its own stages alone; what stays
 on the meta device is other stages'. So parameters, the optimizer's groups and checkpoints have the names and the order
 of the whole model on every rank. Each stage is sharded by FSDP, over one process or several. Stages draw the same
-samples, and a schedule of torch's sends micro-batches through them, over the group of their dimension of the mesh.
+samples, and a schedule of torch's sends micro-batches through them, over the group of their dimension of the mesh. With
+several stages on each rank the schedule is interleaved.
 
 *Runs in* the worker's main thread.
 *Fails by* ConfigError for a model that is not divided into stages, RoundBrokenError when a peer is lost.
@@ -11,6 +12,7 @@ samples, and a schedule of torch's sends micro-batches through them, over the gr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+    schedules,
+)
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.worker.comm.codecs import packed_tensor, unpacked_tensor
@@ -31,11 +40,13 @@ from elastic_trainer.worker.model.sharded import ShardedReplica, check_parameter
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
 
 Inputs = tuple[torch.Tensor, ...]
-_SCHEDULES: dict[str, Any] = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
+_OF_ONE: dict[str, Any] = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
+_OF_SEVERAL: dict[str, Any] = {"Interleaved1F1B": ScheduleInterleaved1F1B, "LoopedBFS": ScheduleLoopedBFS}
+"""With one stage on each rank, and with several. The first one is the default."""
 
 
 class StagedReplica(ShardedReplica):
-    """See the module. ``stage`` was made with the group of a dimension of the session's mesh."""
+    """See the module. ``stages`` were made with the group of a dimension of the session's mesh."""
 
     def __init__(
         self,
@@ -44,47 +55,57 @@ class StagedReplica(ShardedReplica):
         tracker: HeartbeatReporter,
         layout: ShardLayout,
         patience: FormTimeouts,
-        stage: PipelineStage,
+        stages: Sequence[PipelineStage],
         *,
         lasting: bool,
     ) -> None:
-        layout.stages = next((dim for dim, group in enumerate(layout.dims) if group is stage.group), None)
-        if layout.stages is None or layout.shape[layout.stages] != stage.num_stages:
+        self._stages = sorted(stages, key=lambda each: each.stage_index)
+        self._count, groups = self._stages[-1].num_stages, {id(each.group) for each in stages}
+        layout.stages = next((dim for dim, group in enumerate(layout.dims) if groups == {id(group)}), None)
+        if layout.stages is None:
             raise ConfigError(
-                "the pipeline stage is not over a dimension of the session's mesh with one process for each stage",
+                "the pipeline stages are not over a dimension of the session's mesh",
                 hint="PipelineStage(..., mesh['pp'].get_local_rank(), mesh['pp'].size(), group=mesh.get_group('pp'))",
             )
-        self._stage, self.stands_for = stage, stage.num_stages if stage.is_last else 0
+        self._rank, self._ranks = layout.coordinate[layout.stages], layout.shape[layout.stages]
+        here = [each.stage_index for each in self._stages]
+        if here != list(range(self._rank, self._count, self._ranks)) or self._count % self._ranks:
+            raise ConfigError(
+                f"rank {self._rank} of {self._ranks} has the pipeline stages {here} of {self._count}",
+                hint=f"give it {self._rank}, {self._rank + self._ranks} and so on: equally many on each rank",
+            )
+        self.stands_for = self._ranks if self._stages[-1].is_last else 0
         self._schedule: tuple[Any, Any] | None = None
         """The present one, and what it was made for."""
         super().__init__(module, placement, tracker, layout, patience, lasting=lasting)
 
     def _modules(self, module: nn.Module) -> list[nn.Module]:
-        return list(self._stage.submod.modules())
+        return [each for stage in self._stages for each in stage.submod.modules()]
 
     def _moved(self, module: nn.Module, device: torch.device) -> nn.Module:
-        self._stage.submod.to(device)
+        for stage in self._stages:
+            stage.submod.to(device)
         return module
 
     def _check(self, module: nn.Module, layout: ShardLayout) -> None:
-        if not isinstance(self._stage.submod, FSDPModule):
+        if not all(isinstance(stage.submod, FSDPModule) for stage in self._stages):
             raise ConfigError(
-                "the module of the pipeline stage is not sharded",
+                "the module of a pipeline stage is not sharded",
                 hint="call fully_shard(stage, mesh=mesh['dp_shard']) on all of it; that dimension may be 1",
             )
-        here = {id(each) for each in self._stage.submod.parameters()}
+        here = {id(each) for stage in self._stages for each in stage.submod.parameters()}
         for name, parameter in module.named_parameters():
             if id(parameter) in here:
                 check_parameter(name, parameter, layout)
             elif not parameter.is_meta:
                 raise ConfigError(
-                    f"parameter {name!r} has memory on this rank and is not in its stage",
-                    hint="build the whole model on the meta device, and call to_empty() on this rank's stage alone",
+                    f"parameter {name!r} has memory on this rank and is in no stage of it",
+                    hint="build the whole model on the meta device, and call to_empty() on this rank's stages alone",
                 )
         if here - {id(each) for each in module.parameters()}:
             raise ConfigError(
-                "the pipeline stage has parameters that the model does not have",
-                hint="give session.wrap() the whole model, of whose modules each rank's stage is made",
+                "a pipeline stage has parameters that the model does not have",
+                hint="give session.wrap() the whole model, of whose modules each rank's stages are made",
             )
 
     # ---- rounds
@@ -100,12 +121,13 @@ class StagedReplica(ShardedReplica):
     def _end_pass(self) -> None:
         """The schedule may be anywhere; transfers of its round may still write to its buffers, so it gets new ones."""
         self._schedule = None
-        self._stage.clear_runtime_states()
-        self._stage.bwd_cache.clear()
+        for stage in self._stages:
+            stage.clear_runtime_states()
+            stage.bwd_cache.clear()
         self.reshard()
 
     def level(self) -> None:
-        """Each parameter has to be in one stage."""
+        """Each parameter has to be in the stages of one rank."""
         mine = bytes(not each.is_meta for each in self.module.parameters())
         rows = self.groups.peers.gather_bytes(mine)
         dim: Any = self._layout.stages
@@ -115,7 +137,8 @@ class StagedReplica(ShardedReplica):
             stages = sum(all(row[position] for row in rows) for rows in of_stages)
             if stages != 1 or sum(any(row[position] for row in rows) for rows in of_stages) != 1:
                 raise ConfigError(
-                    f"parameter {name!r} is in {stages} stages", hint="put each module into the stage of one rank"
+                    f"parameter {name!r} is in the stages of {stages} ranks",
+                    hint="put each module into a stage of one rank",
                 )
         super().level()
 
@@ -133,20 +156,21 @@ class StagedReplica(ShardedReplica):
                 "a call of a model that is computed in stages, with gradients or keyword arguments",
                 hint="train with step.pipeline(loss); evaluate with session.evaluate(), or under torch.no_grad()",
             )
-        stage, dim = self._stage, self._layout.stages or 0
-        stage.submod.training = self.module.training
-        control = Control(self.groups.dims[dim], stage.stage_index, stage.num_stages, self.groups.works)
-        for number in range(stage.num_stages):
-            found = stage.submod(*inputs) if number == stage.stage_index else ()
-            outputs = found if isinstance(found, tuple) else (found,)
-            (count,) = control.broadcast_bytes(bytes([len(outputs)]), number)
+        mine, dim = {stage.stage_index: stage for stage in self._stages}, self._layout.stages or 0
+        for stage in self._stages:
+            stage.submod.training = self.module.training
+        control = Control(self.groups.dims[dim], self._rank, self._ranks, self.groups.works)
+        for number in range(self._count):
+            found = mine[number].submod(*inputs) if number in mine else ()
+            outputs, owner = found if isinstance(found, tuple) else (found,), number % self._ranks
+            (count,) = control.broadcast_bytes(bytes([len(outputs)]), owner)
             given = outputs or (torch.empty(0),) * count
-            packed = [control.broadcast_bytes(packed_tensor(each.cpu().contiguous()), number) for each in given]
-            inputs = outputs or tuple(unpacked_tensor(each).to(stage.device) for each in packed)
+            packed = [control.broadcast_bytes(packed_tensor(each.cpu().contiguous()), owner) for each in given]
+            inputs = outputs or tuple(unpacked_tensor(each).to(self._placement.device) for each in packed)
         return inputs if len(inputs) > 1 else inputs[0]
 
     def run(
-        self, schedule: str, inputs: Sequence[Inputs], loss_of: Callable[[torch.Tensor, int], torch.Tensor]
+        self, schedule: str | None, inputs: Sequence[Inputs], loss_of: Callable[[torch.Tensor, int], torch.Tensor]
     ) -> None:
         """Send micro-batches through all stages and back; gradients are then summed over the replicas.
 
@@ -155,23 +179,24 @@ class StagedReplica(ShardedReplica):
         """
         rows = max(len(each[0]) for each in inputs)
         alike = [_padded(each, rows) for each in inputs]
-        given = [torch.cat(each) for each in zip(*alike, strict=True)] if self._stage.is_first else []
-        numbers = torch.arange(len(inputs)) if self._stage.is_last else None
+        given = [torch.cat(each) for each in zip(*alike, strict=True)] if self._stages[0].is_first else []
+        numbers = torch.arange(len(inputs)) if self._stages[-1].is_last else None
         self._loss_of = loss_of
         chosen = self._for(schedule, alike, numbers)
         self._pass(lambda: chosen.step(*given, target=numbers, return_outputs=False))
 
-    def _for(self, name: str, inputs: Sequence[Inputs], numbers: torch.Tensor | None) -> Any:
-        """The schedule for micro-batches like these; 1F1B needs at least as many as there are stages."""
-        if name not in _SCHEDULES:
-            raise ConfigError(f"step.pipeline(schedule={name!r})", hint=f"known are {', '.join(_SCHEDULES)}")
-        kind = _SCHEDULES[name] if len(inputs) >= self._stage.num_stages else ScheduleGPipe
-        wanted = kind, len(inputs), [(each.shape, each.dtype) for each in inputs[0]]
+    def _for(self, name: str | None, inputs: Sequence[Inputs], numbers: torch.Tensor | None) -> Any:
+        """The schedule for micro-batches like these, kept until they change."""
+        wanted = name, len(inputs), [(each.shape, each.dtype) for each in inputs[0]]
         if self._schedule is None or self._schedule[1] != wanted:
-            made: Any = kind(self._stage, len(inputs), loss_fn=self._loss, scale_grads=False)
-            buffers = [(each, each.clone()) for each in self._stage.submod.buffers()]
-            first = inputs[0] if self._stage.is_first else ()
-            made._initialize_stage(first, {}, None if numbers is None else numbers[:1])  # computes one, to see shapes
+            kind, several = schedule_for(name, len(inputs), self._count, self._ranks), len(self._stages) > 1
+            made = kind(
+                self._stages if several else self._stages[0], len(inputs), loss_fn=self._loss, scale_grads=False
+            )
+            begin = made._initialize_stages if several else made._initialize_stage
+            buffers = [(each, each.clone()) for stage in self._stages for each in stage.submod.buffers()]
+            first = inputs[0] if self._stages[0].is_first else ()
+            begin(first, {}, None if numbers is None else numbers[:1])  # computes one, to see shapes
             for each, before in buffers:
                 each.copy_(before)
             self._schedule = made, wanted
@@ -193,6 +218,28 @@ class StagedReplica(ShardedReplica):
             for each in held if dim != self._layout.stages and group.size() > 1 else []:
                 group.broadcast([each.detach()], dist.BroadcastOptions()).wait()
         share(self.groups.copies, held)
+
+
+def schedule_for(name: str | None, micro_batches: int, stages: int, ranks: int) -> Any:
+    """The schedule of torch's called ``name``, or another one where it cannot take so many micro-batches.
+
+    1F1B needs one for each stage; Interleaved1F1B equally many in each of its rounds, which have one or more for each
+    rank.
+    """
+    one = stages == ranks
+    known = _OF_ONE if one else _OF_SEVERAL
+    default, other = known.values()
+    if name is not None and name not in known:
+        raise ConfigError(
+            f"step.pipeline(schedule={name!r}) with {stages // ranks} on each rank",
+            hint=f"known are {', '.join(_OF_ONE)} with one stage, {', '.join(_OF_SEVERAL)} with several",
+        )
+    fits = micro_batches >= stages if one else micro_batches % max(1, micro_batches // ranks) == 0
+    return (default if name is None else known[name]) if fits else other
+
+
+# Each fault in a pass is an exception there. It would log the whole schedule, and the exception says where it was.
+logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
 
 
 def _padded(inputs: Inputs, rows: int) -> Inputs:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class Wrapped:
     average: float | AveragedModel | None
     ddp_options: Mapping[str, Any]
     layout: ShardLayout | None
-    stage: Any
+    stages: Sequence[Any]
     user: dict[str, Stateful]
     pending: dict[str, Any]
 
@@ -53,7 +53,7 @@ def replica_of(place: Workplace, wrapped: Wrapped) -> Replica:
     if isinstance(wrapped.optimizer, OptimizerSet):
         _check_several(wrapped, reduction)
         return SeveralReplica(wrapped.model, place.placement, place.tracker, lasting=lasting)
-    if not is_sharded(wrapped.model) and wrapped.stage is None:
+    if not is_sharded(wrapped.model) and not wrapped.stages:
         return Replica(
             wrapped.model,
             place.placement,
@@ -76,7 +76,7 @@ def replica_of(place: Workplace, wrapped: Wrapped) -> Replica:
             hint="shard it with mesh=session.init_device_mesh(...), inside `with session.parallelizing():`",
         )
     # slow to import, and what most jobs do not need
-    if wrapped.stage is not None:
+    if wrapped.stages:
         if wrapped.average is not None:
             raise ConfigError("average does not go with stages", hint="leave it out")
         from elastic_trainer.worker.model.stages import StagedReplica
@@ -87,7 +87,7 @@ def replica_of(place: Workplace, wrapped: Wrapped) -> Replica:
             place.tracker,
             wrapped.layout,
             place.timeouts,
-            wrapped.stage,
+            wrapped.stages,
             lasting=lasting,
         )
     from elastic_trainer.worker.model.sharded import ShardedReplica
@@ -112,7 +112,7 @@ def _check_several(wrapped: Wrapped, reduction: Reduction) -> None:
 def _check_apart(place: Workplace, wrapped: Wrapped, how: Apart) -> None:
     name, options = f"reduction={wrapped.reduction.value!r}", place.options
     _refuse(
-        ("a sharded model", is_sharded(wrapped.model) or wrapped.stage is not None),
+        ("a sharded model", is_sharded(wrapped.model) or bool(wrapped.stages)),
         ("several models or optimizers", isinstance(wrapped.optimizer, OptimizerSet)),
         ("ddp_options", bool(wrapped.ddp_options)),
         ("sync_batchnorm", wrapped.sync_batchnorm),

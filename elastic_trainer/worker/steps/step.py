@@ -205,12 +205,17 @@ class Step:
         loss: Callable[[torch.Tensor, Batch], torch.Tensor],
         *,
         inputs: Callable[[Batch], torch.Tensor | tuple[torch.Tensor, ...]] | None = None,
-        schedule: str = "1F1B",
+        count: Callable[[Batch], float] | None = None,
+        schedule: str | None = None,
     ) -> None:
         """Compute the batch's micro-batches through all stages of the model and back, in place of :meth:`backward`.
 
         ``inputs(part)`` are those of the first stage (``part.x``), one row for each sample. ``loss(output, part)`` is
-        the mean loss over a micro-batch, computed on the last stage. ``schedule``: "1F1B" or "GPipe", as in torch.
+        the mean loss over a micro-batch, computed on the last stage. ``schedule``, as in torch: "1F1B" (the default) or
+        "GPipe"; with several stages on each rank "Interleaved1F1B" (the default) or "LoopedBFS".
+
+        With ``count``, ``loss`` is instead the sum over ``count(part)`` items, as in :meth:`backward`. All ranks call
+        it.
         """
         steps, replica, batch = self._steps, self._steps.replica, self._batch
         steps.check_round()
@@ -225,18 +230,23 @@ class Step:
         read = map(inputs, parts) if inputs is not None else (part.x for part in parts)
         given = [each if isinstance(each, tuple) else (each,) for each in read]
         found: dict[int, tuple[torch.Tensor, float]] = {}
+        weights, pending = [part.weight for part in parts], None
+        if count is not None:
+            weights = [self._count(float(count(part)), counts=part.weight > 0.0) for part in parts]
+            pending = self._control.start(Purpose.COUNT, [self._count_here or 0.0])
 
         def loss_of(output: torch.Tensor, number: int) -> torch.Tensor:
-            part, rows = parts[number], len(given[number][0])
-            mean = loss(output[:rows], part)
-            found[number] = mean.detach(), part.weight * replica.stands_for
-            return steps.scaling.scaled(mean * (part.weight * replica.share))
+            value = loss(output[: len(given[number][0])], parts[number])
+            found[number] = value.detach(), weights[number] * replica.stands_for
+            return steps.scaling.scaled(value * (weights[number] * replica.share))
 
         if not replica.stands_for:
             steps.scaling.scaled(torch.zeros((), device=given[0][0].device))  # a scaler begins with its first loss
         replica.run(schedule, given, loss_of)
         self._done = {part.start for part in parts}
         self._losses = [found[number] for number in sorted(found)]
+        if pending is not None:
+            self._normalize(pending.wait()[0] / replica.part(self._control).alike)
         if self._wanted:
             self._pending = self._sum_losses()
 
@@ -365,7 +375,7 @@ class Step:
 
     def local_mean(self) -> float | None:
         """The mean loss over this rank's own samples; None if it had none."""
-        if self._count_here is not None:
+        if self._count_here is not None and self._losses:
             own = self._count_here
             return sum(float(loss) for loss, weight in self._losses if weight) / own if own else None
         total = sum(weight for _, weight in self._losses)

@@ -39,6 +39,7 @@ CLOSE, FAR = 5e-6, 1e-3
 ROUGH = 2e-3
 """The same of bfloat16, whose last bit is worth 0.004 of a gradient."""
 STAGES: dict[str, Any] = {"mesh": [2, 1], "names": ["pp", "dp_shard"], "micro": 2, "schedule": "1F1B"}
+INTERLEAVED = STAGES | {"stages_each": 2, "schedule": None}
 KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "plain": ({}, CLOSE),
     "accumulating": ({"micro": 2}, CLOSE),
@@ -49,6 +50,7 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "scaled and averaged": ({"scaler": True, "average": 0.9, "activations": True}, CLOSE),
     "stages": (STAGES, CLOSE),
     "stages of shards": (STAGES | {"mesh": [2, 2], "places": 4, "schedule": "GPipe", "scaler": True}, CLOSE),
+    "interleaved stages of shards": (INTERLEAVED | {"mesh": [2, 2], "places": 4}, CLOSE),
 }
 """Options of train.py (and how many nodes and ranks a node), and how close the result is. All but the first are for the
 long form."""
@@ -201,11 +203,12 @@ def test_whatever_is_killed_the_survivors_go_on_and_no_step_is_lost(
     assert error < close
 
 
+@pytest.mark.parametrize("stages", [STAGES, INTERLEAVED], ids=["one", "two"])
 def test_a_fault_in_the_middle_of_a_schedule_is_undone_and_repeated(
-    tmp_path: Path, etcd_endpoint: str, run_id: str
+    tmp_path: Path, etcd_endpoint: str, run_id: str, stages: dict[str, Any]
 ) -> None:
-    """Two stages on each node: in the middle of sends and receives, in the update's barrier, and as a whole node."""
-    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=0.01, save_every=7, **STAGES)
+    """One stage on each rank, or two: amid sends and receives, in the update's barrier, and as a whole node."""
+    sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=0.01, save_every=7, **stages)
     with sharded.job as job:
         job.start(2)
         sharded.await_together()

@@ -26,8 +26,8 @@ def found(directory: Path, ranks: int, *names: str) -> dict[str, list[dict[str, 
 def test_each_kind_of_sharded_training_does_what_a_loop_of_torch_does(tmp_path: Path) -> None:
     """Accumulated, clipped, in 16 bits, recomputed, compiled, averaged, scaled (one shard overflows), saved, resumed.
 
-    In two stages, with micro-batches of unequal sizes. Metrics and predictions are alike on both ranks. A model that
-    begins on the meta device is initialised by shards.
+    In two stages, with micro-batches of unequal sizes, and in four, two on each rank or all on both. Metrics and
+    predictions are alike on both ranks. A model that begins on the meta device is initialised by shards.
     """
     results = found(tmp_path, 2, *TWO)
     for meta in results.pop("meta"):
@@ -37,7 +37,7 @@ def test_each_kind_of_sharded_training_does_what_a_loop_of_torch_does(tmp_path: 
         for each in ranks:
             assert each["parameters"] < limit, (name, each)
             assert each["rows"] < 50 * limit, (name, each)
-    assert results["resumed"][0]["stored"] == results["staged"][0]["stored"] == 0.0
+    assert [results[name][0]["stored"] for name in ("resumed", "staged", "interleaved")] == [0.0] * 3
 
 
 def test_tensor_parallel_within_sharding_and_replicas_do_too(tmp_path: Path) -> None:

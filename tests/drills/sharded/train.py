@@ -1,11 +1,11 @@
 """A sharded training: ``train.py DIRECTORY OPTIONS``, a JSON object. It leaves whole parameters and digests of shards.
 
 Options: ``steps`` (None: until the file ``stop`` appears), ``pace_s``, ``mesh`` and ``names`` ("tp": tensor parallel
-too; "pp": in stages, with ``schedule``), ``meta``, ``micro`` (the size of micro-batches), ``policy`` ("fp32", "bf16" or
-"reduced"), ``average``, ``scaler``, ``sgd``, ``offload`` (parameters to the CPU), ``activations`` (recomputed),
-``save_every``, ``snapshot_every_s``, ``patience_s`` (of place 0 for another, at a save), ``shows`` (a directory of
-checkpoints: show what is resumed there, and end), ``keeps_stale`` (the clearing of gradients is switched off),
-``whole_job`` (the mesh covers all nodes), ``like_nccl`` (over groups that behave like NCCL's).
+too; "pp": in stages, ``stages_each`` on each rank, with ``schedule``), ``meta``, ``micro`` (the size of micro-batches),
+``policy`` ("fp32", "bf16" or "reduced"), ``average``, ``scaler``, ``sgd``, ``offload`` (parameters to the CPU),
+``activations`` (recomputed), ``save_every``, ``snapshot_every_s``, ``patience_s`` (of place 0 for another, at a save),
+``shows`` (a directory of checkpoints: show what is resumed there, and end), ``keeps_stale`` (the clearing of gradients
+is switched off), ``whole_job`` (the mesh covers all nodes), ``like_nccl`` (over groups that behave like NCCL's).
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Net(nn.Module):
             x = block(x)
         return self.head(x)  # type: ignore[no-any-return]
 
-    def stage(self, number: int, stages: int) -> nn.Sequential:
-        """All layers in about equal parts; the layers of the other stages lose their memory."""
-        layers = [*self.blocks, self.head]
-        mine = range(number * len(layers) // stages, (number + 1) * len(layers) // stages)
-        for place, layer in enumerate(layers):
-            if place not in mine:
+    def stages(self, numbers: range) -> list[nn.Sequential]:
+        """All layers in ``numbers.stop`` about equal parts; those of stages not in ``numbers`` lose their memory."""
+        layers, count = [*self.blocks, self.head], numbers.stop
+        parts = [layers[each * len(layers) // count : (each + 1) * len(layers) // count] for each in range(count)]
+        for number, part in enumerate(parts):
+            for layer in part if number not in numbers else []:
                 layer.to("meta")
-        return nn.Sequential(*(layers[place] for place in mine))
+        return [nn.Sequential(*parts[number]) for number in numbers]
 
     def init_weights(self) -> None:
         for name, parameter in self.named_parameters():
@@ -113,18 +113,25 @@ def built(session: Session, options: dict[str, Any]) -> nn.Module:
     return model
 
 
-def staged(session: Session, options: dict[str, Any]) -> tuple[nn.Module, PipelineStage]:
-    """The whole model, of which this rank has memory for one stage; the stage is sharded."""
+def staged(session: Session, options: dict[str, Any]) -> tuple[nn.Module, list[PipelineStage]]:
+    """The whole model, of which this rank has memory for its stages; each of them is sharded."""
     mesh = session.init_device_mesh(options["mesh"], mesh_dim_names=tuple(options["names"]))
     torch.manual_seed(int(options.get("seed", 0)))
-    model = Net()
+    model, ranks = Net(), mesh["pp"].size()
+    count = ranks * options.get("stages_each", 1)
     with session.parallelizing():
-        number, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
-        mine = model.stage(number, stages)
-        for block in mine:
-            fully_shard(block, mesh=mesh["dp_shard"])
-        fully_shard(mine, mesh=mesh["dp_shard"])
-        return model, PipelineStage(mine, number, stages, session.device, group=mesh.get_group("pp"))
+        numbers = range(mesh["pp"].get_local_rank(), count, ranks)
+        stages = model.stages(numbers)
+        for mine in stages:
+            for block in mine:
+                fully_shard(block, mesh=mesh["dp_shard"])
+            fully_shard(mine, mesh=mesh["dp_shard"])
+        group = mesh.get_group("pp")
+        made = [
+            PipelineStage(mine, number, count, session.device, group=group)
+            for number, mine in zip(numbers, stages, strict=True)
+        ]
+    return model, made
 
 
 def optimized(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -320,7 +327,7 @@ def main() -> None:
             faults.look(session.step_number + 1)
             with session.step() as step:
                 if stage is not None:
-                    step.pipeline(lambda out, part: ((out - part.y) ** 2).mean(), schedule=options["schedule"])
+                    step.pipeline(lambda out, part: ((out - part.y) ** 2).mean(), schedule=options.get("schedule"))
                 else:
                     for micro in step.micro_batches(batch):
                         step.backward(((model(micro.x) - micro.y) ** 2).mean())

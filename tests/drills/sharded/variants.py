@@ -49,6 +49,21 @@ KINDS: dict[str, dict[str, Any]] = {
         "scaler": True,
         "save": True,
     },
+    "interleaved": {
+        "mesh": [2, 1],
+        "names": ["pp", "dp_shard"],
+        "stages_each": 2,
+        "micro": 3,
+        "count": True,
+        "save": True,
+    },
+    "looped over shards": {
+        "mesh": [1, 2],
+        "names": ["pp", "dp_shard"],
+        "stages_each": 4,
+        "schedule": "LoopedBFS",
+        "micro": 2,
+    },
     "meta": {"meta": True},
     "resumed": {"save": True},
 }
@@ -97,12 +112,16 @@ def mean_error(output: torch.Tensor, part: Batch) -> torch.Tensor:
     return ((output - part.y) ** 2).mean()  # type: ignore[no-any-return]
 
 
+def summed_error(output: torch.Tensor, part: Batch) -> torch.Tensor:
+    return ((output - part.y) ** 2).mean(1).sum()  # type: ignore[no-any-return]
+
+
 def overflowing(output: torch.Tensor, part: Batch) -> torch.Tensor:
     return mean_error(output, part) * OVERFLOW
 
 
 def trained(
-    session: Session, model: nn.Module, options: dict[str, Any], until: int, stage: PipelineStage | None = None
+    session: Session, model: nn.Module, options: dict[str, Any], until: int, stage: list[PipelineStage] | None = None
 ) -> nn.Module:
     """The loop with the session."""
     optimizer = optimized(model, options)
@@ -111,7 +130,9 @@ def trained(
     for batch in session.batches(data(), global_batch_size=BATCH, micro_batch_size=options.get("micro"), epochs=9):
         with session.step() as step:
             if stage is not None:
-                step.pipeline(overflowing if step.number == 1 else mean_error, schedule=options["schedule"])
+                loss = overflowing if scaler is not None and step.number == 1 else mean_error
+                counted: dict[str, Any] = {"count": len} if options.get("count") else {}
+                step.pipeline(summed_error if counted else loss, schedule=options.get("schedule"), **counted)
             for micro in step.micro_batches(batch) if stage is None else ():
                 error = (model(micro.x) - micro.y) ** 2
                 if scaler is not None and step.number == 1 and session.rank == session.world_size - 1:

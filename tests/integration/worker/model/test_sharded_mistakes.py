@@ -109,9 +109,9 @@ def in_stages(session: Session, stage: str, sharding: str = "", group: str = "pp
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"stage": "01", "sharding": "none"}, "the module of the pipeline stage is not sharded"),
-        ({"stage": "0"}, "parameter '1.weight' has memory on this rank and is not in its stage"),
-        ({"stage": "0", "memory": "meta"}, "parameter '1.weight' is in 0 stages"),
+        ({"stage": "01", "sharding": "none"}, "the module of a pipeline stage is not sharded"),
+        ({"stage": "0"}, "parameter '1.weight' has memory on this rank and is in no stage of it"),
+        ({"stage": "0", "memory": "meta"}, "parameter '1.weight' is in the stages of 0 ranks"),
     ],
 )
 def test_a_model_that_is_not_divided_into_stages_is_refused(
@@ -131,9 +131,12 @@ def test_a_stage_of_another_group_or_model_is_refused(session: Session) -> None:
         longer = PipelineStage(module, 0, 2, session.device, group=mesh.get_group("pp"))
         foreign = PipelineStage(nn.Sequential(module, other), 0, 1, session.device, group=mesh.get_group("pp"))
         fully_shard(foreign.submod, mesh=mesh["dp_shard"])
-    with pytest.raises(ConfigError, match="not over a dimension of the session's mesh with one process for each"):
+        elsewhere = PipelineStage(module, 0, 1, session.device, group=mesh.get_group("dp_shard"))
+    with pytest.raises(ConfigError, match=r"rank 0 of 1 has the pipeline stages \[0\] of 2 \(give it 0, 1 and so on"):
         wrapped(session, module, stage=longer)
-    with pytest.raises(ConfigError, match="the pipeline stage has parameters that the model does not have"):
+    with pytest.raises(ConfigError, match="not over a dimension of the session's mesh"):
+        wrapped(session, module, stage=[foreign, elsewhere])
+    with pytest.raises(ConfigError, match="a pipeline stage has parameters that the model does not have"):
         wrapped(session, module, stage=foreign)
     with pytest.raises(ConfigError, match="average does not go with stages"):
         wrapped(session, module, stage=foreign, average=0.9)
@@ -152,7 +155,7 @@ def test_stages_are_trained_by_schedules(session: Session) -> None:
 
     with pytest.raises(ConfigError, match="a call of a model that is computed in stages"):
         module(batch.x)
-    with pytest.raises(ConfigError, match=r"schedule='V'\) \(known are 1F1B, GPipe\)"):
+    with pytest.raises(ConfigError, match=r"schedule='V'\) with 1 on each rank \(known are 1F1B, GPipe with one"):
         trained(schedule="V")
     with pytest.raises(ConfigError, match=r"step.pipeline\(\) without a batch, or a second time"):
         trained()

@@ -1,0 +1,36 @@
+"""Which of torch's schedules computes a model in stages."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleLoopedBFS
+
+from elastic_trainer.errors import ConfigError
+from elastic_trainer.worker.model.stages import schedule_for
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "stages", "expected"),
+    [
+        (None, 4, 4, Schedule1F1B),
+        ("1F1B", 3, 4, ScheduleGPipe),
+        ("GPipe", 9, 4, ScheduleGPipe),
+        (None, 8, 8, ScheduleInterleaved1F1B),
+        (None, 3, 8, ScheduleInterleaved1F1B),
+        ("Interleaved1F1B", 10, 8, ScheduleInterleaved1F1B),
+        ("Interleaved1F1B", 9, 8, ScheduleLoopedBFS),
+        ("LoopedBFS", 8, 8, ScheduleLoopedBFS),
+    ],
+)
+def test_a_schedule_is_taken_that_can_compute_the_micro_batches(
+    name: str | None, micro_batches: int, stages: int, expected: type
+) -> None:
+    """On four ranks: nine micro-batches do not divide into the two rounds that they would make."""
+    assert schedule_for(name, micro_batches, stages, 4) is expected
+
+
+@pytest.mark.parametrize(("name", "stages"), [("V", 4), ("LoopedBFS", 4), ("GPipe", 8)])
+def test_a_schedule_for_another_number_of_stages_is_refused(name: str, stages: int) -> None:
+    """Those for one stage on each rank know nothing of several."""
+    with pytest.raises(ConfigError, match=rf"schedule='{name}'\) with {stages // 4} on each rank \(known are 1F1B"):
+        schedule_for(name, 8, stages, 4)
