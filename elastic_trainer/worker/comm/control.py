@@ -33,7 +33,8 @@ from elastic_trainer.errors import (
 from elastic_trainer.worker.comm.waits import InterruptibleWaits, ThreadedWork
 
 _PAYLOAD = 6
-_WIDTH = _PAYLOAD + 2
+WIDTH = _PAYLOAD + 2
+"""Of the vector of a sum."""
 
 
 class Purpose(IntEnum):
@@ -60,11 +61,11 @@ class Purpose(IntEnum):
 
 
 class Pending:
-    """A pending sum. ``vector`` must stay alive until it is done."""
+    """A pending sum. ``vector`` must stay alive until it is done; it has a ``tolist()``."""
 
     __slots__ = ("_control", "_purpose", "_vector", "_work")
 
-    def __init__(self, control: Control, work: Any, vector: torch.Tensor, purpose: Purpose) -> None:
+    def __init__(self, control: Control, work: Any, vector: Any, purpose: Purpose) -> None:
         self._control, self._work, self._vector, self._purpose = control, work, vector, purpose
 
     def wait(self) -> list[float]:
@@ -90,6 +91,11 @@ class Control:
         """Limit for sending and receiving, in seconds; 0: the timeout with which the group was created."""
 
     @property
+    def group(self) -> Any:
+        """The process group; None without one, or after :meth:`close`."""
+        return self._group
+
+    @property
     def alone(self) -> bool:
         return self.world_size == 1
 
@@ -97,9 +103,13 @@ class Control:
 
     def start(self, purpose: Purpose, values: Sequence[float]) -> Pending:
         """Start summing up to six ``values`` over all ranks."""
-        padding = [0.0] * (_PAYLOAD - len(values))
-        vector = torch.tensor([float(purpose), float(purpose) ** 2, *values, *padding], dtype=torch.float64)
+        vector = torch.tensor(self.vector(purpose, values), dtype=torch.float64)
         return Pending(self, None if self.alone else self._begin("allreduce", [vector]), vector, purpose)
+
+    @staticmethod
+    def vector(purpose: Purpose, values: Sequence[float]) -> list[float]:
+        """What this rank adds to a sum."""
+        return [float(purpose), float(purpose) ** 2, *values, *[0.0] * (_PAYLOAD - len(values))]
 
     def sum(self, purpose: Purpose, values: Sequence[float] = ()) -> list[float]:
         """Sum up to six ``values`` over all ranks; each rank waits for all others."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from elastic_trainer.worker.comm.control import Control, Pending, Purpose
 from elastic_trainer.worker.comm.failures import collective
 from elastic_trainer.worker.comm.groups import Group
 from elastic_trainer.worker.comm.lasting import ShardLayout
+from elastic_trainer.worker.comm.node_sums import on_this_node
 from elastic_trainer.worker.comm.placement import NCCL, Placement
 from elastic_trainer.worker.comm.shard_groups import FormTimeouts, ShardGroups, form_shard_groups
 from elastic_trainer.worker.comm.waits import InterruptibleWaits
@@ -115,8 +117,10 @@ class ShardedReplica(Replica):
         if groups is None:
             nccl = self._placement.backend == NCCL and not group.control.alone
             groups = form_shard_groups(self._layout, group.fresh, group.control, self._patience, nccl=nccl)
-        self._groups, self._begun = groups, []
         limit = timedelta(seconds=self._patience.working_s)
+        if not self._layout.spans_nodes:
+            groups = replace(groups, peers=on_this_node(groups.peers, limit))
+        self._groups, self._begun = groups, []
         self._layout.enter(groups.whole, groups.dims, groups.works, limit)
 
     def alike(self, control: Control) -> Control:
