@@ -13,6 +13,7 @@ sum n, so all have begun that one, and read all up to ``n - 2 * AHEAD``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -65,11 +66,11 @@ class NodeSums:
 
     def lives(self, rank: int) -> bool:
         """Whether the process of ``rank`` is there."""
-        with contextlib.suppress(PermissionError):
-            try:
-                os.kill(*_PID.unpack_from(self._memory, _TOKEN_BYTES + rank * _PID.size), 0)
-            except ProcessLookupError:
-                return False
+        (process,) = _PID.unpack_from(self._memory, _TOKEN_BYTES + rank * _PID.size)
+        try:
+            os.kill(process, 0)
+        except OSError as error:
+            return error.errno != errno.ESRCH
         return True
 
     def _at(self, rank: int, number: int) -> int:

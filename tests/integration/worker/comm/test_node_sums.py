@@ -13,7 +13,7 @@ import pytest
 
 from elastic_trainer.errors import RoundBrokenError
 from elastic_trainer.worker.comm import node_sums
-from elastic_trainer.worker.comm.control import Control, Purpose
+from elastic_trainer.worker.comm.control import WIDTH, Control, Purpose
 from elastic_trainer.worker.comm.node_sums import AHEAD, NodeControl, NodeSums, memory_bytes, on_this_node
 from elastic_trainer.worker.comm.waits import InterruptibleWaits
 from tests.unit.worker.ranks import outcome, run_ranks
@@ -108,7 +108,7 @@ def test_where_one_rank_cannot_open_the_memory_all_use_the_group(rank: int, monk
     monkeypatch.setattr(node_sums, "_opened", elsewhere)
     assert run_ranks(2, lambda control: on_this_node(control, LIMIT) is control) == [True, True]
     monkeypatch.setattr(node_sums, "_opened", opened)
-    monkeypatch.setattr(node_sums.os, "memfd_create", lambda name: os.open("/no/such/file", os.O_RDWR))
+    monkeypatch.setattr(os, "memfd_create", lambda name: os.open("/no/such/file", os.O_RDWR))
     assert run_ranks(2, lambda control: on_this_node(control, LIMIT) is control) == [True, True]
 
 
@@ -140,8 +140,8 @@ def test_a_peer_that_does_not_come_is_awaited_for_the_groups_time(tmp_path: Path
 def test_half_a_row_is_none(tmp_path: Path) -> None:
     """Whatever byte is not written yet."""
     sums = alone(tmp_path)
-    sums.write(1, [float(each) for each in range(node_sums.WIDTH)])
-    assert sums.read(0, 1) == tuple(map(float, range(node_sums.WIDTH)))
+    sums.write(1, [float(each) for each in range(WIDTH)])
+    assert sums.read(0, 1) == tuple(map(float, range(WIDTH)))
     at = sums._at(0, 1)
     for byte in range(at, at + node_sums._ROW_BYTES):
         sums._memory[byte] ^= 0xFF
