@@ -86,15 +86,18 @@ class _Rows:
     """A pending sum: its rows, as far as they have been read."""
 
     def __init__(self, sums: NodeSums, number: int, limit_s: float) -> None:
-        self._sums, self._number, self._limit_s = sums, number, limit_s
+        self._sums, self._number, self._limit = sums, number, Deadline.after(limit_s)
         self._found: dict[int, tuple[float, ...]] = {}
-        self._never = threading.Event()
+        self._late, self._never = False, threading.Event()
 
     def tolist(self) -> list[float]:
         """The sums; added up by rank, so that all have the same bits."""
         return [sum(each) for each in zip(*(self._found[rank] for rank in range(self._sums.size)), strict=True)]
 
     def is_completed(self) -> bool:
+        return self._late or self._whole()
+
+    def _whole(self) -> bool:
         for rank in range(self._sums.size):
             if rank not in self._found:
                 row = self._sums.read(rank, self._number)
@@ -104,12 +107,12 @@ class _Rows:
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """RuntimeError if a row is not there after ``timeout``, or its process has ended."""
-        began = SYSTEM.monotonic()
-        deadline = Deadline.after(self._limit_s if timeout is None else timeout.total_seconds())
-        look = Deadline.after(_LOOKED_AT_S)
-        while not self.is_completed():
-            if deadline.expired:
+        """RuntimeError if a row is not there after ``timeout`` or the sum's limit, or its process has ended."""
+        began, look = SYSTEM.monotonic(), Deadline.after(_LOOKED_AT_S)
+        deadline = self._limit if timeout is None else self._limit.at_most(timeout.total_seconds())
+        while not self._whole():
+            self._late = self._limit.expired
+            if self._late or deadline.expired:
                 raise RuntimeError("a rank of this node did not come in time")
             if look.expired:
                 look = Deadline.after(_LOOKED_AT_S)
@@ -120,7 +123,7 @@ class _Rows:
 
     def _check_peers(self) -> None:
         for rank in range(self._sums.size):
-            if rank not in self._found and not self._sums.lives(rank) and not self.is_completed():
+            if rank not in self._found and not self._sums.lives(rank) and not self._whole():
                 raise RuntimeError(f"rank {rank} of this node has ended")
 
 

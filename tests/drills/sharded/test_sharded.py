@@ -190,7 +190,7 @@ def test_whatever_is_killed_the_survivors_go_on_and_no_step_is_lost(
         options = options | {"sgd": True}
     sharded = Sharded(tmp_path, etcd_endpoint, run_id, pace_s=0.01, **options)
     with sharded.job as job:
-        job.start(2)
+        job.start(sharded.nodes)
         sharded.await_together()
         for fault in ("barrier", "half", "backward") * FORCED:
             sharded.strike(fault)

@@ -19,7 +19,7 @@ from elastic_trainer.worker.comm.waits import InterruptibleWaits
 from tests.unit.worker.ranks import outcome, run_ranks
 
 LIMIT = timedelta(seconds=120)
-RANKS, SUMS = 3, 2000
+RANKS, SUMS = 3, 500
 SCRIPT = """
 import os, random, signal, sys, time
 from datetime import timedelta
@@ -130,9 +130,11 @@ def test_the_end_of_the_round_ends_the_wait(tmp_path: Path) -> None:
         control.start(Purpose.COMMIT, [1.0])
 
 
-def test_a_peer_that_does_not_come_is_awaited_for_the_groups_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_peer_that_does_not_come_is_awaited_for_the_groups_time(tmp_path: Path, *, in_place: bool) -> None:
     """As in a group of gloo's."""
-    control = NodeControl(alone(tmp_path), None, InterruptibleWaits(), timedelta(seconds=0.2))
+    works = InterruptibleWaits(interruptible=in_place)
+    control = NodeControl(alone(tmp_path), None, works, timedelta(seconds=0.2))
     with pytest.raises(RoundBrokenError, match="a rank of this node did not come in time"):
         control.sum(Purpose.COMMIT, [1.0])
 
