@@ -46,7 +46,7 @@ install: $(STAMP) ## create .venv with everything needed for development
 demo: $(DEMO_STAMP) ## train on three nodes of this machine, kill a worker and a node, watch the run recover
 	$(BIN)/elastic-trainer local --nodes $(DEMO_NODES) --start $(DEMO_START) --recovery $(DEMO_RECOVERY) --kill-worker-at $(DEMO_KILL_WORKER_AT) --kill-node-at $(DEMO_KILL_NODE_AT) $(DEMO_ARGS) -- mnist
 
-test: $(STAMP) ## run all tests, 17 minutes to an hour on two cores (PYTEST_ARGS='tests/unit -k page' for some); what is missing here is skipped
+test: $(STAMP) ## run all tests, 20 minutes to an hour on two cores (PYTEST_ARGS='tests/unit -k page' for some); what is missing here is skipped
 ifeq ($(strip $(PYTEST_ARGS)),)
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-units test-others
 else
