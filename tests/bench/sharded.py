@@ -8,6 +8,7 @@ wait for, here for a turn on a core.
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ PLACES = 2
 COPYING = Shape(2, 1536, 32, 8, 100)
 AT_50_MS, QUICK = Shape(2, 768, 256, 20, 5), Shape(2, 128, 8, 2, 3)
 FAULTS, QUICK_FAULTS = 10, 1
+WIDE, QUICK_WIDE = 1184, 48
+"""Three blocks of 8 x width x width parameters: with AdamW's two moments each of two places holds 200 MB."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,12 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             note(f"copies at a neighbour: {repeat + 1} of {options.repeats}")
             copies.append(copied(Path(place, f"copies-{repeat}"), etcd.endpoint, copying))
         gaps = struck(Path(place), etcd.endpoint, faults)
+        healing = healed(Path(place), etcd.endpoint, QUICK_WIDE if options.quick else WIDE)
         calibrations.append(calibrate())
     figures: dict[str, Any] = {
         "steps": {name: median([each[name] for each in steps]) for name in steps[0]} | {"repeats": steps},
         "one_node": {name: median([each[name] for each in alone]) for name in alone[0]} | {"repeats": alone},
         "copies": {name: median([each[name] for each in copies]) for name in copies[0]} | {"repeats": copies},
         "gaps_s": gaps,
+        "healing": healing,
         "median_gaps_s": {name: median(each) for name, each in gaps.items()},
     }
     musts = [
@@ -110,6 +115,23 @@ def struck(place: Path, endpoint: str, faults: int) -> dict[str, list[float]]:
             gaps["join"].append(_longest_gap(sharded, other, began))
         job.finish()
     return gaps
+
+
+def healed(place: Path, endpoint: str, width: int) -> dict[str, Any]:
+    """A node takes the place of one that was killed: how long its places took to get their state, at the same time."""
+    (directory := place / "healing").mkdir()
+    sharded = Sharded(directory, endpoint, "healing", pace_s=0.0, width=width)
+    with sharded.job as job:
+        note("healing")
+        job.start(2)
+        sharded.await_together()
+        job.running[0].kill()
+        newcomer = job.add()
+        sharded.await_together()
+        lines = [line for line in job.log(newcomer.name).splitlines() if "round.entered" in line]
+        job.finish()
+    settled = [float(match[1]) for line in lines if (match := re.search(r'settle_s["=: ]+([\d.]+)', line))]
+    return {"state_mb": 4e-6 * 3 * 24 * width**2 / PLACES, "settle_s": settled}
 
 
 def _longest_gap(sharded: Sharded, node: Node, began: float, within_s: float = float("inf")) -> float:

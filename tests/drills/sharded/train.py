@@ -1,11 +1,12 @@
 """A sharded training: ``train.py DIRECTORY OPTIONS``, a JSON object. It leaves whole parameters and digests of shards.
 
-Options: ``steps`` (None: until the file ``stop`` appears), ``pace_s``, ``mesh`` and ``names`` ("tp": tensor parallel
-too; "pp": in stages, ``stages_each`` on each rank, with ``schedule``), ``meta``, ``micro`` (the size of micro-batches),
-``policy`` ("fp32", "bf16" or "reduced"), ``average``, ``scaler``, ``sgd``, ``offload`` (parameters to the CPU),
-``activations`` (recomputed), ``save_every``, ``snapshot_every_s``, ``patience_s`` (of place 0 for another, at a save),
-``shows`` (a directory of checkpoints: show what is resumed there, and end), ``keeps_stale`` (the clearing of gradients
-is switched off), ``whole_job`` (the mesh covers all nodes), ``like_nccl`` (over groups that behave like NCCL's).
+Options: ``steps`` (None: until the file ``stop`` appears), ``pace_s``, ``width``, ``mesh`` and ``names`` ("tp": tensor
+parallel too; "pp": in stages, ``stages_each`` on each rank, with ``schedule``), ``meta``, ``micro`` (the size of
+micro-batches), ``policy`` ("fp32", "bf16" or "reduced"), ``average``, ``scaler``, ``sgd``, ``offload`` (parameters to
+the CPU), ``activations`` (recomputed), ``save_every``, ``snapshot_every_s``, ``patience_s`` (of place 0 for another, at
+a save), ``shows`` (a directory of checkpoints: show what is resumed there, and end), ``keeps_stale`` (the clearing of
+gradients is switched off), ``whole_job`` (the mesh covers all nodes), ``like_nccl`` (over groups that behave like
+NCCL's).
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 class Block(nn.Module):
     """Two layers, the second of which tensor parallel cuts by rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
@@ -60,10 +61,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """The head stays with the root: its gradient waits unsharded through the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, 7)  # does not divide by two
+        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
+        self.head = nn.Linear(width, 7)  # does not divide by two
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -93,7 +94,7 @@ def built(session: Session, options: dict[str, Any]) -> nn.Module:
     offload = CPUOffloadPolicy(pin_memory=False) if options.get("offload") else OffloadPolicy()
     torch.manual_seed(int(options.get("seed", 0)))
     with torch.device("meta" if options.get("meta") else "cpu"):
-        model = Net()
+        model = Net(options.get("width", WIDTH))
     with session.parallelizing():
         for place, block in enumerate(model.blocks):
             if "tp" in names:
@@ -300,7 +301,7 @@ def main() -> None:
     joint.LEAST_PATIENCE_S = options.get("patience_s", joint.LEAST_PATIENCE_S)
     source = torch.Generator().manual_seed(3)
     data = torch.utils.data.TensorDataset(
-        torch.randn(SAMPLES, WIDTH, generator=source), torch.randn(SAMPLES, 7, generator=source)
+        torch.randn(SAMPLES, options.get("width", WIDTH), generator=source), torch.randn(SAMPLES, 7, generator=source)
     )
     checkpoints = options.get("shows") or (directory / "checkpoints" if options.get("save_every") else None)
     with Session(
