@@ -231,7 +231,7 @@ def schedule_for(name: str | None, micro_batches: int, stages: int, ranks: int) 
     default, other = known.values()
     if name is not None and name not in known:
         raise ConfigError(
-            f"step.pipeline(schedule={name!r}) with {stages // ranks} on each rank",
+            f"step.pipeline(schedule={name!r}), and each rank has {'one stage' if one else 'several stages'}",
             hint=f"known are {', '.join(_OF_ONE)} with one stage, {', '.join(_OF_SEVERAL)} with several",
         )
     fits = micro_batches >= stages if one else micro_batches % max(1, micro_batches // ranks) == 0

@@ -155,7 +155,7 @@ def test_stages_are_trained_by_schedules(session: Session) -> None:
 
     with pytest.raises(ConfigError, match="a call of a model that is computed in stages"):
         module(batch.x)
-    with pytest.raises(ConfigError, match=r"schedule='V'\) with 1 on each rank \(known are 1F1B, GPipe with one"):
+    with pytest.raises(ConfigError, match=r"schedule='V'\), and each rank has one stage \(known are 1F1B, GPipe"):
         trained(schedule="V")
     with pytest.raises(ConfigError, match=r"step.pipeline\(\) without a batch, or a second time"):
         trained()
