@@ -53,7 +53,7 @@ else
 	$(PYTEST) $(PYTEST_ARGS)
 endif
 
-# A third of two cores is idle while drills wait for nodes. The unit tests take it, in one process; their output comes
+# While drills wait for nodes, a third of two cores would be idle. The unit tests take it, in one process; their output comes
 # when they have ended.
 .PHONY: test-units test-others
 test-units: $(STAMP)

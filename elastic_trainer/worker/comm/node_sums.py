@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import mmap
 import os
 import secrets
@@ -132,7 +131,7 @@ class NodeControl(Control):
 
     def __init__(self, sums: NodeSums, group: object, works: InterruptibleWaits, limit: timedelta) -> None:
         super().__init__(group, sums.rank, sums.size, works, limit)
-        self._sums, self._limit_s = sums, limit.total_seconds() or math.inf
+        self._sums, self._limit_s = sums, limit.total_seconds()
         self._number = 0
         self._begun: deque[_Rows] = deque(maxlen=AHEAD)
 

@@ -221,7 +221,7 @@ class StagedReplica(ShardedReplica):
 
 
 def schedule_for(name: str | None, micro_batches: int, stages: int, ranks: int) -> Any:
-    """The schedule of torch's called ``name``, or another one where it cannot take so many micro-batches.
+    """torch's schedule ``name``, or one that takes any number of micro-batches where that one would refuse theirs.
 
     1F1B needs one for each stage; Interleaved1F1B equally many in each of its rounds, which have one or more for each
     rank.

@@ -25,6 +25,7 @@ from elastic_trainer.data.sampler import Batch
 from tests.drills.sharded.train import BATCH, SAMPLES, WIDTH, Net, built, optimized, staged
 
 STEPS, CLIP, DECAY = SAMPLES // BATCH, 1.0, 0.8
+STAGED: dict[str, Any] = {"names": ["pp", "dp_shard"]}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"micro": 2},
@@ -41,29 +42,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "twice": {"mesh": [2]},
     "twice, accumulated": {"mesh": [2], "micro": 2, "average": DECAY},
     "twice, reduced": {"mesh": [2], "policy": "reduced", "sgd": True},
-    "staged": {
-        "mesh": [2, 1],
-        "names": ["pp", "dp_shard"],
-        "schedule": "1F1B",
-        "micro": 5,
-        "scaler": True,
-        "save": True,
-    },
-    "interleaved": {
-        "mesh": [2, 1],
-        "names": ["pp", "dp_shard"],
-        "stages_each": 2,
-        "micro": 3,
-        "count": True,
-        "save": True,
-    },
-    "looped over shards": {
-        "mesh": [1, 2],
-        "names": ["pp", "dp_shard"],
-        "stages_each": 4,
-        "schedule": "LoopedBFS",
-        "micro": 2,
-    },
+    "staged": STAGED | {"mesh": [2, 1], "schedule": "1F1B", "micro": 5, "scaler": True, "save": True},
+    "interleaved": STAGED | {"mesh": [2, 1], "stages_each": 2, "micro": 3, "count": True, "save": True},
+    "looped over shards": STAGED | {"mesh": [1, 2], "stages_each": 4, "schedule": "LoopedBFS", "micro": 2},
     "meta": {"meta": True},
     "resumed": {"save": True},
 }
