@@ -53,8 +53,8 @@ else
 	$(PYTEST) $(PYTEST_ARGS)
 endif
 
-# While drills wait for nodes, a third of two cores would be idle. The unit tests take it, in one process; their output comes
-# when they have ended.
+# While drills wait for nodes, a third of two cores would be idle. The unit tests take it, in one process; their output
+# comes when they have ended.
 .PHONY: test-units test-others
 test-units: $(STAMP)
 	@echo 'Unit tests run beside all others.'
