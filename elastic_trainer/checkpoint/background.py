@@ -60,6 +60,11 @@ class Save:
     """How many threads still need the copy."""
     done: threading.Event = field(default_factory=threading.Event)
 
+    @property
+    def may_succeed(self) -> bool:
+        """Whether it has not failed, and nobody has given it up."""
+        return self.error is None and not self.stop.is_set()
+
 
 class BackgroundSaves:
     """See the module. ``manager`` commits, in the committing thread."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from elastic_trainer.checkpoint import Save
 from elastic_trainer.data.sampler import Collate, Fetcher
 from elastic_trainer.data.streams import Streams
 from elastic_trainer.errors import CheckpointError, ConfigError, ElasticTrainerError, NonFiniteError, StorageError
@@ -65,29 +66,35 @@ class Collectives:
 
     def save(self, metrics: Mapping[str, float] | None, *, best: bool, wait: bool) -> str | None:
         """Save now; the checkpoint's name on all ranks. None where nothing is saved, or the storage refuses."""
-        position = self._place.position
-        best_before = position.best
+        position, training = self._place.position, self._training
+        if training is None:
+            raise ConfigError("there is no model yet", hint="call session.wrap(model, optimizer=...) first")
+        best_before, before = position.best, training.saver.newest
         with self._place.tracker.during(Phase.CHECKPOINT):
-            refused, name = self.repeated(lambda: self._save(metrics, best=best, wait=wait))
+            refused, name = self.repeated(lambda: self._save(training, metrics, before, best=best, wait=wait))
         if refused:
             position.best = best_before
         return name or None
 
-    def _save(self, metrics: Mapping[str, float] | None, *, best: bool, wait: bool) -> tuple[bool, str]:
-        """Whether the storage refused, and the checkpoint's name."""
-        place, training, control = self._place, self._training, self._place.present.control
-        if training is None:
-            raise ConfigError("there is no model yet", hint="call session.wrap(model, optimizer=...) first")
+    def _save(
+        self, training: Training, metrics: Mapping[str, float] | None, before: Save | None, *, best: bool, wait: bool
+    ) -> tuple[bool, str]:
+        """Whether the storage refused, and the checkpoint's name.
+
+        ``before``: rank 0's newest save before the first attempt. One begun in an earlier attempt is not begun again.
+        """
+        place, control = self._place, self._place.present.control
         if training.steps.inside:
             raise ConfigError("session.save() inside a step", hint="call it after the step has ended")
         values = {name: float(value) for name, value in (metrics or {}).items()}
         place.tracker.change(Phase.CHECKPOINT)
-        control.sum(Purpose.SAVE)
+        mine = control.rank == 0
+        begun = training.saver.begun_since(before) if mine else None
+        goes_on, *_ = control.sum(Purpose.SAVE, [float(begun is not None)])
         if best:
             place.position.best = values
-        mine = control.rank == 0
-        name, problem = self._saved(training.saver, values, best=best, wait=wait) if mine else (None, None)
-        if not mine:
+        name, problem = self._saved(training.saver, values, begun, best=best, wait=wait) if mine else (None, None)
+        if not (mine or goes_on):
             training.saver.help()
         refused = isinstance(problem, StorageError)
         control.agree(None if refused else problem)
@@ -95,14 +102,14 @@ class Collectives:
         return refused, name
 
     def _saved(
-        self, saver: Saver, values: Mapping[str, float], *, best: bool, wait: bool
+        self, saver: Saver, values: Mapping[str, float], begun: Save | None, *, best: bool, wait: bool
     ) -> tuple[str | None, ElasticTrainerError | None]:
         position = self._place.position
-        for name, value in values.items():
+        for name, value in values.items() if begun is None else ():
             self._place.ledger.write("metric", step=position.step, epoch=position.cursor.epoch, name=name, value=value)
         try:
             # After a failure the caller learns whether this one was durable.
-            return saver.save(values, best=best, wait=wait or saver.failed), None
+            return saver.save(values, best=best, wait=wait or saver.failed, begun=begun), None
         except (CheckpointError, NonFiniteError) as error:
             return None, error
 

@@ -92,6 +92,8 @@ class Saver:
         self._memory_short = self._failed = self._refused = self._prepared = self._untold = False
         self._shares, self._begun = ALONE, (-1, -1)
         self._part: ShardPart | None = None
+        self.newest: Save | None = None
+        """The newest save that this rank has begun, as the one that commits."""
 
     def serve(
         self,
@@ -261,23 +263,34 @@ class Saver:
 
     # ---- saving
 
-    def save(self, metrics: Mapping[str, float], *, best: bool = False, wait: bool = False) -> str | None:
+    def begun_since(self, before: Save | None) -> Save | None:
+        """The save that this rank has begun after ``before``, unless it failed or a place that it needs is gone."""
+        save = self.newest
+        return save if save is not None and save is not before and save.may_succeed else None
+
+    def save(
+        self, metrics: Mapping[str, float], *, best: bool = False, wait: bool = False, begun: Save | None = None
+    ) -> str | None:
         """Copy the state and write it beside training; the checkpoint's name, None without a checkpoint directory.
 
         Waits while storage is busy with the two before, and with ``wait`` until it is durable. StorageError or
-        NonFiniteError if it cannot be saved then; CheckpointError for a state that cannot be saved at all.
+        NonFiniteError if it cannot be saved then; CheckpointError for a state that cannot be saved at all. ``begun``:
+        this state's save, if it has begun already.
         """
         self.look()
         self._last_s = self._clock.monotonic()
         if self._manager is None or self._saves is None:
             return None
-        self._together(goes=True)
+        save = begun
+        if save is None:
+            self._together(goes=True)
         began = self._clock.monotonic()
         try:
             with self._tracker.during(Phase.CHECKPOINT):
-                save = self._begin(self._manager, self._saves, metrics, best=best)
-                self._past = self._past.saved(self._clock.monotonic() - began)
-                self._tracker.pulse.save_interval_s = self._interval_s() or 0.0
+                if save is None:
+                    self.newest = save = self._begin(self._manager, self._saves, metrics, best=best)
+                    self._past = self._past.saved(self._clock.monotonic() - began)
+                    self._tracker.pulse.save_interval_s = self._interval_s() or 0.0
                 if wait:
                     in_round(self._part, save.done.wait)
         except (CheckpointError, NonFiniteError) as error:

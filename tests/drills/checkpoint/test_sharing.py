@@ -18,7 +18,7 @@ from tests.drills.endings.job import LASTING, Job
 
 SCRIPT = "tests.drills.checkpoint.sharing_job"
 SHARED, HELPED, LATE = "checkpoint.shared", "checkpoint.helped", "checkpoint.helper_late"
-RESCUED = "snapshot.rescued"
+RESCUED, COMMITTED = "snapshot.rescued", "checkpoint.committed"
 
 
 def job_of(directory: Path, endpoint: str, run: str, *arguments: str, **options: str) -> Job:
@@ -103,6 +103,27 @@ def test_a_helper_that_is_killed_in_the_middle_of_a_file_costs_nothing(
         job.check_lossless()
     else:
         assert min(line.step for line in job.lines() if line.event is LineKind.OPENED and line.round > 1) >= SAVE_EVERY
+
+
+@pytest.mark.timeout(300)
+def test_a_save_that_has_begun_when_a_peer_dies_is_not_made_again(
+    tmp_path: Path, etcd_endpoint: str, run_id: str
+) -> None:
+    """Rank 0 waits with the third save until the first is stored, and then for its peer, which is gone."""
+    with job_of(directory := tmp_path / "job", etcd_endpoint, run_id, "12", "4", recovery="in_place") as job:
+        job.start(2)
+
+        def both() -> list[Path]:
+            saving = sorted(directory.glob("held-12-*[0-9]"))
+            return saving if len(saving) == 2 else []
+
+        (_, peer) = job.wait_for(both, "the third save does not begin")
+        assert not said(job, COMMITTED)
+        os.kill(int(peer.name.split("-")[3]), signal.SIGKILL)
+        assert set(job.exit_codes().values()) == {0}, job.describe()
+        assert len(said(job, "round.entered")) > 2
+        assert len(check_rank0s(directory, directory / "checkpoints" / "all", 2)) == 12 // SAVE_EVERY
+        job.check_lossless()
 
 
 def writes(pid: int) -> bool:
