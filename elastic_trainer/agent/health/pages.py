@@ -112,6 +112,11 @@ class Pages:
             every = (*self.look(), *self._ended.values())
         return {each.pid: str(each.notes["error"]) for each in every if each.notes.get("error")}
 
+    def ranks(self) -> dict[int, int]:
+        """The rank that each worker has, or had when it died, by process id."""
+        with self._lock:
+            return {each.pid: each.pulse.rank for each in (*self._ended.values(), *self.look())}
+
     def nonfinite(self, reading: Reading) -> int:
         """Non-finite losses that the local rank of ``reading`` has found in all its lives."""
         with self._lock:

@@ -31,7 +31,7 @@ from elastic_trainer.agent.rendezvous.node import ArrivedNode
 from elastic_trainer.agent.rendezvous.preflight_gate import NodeCandidate, ensure_fit
 from elastic_trainer.agent.rendezvous.sizes import allowed_sizes
 from elastic_trainer.agent.suspicion.questions import StatusBoard
-from elastic_trainer.agent.workers.deaths import Deaths, write_termination_message
+from elastic_trainer.agent.workers.deaths import Deaths, by_rank, write_termination_message
 from elastic_trainer.agent.workers.false_starts import FalseStart, StartupWatch
 from elastic_trainer.agent.workers.neighbour_copies import NeighbourCopies
 from elastic_trainer.agent.workers.rescue import Rescue
@@ -227,7 +227,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
         made_steps = self._worked or node.health.made_steps
         died = ""
         if isinstance(error, ChildFailedError):
-            died = self._deaths.describe(error.failures, node.health.pages.said())
+            died = self._deaths.describe(by_rank(error.failures, node.health.pages.ranks()), node.health.pages.said())
         parting = exit_reason_of(error, made_steps=made_steps, died=died)
         if parting is None:
             return None
@@ -305,7 +305,7 @@ class Etcd3RendezvousHandler(RendezvousHandler):
 
     def _how_workers_died(self, node: ArrivedNode) -> str:
         """How this node's workers died, if torchrun calls for that reason, else ""; logs it and notes it for people."""
-        if not (failed := failures()):
+        if not (failed := by_rank(failures(), node.health.pages.ranks())):
             return ""
         told = self._deaths.describe(failed, node.health.pages.said())
         logs.logger().warning("worker.died", reason=told)

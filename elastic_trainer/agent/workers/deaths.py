@@ -50,6 +50,14 @@ class Deaths:
             return 0
 
 
+def by_rank(failures: Mapping[int, ProcessFailure], ranks: Mapping[int, int]) -> dict[int, ProcessFailure]:
+    """torchrun's ``failures`` by the rank that each worker had in its round (``ranks``, by process id), if known.
+
+    In place torchrun takes each node for a world of its own, in which the first worker has rank 0.
+    """
+    return {ranks.get(each.pid, rank): each for rank, each in failures.items()}
+
+
 def own_events(listed: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Path:
     """``memory.events`` of cgroup v2, else ``memory.oom_control`` of v1: both have a line ``oom_kill``.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic_trainer.agent.workers.deaths import Deaths, own_events, write_termination_message
+from elastic_trainer.agent.workers.deaths import Deaths, by_rank, own_events, write_termination_message
 from elastic_trainer.errors import last_line
 
 
@@ -31,6 +31,12 @@ def failure(exitcode: int, message: object = "<NONE>", pid: int = 7, at: int = 1
 def test_a_death_has_its_cause(failures: Any, said: dict[int, str], told: str, tmp_path: Path) -> None:
     """Of the worker that failed first: the others follow it."""
     assert Deaths(tmp_path / "memory.events").describe(failures, said) == told
+
+
+def test_ranks_are_those_of_the_round() -> None:
+    """torchrun's where a worker died before it had one."""
+    failures = {0: failure(1, pid=7), 1: failure(1, pid=8)}
+    assert by_rank(failures, {7: 4, 9: 0}) == {4: failures[0], 1: failures[1]}
 
 
 def test_a_kill_for_memory_is_told_from_others(tmp_path: Path) -> None:
