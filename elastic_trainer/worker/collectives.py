@@ -89,7 +89,8 @@ class Collectives:
         values = {name: float(value) for name, value in (metrics or {}).items()}
         place.tracker.change(Phase.CHECKPOINT)
         mine = control.rank == 0
-        begun = training.saver.begun_since(before) if mine else None
+        newest = training.saver.newest
+        begun = newest if mine and newest is not before and newest is not None and newest.may_succeed else None
         goes_on, *_ = control.sum(Purpose.SAVE, [float(begun is not None)])
         if best:
             place.position.best = values

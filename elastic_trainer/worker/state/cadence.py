@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,15 @@ _SHARE: Final = 0.01
 """Part of the training time that snapshots in memory may take."""
 _SENT_SHARE: Final = 0.05
 """Part of the time in which a copy may be on its way to the neighbour, beside training."""
+
+
+class WhenBehind(StrEnum):
+    """What becomes of a save by steps while storage is still busy with the two before it."""
+
+    WAIT = "wait"
+    SKIP = "skip"
+    REPLACE = "replace"
+    """The snapshot that waits is given up for the new one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -37,21 +36,12 @@ from elastic_trainer.model import Phase
 from elastic_trainer.telemetry.logs import logger
 from elastic_trainer.worker.comm.control import Control, Purpose
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.state.cadence import FIELD, Cadence, Experience, Memory
+from elastic_trainer.worker.state.cadence import FIELD, Cadence, Experience, Memory, WhenBehind
 from elastic_trainer.worker.state.on_demand import OnDemand
 from elastic_trainer.worker.state.shares import ALONE, ShardPart, Shares, in_round, not_shared
 from elastic_trainer.worker.state.training_state import TrainingState, check_finite, watched
 
 _LONG_AGO_S = -1e12
-
-
-class WhenBehind(StrEnum):
-    """What becomes of a save by steps while storage is still busy with the two before it."""
-
-    WAIT = "wait"
-    SKIP = "skip"
-    REPLACE = "replace"
-    """The snapshot that waits is given up for the new one."""
 
 
 class Saver:
@@ -262,11 +252,6 @@ class Saver:
         return self._cadence.interval_s(self._seen())
 
     # ---- saving
-
-    def begun_since(self, before: Save | None) -> Save | None:
-        """The save that this rank has begun after ``before``, unless it failed or a place that it needs is gone."""
-        save = self.newest
-        return save if save is not None and save is not before and save.may_succeed else None
 
     def save(
         self, metrics: Mapping[str, float], *, best: bool = False, wait: bool = False, begun: Save | None = None

@@ -21,9 +21,9 @@ from elastic_trainer.worker.comm.control import Control
 from elastic_trainer.worker.comm.lasting import ShardLayout
 from elastic_trainer.worker.comm.waits import InterruptibleWaits
 from elastic_trainer.worker.report.heartbeat import HeartbeatReporter
-from elastic_trainer.worker.state.cadence import Cadence, Memory
+from elastic_trainer.worker.state.cadence import Cadence, Memory, WhenBehind
 from elastic_trainer.worker.state.restore import restore
-from elastic_trainer.worker.state.saver import Saver, WhenBehind
+from elastic_trainer.worker.state.saver import Saver
 from elastic_trainer.worker.state.shares import ShardPart
 from elastic_trainer.worker.state.storage_check import check_storage
 from elastic_trainer.worker.state.training_state import Position, TrainingState
