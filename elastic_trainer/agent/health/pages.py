@@ -115,7 +115,7 @@ class Pages:
     def ranks(self) -> dict[int, int]:
         """The rank that each worker has, or had when it died, by process id."""
         with self._lock:
-            return {each.pid: each.pulse.rank for each in (*self._ended.values(), *self.look())}
+            return {each.pid: each.pulse.rank for each in (*self.look(), *self._ended.values())}
 
     def nonfinite(self, reading: Reading) -> int:
         """Non-finite losses that the local rank of ``reading`` has found in all its lives."""

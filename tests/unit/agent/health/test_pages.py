@@ -88,6 +88,16 @@ def test_the_step_of_a_worker_is_known_of_the_last_one_that_died_too(
     assert [pages.committed(each.pid) for each in (next_one, dead)] == [(3, 8), None]
 
 
+def test_the_rank_of_a_worker_that_nobody_has_missed_yet_is_known(pages: Pages, start: Callable[[], Process]) -> None:
+    """The call that asks for it finds the death."""
+    living, dead = start(), start()
+    page_of(pages, living, 0, rank=4)
+    page_of(pages, dead, 1, rank=5)
+    kill(dead)
+    assert pages.ranks() == {living.pid: 4, dead.pid: 5}
+    assert pages.ranks() == {living.pid: 4, dead.pid: 5}
+
+
 def test_living_workers_are_read_by_local_rank(pages: Pages, start: Callable[[], Process]) -> None:
     """A page that is just being made, and a file that is none, are passed over."""
     page_of(pages, start(), 1)
