@@ -118,7 +118,8 @@ class Node:
         """The worker of this local rank, or None if it does not run."""
         for process in self.family()[1:]:
             # A worker's children inherit its variables: the worker is the process that torchrun started.
-            if processes.environment(process).get("LOCAL_RANK") == str(local_rank) and process.ppid() == self.pid:
+            named = processes.environment(process).get("LOCAL_RANK") == str(local_rank)
+            if named and processes.parent(process) == self.pid:
                 return process
         return None
 

@@ -49,6 +49,14 @@ def tree(pid: int) -> list[psutil.Process]:
         return []
 
 
+def parent(process: psutil.Process) -> int:
+    """The id of the process that it belongs to; 0 if it has ended."""
+    try:
+        return int(process.ppid())
+    except _GONE:
+        return 0
+
+
 def environment(process: psutil.Process) -> Mapping[str, str]:
     """The environment that it was started with; empty if it has ended or is not ours.
 
