@@ -74,10 +74,9 @@ class Pages:
 
         None where it has no page, or has committed no step.
         """
-        with self._lock:
-            for reading in (*self.look(), *self._ended.values()):
-                if reading.pid == pid and reading.pulse.step:
-                    return reading.pulse.round, reading.pulse.step
+        for reading in self._known():
+            if reading.pid == pid and reading.pulse.step:
+                return reading.pulse.round, reading.pulse.step
         return None
 
     def reading(self, pid: int) -> Reading | None:
@@ -91,9 +90,8 @@ class Pages:
 
     def came_to(self, number: int) -> Identity | None:
         """How far the workers that were in round ``number`` came; None where none has a step."""
-        with self._lock:
-            found = [each for each in (*self.look(), *self._ended.values()) if each.pulse.round == number]
-            last = max(found, key=lambda each: each.pulse.step, default=None)
+        found = [each for each in self._known() if each.pulse.round == number]
+        last = max(found, key=lambda each: each.pulse.step, default=None)
         if last is None or not last.pulse.step:
             return None
         pulse, left = last.pulse, int(last.notes.get("length", 0)) - last.pulse.used
@@ -102,20 +100,16 @@ class Pages:
 
     def lost_peers(self, pids: Collection[int]) -> bool:
         """Whether each of the dead processes ``pids`` has noted that it ended for the loss of a peer."""
-        with self._lock:
-            noted = {each.pid for each in (*self.look(), *self._ended.values()) if each.notes.get("lost_peer")}
+        noted = {each.pid for each in self._known() if each.notes.get("lost_peer")}
         return noted.issuperset(pids)
 
     def said(self) -> dict[int, str]:
         """The last line of the exception that ended a worker's Session, by process id."""
-        with self._lock:
-            every = (*self.look(), *self._ended.values())
-        return {each.pid: str(each.notes["error"]) for each in every if each.notes.get("error")}
+        return {each.pid: str(each.notes["error"]) for each in self._known() if each.notes.get("error")}
 
     def ranks(self) -> dict[int, int]:
         """The rank that each worker has, or had when it died, by process id."""
-        with self._lock:
-            return {each.pid: each.pulse.rank for each in (*self.look(), *self._ended.values())}
+        return {each.pid: each.pulse.rank for each in self._known()}
 
     def nonfinite(self, reading: Reading) -> int:
         """Non-finite losses that the local rank of ``reading`` has found in all its lives."""
@@ -147,6 +141,11 @@ class Pages:
             self._closed = True
             if self._folder is not None:
                 self._folder.close()
+
+    def _known(self) -> Sequence[Reading]:
+        """The workers that live, then the last that was buried of each local rank, also by this look."""
+        with self._lock:
+            return *self.look(), *self._ended.values()
 
     def _paths(self) -> list[Path]:
         if self.directory is not None:

@@ -305,9 +305,9 @@ class Etcd3RendezvousHandler(RendezvousHandler):
 
     def _how_workers_died(self, node: ArrivedNode) -> str:
         """How this node's workers died, if torchrun calls for that reason, else ""; logs it and notes it for people."""
-        if not failures():
+        if not (found := failures()):
             return ""
-        failed = by_rank(failures(), node.health.pages.ranks())
+        failed = by_rank(found, node.health.pages.ranks())
         told = self._deaths.describe(failed, node.health.pages.said())
         logs.logger().warning("worker.died", reason=told)
         node.health.health.note("worker_died", told, tuple(sorted(failed)))
