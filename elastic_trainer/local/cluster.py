@@ -116,10 +116,9 @@ class Node:
 
     def worker(self, local_rank: int = 0) -> psutil.Process | None:
         """The worker of this local rank, or None if it does not run."""
-        for process in self.family()[1:]:
-            # A worker's children inherit its variables: the worker is the process that torchrun started.
-            named = processes.environment(process).get("LOCAL_RANK") == str(local_rank)
-            if named and processes.parent(process) == self.pid:
+        # A worker's children inherit its variables: the worker is the process that torchrun started.
+        for process in processes.children(self.pid) if self.running else ():
+            if processes.environment(process).get("LOCAL_RANK") == str(local_rank):
                 return process
         return None
 

@@ -49,12 +49,12 @@ def tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def parent(process: psutil.Process) -> int:
-    """The id of the process that it belongs to; 0 if it has ended."""
+def children(pid: int) -> list[psutil.Process]:
+    """The processes that ``pid`` itself has started; empty if it has ended."""
     try:
-        return int(process.ppid())
-    except _GONE:
-        return 0
+        return psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def environment(process: psutil.Process) -> Mapping[str, str]:

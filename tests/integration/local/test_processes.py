@@ -12,12 +12,14 @@ from elastic_trainer.local import processes
 from tests.support.waiting import LIMIT_S
 
 
-def test_who_has_ended_since_it_was_found_has_no_parent() -> None:
-    """And no environment."""
+def test_who_has_ended_since_it_was_found_has_no_environment() -> None:
+    """Nor is it anybody's child."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"MARK": "a"})
     found = psutil.Process(child.pid)
-    assert processes.parent(found) == os.getpid()
+    assert found in processes.children(os.getpid())
+    assert processes.environment(found) == {"MARK": "a"}
     child.kill()
     child.communicate(timeout=LIMIT_S)
-    assert processes.parent(found) == 0
+    assert found not in processes.children(os.getpid())
+    assert processes.children(found.pid) == []
     assert processes.environment(found) == {}
