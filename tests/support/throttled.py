@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
+from typing import Final
 
 from elastic_trainer.checkpoint.storage import ByteSource, PosixStorage, Sink
 from elastic_trainer.clock import SYSTEM, pause
+
+_LARGEST_MANIFEST: Final = 1 << 16
 
 
 class Bucket:
@@ -22,6 +26,18 @@ class Bucket:
             self._free_at = max(self._free_at, SYSTEM.monotonic()) + size / self._rate
             wait_s = self._free_at - SYSTEM.monotonic()
         pause(wait_s)
+
+
+class Stalled(Bucket):
+    """Passes no tensors on until there is a file ``released``, then all."""
+
+    def __init__(self, released: Path) -> None:
+        super().__init__(math.inf)
+        self._released = released
+
+    def take(self, size: int) -> None:
+        while size > _LARGEST_MANIFEST and not self._released.exists():
+            pause(0.05)
 
 
 class ThrottledSink:
@@ -57,11 +73,11 @@ class ThrottledSource:
 
 
 class ThrottledStorage(PosixStorage):
-    """A directory into which, and from which, its holder moves ``rate`` bytes a second."""
+    """A directory into which, and from which, its holder moves ``rate`` bytes a second, or as that bucket says."""
 
-    def __init__(self, root: Path, rate: float) -> None:
+    def __init__(self, root: Path, rate: float | Bucket) -> None:
         super().__init__(root)
-        self._bucket = Bucket(rate)
+        self._bucket = rate if isinstance(rate, Bucket) else Bucket(rate)
 
     def sink(self, name: str, file: str) -> Sink:
         return ThrottledSink(super().sink(name, file), self._bucket)

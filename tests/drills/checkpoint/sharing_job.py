@@ -1,7 +1,8 @@
 """A training of a large model on a slow disk: ``sharing_job.py DIRECTORY STEPS MB_A_SECOND [own | rank0]``.
 
 Each rank writes what its model holds at each save to DIRECTORY. ``own``: each node saves to a directory of its own.
-``rank0``: rank 0 writes all of each checkpoint.
+``rank0``: rank 0 writes all of each checkpoint. With ``stalled`` for MB_A_SECOND the disk stores no tensors until
+there is a file DIRECTORY/released.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from elastic_trainer.checkpoint.storage import Storage
 from elastic_trainer.variables import ENV_NODE
 from elastic_trainer.worker.state.shares import SHARED_FROM, Writers
 from elastic_trainer.worker.steps.options import SavingOptions
-from tests.support.throttled import ThrottledStorage
+from tests.support.throttled import Stalled, ThrottledStorage
 
 SAVE_EVERY = 4
 WIDTH = 2048
 
 
 def main() -> None:
-    directory, steps, rate = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]) * 1e6
+    directory, steps = Path(sys.argv[1]), int(sys.argv[2])
+    rate = Stalled(directory / "released") if sys.argv[3] == "stalled" else float(sys.argv[3]) * 1e6
     node = os.environ[ENV_NODE] if sys.argv[4:] == ["own"] else "all"
 
     def slow(place: str | Path) -> Storage:
