@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import json
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -87,18 +88,28 @@ def form(formation: RoundPlace, placement: Placement, patience: FormTimeouts, wo
         prefix = formation.store.prefix or meet(store, formation.rank, formation.world_size, deadline)
         return _formed(formation, placement, store, PrefixStore(f"round/{prefix}", store), patience, works)
     except (RuntimeError, ValueError) as error:
-        cause, hint = (
-            str(error).partition("\n")[0],
-            "check that all nodes reach this address, and the other ranks' logs",
-        )
+        cause = str(error).partition("\n")[0]
+        hint = "check that all nodes reach this address, and the other ranks' logs"
         if "EADDRINUSE" in cause:
             cause, hint = "another program listens there", "end it, or choose another port"
-        elif not reached.is_completed():
-            cause, hint = "what listens there does not answer as a store", "another program may use the port"
+        elif not reached.is_completed():  # torch may pause for seconds past its limit
+            if _listens(host, port):
+                cause, hint = "what listens there does not answer as a store", "another program may use the port"
+            else:
+                cause = f"timed out after {patience.forming_s:g} s: nobody listens there"
         raise TransientError(
             f"rank {formation.rank} of {formation.world_size} cannot form a process group at {host}:{port}: {cause}",
             hint=hint,
         ) from error
+
+
+def _listens(host: str, port: int) -> bool:
+    """Whether a program accepts connections there."""
+    try:
+        socket.create_connection((host, port), ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _formed(
