@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import urllib.request
 from collections import Counter
@@ -24,8 +25,9 @@ from tests.support.small_disk import mounted
 from tests.support.watch import ALWAYS, WAIT_S, Watch
 
 SCALE = 1 / 20
-MINUTE_S = 60.0 * SCALE
 """Three seconds are a minute of the rules: still more than the two from one word of a node to the next."""
+USUAL_LOAD, LONGEST = 4.0, 4.0
+"""With more processes than that for each processor, words take longer, and a minute up to so many times."""
 OPTIONS = {"ttl": "6", "last_call": "0.5", "preload": "off", "join_timeout": "300", "connect_timeout": "60"}
 SLEEPS = """
 import pathlib, sys, time
@@ -112,6 +114,11 @@ class Night:
     watch: Watch
     screens: Sequence[Overview]
     endpoint: str
+
+    @property
+    def minute_s(self) -> float:
+        """Seconds of a minute of the rules."""
+        return 60.0 * self.watch.scale
 
     def shows(self, sick: Mapping[str, str], healthy: Mapping[str, str]) -> None:
         """Wait until both screens and the command show the ``sick`` runs (run and what it needs), then the ``healthy``
@@ -207,6 +214,11 @@ def _await_training(address: str, runs: set[str]) -> None:
         pause(0.2)
 
 
+def _scale() -> float:
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return SCALE * min(max(1.0, load / USUAL_LOAD), LONGEST)
+
+
 @contextmanager
 def night(
     etcd: EtcdServer, directory: Path, plans: Sequence[Plan], disks: Mapping[Path, int] = NO_DISKS
@@ -225,7 +237,7 @@ def night(
         begun = {plan.name for plan in plans if plan.nodes}
         _await_training(address, begun)  # how long this machine takes to start nodes is nobody's fault
         watch = stack.enter_context(
-            Watch(directory / "watch", monitors=[address], nodes_from=f"http://{address}/sd/nodes", scale=SCALE)
+            Watch(directory / "watch", monitors=[address], nodes_from=f"http://{address}/sd/nodes", scale=_scale())
         )
         screens = stack.enter_context(overviews(f"http://{address}/"))
         yield Night(runs, watch, screens, etcd.endpoint)
